@@ -1,0 +1,207 @@
+"""What flows through the pipeline: one frozen type per stage. A field exists only once it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from models.types import Completion, Message, VersionSpan
+
+InfraCause = Literal["timeout", "refused", "died"]
+DataCause = Literal["unparseable", "truncated", "too_long"]
+Cause = InfraCause | DataCause
+Stage = Literal["rollout", "judge"]
+Metrics = dict[str, float]  # name -> value of one step; names are `area/what_unit`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What the policy is asked. `reference` is for rule judges and rubrics; it never enters the policy's prompt."""
+
+    prompt_id: str
+    messages: tuple[Message, ...]
+    source: str = ""
+    reference: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One call of the policy. `replies` is what the environment said to it (empty at the end)."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    replies: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One sibling, played to its end. `cut` means that max tokens ended it: judged like any other."""
+
+    group_id: str
+    sibling: int
+    turns: tuple[Turn, ...]
+    status: Literal["finished", "cut"]
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote, turn after turn."""
+        return "\n".join(turn.completion.text for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(turn.completion.oldest_version for turn in self.turns)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """One sample of the GRM that parsed. `siblings` in the order shown; `scores` in that order, in the judge's scale."""
+
+    group_id: str
+    siblings: tuple[int, ...]
+    scores: tuple[float, ...]
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    grm: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Something that gave no result. Never a number. Infrastructure causes: timeout, refused, died."""
+
+    stage: Stage
+    cause: Cause
+    attempts: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedJudgement(Failed):
+    """A judgement that was generated and is no use (unparseable, truncated): kept, it can be read and trained on."""
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpan:
+    """`value` for the tokens [start, end) of a turn. An outcome reward is one span over the last turn."""
+
+    turn: int
+    start: int
+    end: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the vote over judgements came to.
+
+    rewards:   spans in reward units (scaled, mixed), which training uses.
+    score:     the judge's own scale (1 to 10 for a generative judge), which people read.
+    breakdown: each component's reward by name, before weighting.
+    agreement: spread of the votes: their population standard deviation in score units (0 for a single vote).
+    """
+
+    rewards: tuple[RewardSpan, ...]
+    score: float
+    breakdown: Mapping[str, float]
+    agreement: float
+    num_judgements: int
+
+    @property
+    def outcome(self) -> float:
+        return sum(span.value for span in self.rewards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeReport:
+    """Everything one request to a judge came to: the verdict or its failure, and the evidence for the journal."""
+
+    verdict: Verdict | Failed
+    judgements: tuple[Judgement, ...] = ()
+    failures: tuple[Failed, ...] = ()  # of single judgements, re-asked ones included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedGroup:
+    """Siblings of one prompt, in sibling order, with their verdicts. `version` is the lowest of the sampled tokens."""
+
+    group_id: str
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    verdicts: tuple[Verdict | Failed, ...]
+
+    @property
+    def version(self) -> int:
+        return min(rollout.oldest_version for rollout in self.rollouts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """A stretch of tokens to learn from. Entry t of mask, log-probs and advantages belongs to token_ids[t].
+
+    loss_mask:        1 on sampled tokens that are trained, 0 elsewhere.
+    sampler_logprobs: natural log, as the engine reported them; 0 where loss_mask is 0.
+    advantages:       0 where loss_mask is 0.
+    versions:         spans over token_ids, sampled stretches only.
+    """
+
+    group_id: str
+    sibling: int
+    segment: int
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    advantages: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples packed end to end. T: packed tokens, S: samples. Arrays cross process borders as they are.
+
+    The first token of each sample is never trained (nothing predicts it): its loss_mask is 0.
+    """
+
+    token_ids_T: np.ndarray  # int64
+    position_ids_T: np.ndarray  # int64, from 0 in each sample
+    sample_lengths_S: np.ndarray  # int64, sums to T
+    loss_mask_T: np.ndarray  # float32, 0 or 1
+    sampler_logprobs_T: np.ndarray  # float32
+    advantages_T: np.ndarray  # float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTotals:
+    """Sizes of a whole batch, over all micro-batches and ranks; known only when the batch is closed."""
+
+    num_loss_tokens: int
+    num_sequences: int  # with at least one trained token
+    num_groups: int
+    oldest_version: int
+
+
+class Judge(Protocol):
+    """Judges one rollout. Failures come back as values; only a programming error raises."""
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport: ...
+
+
+class Env(Protocol):
+    """One episode. An instance is used once."""
+
+    def start(self) -> tuple[Message, ...]:
+        """The messages that the policy sees first."""
+        ...
+
+    async def step(self, text: str) -> tuple[Message, ...]:
+        """What the environment answers to the policy's turn; empty ends the episode."""
+        ...

@@ -1,0 +1,1 @@
+"""Hydra's entry: compose, validate, run the task; returns the objective for sweepers."""
