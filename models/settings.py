@@ -44,9 +44,7 @@ class EmbeddedConfig:
         if self.max_context_tokens < 0:
             raise ValueError(f"max_context_tokens: must be 0 or more, got {self.max_context_tokens}")
         if self.prefill_tokens_per_step < 1:
-            raise ValueError(
-                f"prefill_tokens_per_step: must be at least 1, got {self.prefill_tokens_per_step}"
-            )
+            raise ValueError(f"prefill_tokens_per_step: must be at least 1, got {self.prefill_tokens_per_step}")
 
 
 @dataclass(frozen=True)

@@ -62,15 +62,11 @@ def test_each_library_has_one_door() -> None:
     for path in sources():
         for name in imports_of(path):
             door = DOORS.get(name.split(".")[0])
-            assert door is None or path.relative_to(ROOT).as_posix().startswith(door), (
-                f"{path} imports {name}"
-            )
+            assert door is None or path.relative_to(ROOT).as_posix().startswith(door), f"{path} imports {name}"
 
 
 def test_tests_are_no_packages_and_every_file_says_what_it_holds() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
     for path in sources():
         if path.name != "__init__.py":
-            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), (
-                f"{path}: no first sentence"
-            )
+            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path}: no first sentence"

@@ -75,9 +75,7 @@ class TrainConfig:
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         if self.group_size < 2:
-            raise ValueError(
-                f"group_size: must be at least 2 (a baseline needs siblings), got {self.group_size}"
-            )
+            raise ValueError(f"group_size: must be at least 2 (a baseline needs siblings), got {self.group_size}")
         if not 2 <= self.min_valid_siblings <= self.group_size:
             raise ValueError(
                 f"min_valid_siblings: must be between 2 and group_size = {self.group_size}, got {self.min_valid_siblings}"

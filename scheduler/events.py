@@ -1,0 +1,18 @@
+"""What the scheduler tells the outside: spans on lanes. A sink is given from above; nothing here writes or draws."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class EventSink(Protocol):
+    """Times are seconds of the event loop's clock. A lane is an engine, a learner or a stage."""
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None: ...
+
+
+class NoEvents:
+    """Nobody listens."""
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        return None
