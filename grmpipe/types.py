@@ -61,7 +61,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One sample of the GRM that parsed. `siblings` in the order shown; `scores` in that order, in the judge's scale."""
+    """One sample of the GRM that parsed. `siblings` and `scores` stand in the order shown, in the scale of the judge."""
 
     group_id: str
     siblings: tuple[int, ...]

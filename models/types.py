@@ -98,7 +98,7 @@ class WeightReceipt:
 
 
 class EngineRefused(Exception):
-    """The engine can't serve this request, ever (a prompt longer than its window, say). Retrying elsewhere is no use."""
+    """The engine can't ever serve this request (a prompt longer than its window, say): don't retry elsewhere."""
 
 
 class EngineDied(Exception):
@@ -123,7 +123,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its `generate` returns what it has, with finish_reason "abort". Unknown ids are ignored."""
+        """End a request now; its `generate` returns what it has, finish_reason "abort". Unknown ids are ignored."""
         ...
 
     async def pause(self) -> None:
@@ -143,5 +143,5 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-prob (temperature 1) of each token but the first under the weights as loaded: len(token_ids) - 1 values."""
+        """Log-probs (temperature 1) of all tokens but the first, under the loaded weights: len(token_ids) - 1 values."""
         ...

@@ -78,7 +78,8 @@ class TrainConfig:
             raise ValueError(f"group_size: must be at least 2 (a baseline needs siblings), got {self.group_size}")
         if not 2 <= self.min_valid_siblings <= self.group_size:
             raise ValueError(
-                f"min_valid_siblings: must be between 2 and group_size = {self.group_size}, got {self.min_valid_siblings}"
+                f"min_valid_siblings: must be between 2 and group_size = {self.group_size}, "
+                f"got {self.min_valid_siblings}"
             )
         if not self.lr > 0 or not self.max_grad_norm > 0:
             raise ValueError(f"lr, max_grad_norm: must be above 0, got {self.lr}, {self.max_grad_norm}")
