@@ -61,7 +61,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One sample of the GRM that parsed. `siblings` and `scores` stand in the order shown, in the scale of the judge."""
+    """One sample of the GRM that parsed. `siblings` and `scores` stand in the order shown, on the judge's scale."""
 
     group_id: str
     siblings: tuple[int, ...]

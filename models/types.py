@@ -143,5 +143,5 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs (temperature 1) of all tokens but the first, under the loaded weights: len(token_ids) - 1 values."""
+        """Log-probs (temperature 1) of all tokens but the first under the loaded weights: len(token_ids) - 1 values."""
         ...

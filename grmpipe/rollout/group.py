@@ -1,0 +1,89 @@
+"""A group: the siblings of one prompt, from opening to its end. A state machine; it neither waits nor knows a clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+from grmpipe.types import Failed, JudgedGroup, Prompt, Rollout, Verdict
+
+State = Literal["open", "complete", "partial", "failed"]
+
+
+class Group:
+    """open -> complete | partial | failed. Whatever comes late or twice is refused: the first answer wins.
+
+    A missing rollout fails the group: the survivors are the short ones, a biased baseline.
+    Missing verdicts leave it partial, down to `min_valid_siblings`.
+    """
+
+    def __init__(self, *, group_id: str, draw: int, prompt: Prompt, size: int, min_valid_siblings: int) -> None:
+        self.group_id = group_id
+        self.draw = draw
+        self.prompt = prompt
+        self.size = size
+        self.min_valid_siblings = min_valid_siblings
+        self.state: State = "open"
+        self.cause = ""  # of a failed group
+        self._rollouts: dict[int, Rollout] = {}
+        self._verdicts: dict[int, Verdict | Failed] = {}
+
+    @property
+    def rollouts(self) -> Sequence[Rollout]:
+        """Those that ended, in sibling order."""
+        return [self._rollouts[sibling] for sibling in sorted(self._rollouts)]
+
+    def add_rollout(self, rollout: Rollout) -> bool:
+        """False: refused."""
+        if self.state != "open" or rollout.sibling in self._rollouts:
+            return False
+        self._rollouts[rollout.sibling] = rollout
+        return True
+
+    def add_verdict(self, sibling: int, verdict: Verdict | Failed) -> bool:
+        """False: refused."""
+        if self.state != "open" or sibling not in self._rollouts or sibling in self._verdicts:
+            return False
+        self._verdicts[sibling] = verdict
+        if len(self._verdicts) == self.size:
+            self._close()
+        return True
+
+    def fail(self, cause: str) -> None:
+        """End the group: a rollout is missing, or the run gave up on it."""
+        if self.state == "open":
+            self.state, self.cause = "failed", cause
+
+    def expire(self) -> None:
+        """The deadline has passed: missing verdicts become timeouts, a missing rollout fails the group."""
+        if self.state != "open":
+            return
+        if len(self._rollouts) < self.size:
+            return self.fail("rollout_timeout")
+        for sibling in self.missing_verdicts():
+            self._verdicts[sibling] = Failed(stage="judge", cause="timeout", attempts=1, detail="group deadline")
+        self._close()
+
+    def missing_rollouts(self) -> list[int]:
+        return [sibling for sibling in range(self.size) if sibling not in self._rollouts]
+
+    def missing_verdicts(self) -> list[int]:
+        return [sibling for sibling in range(self.size) if sibling not in self._verdicts]
+
+    def judged(self) -> JudgedGroup:
+        """The group as training takes it. Complete or partial groups only."""
+        assert self.state in ("complete", "partial"), self.state
+        return JudgedGroup(
+            group_id=self.group_id,
+            prompt=self.prompt,
+            rollouts=tuple(self._rollouts[sibling] for sibling in range(self.size)),
+            verdicts=tuple(self._verdicts[sibling] for sibling in range(self.size)),
+        )
+
+    def _close(self) -> None:
+        failures = [verdict for verdict in self._verdicts.values() if isinstance(verdict, Failed)]
+        if self.size - len(failures) < self.min_valid_siblings:
+            (cause, _), *_ = Counter(failure.cause for failure in failures).most_common(1)
+            return self.fail(f"judge_{cause}")
+        self.state = "partial" if failures else "complete"

@@ -1,0 +1,66 @@
+"""Plays one episode: one env, one policy, until done. Token in, token out: sampled ids are never tokenized again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from grmpipe.types import Env, Rollout, Turn
+from models.types import Engine, Message, RequestContext, SamplingParams, ignore_first_token
+
+
+class Renderer(Protocol):
+    """What playing needs of a tokenizer with a chat template."""
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Who plays: a sibling of a group, and its seed."""
+
+    group_id: str
+    sibling: int
+    seed: int
+    priority: int = 0
+
+
+async def play(
+    seat: Seat,
+    env: Env,
+    policy: Engine,
+    renderer: Renderer,
+    params: SamplingParams,
+    max_turns: int,
+    on_first_token: Callable[[], None] = ignore_first_token,
+) -> Rollout:
+    """One rollout. Raises EngineRefused or EngineDied, and what the env raises."""
+    prompt_ids = renderer.render(env.start())
+    turns: list[Turn] = []
+    while True:
+        context = RequestContext(
+            request_id=f"{seat.group_id}/{seat.sibling}/t{len(turns)}",
+            group_id=seat.group_id,
+            role="policy",
+            priority=seat.priority,
+        )
+        completion = await policy.generate(prompt_ids, with_seed(params, seat.seed + len(turns)), context, on_first_token)
+        replies = await env.step(completion.text)
+        turns.append(Turn(prompt_ids=prompt_ids, completion=completion, replies=replies))
+        cut = completion.finish_reason != "stop"
+        if cut or not replies or len(turns) == max_turns:
+            status = "cut" if cut or replies else "finished"
+            return Rollout(group_id=seat.group_id, sibling=seat.sibling, turns=tuple(turns), status=status)
+        prompt_ids = (*prompt_ids, *completion.token_ids, *renderer.render(replies))
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """The same sampling under another seed."""
+    return SamplingParams(
+        max_new_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        seed=seed,
+        stop=params.stop,
+    )

@@ -1,0 +1,37 @@
+"""What a user can set about rollouts and their groups. Frozen, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How the policy is sampled while training, and how long a group may take."""
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_turns: int = 1
+    group_deadline_s: float = 120.0  # from a group's first token to its last verdict; syncs don't count
+    min_tokens_per_s: float = 10.0  # declared: the slowest speed of one rollout that is still fine
+    width: int = 1024  # rollouts in flight
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.max_turns < 1 or self.width < 1:
+            raise ValueError("max_new_tokens, max_turns, width: must be at least 1")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature: must be above 0 to train (siblings would be equal at 0), got {self.temperature}"
+            )
+        if self.top_p != 1.0:
+            raise ValueError(f"top_p: must be 1 to train (the learner's log-probs know no nucleus), got {self.top_p}")
+        if not self.min_tokens_per_s > 0:
+            raise ValueError(f"min_tokens_per_s: must be above 0, got {self.min_tokens_per_s}")
+        needed_s = self.max_turns * self.max_new_tokens / self.min_tokens_per_s
+        if self.group_deadline_s < needed_s:
+            raise ValueError(
+                f"group_deadline_s: {self.group_deadline_s:g} s is less than max_turns x max_new_tokens / "
+                f"min_tokens_per_s = {needed_s:g} s; type rollout.group_deadline_s={needed_s:g} or more, "
+                "or a truer rollout.min_tokens_per_s"
+            )

@@ -1,0 +1,73 @@
+"""How many groups may be in flight, and which must be trained now. Pure: counts and versions, no waiting, no clock.
+
+The pace is AReaL's (arXiv 2505.24298, section 5.1): (max_staleness + version + 1) * groups_per_batch groups may have
+been submitted in all, dropped ones aside. The bound itself is held on taking: see `places_for_young`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+
+class Admission:
+    """The ledger of groups by id. `version` is the number of completed optimizer steps."""
+
+    def __init__(
+        self, *, groups_per_batch: int, max_staleness: int, version: int = 0, dropped: Mapping[str, int] | None = None
+    ) -> None:
+        """On recovery `dropped` counts, by cause, what was dropped before; groups in flight are opened again."""
+        self.groups_per_batch = groups_per_batch
+        self.max_staleness = max_staleness
+        self.version = version
+        self.trained = version * groups_per_batch
+        self.dropped = Counter(dropped or {})
+        self.submitted = self.trained + self.dropped.total()
+        self.in_flight: dict[str, int] = {}  # group_id -> policy version when it was opened
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be opened now."""
+        allowed = (self.max_staleness + self.version + 1) * self.groups_per_batch
+        return allowed - (self.trained + len(self.in_flight))
+
+    def open(self, group_id: str) -> None:
+        assert group_id not in self.in_flight, f"group {group_id} opened twice"
+        self.in_flight[group_id] = self.version
+        self.submitted += 1
+
+    def drop(self, group_id: str, cause: str) -> None:
+        del self.in_flight[group_id]
+        self.dropped[cause] += 1
+
+    def stepped(self, group_ids: Collection[str]) -> None:
+        """A batch of these groups became the next version."""
+        for group_id in group_ids:
+            del self.in_flight[group_id]
+        self.trained += len(group_ids)
+        self.version += 1
+
+    def is_stale(self, version: int) -> bool:
+        """Whether tokens of `version` are too old for the batch that is open now."""
+        return self.version - version > self.max_staleness
+
+    def last_chance(self, group_id: str) -> bool:
+        """Whether a group might be too old for the next batch, judged by when it was opened (so never too late)."""
+        return self.version + 1 - self.in_flight[group_id] > self.max_staleness
+
+    def places_for_young(self, taken: Collection[str]) -> int:
+        """Places of the open batch left for groups that can also wait for the next one.
+
+        The others are reserved. They always fit: at most (version + 1) * groups_per_batch groups were opened by
+        version - max_staleness, and version * groups_per_batch of them are trained.
+        """
+        reserved = sum(1 for group_id in self.in_flight if group_id not in taken and self.last_chance(group_id))
+        return self.groups_per_batch - len(taken) - reserved
+
+    def check(self) -> None:
+        """Promise 2: nothing is lost."""
+        ended = self.trained + self.dropped.total()
+        assert self.submitted == ended + len(self.in_flight), (
+            f"submitted {self.submitted} != trained {self.trained} + dropped {dict(self.dropped)} "
+            f"+ in flight {len(self.in_flight)}"
+        )

@@ -1,0 +1,99 @@
+"""Bounded stages: an inbox, a width and a work function. They know nothing of what they work on, but whom it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class BusyMeter:
+    """Seconds with at least one thing running, by the event loop's clock."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._running = 0
+        self._since = 0.0
+        self._busy_s = 0.0
+
+    def __enter__(self) -> None:
+        if self._running == 0:
+            self._since = self._loop.time()
+        self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._busy_s += self._loop.time() - self._since
+
+    @property
+    def running(self) -> int:
+        return self._running
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s + (self._loop.time() - self._since if self._running else 0.0)
+
+
+class Stage(Generic[Item]):
+    """Consumes `inbox`, does `work` on up to `width` items at once, in order of arrival. A crash of `work` ends `run`.
+
+    `key(item)` names what an item belongs to: `cancel(key)` ends its running work. What still waits in the inbox is
+    handed to `work` in its turn, which must recognise what is over.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[Item], Awaitable[None]],
+        key: Callable[[Item], str],
+        *,
+        width: int,
+        bound: int,
+    ) -> None:
+        self.name = name
+        self.meter = BusyMeter()
+        self._work = work
+        self._key = key
+        self._free = asyncio.Semaphore(width)
+        self._inbox: asyncio.Queue[Item] = asyncio.Queue(bound)
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Items in the inbox."""
+        return self._inbox.qsize()
+
+    async def put(self, item: Item) -> None:
+        """Waits while the inbox is full: that is the backpressure."""
+        await self._inbox.put(item)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._free.acquire()
+                item = await self._inbox.get()
+                task = tasks.create_task(self._do(item))
+                self._tasks.setdefault(self._key(item), set()).add(task)
+                # A callback, not a `finally` in the task: a task cancelled before its first step never runs its body.
+                task.add_done_callback(functools.partial(self._forget, self._key(item)))
+
+    def cancel(self, key: str) -> None:
+        """End all running work on `key`, but for the caller's own."""
+        current = asyncio.current_task()
+        for task in self._tasks.get(key, ()):
+            if task is not current:
+                task.cancel()
+
+    async def _do(self, item: Item) -> None:
+        with self.meter:
+            await self._work(item)
+
+    def _forget(self, key: str, task: asyncio.Task[None]) -> None:
+        self._free.release()
+        self._tasks[key].discard(task)
+        if not self._tasks[key]:
+            del self._tasks[key]
