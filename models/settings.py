@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 DTYPES = ("float32", "bfloat16")
-ENGINES = ("embedded", "simulated")
+ENGINES = ("embedded",)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from grmpipe.types import Env, Rollout, Turn
 from models.types import Engine, Message, RequestContext, SamplingParams, ignore_first_token
@@ -13,7 +13,13 @@ from models.types import Engine, Message, RequestContext, SamplingParams, ignore
 class Renderer(Protocol):
     """What playing needs of a tokenizer with a chat template."""
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """A conversation from its start, up to where the policy speaks."""
+        ...
+
+    def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
+        """What follows the policy's turn: its end, the replies, up to where the policy speaks again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,22 +51,13 @@ async def play(
             role="policy",
             priority=seat.priority,
         )
-        completion = await policy.generate(prompt_ids, with_seed(params, seat.seed + len(turns)), context, on_first_token)
+        completion = await policy.generate(
+            prompt_ids, replace(params, seed=seat.seed + len(turns)), context, on_first_token
+        )
         replies = await env.step(completion.text)
         turns.append(Turn(prompt_ids=prompt_ids, completion=completion, replies=replies))
-        cut = completion.finish_reason != "stop"
-        if cut or not replies or len(turns) == max_turns:
-            status = "cut" if cut or replies else "finished"
+        cut = completion.finish_reason != "stop" or (bool(replies) and len(turns) == max_turns)
+        if cut or not replies:
+            status: Literal["finished", "cut"] = "cut" if cut else "finished"
             return Rollout(group_id=seat.group_id, sibling=seat.sibling, turns=tuple(turns), status=status)
-        prompt_ids = (*prompt_ids, *completion.token_ids, *renderer.render(replies))
-
-
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """The same sampling under another seed."""
-    return SamplingParams(
-        max_new_tokens=params.max_new_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        seed=seed,
-        stop=params.stop,
-    )
+        prompt_ids = (*prompt_ids, *completion.token_ids, *renderer.extend(replies))
