@@ -85,6 +85,7 @@ def packed_logprobs(
     position_ids_T: Tensor,
     sample_lengths_S: Tensor,
     want_entropy: bool = False,
+    entropy_gradient: bool = True,
     wanted_T: Tensor | None = None,
     temperature: float = 1.0,
 ) -> PackedLogprobs:
@@ -106,7 +107,7 @@ def packed_logprobs(
     ).logits[0]
     if temperature != 1.0:
         logits_RV = logits_RV / temperature
-    logprobs_R, entropy_R = chosen_logprobs(logits_RV, token_ids_T[targets_R], want_entropy)
+    logprobs_R, entropy_R = chosen_logprobs(logits_RV, token_ids_T[targets_R], want_entropy, entropy_gradient)
     zeros_T = logprobs_R.new_zeros(len(token_ids_T))
     return PackedLogprobs(
         logprobs_T=zeros_T.index_copy(0, targets_R, logprobs_R),

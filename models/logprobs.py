@@ -10,7 +10,11 @@ CHUNK_ROWS = 1024
 
 
 def chosen_logprobs(
-    logits_RV: Tensor, chosen_R: Tensor, want_entropy: bool = False, chunk_rows: int = CHUNK_ROWS
+    logits_RV: Tensor,
+    chosen_R: Tensor,
+    want_entropy: bool = False,
+    entropy_gradient: bool = True,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> tuple[Tensor, Tensor]:
     """Log-softmax of row r at chosen_R[r], and the entropy of row r (zeros unless wanted). R: rows, V: vocabulary.
 
@@ -18,15 +22,15 @@ def chosen_logprobs(
     rows at a time: the backward pass computes each chunk again.
     """
     if len(logits_RV) <= chunk_rows:
-        return _chunk(logits_RV, chosen_R, want_entropy)
+        return _chunk(logits_RV, chosen_R, want_entropy, entropy_gradient)
     pieces = [
-        checkpoint(_chunk, logits, chosen, want_entropy, use_reentrant=False)
+        checkpoint(_chunk, logits, chosen, want_entropy, entropy_gradient, use_reentrant=False)
         for logits, chosen in zip(logits_RV.split(chunk_rows), chosen_R.split(chunk_rows), strict=True)
     ]
     return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
 
-def _chunk(logits_RV: Tensor, chosen_R: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor]:
+def _chunk(logits_RV: Tensor, chosen_R: Tensor, want_entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     # fp32: a logsumexp in bf16 is off by up to 1 %, which a ratio of two of them turns into a wrong clip.
     if logits_RV.dtype != torch.float64:
         logits_RV = logits_RV.float()
@@ -34,6 +38,6 @@ def _chunk(logits_RV: Tensor, chosen_R: Tensor, want_entropy: bool) -> tuple[Ten
     logprobs_R = logits_RV.gather(-1, chosen_R[:, None]).squeeze(-1) - normaliser_R
     if not want_entropy:
         return logprobs_R, torch.zeros_like(logprobs_R)
-    # H = logsumexp(z) - sum softmax(z) z
-    mean_logit_R = ((logits_RV - normaliser_R[:, None]).exp() * logits_RV).sum(dim=-1)
-    return logprobs_R, normaliser_R - mean_logit_R
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        # H = logsumexp(z) - sum softmax(z) z
+        return logprobs_R, normaliser_R - ((logits_RV - normaliser_R[:, None]).exp() * logits_RV).sum(dim=-1)

@@ -1,0 +1,231 @@
+"""The learner on one rank: gradients of micro-batches, optimizer steps, weights out. Knows no group, judge or queue."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from grmpipe.train.losses import AGGREGATIONS
+from grmpipe.train.meter import Meter
+from grmpipe.train.objective import TokenLogprobs, summed_loss
+from grmpipe.train.schedule import learning_rate
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.types import BatchTotals, Metrics, MicroBatch
+from models.causal_lm import PackedLogprobs, load_causal_lm, packed_logprobs
+from models.checkpoint import export_hf, load_sharded, save_sharded
+from models.parallelize import choose_device, join_ranks, parallelize
+from models.types import WeightBucket
+from models.weight_stream import WeightStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSpec:
+    """All that a rank needs to build its learner.
+
+    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
+    """
+
+    model_path: str
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    max_new_tokens: int
+    device: str = ""  # "cpu" or "cuda"; empty: what torch finds
+    sync_dtype: str = "float32"  # of the weights that engines get
+    bucket_bytes: int = 64 << 20
+    temperature: float = 1.0
+    master_dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBatch:
+    """A MicroBatch where the model is."""
+
+    token_ids_T: Tensor
+    position_ids_T: Tensor
+    sample_lengths_S: Tensor
+    loss_mask_T: Tensor
+    sampler_logprobs_T: Tensor
+    advantages_T: Tensor
+
+    @staticmethod
+    def of(micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
+        # torch.tensor copies: arrays that come through an object store are read-only.
+        return DeviceBatch(
+            token_ids_T=torch.tensor(micro_batch.token_ids_T, device=device),
+            position_ids_T=torch.tensor(micro_batch.position_ids_T, device=device),
+            sample_lengths_S=torch.tensor(micro_batch.sample_lengths_S, device=device),
+            loss_mask_T=torch.tensor(micro_batch.loss_mask_T, device=device),
+            sampler_logprobs_T=torch.tensor(micro_batch.sampler_logprobs_T, device=device),
+            advantages_T=torch.tensor(micro_batch.advantages_T, device=device),
+        )
+
+
+class NonFiniteGradients(ArithmeticError):
+    """The gradient norm is inf or nan. The batch was discarded, the weights are as they were."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(norm)
+        self.norm = norm
+
+    def __str__(self) -> str:
+        return f"gradient norm is {self.norm}; no step was made"
+
+
+class Learner:
+    """One rank. Its methods are collectives: all ranks call the same ones in the same order.
+
+    accumulate() goes forward and backward on a micro-batch; step() ends the batch they make up, discard() drops it.
+    """
+
+    def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._device = choose_device(spec.device, rank)
+        if self._device.type == "cpu":
+            torch.set_num_threads(1)  # several learners and engines share the cores
+        else:
+            torch.cuda.set_device(self._device)
+        mesh = join_ranks(rank, world_size, init_method, self._device)
+        self._world_size = world_size
+        self._model = self._load(mesh)
+        self._reference = self._load(mesh).requires_grad_(False) if spec.algorithm.kl_coefficient > 0 else None
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=spec.train.lr,
+            betas=(spec.train.adam_betas[0], spec.train.adam_betas[1]),
+            weight_decay=spec.train.weight_decay,
+            fused=True,
+        )
+        self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes)
+        self._meter = Meter(self._device)
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Completed optimizer steps."""
+        return self._version
+
+    def accumulate(self, micro_batch: MicroBatch, old_logprobs_T: np.ndarray | None = None) -> Metrics:
+        """Add the gradient of this micro-batch's summed loss; return its sums.
+
+        pi_old is the pass's own detached log-prob, unless `old_logprobs_T` (float32) of an earlier pass is given: right
+        for one update per batch, where the weights are still those that pi_old means.
+        """
+        algorithm = self._spec.algorithm
+        batch = DeviceBatch.of(micro_batch, self._device)
+        current = self._forward(self._model, batch, entropy_gradient=algorithm.entropy_coefficient > 0)
+        own_T = current.logprobs_T.detach()
+        logprobs = TokenLogprobs(
+            current_T=current.logprobs_T,
+            entropy_T=current.entropy_T,
+            old_T=own_T if old_logprobs_T is None else torch.tensor(old_logprobs_T, device=self._device),
+            sampler_T=batch.sampler_logprobs_T,
+            reference_T=self._reference_logprobs(batch),
+        )
+        loss = summed_loss(logprobs, batch.advantages_T, batch.loss_mask_T, batch.sample_lengths_S, algorithm)
+        loss.total.backward()
+        return self._meter.add(loss)
+
+    def logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
+        """pi_old for batches that are updated on more than once: [T] float32, 0 where nothing is trained."""
+        batch = DeviceBatch.of(micro_batch, self._device)
+        with torch.no_grad():
+            return self._forward(self._model, batch).logprobs_T.float().cpu().numpy()
+
+    def step(self, totals: BatchTotals) -> Metrics:
+        """Divide what was accumulated by the size of the batch, clip, update. Returns means over all ranks' tokens.
+
+        Raises NonFiniteGradients, on all ranks, with the batch discarded.
+        """
+        train, algorithm = self._spec.train, self._spec.algorithm
+        denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, self._spec.max_new_tokens)
+        if not denominator > 0:
+            raise ValueError("a batch without a trained token can't be stepped on; discard it")
+        metrics = self._meter.read(totals, denominator)
+        # FSDP2 averages gradients over ranks, where the loss of a batch is a sum over them.
+        self._scale_gradients(self._world_size / denominator)
+        norm = self._clip(train.max_grad_norm)
+        if not math.isfinite(norm):
+            self.discard()
+            raise NonFiniteGradients(norm)
+        rate = learning_rate(self._version, train)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self.discard()
+        self._version += 1
+        return {**metrics, "train/grad_norm": norm, "train/lr": rate}
+
+    def discard(self) -> None:
+        """Drop the open batch."""
+        self._optimizer.zero_grad()
+        self._meter = Meter(self._device)
+
+    def num_buckets(self) -> int:
+        return self._stream.num_buckets
+
+    def bucket(self, index: int) -> WeightBucket | None:
+        """The weights that engines get, a piece at a time; None but on rank 0."""
+        return self._stream.bucket(index, keep=self._rank == 0)
+
+    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs (temperature 1) of all tokens but the first: what an engine with these weights must also say."""
+        ids_T = torch.tensor(token_ids, device=self._device)
+        lengths_S = torch.tensor([len(token_ids)], device=self._device)
+        positions_T = torch.arange(len(token_ids), device=self._device)
+        with torch.no_grad():
+            return tuple(packed_logprobs(self._model, ids_T, positions_T, lengths_S).logprobs_T[1:].tolist())
+
+    def save(self, directory: str) -> None:
+        """Model, optimizer and version, for `load` on any number of ranks."""
+        save_sharded(directory, self._model, self._optimizer, self._version)
+
+    def load(self, directory: str) -> int:
+        """Go on from a saved state; returns its version."""
+        self.discard()
+        self._version = load_sharded(directory, self._model, self._optimizer)
+        return self._version
+
+    def export(self, directory: str) -> None:
+        """A Hugging Face directory that any engine can serve."""
+        export_hf(directory, self._model, self._spec.model_path)
+
+    def _load(self, mesh: DeviceMesh) -> PreTrainedModel:
+        model = load_causal_lm(self._spec.model_path, self._spec.master_dtype, str(self._device))
+        train = self._spec.train
+        parallelize(model, mesh, train.dtype, train.activation_checkpointing)
+        return model
+
+    def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy_gradient: bool = False) -> PackedLogprobs:
+        return packed_logprobs(
+            model,
+            batch.token_ids_T,
+            batch.position_ids_T,
+            batch.sample_lengths_S,
+            want_entropy=True,
+            entropy_gradient=entropy_gradient,
+            wanted_T=batch.loss_mask_T > 0,
+            temperature=self._spec.temperature,
+        )
+
+    def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        with torch.no_grad():
+            return self._forward(self._reference, batch).logprobs_T
+
+    def _scale_gradients(self, factor: float) -> None:
+        shards = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self._model.parameters()]
+        torch._foreach_mul_([shard for shard in shards if shard is not None], factor)
+
+    def _clip(self, max_norm: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -1,0 +1,89 @@
+"""All ranks of a learner, as the driver sees them: one learner. Does no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol, cast
+
+import numpy as np
+
+from grmpipe.train.packer import Round
+from grmpipe.types import BatchTotals, Metrics
+from models.types import WeightBucket
+
+
+class Ranks(Protocol):
+    """Actors that each hold one rank's Learner. A crash of any of them raises."""
+
+    @property
+    def size(self) -> int: ...
+
+    async def call(self, rank: int, method: str, *args: object) -> object: ...
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
+        """A call per rank, each with arguments of its own, all at once."""
+        ...
+
+    async def call_all(self, method: str, *args: object) -> list[object]:
+        """The same call on all ranks at once."""
+        ...
+
+
+class LearnerGroup:
+    """Every method reaches all ranks at the same time: they are collectives. One call at a time."""
+
+    def __init__(self, actors: Ranks) -> None:
+        self._actors = actors
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Completed optimizer steps."""
+        return self._version
+
+    async def accumulate(self, round_: Round, old_logprobs: Sequence[np.ndarray] | None = None) -> Metrics:
+        """Forward and backward, a micro-batch per rank. Returns sums over ranks."""
+        old = old_logprobs if old_logprobs is not None else [None] * len(round_.micro_batches)
+        sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, old, strict=True)))
+        return _add_up(cast(list[Metrics], sums))
+
+    async def logprobs(self, round_: Round) -> list[np.ndarray]:
+        """pi_old of each rank's micro-batch, for several updates on one batch."""
+        each = [(micro_batch,) for micro_batch in round_.micro_batches]
+        return cast(list[np.ndarray], await self._actors.call_each("logprobs", each))
+
+    async def step(self, totals: BatchTotals) -> Metrics:
+        """End the batch. Raises NonFiniteGradients with the batch discarded."""
+        metrics = await self._actors.call_all("step", totals)
+        self._version += 1
+        return cast(Metrics, metrics[0])
+
+    async def discard(self) -> None:
+        await self._actors.call_all("discard")
+
+    async def buckets(self) -> AsyncIterator[WeightBucket]:
+        """The weights of this version, a bucket at a time. No other call may come in between."""
+        for index in range(cast(int, await self._actors.call(0, "num_buckets"))):
+            kept, *_ = await self._actors.call_all("bucket", index)
+            yield cast(WeightBucket, kept)
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs (temperature 1) of all tokens but the first."""
+        scores = await self._actors.call_all("score", tuple(token_ids))
+        return cast(tuple[float, ...], scores[0])
+
+    async def save(self, path: str) -> None:
+        await self._actors.call_all("save", path)
+
+    async def load(self, path: str) -> int:
+        """Go on from a saved state of any number of ranks; returns its version."""
+        versions = cast(list[int], await self._actors.call_all("load", path))
+        self._version = versions[0]
+        return self._version
+
+    async def export(self, path: str) -> None:
+        await self._actors.call_all("export", path)
+
+
+def _add_up(sums_by_rank: Sequence[Metrics]) -> Metrics:
+    return {name: sum(sums[name] for sums in sums_by_rank) for name in sums_by_rank[0]}

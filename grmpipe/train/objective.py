@@ -1,0 +1,63 @@
+"""From the log-probs of a micro-batch to the one number that is back-propagated. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grmpipe.train.corrections import CORRECTIONS, log_ratio
+from grmpipe.train.losses import AGGREGATIONS, LOSSES, k3_kl
+from grmpipe.train.settings import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """What each distribution says of each token. T: packed tokens."""
+
+    current_T: Tensor  # with gradient
+    entropy_T: Tensor
+    old_T: Tensor  # of the weights that the update starts from
+    sampler_T: Tensor  # as the engine reported them
+    reference_T: Tensor | None  # of the frozen reference, if there is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedLoss:
+    """`total` is weighed for the batch's denominator; `sums` are over trained tokens, one each, for people to read."""
+
+    total: Tensor
+    sums: dict[str, Tensor]
+    abs_log_ratios_N: Tensor  # |log pi_old - log mu| of the N trained tokens
+
+
+def summed_loss(
+    logprobs: TokenLogprobs,
+    advantages_T: Tensor,
+    loss_mask_T: Tensor,
+    sample_lengths_S: Tensor,
+    algorithm: AlgorithmConfig,
+) -> SummedLoss:
+    """sum of weight_t (w_t policy_t + beta kl_t - eta entropy_t); w_t corrects for the sampler and has no gradient."""
+    policy = LOSSES[algorithm.loss](logprobs.current_T, logprobs.old_T, advantages_T, algorithm)
+    correction_T = CORRECTIONS[algorithm.correction](logprobs.old_T, logprobs.sampler_T, algorithm)
+    loss_T = correction_T * policy.loss_T
+    watched = {
+        "tokens": torch.ones_like(loss_mask_T),
+        "clip_share": policy.clipped_T,
+        "correction_mean": correction_T,
+        "entropy_nats": logprobs.entropy_T,
+    }
+    if logprobs.reference_T is not None:
+        kl_T = k3_kl(logprobs.current_T, logprobs.reference_T)
+        loss_T = loss_T + algorithm.kl_coefficient * kl_T
+        watched["kl_nats"] = kl_T
+    if algorithm.entropy_coefficient > 0:
+        loss_T = loss_T - algorithm.entropy_coefficient * logprobs.entropy_T
+    weights_T = AGGREGATIONS[algorithm.aggregation].weigh(loss_mask_T, sample_lengths_S)
+    return SummedLoss(
+        total=(weights_T * loss_T).sum(),
+        sums={name: (value_T.detach() * loss_mask_T).sum() for name, value_T in watched.items()},
+        abs_log_ratios_N=log_ratio(logprobs.old_T, logprobs.sampler_T).abs()[loss_mask_T > 0],
+    )

@@ -1,0 +1,95 @@
+"""Samples into rounds of micro-batches, one per rank. Pure: knows lengths, not models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grmpipe.types import MicroBatch, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One micro-batch per rank, in rank order: what all ranks pass through the model at the same time."""
+
+    micro_batches: tuple[MicroBatch, ...]
+
+
+class Packer:
+    """Collects samples until every rank has a micro-batch's worth. All ranks always take part in a round.
+
+    max_tokens: packed tokens per micro-batch. A longer sample gets a micro-batch of its own.
+    """
+
+    def __init__(self, max_tokens: int, world_size: int) -> None:
+        self._max_tokens = max_tokens
+        self._world_size = world_size
+        self._waiting: list[TrainingSample] = []
+
+    def add(self, samples: Sequence[TrainingSample]) -> list[Round]:
+        """Take samples; return the rounds that are full."""
+        self._waiting += samples
+        rounds = []
+        while sum(len(sample.token_ids) for sample in self._waiting) >= self._max_tokens * self._world_size:
+            rounds.append(self._next_round())
+        return rounds
+
+    def flush(self) -> list[Round]:
+        """The rounds that hold the rest."""
+        rounds = []
+        while self._waiting:
+            rounds.append(self._next_round())
+        return rounds
+
+    def discard(self) -> None:
+        """Forget what waits: its batch was dropped."""
+        self._waiting.clear()
+
+    def _next_round(self) -> Round:
+        """Longest first, each to the rank with least to do: ranks wait for the slowest of a round."""
+        bins: list[list[TrainingSample]] = [[] for _ in range(self._world_size)]
+        loads = [0] * self._world_size
+        left_over = []
+        for sample in sorted(self._waiting, key=lambda sample: len(sample.token_ids), reverse=True):
+            rank = loads.index(min(loads))
+            if loads[rank] == 0 or loads[rank] + len(sample.token_ids) <= self._max_tokens:
+                bins[rank].append(sample)
+                loads[rank] += len(sample.token_ids)
+            else:
+                left_over.append(sample)
+        self._waiting = left_over
+        return Round(micro_batches=tuple(pack(samples) if samples else idle() for samples in bins))
+
+
+def pack(samples: Sequence[TrainingSample]) -> MicroBatch:
+    """Samples end to end. The first token of each is never trained: nothing predicts it."""
+    lengths_S = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
+    starts_S = lengths_S.cumsum() - lengths_S
+    position_ids_T = np.arange(lengths_S.sum(), dtype=np.int64) - starts_S.repeat(lengths_S)
+    return MicroBatch(
+        token_ids_T=_join([sample.token_ids for sample in samples], np.int64),
+        position_ids_T=position_ids_T,
+        sample_lengths_S=lengths_S,
+        loss_mask_T=_join([sample.loss_mask for sample in samples], np.float32) * (position_ids_T > 0),
+        sampler_logprobs_T=_join([sample.sampler_logprobs for sample in samples], np.float32),
+        advantages_T=_join([sample.advantages for sample in samples], np.float32),
+    )
+
+
+def idle() -> MicroBatch:
+    """Work for a rank that has none: unequal rounds would leave the others waiting in a collective."""
+    nothing_T = np.zeros(2, dtype=np.float32)
+    return MicroBatch(
+        token_ids_T=np.zeros(2, dtype=np.int64),
+        position_ids_T=np.arange(2, dtype=np.int64),
+        sample_lengths_S=np.array([2], dtype=np.int64),
+        loss_mask_T=nothing_T,
+        sampler_logprobs_T=nothing_T,
+        advantages_T=nothing_T,
+    )
+
+
+def _join(columns: Sequence[Sequence[float]], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])

@@ -1,0 +1,25 @@
+"""The learning rate of each optimizer step. Pure: a function of the step, so a resumed run needs no state of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from grmpipe.train.settings import TrainConfig
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The rate of the update that makes version step + 1: linear warm-up, then the decay over what is left of the run.
+
+    Neither end is 0: a step that learns nothing would still be paid for.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    progress = (step - config.warmup_steps) / max(1, config.num_steps - config.warmup_steps)
+    return config.lr * DECAYS[config.schedule](min(progress, 1.0))

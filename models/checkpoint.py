@@ -1,0 +1,53 @@
+"""Checkpoints: sharded ones that any number of ranks can load, and Hugging Face directories. Knows no run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from transformers import PreTrainedModel
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
+
+
+def save_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> None:
+    """Each rank writes its shards. A collective. The schedule is a function of `version`, so that is its state."""
+    dcp.save(_state(model, optimizer, version), checkpoint_id=directory)
+
+
+def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
+    """Fill model and optimizer in place from a checkpoint of any number of ranks; return its version. A collective."""
+    if not (Path(directory) / ".metadata").is_file():
+        raise ValueError(f"resume: {directory!r} holds no checkpoint of a learner (no .metadata)")
+    state = _state(model, optimizer, 0)
+    dcp.load(state, checkpoint_id=directory)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return int(state["version"])
+
+
+def export_hf(directory: str, model: PreTrainedModel, source: str) -> None:
+    """A Hugging Face directory with this model's weights and the tokenizer of `source`. A collective; rank 0 writes."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        model.save_pretrained(directory, state_dict=weights)
+        for pattern in TOKENIZER_FILES:
+            for file in Path(source).glob(pattern):
+                shutil.copy(file, directory)
+    if dist.is_initialized():
+        dist.barrier()  # nobody reads what rank 0 is still writing
+
+
+def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "version": torch.tensor(version)}

@@ -1,0 +1,63 @@
+"""One model on several ranks: FSDP2, precision, activation checkpointing. Never trains."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+def choose_device(device: str, rank: int) -> torch.device:
+    """`cuda` if torch sees one and `device` is empty, else what was asked for; each rank takes a GPU of its own."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    # A Ray actor sees its own GPU only, as number 0; torchrun's ranks see all of them.
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def join_ranks(rank: int, world_size: int, init_method: str | None, device: torch.device) -> DeviceMesh:
+    """The mesh of all ranks: gloo on CPU, NCCL on CUDA. A lone rank needs no address and opens no socket.
+
+    One rank is sharded too (into one shard): 6 % of a step of the tiny model, for one path through all the code.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        if init_method is None and world_size > 1:
+            raise ValueError(
+                f"init_method: {world_size} ranks need an address to meet at, such as tcp://127.0.0.1:29500"
+            )
+        where = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, **where)
+    assert dist.get_world_size() == world_size, "this process already belongs to a group of another size"
+    return init_device_mesh(device.type, (world_size,))
+
+
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh, dtype: str, activation_checkpointing: bool = False) -> None:
+    """Shard each layer and then the root, in place. Parameters keep their type; compute happens in `dtype`.
+
+    Gradients are averaged over ranks, in float32 where compute is in bfloat16.
+    """
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = MixedPrecisionPolicy()
+    if dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in decoder_layers(model):
+        # transformers recomputes in training mode only. The flag is set on the block alone: dropout below stays off.
+        layer.training = activation_checkpointing
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The repeated blocks of a transformers model, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
