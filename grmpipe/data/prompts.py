@@ -1,0 +1,177 @@
+"""Prompts out of files: JSON Lines, Parquet, or problems made on the spot. Never repairs a row; says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeGuard
+
+from grmpipe.types import Prompt
+from models.types import Message
+
+ROLES = ("system", "user", "assistant")
+Row = dict[str, object]
+Split = Literal["train", "held_out"]
+TINY = "tiny://"
+
+
+def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> tuple[Prompt, ...]:
+    """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of tiny://train or tiny://held_out.
+
+    A row has `messages` (a list of {role, content}) or `prompt` (a text), and may have `reference` (a text or a
+    number), `prompt_id` and `source`; other columns are left alone. ValueError names file, line (Parquet: row), field
+    and what was expected.
+    """
+    if path.startswith(TINY):
+        return made_prompts(path, num_tiny_prompts, seed)
+    file = Path(path)
+    prompts = tuple(prompt_of(row, where, f"{file.name}:{number}") for number, where, row in rows_of(file))
+    if not prompts:
+        raise ValueError(
+            f"{file}: holds no prompts; a line looks like " + '{"prompt": "What is 6 x 7?", "reference": 42}'
+        )
+    refuse_duplicates(file, prompts)
+    return prompts
+
+
+def disjoint(train: Sequence[Prompt], held_out: Iterable[Prompt]) -> tuple[tuple[Prompt, ...], int]:
+    """`train` without what is in `held_out` too (the same messages), and how many that were."""
+    known = {prompt.messages for prompt in held_out}
+    kept = tuple(prompt for prompt in train if prompt.messages not in known)
+    return kept, len(train) - len(kept)
+
+
+def made_prompts(path: str, count: int, seed: int) -> tuple[Prompt, ...]:
+    from models.tiny.problems import make_problems  # only who uses it pays for it
+
+    split = path.removeprefix(TINY)
+    if not is_split(split):
+        raise ValueError(f"{path}: unknown problem set; known: tiny://train, tiny://held_out")
+    return tuple(
+        Prompt(
+            prompt_id=f"tiny-{split}-{index}",
+            messages=(Message(role="user", content=problem.question),),
+            source=path,
+            reference=str(problem.answer),
+        )
+        for index, problem in enumerate(make_problems(split, count, seed))
+    )
+
+
+def is_split(name: str) -> TypeGuard[Split]:
+    return name in ("train", "held_out")
+
+
+def rows_of(file: Path) -> Iterator[tuple[int, str, Row]]:
+    """Number, place in words, and columns of each row. Blank lines of JSON Lines are skipped, and counted."""
+    readers = {".jsonl": jsonl_rows, ".parquet": parquet_rows}
+    if file.suffix not in readers:
+        raise ValueError(f"{file}: unknown kind of file {file.suffix!r}; give .jsonl or .parquet, or tiny://train")
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; a relative path starts at {Path.cwd()}")
+    return readers[file.suffix](file)
+
+
+def jsonl_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{file}, line {number}"
+            if line.strip():
+                yield number, where, json_object(line, where)
+
+
+def json_object(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where}: no JSON in UTF-8 ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object, got {shown(row)}")
+    return row
+
+
+def parquet_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(file)
+    except pa.ArrowException as error:
+        raise ValueError(f"{file}: can't be read as Parquet ({error})") from error
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield number, f"{file}, row {number}", row
+
+
+def prompt_of(row: Row, where: str, default_id: str) -> Prompt:
+    """A null is a field that the row lacks: Parquet has the columns of all rows in each."""
+    row = {field: value for field, value in row.items() if value is not None}
+    return Prompt(
+        prompt_id=text_of(row, "prompt_id", where, default_id),
+        messages=messages_of(row, where),
+        source=text_of(row, "source", where, ""),
+        reference=reference_of(row, where),
+    )
+
+
+def messages_of(row: Row, where: str) -> tuple[Message, ...]:
+    if ("messages" in row) == ("prompt" in row):
+        columns = ", ".join(row) or "none"
+        raise ValueError(f"{where}: expected exactly one of the fields messages and prompt; its fields: {columns}")
+    if "prompt" in row:
+        return (Message(role="user", content=filled(row["prompt"], f"{where}: prompt")),)
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: messages: expected a list of {{role, content}}, got {shown(messages)}")
+    made = tuple(message_of(message, f"{where}: messages[{index}]") for index, message in enumerate(messages))
+    if made[-1].role != "user":
+        raise ValueError(f"{where}: messages: the last one must be the user's, got role {made[-1].role!r}")
+    return made
+
+
+def message_of(message: object, where: str) -> Message:
+    if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+        raise ValueError(f"{where}: expected an object with role and content, got {shown(message)}")
+    if message["role"] not in ROLES:
+        raise ValueError(f"{where}.role: expected one of {', '.join(ROLES)}, got {shown(message['role'])}")
+    return Message(role=message["role"], content=filled(message["content"], f"{where}.content"))
+
+
+def reference_of(row: Row, where: str) -> str | None:
+    reference = row.get("reference")
+    if reference is None or isinstance(reference, str):
+        return reference
+    if isinstance(reference, bool) or not isinstance(reference, int | float) or reference - reference != 0:
+        raise ValueError(f"{where}: reference: expected a text or a finite number, got {shown(reference)}")
+    return str(reference)
+
+
+def text_of(row: Row, field: str, where: str, default: str) -> str:
+    value = row.get(field)
+    if value is None:
+        return default
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return filled(value, f"{where}: {field}")
+
+
+def filled(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: expected a text that isn't empty, got {shown(value)}")
+    return value
+
+
+def refuse_duplicates(file: Path, prompts: Sequence[Prompt]) -> None:
+    first_place: dict[str, int] = {}
+    for place, prompt in enumerate(prompts, start=1):
+        if prompt.prompt_id in first_place:
+            raise ValueError(
+                f"{file}: prompt_id {prompt.prompt_id!r} is that of prompts {first_place[prompt.prompt_id]} "
+                f"and {place}; each needs its own, or leave the field out"
+            )
+        first_place[prompt.prompt_id] = place
+
+
+def shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

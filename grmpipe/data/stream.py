@@ -1,0 +1,50 @@
+"""The order in which prompts are drawn. Random access: a position is one integer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from grmpipe.types import Prompt
+
+
+class EndOfData(Exception):
+    """All epochs were drawn."""
+
+
+class PromptStream:
+    """Draw d is item d % n of epoch d // n; each epoch has a permutation of its own, or the file's order."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True, max_epochs: int | None = None
+    ) -> None:
+        if not prompts:
+            raise ValueError("data.path: no prompts to draw from")
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._max_epochs = max_epochs
+        self._epoch = 0
+        self._order_N = self._permutation(0)  # N: prompts
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._prompts)
+
+    def at(self, draw: int) -> Prompt:
+        """The prompt of a draw, from 0. Raises EndOfData beyond `max_epochs`."""
+        assert draw >= 0, draw
+        epoch, item = divmod(draw, len(self._prompts))
+        if self._max_epochs is not None and epoch >= self._max_epochs:
+            raise EndOfData(f"{self._max_epochs} epochs of {len(self._prompts)} prompts are drawn")
+        if epoch != self._epoch:
+            self._epoch, self._order_N = epoch, self._permutation(epoch)
+        return self._prompts[self._order_N[item]]
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(len(self._prompts))
+        # RandomState is frozen for good (NEP 19): a run resumed under a newer numpy draws the same prompts.
+        bits = np.random.MT19937(np.random.SeedSequence((self._seed, epoch)))
+        return np.random.RandomState(bits).permutation(len(self._prompts))

@@ -1,0 +1,40 @@
+"""Holds judging back while the judge is unfit: the failure gate on the event loop's clock. Judges nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from grmpipe.judge.watch import FailureGate
+from grmpipe.types import JudgeReport
+from scheduler.clock import ActiveClock
+
+log = logging.getLogger(__name__)
+
+
+class JudgeUnfit(Exception):
+    """Too many verdicts failed, before a pause and after it. Nothing was made up in their place."""
+
+
+class JudgeFitness:
+    """Pauses judging above the failure rate, and then stops the run (promise 1)."""
+
+    def __init__(self, gate: FailureGate) -> None:
+        self._gate = gate
+        self._loop = asyncio.get_running_loop()
+        self._told = ""
+
+    def verdict(self, report: JudgeReport) -> None:
+        """Count a verdict. Raises JudgeUnfit when the gate closes for good."""
+        self._gate.record(report.verdict, self._loop.time())
+        if self._gate.state(self._loop.time()) == "stopped":
+            raise JudgeUnfit(self._gate.stop_cause())
+
+    async def until_fit(self, clock: ActiveClock) -> None:
+        """Sit out a pause; deadlines stand still meanwhile."""
+        while (left_s := self._gate.seconds_to_pause(self._loop.time())) > 0:
+            if self._told != self._gate.stop_cause():
+                self._told = self._gate.stop_cause()
+                log.warning("judging pauses for %.0f s: %s", left_s, self._told)
+            with clock.paused():
+                await asyncio.sleep(left_s)

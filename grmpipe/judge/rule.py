@@ -1,0 +1,70 @@
+"""Judges by a rule: does the text give the reference answer? Asks no model, reads no critique."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+
+from grmpipe.judge.parse import Scale
+from grmpipe.judge.verdict import voted
+from grmpipe.judge.vote import mean
+from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
+
+Rule = Callable[[str, str], bool]
+
+# 12, -3, 1,234.50; not the 5 of "v2.5", nor a sign that subtracts ("10-4" ends with 4). ASCII digits only.
+NUMBER = re.compile(r"(?<![\w.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+
+def is_right(text: str, reference: str) -> bool:
+    r"""The last number of the text is the last number of the reference ("12", "#### 12", "Answer: 12", \boxed{12}).
+
+    Equal as numbers: 12 and 12.0 are. ValueError for a reference without a number.
+    """
+    expected = last_number(reference)
+    if expected is None:
+        raise ValueError(f"reference {reference[:80]!r} holds no number; type judge.rule=contains_reference")
+    return last_number(text) == expected
+
+
+def last_number(text: str) -> Decimal | None:
+    numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+def contains_reference(text: str, reference: str) -> bool:
+    """The reference stands in the text as whole words, whatever the case and the spacing: no "no" in "nothing"."""
+    words = words_of(reference)
+    if not words:
+        raise ValueError("reference is empty")
+    return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", words_of(text)) is not None
+
+
+def words_of(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+RULES: dict[str, Rule] = {"exact_answer": is_right, "contains_reference": contains_reference}
+
+
+class RuleJudge:
+    """Score 10 and reward 1 for right, score 1 and reward 0 for wrong; a prompt that can't be ruled on is Failed."""
+
+    def __init__(self, rule: str) -> None:
+        self._rule = RULES[rule]
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        if prompt.reference is None:
+            return unruled(f"prompt {prompt.prompt_id} has no reference")
+        try:
+            right = self._rule(rollout.text, prompt.reference)
+        except ValueError as error:
+            return unruled(f"prompt {prompt.prompt_id}: {error}")
+        scale = Scale()
+        return JudgeReport(verdict=voted("rule", rollout, (scale.high if right else scale.low,), mean, scale))
+
+
+def unruled(detail: str) -> JudgeReport:
+    failure = Failed(stage="judge", cause="refused", attempts=0, detail=detail)
+    return JudgeReport(verdict=failure, failures=(failure,))

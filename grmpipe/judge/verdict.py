@@ -1,0 +1,54 @@
+"""Verdicts made of scores and of other verdicts. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from grmpipe.judge.parse import Scale
+from grmpipe.judge.vote import Vote, agreement
+from grmpipe.types import RewardSpan, Rollout, Verdict
+
+
+def outcome(rollout: Rollout, value: float) -> tuple[RewardSpan, ...]:
+    """One reward for the whole rollout: a span over the last turn's completion."""
+    num_tokens = len(rollout.turns[-1].completion.token_ids)
+    return (RewardSpan(turn=len(rollout.turns) - 1, start=0, end=num_tokens, value=value),)
+
+
+def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scale: Scale) -> Verdict:
+    """The verdict of a judge called `name`, over the scores of the judgements that counted (at least one)."""
+    score = vote(scores)
+    reward = scale.reward_of(score)
+    return Verdict(
+        rewards=outcome(rollout, reward),
+        score=score,
+        breakdown={name: reward},
+        agreement=agreement(scores),
+        num_judgements=len(scores),
+    )
+
+
+def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
+    """The weighted mean of components, weights normalised to sum 1. Spans over the same tokens are added up."""
+    total = math.fsum(weights[name] for name in verdicts)
+    shares = {name: weights[name] / total for name in verdicts}
+    return Verdict(
+        rewards=added(
+            RewardSpan(turn=span.turn, start=span.start, end=span.end, value=shares[name] * span.value)
+            for name, verdict in verdicts.items()
+            for span in verdict.rewards
+        ),
+        score=math.fsum(shares[name] * verdict.score for name, verdict in verdicts.items()),
+        breakdown={name: verdict.outcome for name, verdict in verdicts.items()},
+        agreement=math.fsum(shares[name] * verdict.agreement for name, verdict in verdicts.items()),
+        num_judgements=sum(verdict.num_judgements for verdict in verdicts.values()),
+    )
+
+
+def added(spans: Iterable[RewardSpan]) -> tuple[RewardSpan, ...]:
+    values: dict[tuple[int, int, int], float] = {}
+    for span in spans:
+        place = (span.turn, span.start, span.end)
+        values[place] = values.get(place, 0.0) + span.value
+    return tuple(RewardSpan(turn=turn, start=start, end=end, value=v) for (turn, start, end), v in values.items())

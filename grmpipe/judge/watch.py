@@ -1,0 +1,112 @@
+"""Decides when judging pauses, stops, or deserves distrust. Pure: fed with verdicts and times, holds no clock."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Literal
+
+from grmpipe.types import Cause, Failed, Verdict
+
+GateState = Literal["open", "paused", "stopped"]
+ROUNDING = 1e-9  # 5.3 - 4.3 is a rise of 1.0
+
+
+class FailureGate:
+    """open -> paused -> open again -> stopped, by the share of failed verdicts in a sliding window.
+
+    The gate acts once a quarter of the window was seen. After the pause it opens with an empty window: the judge gets
+    one more chance. A whole window below the rate earns it another one.
+    """
+
+    def __init__(self, *, max_failure_rate: float, window: int, pause_s: float) -> None:
+        self._max_failure_rate = max_failure_rate
+        self._window = window
+        self._pause_s = pause_s
+        self._recent: deque[Cause | None] = deque(maxlen=window)
+        self._last_detail = ""
+        self._state: GateState = "open"
+        self._paused_until_s = 0.0
+        self._warned = False
+        self._num_since_opening = 0
+        self._cause = ""
+
+    def state(self, now_s: float) -> GateState:
+        if self._state == "paused" and now_s >= self._paused_until_s:
+            self._state = "open"
+            self._recent.clear()
+            self._num_since_opening = 0
+        return self._state
+
+    def seconds_to_pause(self, now_s: float) -> float:
+        """What is left of the pause; 0 when judging may go on, and when it never will."""
+        return self._paused_until_s - now_s if self.state(now_s) == "paused" else 0.0
+
+    def record(self, verdict: Verdict | Failed, now_s: float) -> None:
+        """Verdicts that arrive in a pause were asked for before it: they say nothing about the judge after it."""
+        if self.state(now_s) != "open":
+            return
+        self._recent.append(verdict.cause if isinstance(verdict, Failed) else None)
+        self._num_since_opening += 1
+        if isinstance(verdict, Failed):
+            self._last_detail = verdict.detail
+        if self._exceeds():
+            self._close(now_s)
+        elif self._num_since_opening >= self._window:
+            self._warned = False
+
+    def stop_cause(self) -> str:
+        """Why judging paused or stopped, in plain words; empty if it never did."""
+        return self._cause
+
+    def _exceeds(self) -> bool:
+        num_failed = len(self._recent) - self._recent.count(None)
+        enough = len(self._recent) >= max(1, self._window // 4)
+        return enough and num_failed > self._max_failure_rate * len(self._recent)
+
+    def _close(self, now_s: float) -> None:
+        self._cause = self._explain()
+        if self._warned:
+            self._state = "stopped"
+        else:
+            self._state, self._warned, self._paused_until_s = "paused", True, now_s + self._pause_s
+
+    def _explain(self) -> str:
+        counts = Counter(cause for cause in self._recent if cause is not None)
+        num_seen, num_failed = len(self._recent), counts.total()
+        causes = ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
+        again = f", again after a pause of {self._pause_s:g} s" if self._warned else ""
+        return (
+            f"{num_failed} of the last {num_seen} verdicts failed ({num_failed / num_seen:.0%}; "
+            f"judge.max_failure_rate={self._max_failure_rate:g}){again}: {causes}"
+            + (f"; the last one: {self._last_detail}" if self._last_detail else "")
+        )
+
+
+class HackingAlarm:
+    """Fires when the GRM likes the policy ever more while it gets worse at telling right from wrong.
+
+    The GRM's score must have risen by `min_score_rise` since the first reading, and the gold accuracy on the anchors
+    must stand `min_gold_fall` below its best reading so far (over-optimization, arXiv 2210.10760).
+    """
+
+    def __init__(self, *, min_score_rise: float, min_gold_fall: float) -> None:
+        self._min_score_rise = min_score_rise
+        self._min_gold_fall = min_gold_fall
+        self._first: tuple[int, float] | None = None  # step, score
+        self._best: tuple[int, float] | None = None  # step, gold accuracy
+
+    def record(self, *, step: int, grm_score: float, gold_accuracy: float) -> str | None:
+        """A sentence with the numbers if the alarm fires at this reading."""
+        if self._first is None:
+            self._first = (step, grm_score)
+        if self._best is None or gold_accuracy >= self._best[1]:
+            self._best = (step, gold_accuracy)
+        (first_step, first_score), (best_step, best_gold) = self._first, self._best
+        rise, fall = grm_score - first_score, best_gold - gold_accuracy
+        if rise < self._min_score_rise - ROUNDING or fall < self._min_gold_fall - ROUNDING:
+            return None
+        return (
+            f"The policy may be hacking the judge: at step {step} the GRM's score is {grm_score:.2f}, "
+            f"up {rise:.2f} since step {first_step}, while its accuracy on gold anchors is {gold_accuracy:.2f}, "
+            f"down {fall:.2f} since step {best_step}."
+        )

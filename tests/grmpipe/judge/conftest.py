@@ -1,0 +1,122 @@
+"""A judge's surroundings: prompts, rollouts, an engine that says what it is told, a loop whose time is virtual."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import looptime
+import pytest
+
+from grmpipe.judge.generative import GenerativeJudge
+from grmpipe.judge.settings import JudgeConfig
+from grmpipe.types import Prompt, Rollout, Turn
+from models.types import (
+    Completion,
+    FinishReason,
+    Message,
+    RequestContext,
+    SamplingParams,
+    VersionSpan,
+    ignore_first_token,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    finish_reason: FinishReason = "stop"
+    delay_s: float = 0.0
+
+
+Author = Callable[[str, RequestContext], Answer | Exception]
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers, delays or raises as its author says. Its tokens are code points, so the author can read the prompt."""
+
+    author: Author
+    asked: list[tuple[RequestContext, SamplingParams]] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+    cancelled: list[str] = field(default_factory=list)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        self.asked.append((context, params))
+        answer = self.author("".join(map(chr, prompt_ids)), context)
+        if isinstance(answer, Exception):
+            raise answer
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await asyncio.sleep(answer.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled.append(context.request_id)
+            raise
+        finally:
+            self.in_flight -= 1
+        return completion(answer.text, answer.finish_reason, model="grm")
+
+
+class CodePoints:
+    """A renderer for tests: the last message, a token a character."""
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(map(ord, messages[-1].content))
+
+
+def completion(text: str, finish_reason: FinishReason = "stop", model: str = "policy") -> Completion:
+    num_tokens = len(text)
+    return Completion(
+        token_ids=tuple(map(ord, text)),
+        logprobs=(-1.0,) * num_tokens,
+        text=text,
+        finish_reason=finish_reason,
+        versions=(VersionSpan(model=model, version=3, start=0, end=num_tokens),),
+    )
+
+
+def rollout(text: str, sibling: int = 0, group_id: str = "g7") -> Rollout:
+    turn = Turn(prompt_ids=(1, 2), completion=completion(text))
+    return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
+
+
+def prompt(question: str = "What is 6 x 2?", reference: str | None = "12") -> Prompt:
+    return Prompt(prompt_id="p1", messages=(Message(role="user", content=question),), reference=reference)
+
+
+def generative(author: Author, context_tokens: int = 10**6, **config: Any) -> tuple[GenerativeJudge, ScriptedEngine]:
+    engine = ScriptedEngine(author)
+    judge = GenerativeJudge(engine, CodePoints(), JudgeConfig(**config), "tiny-grm", 11, context_tokens)
+    return judge, engine
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """On virtual time: a timeout of minutes takes no time."""
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        return runner.run(coroutine)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the tests of judges use."""
+
+    answer = Answer
+    generative = staticmethod(generative)
+    rollout = staticmethod(rollout)
+    prompt = staticmethod(prompt)
+    run = staticmethod(run)
+
+
+@pytest.fixture(scope="session")
+def bench() -> Bench:
+    return Bench()

@@ -1,0 +1,49 @@
+"""A mixture is a weighted mean, or a failure; nothing between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grmpipe.judge.mixed import MixedJudge
+from grmpipe.judge.rule import RuleJudge
+from grmpipe.types import Failed
+from models.types import EngineDied
+
+
+def test_rewards_are_mixed_by_normalised_weights_and_components_stay_visible(bench: Any) -> None:
+    grm, _ = bench.generative(lambda prompt, context: bench.answer("Score: 4"))
+    judge = MixedJudge({"generative": (grm, 3.0), "rule": (RuleJudge("exact_answer"), 1.0)})
+    report = bench.run(judge.judge(bench.prompt(), bench.rollout("Answer: 12")))
+    (span,) = report.verdict.rewards
+    assert span.value == pytest.approx(0.75 * 3 / 9 + 0.25)
+    assert (span.turn, span.start, span.end) == (0, 0, 10)
+    assert report.verdict.breakdown == {"generative": pytest.approx(3 / 9), "rule": 1.0}
+    assert report.verdict.score == pytest.approx(0.75 * 4 + 0.25 * 10)
+    assert report.verdict.num_judgements == 1 + 1
+    assert len(report.judgements) == 1
+
+
+def test_a_failed_component_is_never_renormalised_away(bench: Any) -> None:
+    for weight in (1e-6, 1e6):
+        grm, _ = bench.generative(lambda prompt, context: EngineDied("killed"))
+        judge = MixedJudge({"rule": (RuleJudge("exact_answer"), 1.0), "generative": (grm, weight)})
+        report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+        assert report.verdict == Failed(stage="judge", cause="died", attempts=1, detail="killed")
+        assert len(report.failures) == 1
+
+
+def test_the_evidence_of_all_components_is_kept_when_one_fails(bench: Any) -> None:
+    grm, _ = bench.generative(lambda prompt, context: bench.answer("Score: 4"))
+    judge = MixedJudge({"generative": (grm, 1.0), "rule": (RuleJudge("exact_answer"), 1.0)})
+    report = bench.run(judge.judge(bench.prompt(reference=None), bench.rollout("12")))
+    assert report.verdict.cause == "refused"
+    assert len(report.judgements) == 1
+
+
+def test_a_mixture_needs_components_with_positive_weights() -> None:
+    with pytest.raises(ValueError, match="mix"):
+        MixedJudge({})
+    with pytest.raises(ValueError, match=r"mix\.rule"):
+        MixedJudge({"rule": (RuleJudge("exact_answer"), 0.0)})
