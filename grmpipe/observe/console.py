@@ -1,0 +1,136 @@
+"""What a person sees while a run goes on: a live panel in a terminal, a line a step elsewhere. Measures nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from grmpipe.observe.gauges import ACCURACY, LINE, PACE, SCORE, WAITS, Gauge, failures_text, step_line
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.observe.sparkline import sparkline
+from grmpipe.types import Metrics
+
+TREND_STEPS = 40
+SCALES = {ACCURACY: (0.0, 1.0), SCORE: (1.0, 10.0)}
+SAMPLES_SHOWN = 3
+
+
+class ConsoleSink:
+    """A Sink. Text of models is never read as markup, and its control characters never reach the terminal."""
+
+    name = "console"
+
+    def __init__(self, num_steps: int, console: Console | None = None) -> None:
+        self._num_steps = num_steps
+        self.console = console or Console(highlight=False)
+        self._latest: Metrics = {}
+        self._trends: dict[Gauge, deque[float]] = {gauge: deque(maxlen=TREND_STEPS) for gauge in SCALES}
+        self._live: Live | None = None
+        self._guard = Guard()
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for gauge, trend in self._trends.items():
+            if gauge.metric in metrics:
+                trend.append(metrics[gauge.metric])
+        if self.console.is_terminal:
+            self._latest |= metrics
+            self._show(self._panel(step))
+        else:
+            line = step_line(step, self._num_steps, metrics, LINE)
+            self._print(Text(line))
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Nothing: the panel is for numbers, `print_samples` comes at the end."""
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def note(self, text: str) -> None:
+        self._print(Text(readable(text), style="dim"))
+
+    def alarm(self, text: str) -> None:
+        self._print(Text(f"ALARM  {readable(text)}", style="bold red"))
+
+    def print_samples(self, rows: Sequence[SampleRow]) -> None:
+        """Three rollouts with what the GRM said, so that a score is never seen without its critique."""
+        self._print(*(sample_panel(row) for row in rows[:SAMPLES_SHOWN]))
+
+    def print_files(self, run_dir: Path, files: Mapping[str, str]) -> None:
+        """`files`: name -> what it holds."""
+        grid = Table.grid(padding=(0, 2))
+        for name, holds in files.items():
+            grid.add_row(Text(name, style="bold"), Text(holds, style="dim"))
+        self._print(Text(str(run_dir), style="bold cyan"), grid)
+
+    def _print(self, *parts: RenderableType) -> None:
+        with self._guard.watch(self.name):
+            for part in parts:
+                # soft_wrap: a log file has no width, and a wrapped path can't be copied.
+                self.console.print(part, soft_wrap=isinstance(part, Text))
+
+    def _show(self, panel: Panel) -> None:
+        if self._live is None:
+            # No refresh thread: nothing but an event loop's own work runs beside the pipeline.
+            self._live = Live(console=self.console, auto_refresh=False)
+            self._live.start()
+        self._live.update(panel, refresh=True)
+
+    def _panel(self, step: int) -> Panel:
+        progress = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self._num_steps, completed=step, width=48)
+        progress.add_row(Text(f"step {step}/{self._num_steps}", style="bold"), bar)
+        failures = failures_text(self._latest)
+        failed = Text("judgements failed  ", style="dim").append(failures, "green" if failures == "none" else "red")
+        body = Group(progress, Text(), self._trend_grid(), Text(), self._gauge_grid(), failed)
+        return Panel(body, title="grmpipe", title_align="left", border_style="cyan", width=min(96, self.console.width))
+
+    def _trend_grid(self) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        for gauge, (low, high) in SCALES.items():
+            curve = sparkline(self._trends[gauge], low, high)
+            value = Text(gauge.text(self._latest), style="bold")
+            grid.add_row(Text(gauge.title, style="dim"), value, Text(curve, style="green"))
+        return grid
+
+    def _gauge_grid(self) -> Table:
+        """Pace on the left, who waits for whom on the right."""
+        grid = Table.grid(padding=(0, 2))
+        for justify in ("left", "right", "left", "left", "right"):
+            grid.add_column(justify=justify)
+        for pace, wait in zip(PACE, WAITS, strict=True):
+            left = (Text(pace.title, style="dim"), Text(pace.text(self._latest).strip()))
+            grid.add_row(*left, Text(), Text(wait.title, style="dim"), Text(wait.text(self._latest).strip()))
+        return grid
+
+
+def sample_panel(row: SampleRow) -> Panel:
+    parts = [("question", row.question, ""), ("answer", row.answer, "cyan"), ("critique", row.critique, "yellow")]
+    grid = Table.grid(padding=(0, 2))
+    for part, text, style in parts:
+        grid.add_row(Text(part, style="dim"), Text(readable(text), style=style))
+    score = "no score" if row.score is None else f"score {row.score:g}"
+    title = Text(f"{row.group_id} · sibling {row.sibling}")
+    ended = Text(f"{score} · {truth_text(row)}")
+    return Panel(grid, title=title, subtitle=ended, title_align="left", expand=False)
+
+
+def truth_text(row: SampleRow) -> str:
+    if row.truth is None:
+        return "truth unknown"
+    return {1.0: "truly right", 0.0: "truly wrong"}.get(row.truth, f"truth {row.truth:g}")
+
+
+def readable(text: str) -> str:
+    """Models can sample escape sequences that recolour, clear or retitle a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)

@@ -1,0 +1,71 @@
+"""Which metrics a person watches, and how they are written. Pure: draws nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grmpipe.types import Metrics
+
+FAILED_PREFIX = "judge/failed_"  # then the cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge:
+    """`brief` stands in a line a step, `title` in the panel. `width`: of the value, so that lines align."""
+
+    metric: str
+    title: str
+    brief: str
+    unit: str
+    decimals: int
+    width: int
+
+    def text(self, metrics: Metrics) -> str:
+        value = metrics.get(self.metric, math.nan)
+        shown = f"{value:,.{self.decimals}f}{self.unit}" if math.isfinite(value) else "-"
+        return shown.rjust(self.width)
+
+
+ACCURACY = Gauge(
+    metric="train/true_accuracy", title="true accuracy", brief="true", unit="", decimals=2, width=4
+)  # fmt: skip
+SCORE = Gauge(metric="train/grm_score", title="GRM score", brief="score", unit="", decimals=1, width=4)
+PACE = (
+    Gauge(metric="rollout/tokens_per_s", title="policy tokens/s", brief="tok/s", unit="", decimals=0, width=7),
+    Gauge(metric="judge/tokens_per_s", title="GRM tokens/s", brief="grm tok/s", unit="", decimals=0, width=7),
+    Gauge(metric="staleness/max", title="staleness, oldest", brief="stale", unit="", decimals=0, width=2),
+)
+WAITS = (
+    Gauge(
+        metric="wait/learner_for_groups_s", title="learner waited for groups", brief="learner waits",
+        unit="s", decimals=1, width=6,
+    ),
+    Gauge(
+        metric="wait/engines_for_learner_s", title="engines waited for learner", brief="engines wait",
+        unit="s", decimals=1, width=6,
+    ),
+    Gauge(metric="sync/push_s", title="weight sync", brief="sync", unit="s", decimals=2, width=6),
+)  # fmt: skip
+LINE = (ACCURACY, SCORE, PACE[0], PACE[2], *WAITS)  # of a step, where there is no panel
+
+
+def failures_by_cause(metrics: Metrics) -> dict[str, int]:
+    """Judgements that failed in this step; causes that did not occur are left out."""
+    found = {
+        name.removeprefix(FAILED_PREFIX): value for name, value in metrics.items() if name.startswith(FAILED_PREFIX)
+    }
+    return {cause: int(value) for cause, value in sorted(found.items()) if value > 0}
+
+
+def failures_text(metrics: Metrics) -> str:
+    failures = failures_by_cause(metrics)
+    return ", ".join(f"{count} {cause}" for cause, count in failures.items()) or "none"
+
+
+def step_line(step: int, num_steps: int, metrics: Metrics, gauges: Sequence[Gauge]) -> str:
+    """One step in one line. Failures come last: their text has no fixed width."""
+    digits = len(str(num_steps))
+    cells = [f"step {step:>{digits}}/{num_steps}", *(f"{gauge.brief} {gauge.text(metrics)}" for gauge in gauges)]
+    return "  ".join([*cells, f"failed {failures_text(metrics)}"])

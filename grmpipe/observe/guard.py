@@ -1,0 +1,33 @@
+"""The guard: what goes wrong while observing is counted and logged, and never fails a step."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    """`with guard.watch("wandb"): ...` swallows exceptions. `failures` counts them by observer."""
+
+    def __init__(self) -> None:
+        self.failures: Counter[str] = Counter()
+        self._told: set[tuple[str, type[Exception], object]] = set()
+
+    @contextmanager
+    def watch(self, observer: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failures[observer] += 1
+            self._tell_once(observer, error)
+
+    def _tell_once(self, observer: str, error: Exception) -> None:
+        # By type and errno, not by message: a message that names the step would fill the log.
+        cause = (observer, type(error), getattr(error, "errno", None))
+        if cause not in self._told:
+            self._told.add(cause)
+            log.warning("%s failed, the run goes on without it: %r", observer, error, exc_info=error)

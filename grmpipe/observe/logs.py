@@ -1,0 +1,73 @@
+"""Where log lines go: run.log takes all of them, the console our own warnings only."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from grmpipe.observe.redact import environment_secrets, mask
+
+OURS = ("grmpipe", "models", "scheduler")
+NOISY = ("ray", "transformers", "wandb", "torch", "vllm", "sglang", "asyncio")
+LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
+
+
+def setup_logging(run_dir: Path, console: Console | None = None) -> None:
+    """Root logger to run_dir/run.log, Python warnings included. May be called again: the last call holds.
+
+    Call it once the noisy libraries are imported (or again then): they bring console handlers of their own.
+    `console` is the one that draws the live panel, so that a warning doesn't tear it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    root = logging.getLogger()
+    replace_handlers(root, _file_handler(run_dir / "run.log"))
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    for name in NOISY:
+        library = logging.getLogger(name)
+        replace_handlers(library)
+        library.propagate = True
+    for name in OURS:
+        replace_handlers(logging.getLogger(name), _console_handler(console or Console(stderr=True)))
+
+
+def replace_handlers(logger: logging.Logger, *handlers: logging.Handler) -> None:
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    for handler in handlers:
+        logger.addHandler(handler)
+
+
+class MaskingFormatter(logging.Formatter):
+    """Blanks out secrets of the environment, in messages and tracebacks."""
+
+    def __init__(self, fmt: str) -> None:
+        super().__init__(fmt, datefmt="%Y-%m-%d %H:%M:%S")
+        self._secrets = environment_secrets()
+
+    def format(self, record: logging.LogRecord) -> str:
+        return mask(super().format(record), self._secrets)
+
+
+def _file_handler(path: Path) -> logging.Handler:
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(MaskingFormatter(LINE))
+    return handler
+
+
+class BriefFormatter(MaskingFormatter):
+    """Without tracebacks: they stand in run.log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None, "stack_info": None})
+        return super().format(record)
+
+
+def _console_handler(console: Console) -> logging.Handler:
+    handler = RichHandler(logging.WARNING, console, show_time=False, show_path=False, markup=False)
+    handler.setFormatter(BriefFormatter("%(message)s"))
+    return handler

@@ -1,0 +1,152 @@
+"""Rollouts and judgements as plain JSON objects, and back. Pure; the files are the recorder's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grmpipe.types import (
+    Failed,
+    FailedJudgement,
+    Judgement,
+    JudgeReport,
+    Prompt,
+    RewardSpan,
+    Rollout,
+    Turn,
+    Verdict,
+)
+from models.types import Completion, Message, VersionSpan
+
+Record = dict[str, Any]  # of this file and the recorder only: what one line of a journal says
+
+
+def encode_logprobs(logprobs: Sequence[float]) -> list[float]:
+    """Samplers compute in float32: nine digits give each of those back exactly, in two thirds of the bytes."""
+    return [float(f"{value:.9g}") for value in logprobs]
+
+
+def decode_logprobs(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(np.asarray(values, dtype=np.float32).tolist())
+
+
+def encode_messages(messages: Sequence[Message]) -> list[Record]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def decode_messages(records: Sequence[Record]) -> tuple[Message, ...]:
+    return tuple(Message(**record) for record in records)
+
+
+def encode_completion(completion: Completion) -> Record:
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "token_ids": completion.token_ids,
+        "logprobs": encode_logprobs(completion.logprobs),
+        "versions": [encode_flat(span) for span in completion.versions],
+    }
+
+
+def decode_completion(record: Record) -> Completion:
+    return Completion(
+        text=record["text"],
+        finish_reason=record["finish_reason"],
+        token_ids=tuple(record["token_ids"]),
+        logprobs=decode_logprobs(record["logprobs"]),
+        versions=tuple(VersionSpan(**span) for span in record["versions"]),
+    )
+
+
+def encode_prompt(prompt: Prompt) -> Record:
+    return {**encode_flat(prompt), "messages": encode_messages(prompt.messages)}
+
+
+def decode_prompt(record: Record) -> Prompt:
+    return Prompt(**{**record, "messages": decode_messages(record["messages"])})
+
+
+def encode_turn(turn: Turn) -> Record:
+    replies = encode_messages(turn.replies)
+    return {**encode_completion(turn.completion), "prompt_ids": turn.prompt_ids, "replies": replies}
+
+
+def decode_turn(record: Record) -> Turn:
+    return Turn(
+        prompt_ids=tuple(record["prompt_ids"]),
+        completion=decode_completion(record),
+        replies=decode_messages(record["replies"]),
+    )
+
+
+def encode_rollout(rollout: Rollout) -> Record:
+    return {**encode_flat(rollout), "turns": [encode_turn(turn) for turn in rollout.turns]}
+
+
+def decode_rollout(record: Record) -> Rollout:
+    return Rollout(
+        group_id=record["group_id"],
+        sibling=record["sibling"],
+        status=record["status"],
+        turns=tuple(decode_turn(turn) for turn in record["turns"]),
+    )
+
+
+def encode_judgement(judgement: Judgement) -> Record:
+    return {**encode_flat(judgement), "completion": encode_completion(judgement.completion)}
+
+
+def decode_judgement(record: Record) -> Judgement:
+    fields = {name: tuple(record[name]) for name in ("siblings", "scores", "prompt_ids")}
+    return Judgement(**{**record, **fields, "completion": decode_completion(record["completion"])})
+
+
+def encode_failed(failed: Failed) -> Record:
+    if isinstance(failed, FailedJudgement):
+        return {**encode_flat(failed), "completion": encode_completion(failed.completion)}
+    return encode_flat(failed)
+
+
+def decode_failed(record: Record) -> Failed:
+    if "completion" not in record:
+        return Failed(**record)
+    evidence = {"prompt_ids": tuple(record["prompt_ids"]), "completion": decode_completion(record["completion"])}
+    return FailedJudgement(**{**record, **evidence})
+
+
+def encode_verdict(verdict: Verdict) -> Record:
+    rewards = [encode_flat(span) for span in verdict.rewards]
+    return {**encode_flat(verdict), "rewards": rewards, "breakdown": dict(verdict.breakdown)}
+
+
+def decode_verdict(record: Record) -> Verdict:
+    return Verdict(**{**record, "rewards": tuple(RewardSpan(**span) for span in record["rewards"])})
+
+
+def encode_report(report: JudgeReport) -> Record:
+    """Under `verdict` or, for a judge that failed, under `failed`: no reader can take one for the other."""
+    verdict = report.verdict
+    ended = {"failed": encode_failed(verdict)} if isinstance(verdict, Failed) else {"verdict": encode_verdict(verdict)}
+    return {
+        **ended,
+        "judgements": [encode_judgement(judgement) for judgement in report.judgements],
+        "failures": [encode_failed(failed) for failed in report.failures],
+    }
+
+
+def decode_report(record: Record) -> JudgeReport:
+    return JudgeReport(
+        verdict=decode_failed(record["failed"]) if "failed" in record else decode_verdict(record["verdict"]),
+        judgements=tuple(decode_judgement(judgement) for judgement in record["judgements"]),
+        failures=tuple(decode_failed(failed) for failed in record["failures"]),
+    )
+
+
+Flat = VersionSpan | RewardSpan | Prompt | Rollout | Judgement | Failed | Verdict
+
+
+def encode_flat(value: Flat) -> Record:
+    """Field by field, nothing nested: many times faster than dataclasses.asdict, which copies every token id."""
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}

@@ -1,0 +1,42 @@
+"""Rollouts with their judgements, as people read them: rows of a table. Never used for training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One rollout. A judge that failed leaves no score: the critique then says why."""
+
+    group_id: str
+    sibling: int
+    question: str
+    answer: str
+    critique: str
+    score: float | None
+    truth: float | None  # 1 right, 0 wrong, by a rule that sees the reference; None where there is no such rule
+
+
+def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: float | None = None) -> SampleRow:
+    verdict = report.verdict
+    return SampleRow(
+        group_id=rollout.group_id,
+        sibling=rollout.sibling,
+        question=next((m.content for m in reversed(prompt.messages) if m.role == "user"), ""),
+        answer=rollout.text,
+        critique=critique_of(report),
+        score=None if isinstance(verdict, Failed) else verdict.score,
+        truth=truth,
+    )
+
+
+def critique_of(report: JudgeReport) -> str:
+    """The judgements' texts; for a verdict that failed, the cause first."""
+    texts = [judgement.completion.text for judgement in report.judgements]
+    if isinstance(report.verdict, Failed):
+        failed = report.verdict
+        texts.insert(0, f"[{failed.stage} failed: {failed.cause}] {failed.detail}".rstrip())
+    return "\n\n".join(texts)

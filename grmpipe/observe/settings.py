@@ -1,0 +1,33 @@
+"""What a user can set about tracking. Frozen, checked, free of W&B."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Where metrics and tables go. The files under `run_dir` are written whatever stands here.
+
+    wandb_mode: auto is online when WANDB_API_KEY is set, else offline. No mode ever asks for a key.
+    """
+
+    wandb_mode: str = "auto"
+    project: str = "grmpipe"
+    run_name: str | None = None
+    tags: list[str] = field(default_factory=list)
+    table_every: int = 10  # steps between tables of rollouts with their judgements; 0: none
+    table_rows: int = 8
+    console: bool = True  # a live panel in a terminal, a line a step elsewhere
+
+    def __post_init__(self) -> None:
+        if self.wandb_mode not in WANDB_MODES:
+            raise ValueError(f"wandb_mode: unknown mode {self.wandb_mode!r}; known: {', '.join(WANDB_MODES)}")
+        if not self.project:
+            raise ValueError("project: is empty; give the W&B project's name, for example grmpipe")
+        if self.table_every < 0:
+            raise ValueError(f"table_every: must be 0 (no tables) or more steps, got {self.table_every}")
+        if self.table_rows < 1:
+            raise ValueError(f"table_rows: must be at least 1, got {self.table_rows}")

@@ -1,0 +1,101 @@
+"""summary.json: what a run came to, and the objective that a sweeper asks for. Written once, atomically."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from grmpipe.observe.plain_json import plain
+from grmpipe.types import Metrics
+
+Status = Literal["completed", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSummary:
+    """Held-out metrics before the first and after the last step; empty where there was no evaluation."""
+
+    initial: Metrics = field(default_factory=dict)
+    final: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgingSummary:
+    """Judgements of the whole run."""
+
+    asked: int = 0
+    counted: int = 0  # in a vote
+    failed: Mapping[str, int] = field(default_factory=dict)  # by cause
+    tokens: int = 0  # sampled
+    saved_by_early_stop: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsSummary:
+    """submitted == trained + sum(dropped) + in_flight."""
+
+    submitted: int = 0
+    trained: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)  # by cause
+    in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The fields of summary.json, in this order."""
+
+    status: Status
+    steps: int
+    versions: Mapping[str, int]  # by model name
+    wall_s: float
+    objective: float | None = None
+    eval: EvalSummary = field(default_factory=EvalSummary)
+    busy_s: Mapping[str, float] = field(default_factory=dict)  # by role
+    judging: JudgingSummary = field(default_factory=JudgingSummary)
+    groups: GroupsSummary = field(default_factory=GroupsSummary)
+    max_staleness_trained: int = 0
+    alarms: tuple[str, ...] = ()
+    failure: str | None = None  # the first cause, in plain words; only when failed
+
+    def __post_init__(self) -> None:
+        assert (self.failure is not None) == (self.status == "failed"), "a failed run says why, and no other does"
+
+    def to_json(self) -> dict[str, object]:
+        """As plain JSON: what is no finite number becomes null."""
+        names = [field.name for field in fields(self) if field.name != "failure" or self.failure is not None]
+        return {name: plain(getattr(self, name)) for name in names}
+
+    def with_objective(self, path: str) -> Summary:
+        return replace(self, objective=lookup(self, path))
+
+    def write(self, path: Path) -> None:
+        """Raises OSError: whoever starts a sweep must know that there is no result."""
+        draft = path.with_name(path.name + ".tmp")
+        draft.write_text(json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+
+def lookup(summary: Summary, path: str) -> float:
+    """The number at a dotted path, such as "eval.final.true_accuracy".
+
+    Raises ValueError that names the paths there are.
+    """
+    known = dict(numbers(summary.to_json()))
+    if path not in known:
+        near = difflib.get_close_matches(path, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"objective: no number at {path!r} in summary.json{hint} Known: {', '.join(known)}")
+    return known[path]
+
+
+def numbers(record: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every finite number under its dotted path."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{key}", float(value)
