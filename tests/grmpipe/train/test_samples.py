@@ -1,0 +1,138 @@
+"""Trained ids are the sampled ids; a failed sibling is nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grmpipe.train.advantages import ESTIMATORS
+from grmpipe.train.samples import count, to_samples
+from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.types import Failed, JudgedGroup, Prompt, RewardSpan, Rollout, Turn, Verdict
+from models.types import Completion, VersionSpan
+
+TIMEOUT = Failed(stage="judge", cause="timeout", attempts=3)
+
+
+def verdict(*values: float) -> Verdict:
+    spans = tuple(RewardSpan(turn=0, start=i, end=i + 1, value=value) for i, value in enumerate(values))
+    return Verdict(rewards=spans, score=0.0, breakdown={}, agreement=0.0, num_judgements=1)
+
+
+def completion(ids: tuple[int, ...], version: int = 0) -> Completion:
+    return Completion(
+        token_ids=ids,
+        logprobs=tuple(-0.1 * (i + 1) for i in range(len(ids))),
+        text="",
+        finish_reason="stop",
+        versions=(VersionSpan(model="policy", version=version, start=0, end=len(ids)),),
+    )
+
+
+def rollout(sibling: int, *turns: tuple[tuple[int, ...], tuple[int, ...]]) -> Rollout:
+    played = tuple(Turn(prompt_ids=prompt, completion=completion(ids, i)) for i, (prompt, ids) in enumerate(turns))
+    return Rollout(group_id="g", sibling=sibling, turns=played, status="finished")
+
+
+def group(rollouts: list[Rollout], verdicts: list[Verdict | Failed]) -> JudgedGroup:
+    prompt = Prompt(prompt_id="p", messages=())
+    return JudgedGroup(group_id="g", prompt=prompt, rollouts=tuple(rollouts), verdicts=tuple(verdicts))
+
+
+ids = st.lists(st.integers(0, 9), min_size=1, max_size=5).map(tuple)
+rewards = st.floats(-10, 10, allow_nan=False)
+
+
+@st.composite
+def judged_groups(draw: st.DrawFn) -> JudgedGroup:
+    verdicts = draw(st.lists(st.one_of(rewards.map(verdict), st.just(TIMEOUT)), min_size=2, max_size=6))
+    verdicts += [verdict(0.0), verdict(1.0)]
+    turns = st.lists(st.tuples(ids, ids), min_size=1, max_size=3)
+    return group([rollout(i, *draw(turns)) for i in range(len(verdicts))], verdicts)
+
+
+@given(judged_groups(), st.sampled_from(sorted(ESTIMATORS)), st.sampled_from(["population", "sample"]), ids, st.data())
+def test_what_failed_changes_nothing(
+    judged: JudgedGroup, estimator: str, std: str, other_ids: tuple[int, ...], data: st.DataObject
+) -> None:
+    algorithm = AlgorithmConfig(estimator=estimator, std=std)
+    failures = [i for i, found in enumerate(judged.verdicts) if isinstance(found, Failed)]
+    rollouts, verdicts = list(judged.rollouts), list(judged.verdicts)
+    for i in failures:
+        rollouts[i] = rollout(i, (other_ids, other_ids))
+        cause = data.draw(st.sampled_from(["timeout", "refused", "died", "unparseable", "truncated", "too_long"]))
+        verdicts[i] = Failed(stage="judge", cause=cause, attempts=data.draw(st.integers(1, 9)))
+    samples = to_samples(judged, algorithm)
+    assert samples == to_samples(group(rollouts, verdicts), algorithm)
+    kept = [i for i in range(len(verdicts)) if i not in failures]
+    without = group([judged.rollouts[i] for i in kept], [judged.verdicts[i] for i in kept])
+    assert samples == to_samples(without, algorithm)
+    assert not {sample.sibling for sample in samples} & set(failures)
+
+
+@given(judged_groups())
+def test_trained_ids_are_the_sampled_ids(judged: JudgedGroup) -> None:
+    samples = to_samples(judged, AlgorithmConfig())
+    for played, found in zip(judged.rollouts, judged.verdicts, strict=True):
+        if isinstance(found, Failed):
+            continue
+        own = [sample for sample in samples if sample.sibling == played.sibling]
+        trained = [
+            (token, logprob)
+            for sample in own
+            for token, mask, logprob in zip(sample.token_ids, sample.loss_mask, sample.sampler_logprobs, strict=True)
+            if mask
+        ]
+        sampled = [
+            pair
+            for turn in played.turns
+            for pair in zip(turn.completion.token_ids, turn.completion.logprobs, strict=True)
+        ]
+        assert trained == sampled
+        for sample in own:
+            assert all(mask or (lp == adv == 0) for mask, lp, adv in zip(
+                sample.loss_mask, sample.sampler_logprobs, sample.advantages, strict=True))  # fmt: skip
+            covered = [t for span in sample.versions for t in range(span.start, span.end)]
+            assert covered == [t for t, mask in enumerate(sample.loss_mask) if mask]
+
+
+def two_turns(second_prompt: tuple[int, ...]) -> JudgedGroup:
+    return group([rollout(0, ((1, 2), (3,)), (second_prompt, (5, 6))), rollout(1, ((1, 2), (9,)))],
+                 [verdict(1.0), verdict(-1.0)])  # fmt: skip
+
+
+def test_turns_that_go_on_become_one_sample() -> None:
+    sample, _ = to_samples(two_turns((1, 2, 3, 4)), AlgorithmConfig(estimator="dr_grpo"))
+    assert sample.token_ids == (1, 2, 3, 4, 5, 6)
+    assert sample.loss_mask == (0, 0, 1, 0, 1, 1)
+    assert sample.advantages == (0, 0, 1, 0, 1, 1)
+    assert [(span.version, span.start, span.end) for span in sample.versions] == [(0, 2, 3), (1, 4, 6)]
+
+
+def test_a_rewritten_history_starts_a_segment() -> None:
+    first, second, _ = to_samples(two_turns((1, 2, 4)), AlgorithmConfig(estimator="dr_grpo"))
+    assert (first.segment, first.token_ids, first.loss_mask) == (0, (1, 2, 3), (0, 0, 1))
+    assert (second.segment, second.token_ids, second.loss_mask) == (1, (1, 2, 4, 5, 6), (0, 0, 0, 1, 1))
+    assert first.advantages[-1] == second.advantages[-1] == 1
+
+
+def test_spans_add_up_to_the_outcome() -> None:
+    rollouts = [rollout(0, ((1,), (2, 3))), rollout(1, ((1,), (4,)))]
+    spread = to_samples(group(rollouts, [verdict(0.25, 0.75), verdict(0.0)]), AlgorithmConfig())
+    assert spread == to_samples(group(rollouts, [verdict(1.0), verdict(0.0)]), AlgorithmConfig())
+
+
+def test_a_group_with_one_verdict_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_valid_siblings"):
+        to_samples(group([rollout(0, ((1,), (2,))), rollout(1, ((1,), (2,)))], [verdict(1.0), TIMEOUT]),
+                   AlgorithmConfig())  # fmt: skip
+
+
+def test_a_sample_without_trained_tokens_is_no_sequence() -> None:
+    samples = to_samples(two_turns((1, 2, 3, 4)), AlgorithmConfig())
+    silent = replace(samples[0], loss_mask=(0,) * 6, group_id="h")
+    totals = count([*samples, silent], oldest_version=4)
+    assert (totals.num_loss_tokens, totals.num_sequences, totals.num_groups, totals.oldest_version) == (4, 2, 2, 4)

@@ -1,0 +1,30 @@
+"""Learning rates by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from grmpipe.train.schedule import learning_rate
+from grmpipe.train.settings import TrainConfig
+
+
+def rates(schedule: str) -> list[float]:
+    config = TrainConfig(num_steps=6, warmup_steps=2, lr=3.0, schedule=schedule)
+    return [learning_rate(step, config) for step in range(7)]
+
+
+def test_warm_up_then_constant() -> None:
+    assert rates("constant") == pytest.approx([1, 2, 3, 3, 3, 3, 3])
+
+
+def test_linear_decay_learns_on_the_last_step() -> None:
+    assert rates("linear") == pytest.approx([1, 2, 3, 2.25, 1.5, 0.75, 0])
+
+
+def test_cosine_is_half_way_down_in_the_middle() -> None:
+    assert rates("cosine")[4] == pytest.approx(1.5)
+    assert sorted(rates("cosine")[2:], reverse=True) == rates("cosine")[2:]
+
+
+def test_no_warm_up_starts_at_full_rate() -> None:
+    assert learning_rate(0, TrainConfig(warmup_steps=0, lr=0.5)) == 0.5
