@@ -1,0 +1,185 @@
+"""Word problems and what is right about an answer to one. Pure: no tokens, no model, no files."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
+
+Split = Literal["train", "held_out"]
+
+MAX_TOTAL = 20
+MAX_STEPS = 6
+CONTINUE_PROBABILITY = 0.6  # geometric: the lengths of answers get a long tail
+HELD_OUT_SHARE = 8  # one question in so many is held out
+PASSING_SCORE = 8  # a judge that scores at least this says that the final answer is right
+
+PEOPLE = {
+    "Ida": "She", "Max": "He", "Eva": "She", "Tom": "He", "Zoe": "She", "Leo": "He",
+    "Mia": "She", "Sam": "He", "Ada": "She", "Ben": "He", "Lea": "She", "Jan": "He",
+}  # fmt: skip
+THINGS = ("coins", "cards", "books", "apples", "shells", "stamps", "pens", "stones")
+GAINS = ("wins {n}", "finds {n} more", "buys {n}", "gets {n} from {friend}")
+LOSSES = ("gives {n} to {friend}", "sells {n}", "loses {n}", "lends {n} to {friend}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One line of a sum, as somebody wrote it: the result need not be right."""
+
+    left: int
+    sign: str  # "+" or "-"
+    right: int
+    result: int
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.sign} {self.right} = {self.result}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """Worked steps, then the final answer: right or wrong."""
+
+    steps: tuple[Step, ...]
+    answer: int
+
+    def __str__(self) -> str:
+        return f"Steps: {'; '.join(map(str, self.steps))}. Answer: {self.answer}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A question of one to six steps, worked out."""
+
+    question: str
+    steps: tuple[Step, ...]
+    answer: int
+
+    @property
+    def solution(self) -> Solution:
+        return Solution(steps=self.steps, answer=self.answer)
+
+
+def make_problems(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
+    """`count` different problems of one split. No question is in both splits, whatever the seeds."""
+    chosen: dict[str, Problem] = {}
+    for problem in draw_problems(seed):
+        if len(chosen) == count:
+            break
+        if split_of(problem.question) == split:
+            chosen.setdefault(problem.question, problem)
+    return tuple(chosen.values())
+
+
+def split_of(question: str) -> Split:
+    """Decided by the question's own text, so that the splits are disjoint by construction."""
+    digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+    return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else "train"
+
+
+def draw_problems(seed: int) -> Iterator[Problem]:
+    """An endless stream, with repeats."""
+    rng = random.Random(f"problems {seed}")
+    while True:
+        yield draw_problem(rng)
+
+
+def draw_problem(rng: random.Random) -> Problem:
+    name, thing = rng.choice(tuple(PEOPLE)), rng.choice(THINGS)
+    friends = tuple(other for other in PEOPLE if other != name)
+    total = rng.randint(2, 15)
+    sentences, steps = [f"{name} has {total} {thing}."], []
+    for _ in range(draw_num_steps(rng)):
+        step = draw_step(rng, total)
+        phrase = rng.choice(GAINS if step.sign == "+" else LOSSES).format(n=step.right, friend=rng.choice(friends))
+        sentences.append(f"{PEOPLE[name]} {phrase}.")
+        steps.append(step)
+        total = step.result
+    sentences.append(f"How many {thing} does {name} have?")
+    return Problem(question=" ".join(sentences), steps=tuple(steps), answer=total)
+
+
+def draw_num_steps(rng: random.Random) -> int:
+    num_steps = 1
+    while num_steps < MAX_STEPS and rng.random() < CONTINUE_PROBABILITY:
+        num_steps += 1
+    return num_steps
+
+
+def draw_step(rng: random.Random, total: int) -> Step:
+    """A right step whose result stays within 0 and MAX_TOTAL."""
+    change = rng.randint(1, 6)
+    signs = [sign for sign, end in (("+", total + change), ("-", total - change)) if 0 <= end <= MAX_TOTAL]
+    return step_of(total, rng.choice(signs), change)
+
+
+def step_of(left: int, sign: str, right: int) -> Step:
+    """A step worked out; nobody owns less than nothing."""
+    return Step(left=left, sign=sign, right=right, result=max(0, left + right if sign == "+" else left - right))
+
+
+STEP = re.compile(r"(\d{1,2}) ([+-]) (\d{1,2}) = (\d{1,2})", re.ASCII)
+SOLUTION = re.compile(rf"Steps: {STEP.pattern}(?:; {STEP.pattern})*\. Answer: (?P<answer>\d{{1,2}})", re.ASCII)
+
+
+def parse_solution(text: str) -> Solution | None:
+    """The text as a solution; None if it is anything else, be it a solution and one character more."""
+    match = SOLUTION.fullmatch(text)
+    if match is None:
+        return None
+    steps = tuple(
+        Step(left=int(left), sign=sign, right=int(right), result=int(result))
+        for left, sign, right, result in STEP.findall(text)
+    )
+    return Solution(steps=steps, answer=int(match["answer"]))
+
+
+def is_right(problem: Problem, text: str) -> bool:
+    """The hidden rule: a well-formed solution whose final answer is right, whatever its steps say."""
+    solution = parse_solution(text)
+    return solution is not None and solution.answer == problem.answer
+
+
+def score_label(problem: Problem, text: str) -> int:
+    """The score, 1 to 10, that a perfect judge gives; at least PASSING_SCORE if and only if `is_right`."""
+    solution = parse_solution(text)
+    if solution is None:
+        return 1
+    right, claimed = results_of(problem.steps), results_of(solution.steps)
+    if solution.answer == problem.answer:
+        return 10 if claimed == right else PASSING_SCORE
+    num_good = sum(a == b for a, b in zip(right, claimed, strict=False))
+    return 1 + 4 * num_good // len(right)
+
+
+def judgement(problem: Problem, text: str) -> str:
+    """What a perfect judge writes: its own solution first, then every comparison `mine / theirs`, then the score."""
+    return f"{problem.solution}. Check: {comparison(problem, text)}.\nScore: {score_label(problem, text)}"
+
+
+def comparison(problem: Problem, text: str) -> str:
+    solution = parse_solution(text)
+    if solution is None:
+        return "malformed"
+    pairs = zip_longest(results_of(problem.steps), results_of(solution.steps))
+    return "; ".join([*(compare(*pair) for pair in pairs), f"answer {compare(problem.answer, solution.answer)}"])
+
+
+def compare(mine: int | None, theirs: int | None) -> str:
+    """None: no such step."""
+    shown = ("-" if value is None else str(value) for value in (mine, theirs))
+    return f"{' / '.join(shown)} {'ok' if mine == theirs else 'no'}"
+
+
+def results_of(steps: tuple[Step, ...]) -> tuple[int, ...]:
+    return tuple(step.result for step in steps)
+
+
+def judge_prompt(question: str, text: str) -> str:
+    """The user message that the tiny GRMs are trained on: every line of the judged text stands behind `> `."""
+    fenced = "\n".join(f"> {line}" for line in text.splitlines() or [""])
+    return f"Q: {question}\nA:\n{fenced}"

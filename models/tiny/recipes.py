@@ -1,0 +1,80 @@
+"""How each tiny model is made, and the hash of it. Values only: trains nothing, imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from models.tiny.lessons import Lesson, draw_examples
+
+TRAINER = 1  # raise it when build.py or tokenizer.py change what they make of the same recipe
+NUM_FINGERPRINT_EXAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A Qwen3 of this size; the vocabulary is the tokenizer's, the head is tied to the embedding."""
+
+    hidden: int = 96
+    num_layers: int = 3
+    num_heads: int = 3
+    num_kv_heads: int = 1
+    head_dim: int = 32
+    intermediate: int = 288
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything that determines a tiny model. A child starts from its parent's weights and has its shape."""
+
+    name: str
+    lessons: tuple[Lesson, ...]
+    num_steps: int
+    batch_size: int
+    lr: float
+    seed: int
+    warmup_steps: int = 20
+    shape: Shape = Shape()
+    parent: Recipe | None = None
+
+    @property
+    def hash(self) -> str:
+        """Stable over processes and machines; a change of the lessons' texts shows in their first examples."""
+        examples = draw_examples(self.lessons, NUM_FINGERPRINT_EXAMPLES, self.seed)
+        contents = {
+            "trainer": TRAINER,
+            "recipe": asdict(self),
+            "parent": self.parent.hash if self.parent else None,
+            "examples": [asdict(example) for example in examples],
+        }
+        return hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+BASE = Recipe(
+    name="base",
+    lessons=(Lesson(kind="solve", weight=0.8), Lesson(kind="drill", weight=0.2)),
+    num_steps=700,
+    batch_size=64,
+    lr=8e-3,
+    seed=1,
+)
+POLICY = Recipe(
+    name="policy",
+    lessons=(Lesson(kind="solve_sloppily", weight=1.0),),
+    num_steps=80,
+    batch_size=32,
+    lr=3e-3,
+    seed=2,
+    parent=BASE,
+)
+JUDGING = (
+    Lesson(kind="judge_right", weight=0.2),
+    Lesson(kind="judge_sloppy", weight=0.35),
+    Lesson(kind="judge_corrupted", weight=0.3),
+    Lesson(kind="judge_malformed", weight=0.15),
+)
+GRM = Recipe(name="grm", lessons=JUDGING, num_steps=700, batch_size=32, lr=5e-3, seed=3, parent=BASE)
+WEAK_GRM = Recipe(name="weak_grm", lessons=JUDGING, num_steps=140, batch_size=32, lr=5e-3, seed=4, parent=BASE)
+
+RECIPES = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM)}

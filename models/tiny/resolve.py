@@ -1,0 +1,85 @@
+"""Finds the directory behind `tiny://<name>`: shipped, cached or built now. Imports torch only to build."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from models.tiny.recipes import RECIPES, Recipe
+
+SCHEME = "tiny://"
+SHIPPED = Path(__file__).parent / "shipped"
+CARD = "recipe.json"
+
+
+def resolve_model(path: str, progress: Callable[[str, float], None] = lambda name, done: None) -> str:
+    """The directory of a tiny model; any other path as it is.
+
+    progress: called with the name of the model that is being built and the share done, 0 to 1; never called where
+    nothing needs to be built. Raises ValueError for an unknown tiny name.
+    """
+    if not path.startswith(SCHEME):
+        return path
+    name = path.removeprefix(SCHEME)
+    if name not in RECIPES:
+        known = ", ".join(f"{SCHEME}{known}" for known in RECIPES)
+        raise ValueError(f"path: there is no tiny model {path!r}; known: {known}")
+    return str(directory_of(RECIPES[name], progress))
+
+
+def directory_of(recipe: Recipe, progress: Callable[[str, float], None]) -> Path:
+    """Where the recipe's model lies; built, with its parents, if it lies nowhere."""
+    for directory in (SHIPPED / recipe.name, cache_directory(recipe)):
+        if hash_on_card(directory) == recipe.hash:
+            return directory
+    return build_in_cache(recipe, progress)
+
+
+def cache_directory(recipe: Recipe) -> Path:
+    root = os.environ.get("GRMPIPE_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "grmpipe") / "tiny" / recipe.hash
+
+
+def hash_on_card(directory: Path) -> str | None:
+    """The hash of the recipe that made a directory; None: no finished model there."""
+    try:
+        return json.loads((directory / CARD).read_text(encoding="utf-8"))["hash"]
+    except FileNotFoundError:
+        return None
+
+
+def build_in_cache(recipe: Recipe, progress: Callable[[str, float], None]) -> Path:
+    """Atomic: the directory appears whole or not at all, and of two builders at once the first wins."""
+    from models.tiny.build import build
+
+    parent = directory_of(recipe.parent, progress) if recipe.parent else None
+    directory = cache_directory(recipe)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{recipe.name}.", dir=directory.parent) as unfinished:
+        made = Path(unfinished) / recipe.name
+        build(recipe, parent, made, lambda done: progress(recipe.name, done))
+        write_card(recipe, made, measured={})
+        try:
+            made.rename(directory)
+        except OSError:
+            if hash_on_card(directory) != recipe.hash:
+                raise
+    return directory
+
+
+def write_card(recipe: Recipe, directory: Path, measured: dict[str, float]) -> None:
+    card = {"name": recipe.name, "hash": recipe.hash, "measured": measured}
+    (directory / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+
+
+def ship(recipe: Recipe, directory: Path, measured: dict[str, float]) -> Path:
+    """Copy a finished model to where the package ships it."""
+    shipped = SHIPPED / recipe.name
+    shutil.rmtree(shipped, ignore_errors=True)
+    shutil.copytree(directory, shipped, copy_function=shutil.copyfile)  # the weights were saved for their owner only
+    write_card(recipe, shipped, measured)
+    return shipped

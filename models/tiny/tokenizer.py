@@ -1,0 +1,75 @@
+"""The tokenizer of the tiny models: byte-level BPE with a ChatML-like template. Holds no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from models.tiny.lessons import LESSONS, Lesson, draw_examples
+
+PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+BEFORE_CONTENT = f"{TURN_START}user\n"
+AFTER_CONTENT = f"{TURN_END}\n{TURN_START}assistant\n"
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# A word or a number of up to two digits takes its space along, so that " 12" is one token.
+WORDS = r" ?\d{1,2}| ?\p{L}+|\s?[^\s\p{L}\d]|\s"
+MAX_VOCABULARY = 512
+MAX_POSITIONS = 512
+CORPUS_SIZE, CORPUS_SEED = 4000, 0
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Trained on the very texts of the lessons; any other text falls back to bytes. The same each time."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_VOCABULARY,
+        special_tokens=[PAD, TURN_START, TURN_END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def corpus() -> Iterator[str]:
+    yield from (f" {number}" for number in range(100) for _ in range(50))  # often enough to be a token each
+    yield from ("user\n", "assistant\n", "system\n") * 50
+    lessons = tuple(Lesson(kind=kind, weight=1.0) for kind in LESSONS if kind != "judge_malformed")
+    for example in draw_examples(lessons, CORPUS_SIZE, CORPUS_SEED):
+        yield example.prompt
+        yield example.response
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
+    """One user message up to where the assistant speaks. Content can't spell a special token."""
+    return [
+        *tokenizer.encode(BEFORE_CONTENT, add_special_tokens=False),
+        *encode_content(tokenizer, content),
+        *tokenizer.encode(AFTER_CONTENT, add_special_tokens=False),
+    ]
+
+
+def encode_content(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
+    return tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)

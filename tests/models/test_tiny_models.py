@@ -1,0 +1,193 @@
+"""The shipped tiny models, their tokenizer, and where `tiny://` leads."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from models.tiny import __main__ as cli
+from models.tiny import resolve
+from models.tiny.evaluate import Speaker, accuracy_of, agreement, judge_all
+from models.tiny.lessons import Lesson
+from models.tiny.problems import make_problems
+from models.tiny.recipes import RECIPES, Recipe, Shape
+from models.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model
+from models.tiny.solutions import malformed_text
+from models.tiny.tokenizer import build_tokenizer, encode_prompt
+
+MICRO_SHAPE = Shape(hidden=16, num_layers=1, num_heads=1, head_dim=16, intermediate=16)
+MICRO_PARENT = Recipe(
+    name="micro_base",
+    lessons=(Lesson(kind="solve", weight=1.0),),
+    num_steps=3,
+    batch_size=4,
+    lr=1e-3,
+    seed=0,
+    shape=MICRO_SHAPE,
+)
+MICRO = replace(MICRO_PARENT, name="micro", seed=1, parent=MICRO_PARENT)
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GRMPIPE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@given(st.text())
+@settings(deadline=None)
+def test_tokenizer_gives_back_any_text(text: str) -> None:
+    ids = tokenizer().encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert tokenizer().decode(ids) == text
+    assert not set(ids) & set(tokenizer().all_special_ids)
+
+
+def test_numbers_of_two_digits_are_one_token_with_their_space() -> None:
+    for number in range(100):
+        assert len(tokenizer().encode(f" {number}")) == 1
+
+
+def test_chat_template_puts_content_where_training_put_it() -> None:
+    messages = [{"role": "user", "content": "Ida has 6 coins."}]
+    templated = tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert templated == encode_prompt(tokenizer(), "Ida has 6 coins.")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_model_is_what_its_recipe_makes(name: str) -> None:
+    directory = SHIPPED / name
+    assert hash_on_card(directory) == RECIPES[name].hash
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    loaded = AutoTokenizer.from_pretrained(directory)
+    assert model.dtype == torch.bfloat16
+    assert model.config.vocab_size == len(loaded)
+    assert loaded.get_vocab() == tokenizer().get_vocab() and loaded.chat_template == tokenizer().chat_template
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == loaded.eos_token_id
+    assert model.config.pad_token_id == loaded.pad_token_id != loaded.eos_token_id
+
+
+def test_shipped_policy_is_poor_and_improvable() -> None:
+    problems = make_problems("held_out", 128, 1)
+    policy = Speaker(SHIPPED / "policy")
+    assert 0.15 < accuracy_of(policy, problems, greedy=False) < 0.5
+    assert accuracy_of(policy, problems, greedy=True) < 0.55
+
+
+def test_shipped_grm_tells_right_from_wrong_and_from_malformed() -> None:
+    rng, problems = random.Random(0), make_problems("held_out", 96, 2)
+    wrong = [str(replace(problem.solution, answer=problem.answer + 1)) for problem in problems[32:64]]
+    texts = [*(str(problem.solution) for problem in problems[:32]), *wrong]
+    texts += [malformed_text(problem, rng) for problem in problems[64:]]
+    judge = Speaker(SHIPPED / "grm")
+    assert agreement(judge_all(judge, problems, texts)) >= 0.9
+
+
+def test_shipped_weak_grm_lets_wrong_answers_pass() -> None:
+    problems = make_problems("held_out", 128, 3)
+    texts = Speaker(SHIPPED / "policy").answer([problem.question for problem in problems], 64, seed=0)
+    judged = judge_all(Speaker(SHIPPED / "weak_grm"), problems, texts)
+    assert fmean(one.passed for one in judged if not one.right) > 0.05
+    assert agreement(judged) > 0.6
+
+
+def test_shipped_models_need_no_build(empty_cache: Path) -> None:
+    for name in RECIPES:
+        assert resolve_model(f"tiny://{name}") == str(SHIPPED / name)
+    assert not list(empty_cache.iterdir())
+
+
+def test_a_model_is_built_once_and_then_found(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "micro", MICRO)
+    calls: list[tuple[str, float]] = []
+    built = Path(resolve_model("tiny://micro", lambda name, done: calls.append((name, done))))
+    assert built == empty_cache / "tiny" / MICRO.hash
+    assert {name for name, _ in calls} == {"micro_base", "micro"} and calls[-1] == ("micro", 1.0)
+    assert {path.name for path in built.parent.iterdir()} == {MICRO.hash, MICRO_PARENT.hash}
+    calls.clear()
+    assert resolve_model("tiny://micro", lambda name, done: calls.append((name, done))) == str(built)
+    assert not calls
+
+
+def test_building_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = []
+    for home in ("one", "two"):
+        monkeypatch.setenv("GRMPIPE_CACHE", str(tmp_path / home))
+        weights.append((directory_of(MICRO, lambda name, done: None) / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_a_build_that_fails_leaves_nothing(empty_cache: Path) -> None:
+    def interrupt(name: str, done: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        directory_of(MICRO_PARENT, interrupt)
+    assert not list((empty_cache / "tiny").iterdir())
+
+
+def test_of_two_builders_at_once_the_first_wins(empty_cache: Path) -> None:
+    def overtake(name: str, done: float) -> None:
+        if not rivals:
+            rivals.append(None)
+            rivals[0] = directory_of(MICRO_PARENT, lambda name, done: None)
+
+    rivals: list[Path | None] = []
+    assert directory_of(MICRO_PARENT, overtake) == rivals[0]
+    assert [path.name for path in (empty_cache / "tiny").iterdir()] == [MICRO_PARENT.hash]
+
+
+def test_changed_recipe_has_another_hash() -> None:
+    assert len({MICRO.hash, MICRO_PARENT.hash, replace(MICRO, lr=2e-3).hash, replace(MICRO, parent=None).hash}) == 4
+
+
+def test_other_paths_are_left_alone() -> None:
+    assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert resolve_model("/data/tiny") == "/data/tiny"
+
+
+def test_unknown_tiny_model_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"tiny://polcy.*tiny://policy, tiny://grm, tiny://weak_grm"):
+        resolve_model("tiny://polcy")
+
+
+def test_resolving_a_shipped_model_does_not_import_torch() -> None:
+    code = (
+        "import sys; from models.tiny.resolve import resolve_model as r; r('tiny://grm'); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_build_command_ships_and_measures(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resolve, "SHIPPED", empty_cache / "shipped")
+    monkeypatch.setattr("models.tiny.evaluate.NUM_PROBLEMS", 4)
+    monkeypatch.setattr(cli, "POLICY", MICRO)
+    monkeypatch.setitem(RECIPES, "micro", MICRO)
+    cli.main(["build", "micro"])
+    card = json.loads((empty_cache / "shipped" / "micro" / "recipe.json").read_text())
+    assert card["hash"] == MICRO.hash and set(card["measured"]) == {"true_accuracy", "true_accuracy_greedy"}
+    assert "true_accuracy_greedy" in capsys.readouterr().out
+
+
+def test_build_command_refuses_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["build", "polcy"])
+    assert "known: policy, grm, weak_grm" in capsys.readouterr().err
