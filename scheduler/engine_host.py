@@ -1,0 +1,145 @@
+"""The far end of a RemoteEngine: serves any Engine to another process, in batches. Starts no process itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from models.types import (
+    Completion,
+    Engine,
+    EngineDied,
+    EngineRefused,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A call of `generate`. The ticket names the call; a request_id may come twice."""
+
+    ticket: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    context: RequestContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Nobody waits for this call any more."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """End a request; its call is answered with what there is."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    ticket: int
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    ticket: int
+    error: Exception
+
+
+Message = Request | Cancel | Abort
+Notice = FirstToken | Finished | Failure
+
+
+class EngineHost:
+    """An async actor: every method runs on one event loop, so that no control call queues behind `collect`."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._notices: list[Notice] = []
+        self._news = asyncio.Event()
+
+    async def process_id(self) -> int:
+        return os.getpid()
+
+    async def start(self, make_engine: Callable[[], Engine]) -> None:
+        """Blocks the loop while the model loads: nothing else is asked of a host before."""
+        self._engine = make_engine()
+
+    async def deliver(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Request):
+                self._take_on(message)
+            elif isinstance(message, Abort):
+                await asyncio.sleep(0)  # a request of the same batch must have reached the engine
+                await self.engine.abort(message.request_id)
+            elif message.ticket in self._running:
+                self._running[message.ticket].cancel()
+
+    async def collect(self) -> list[Notice]:
+        """Wait for news, then return all there is. One collector at a time."""
+        await self._news.wait()
+        self._news.clear()
+        notices, self._notices = self._notices, []
+        return notices
+
+    async def pause(self) -> None:
+        await self.engine.pause()
+
+    async def resume(self) -> None:
+        await self.engine.resume()
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        await self.engine.load_bucket(bucket)
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        return await self.engine.commit_weights(version)
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return await self.engine.score(token_ids)
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "start comes first"
+        return self._engine
+
+    def _take_on(self, request: Request) -> None:
+        task = asyncio.create_task(self._answer(request))
+        self._running[request.ticket] = task
+        task.add_done_callback(lambda _: self._running.pop(request.ticket))  # also of a task that never began
+
+    async def _answer(self, request: Request) -> None:
+        ticket = request.ticket
+        try:
+            completion = await self.engine.generate(
+                request.prompt_ids, request.params, request.context, lambda: self._tell(FirstToken(ticket=ticket))
+            )
+            self._tell(Finished(ticket=ticket, completion=completion))
+        except Exception as error:
+            self._tell(Failure(ticket=ticket, error=_portable(error)))
+
+    def _tell(self, notice: Notice) -> None:
+        self._notices.append(notice)
+        self._news.set()
+
+
+def _portable(error: Exception) -> Exception:
+    """Errors that callers tell apart travel as they are; any other as its traceback (it may not be picklable)."""
+    if type(error) in (EngineDied, EngineRefused, ValueError):
+        return error
+    return RuntimeError("the engine raised:\n" + "".join(traceback.format_exception(error)))

@@ -1,0 +1,255 @@
+"""Which role sits on which slots, and whether the machines have them. Pure: starts nothing, asks no machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+RESOURCES = {"cpu": "cores", "gpu": "GPUs"}
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Slots that share a purpose. A slot is one core or one GPU."""
+
+    slots: int = 1
+    resource: str = "cpu"
+    strategy: str = "PACK"  # over nodes, in Ray's words
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"slots: must be at least 1, got {self.slots}")
+        if self.resource not in RESOURCES:
+            raise ValueError(f"resource: unknown resource {self.resource!r}; known: {', '.join(RESOURCES)}")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy: unknown strategy {self.strategy!r}; known: {', '.join(STRATEGIES)}")
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """Where a role lives. A replica is one process: an engine, or a rank of a learner."""
+
+    pool: str
+    replicas: int = 1
+    slots_per_replica: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"replicas: must be at least 1, got {self.replicas}")
+        if self.slots_per_replica < 1:
+            raise ValueError(f"slots_per_replica: must be at least 1, got {self.slots_per_replica}")
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """The one block that says what runs where. Roles of one pool share its slots."""
+
+    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What the processes run on. `address` joins a running Ray cluster; without one, Ray starts on this machine."""
+
+    kind: str = "ray"
+    address: str | None = None
+    start_timeout_s: float = 60.0  # until pools are reserved and processes are up, models not counted
+    object_store_mb: int = 256  # of a Ray started here
+    packages: list[str] = field(default_factory=list)  # sent to the workers of a joined cluster
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("ray", "inprocess"):
+            raise ValueError(f"kind: unknown cluster {self.kind!r}; known: ray, inprocess")
+        if not self.start_timeout_s > 0:
+            raise ValueError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
+        if self.object_store_mb < 80:
+            raise ValueError(f"object_store_mb: Ray needs at least 80, got {self.object_store_mb}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where one process of a role runs. `share` is its fraction of each of its slots."""
+
+    role: str
+    rank: int
+    pool: str
+    slots: tuple[int, ...]
+    share: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Every process with its seat. Only pools that seat somebody are kept."""
+
+    pools: Mapping[str, PoolConfig]
+    seats: Mapping[str, tuple[Seat, ...]]  # role -> its seats by rank
+
+    def bundles(self, pool: str) -> tuple[tuple[int, ...], ...]:
+        """The slots of a pool in the pieces that must lie on one node."""
+        blocks = {seat.slots for seats in self.seats.values() for seat in seats if seat.pool == pool}
+        seated = {slot for block in blocks for slot in block}
+        blocks |= {(slot,) for slot in range(self.pools[pool].slots) if slot not in seated}
+        return tuple(sorted(blocks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCapacity:
+    """What one machine has."""
+
+    name: str
+    cpus: int
+    gpus: int
+
+    def units(self, resource: str) -> int:
+        return self.cpus if resource == "cpu" else self.gpus
+
+
+def place(config: PlacementConfig, required_roles: Sequence[str]) -> Placement:
+    """Seat every required role; roles that the run doesn't need stay out. Replicas go to the emptiest slots first.
+
+    Raises ValueError naming the key: a role without place, an unknown pool, too few slots.
+    """
+    blocks: dict[str, list[tuple[int, ...]]] = {}
+    for role in required_roles:
+        blocks[role] = _blocks(config, role, blocks)
+    occupants = _occupants(config, blocks)
+    _refuse_shared_blocks(config, blocks, occupants)
+    seats = {
+        role: tuple(
+            Seat(
+                role=role,
+                rank=rank,
+                pool=config.roles[role].pool,
+                slots=block,
+                share=1 / max(len(occupants[config.roles[role].pool, slot]) for slot in block),
+            )
+            for rank, block in enumerate(blocks[role])
+        )
+        for role in required_roles
+    }
+    used = {config.roles[role].pool for role in required_roles}
+    return Placement(pools={name: pool for name, pool in config.pools.items() if name in used}, seats=seats)
+
+
+def check_capacity(placement: Placement, nodes: Sequence[NodeCapacity]) -> None:
+    """Can the nodes hold all pools at once? Strict pools first, else first fit: an odd mix may need `strategy` set.
+
+    Raises ValueError naming the pool, the resource, what each node has and what to type.
+    """
+    left = {resource: {node.name: node.units(resource) for node in nodes} for resource in RESOURCES}
+    held: dict[str, str] = {}  # pool -> resource, of the pools that fit
+    for name in sorted(placement.pools, key=lambda pool: not placement.pools[pool].strategy.startswith("STRICT")):
+        pool = placement.pools[name]
+        pieces = sorted((len(bundle) for bundle in placement.bundles(name)), reverse=True)
+        if not _take(left[pool.resource], pieces, pool.strategy):
+            raise ValueError(_shortage(placement, name, nodes, [p for p, r in held.items() if r == pool.resource]))
+        held[name] = pool.resource
+
+
+def describe(placement: Placement) -> str:
+    """A table: slot -> the processes on it, each with its share."""
+    rows = [("slot", "resource", "processes")]
+    for name, pool in placement.pools.items():
+        for slot in range(pool.slots):
+            here = [s for seats in placement.seats.values() for s in seats if s.pool == name and slot in s.slots]
+            text = ", ".join(s.name if s.share == 1 else f"{s.name} ({s.share:.0%})" for s in here)
+            rows.append((f"{name} {slot}", pool.resource, text or "(empty)"))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"{slot:<{widths[0]}}  {what:<{widths[1]}}  {who}" for slot, what, who in rows)
+
+
+def _blocks(config: PlacementConfig, role: str, placed: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """The slots of each replica of a role, the emptiest first."""
+    where = config.roles.get(role)
+    if where is None:
+        raise ValueError(f"placement.roles.{role}: has no place; set placement.roles.{role}.pool={_or(config.pools)}")
+    pool = config.pools.get(where.pool)
+    if pool is None:
+        raise ValueError(
+            f"placement.roles.{role}.pool: there is no pool {where.pool!r}; "
+            f"set placement.roles.{role}.pool={_or(config.pools)}, or add placement.pools.{where.pool}"
+        )
+    wanted, width = where.replicas * where.slots_per_replica, where.slots_per_replica
+    if wanted > pool.slots:
+        raise ValueError(
+            f"placement.roles.{role}: {where.replicas} replicas of {width} slots want {wanted} slots, "
+            f"pool {where.pool} has {pool.slots}; set placement.pools.{where.pool}.slots={wanted}"
+        )
+    occupants = _occupants(config, placed)
+    free = [tuple(range(start, start + width)) for start in range(0, pool.slots - width + 1, width)]
+    free.sort(key=lambda block: sum(len(occupants.get((where.pool, slot), ())) for slot in block))
+    return sorted(free[: where.replicas])
+
+
+def _occupants(
+    config: PlacementConfig, placed: Mapping[str, Iterable[tuple[int, ...]]]
+) -> dict[tuple[str, int], list[str]]:
+    """(pool, slot) -> the roles on it."""
+    occupants: dict[tuple[str, int], list[str]] = {}
+    for role, blocks in placed.items():
+        for slot in (slot for block in blocks for slot in block):
+            occupants.setdefault((config.roles[role].pool, slot), []).append(role)
+    return occupants
+
+
+def _refuse_shared_blocks(
+    config: PlacementConfig,
+    blocks: Mapping[str, list[tuple[int, ...]]],
+    occupants: Mapping[tuple[str, int], list[str]],
+) -> None:
+    """A process gets a fraction of one device or whole devices: Ray can't give fractions of several."""
+    for role, where in config.roles.items():
+        for slot in (slot for block in blocks.get(role, ()) for slot in block if len(block) > 1):
+            others = [other for other in occupants[where.pool, slot] if other != role]
+            if others:
+                raise ValueError(
+                    f"placement.roles.{role}.slots_per_replica: a replica of several slots can't share them "
+                    f"(with {others[0]}); give {role} a pool of its own, or set slots_per_replica=1"
+                )
+
+
+def _take(left: dict[str, int], pieces: Sequence[int], strategy: str) -> bool:
+    """Subtract the pieces from what the nodes have left; False if they don't fit."""
+    if strategy == "STRICT_PACK":
+        pieces = [sum(pieces)]
+    used: set[str] = set()
+    for piece in pieces:
+        fit = [node for node, units in left.items() if units >= piece]
+        if strategy == "STRICT_SPREAD":
+            fit = [node for node in fit if node not in used]
+        elif strategy == "SPREAD":
+            fit.sort(key=lambda node: node in used)
+        if not fit:
+            return False
+        left[fit[0]] -= piece
+        used.add(fit[0])
+    return True
+
+
+def _shortage(placement: Placement, name: str, nodes: Sequence[NodeCapacity], held: Sequence[str]) -> str:
+    pool = placement.pools[name]
+    unit = RESOURCES[pool.resource]
+    total = sum(node.units(pool.resource) for node in nodes)
+    taken = sum(placement.pools[other].slots for other in held)
+    there = "; ".join(f"{node.name} has {node.units(pool.resource) or 'no'} {unit}" for node in nodes)
+    wants = f"placement.pools.{name}: wants {pool.slots} {pool.resource} slots ({pool.strategy}), {there}"
+    if taken:
+        wants += f", {taken} of them taken by {', '.join(held)}"
+    if pool.resource == "gpu" and total == 0:
+        return f"{wants}; set placement.pools.{name}.resource=cpu, or placement=laptop"
+    if total - taken >= pool.slots:
+        return f"{wants}, but not in one piece; set placement.pools.{name}.strategy=PACK, or fewer slots_per_replica"
+    if total > taken:
+        return f"{wants}; set placement.pools.{name}.slots={total - taken}"
+    lodgers = [role for role, seats in placement.seats.items() if seats[0].pool == name]
+    return f"{wants}; set {' '.join(f'placement.roles.{role}.pool={held[0]}' for role in lodgers)}"
+
+
+def _or(names: Iterable[str]) -> str:
+    return " or ".join(names) or "<a pool>"

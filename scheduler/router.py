@@ -1,0 +1,168 @@
+"""Many engines of one role seen as one Engine: least load, siblings together, retries elsewhere. Starts no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from models.types import (
+    Completion,
+    Engine,
+    EngineDied,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+    ignore_first_token,
+)
+from scheduler.events import EventSink, NoEvents
+
+T = TypeVar("T")
+MAX_IMBALANCE = 16  # requests that siblings may wait behind for the sake of their shared prefix
+GROUPS_REMEMBERED = 4096
+
+
+class Router:
+    """Sends each request to one engine. A dead engine is never asked again; its requests are drawn anew elsewhere,
+    under the same request_id and seed."""
+
+    def __init__(self, role: str, engines: Mapping[str, Engine], events: EventSink | None = None) -> None:
+        self._role = role
+        self._alive = dict(engines)
+        self._events = events or NoEvents()
+        self._in_flight: Counter[str] = Counter()
+        self._where: dict[str, str] = {}  # request_id -> engine
+        self._home: OrderedDict[str, str] = OrderedDict()  # group_id -> engine
+        self._first_death = "there was none to begin with"
+
+    @property
+    def alive(self) -> Mapping[str, Engine]:
+        """The engines that still serve, by name."""
+        return dict(self._alive)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        """Raises EngineDied only when no engine is left."""
+        once = _Once(on_first_token)
+        while True:
+            name = self._choose(context.group_id)
+            try:
+                return await self._generate_on(name, prompt_ids, params, context, once)
+            except EngineDied as death:
+                self._bury(name, death)
+
+    async def abort(self, request_id: str) -> None:
+        name = self._where.get(request_id)
+        if name not in self._alive:
+            return
+        try:
+            await self._alive[name].abort(request_id)
+        except EngineDied as death:
+            self._bury(name, death)
+
+    async def pause(self) -> None:
+        await self._on_all(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        await self._on_all(lambda engine: engine.resume())
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        await self._on_all(lambda engine: engine.load_bucket(bucket))
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        """The receipt that all engines agree on."""
+        receipts = await self._on_all(lambda engine: engine.commit_weights(version))
+        first, *others = receipts.items()
+        for name, receipt in others:
+            if receipt != first[1]:
+                raise RuntimeError(f"engines {first[0]} and {name} of {self._role} took different weights")
+        return first[1]
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        while True:
+            name = self._least_loaded()
+            try:
+                return await self._alive[name].score(token_ids)
+            except EngineDied as death:
+                self._bury(name, death)
+
+    def _choose(self, group_id: str) -> str:
+        """Where its siblings are, unless that engine is far behind the least loaded one."""
+        name = self._least_loaded()
+        home = self._home.get(group_id)
+        if home in self._alive and self._in_flight[home] - self._in_flight[name] <= MAX_IMBALANCE:
+            name = home
+        self._home[group_id] = name
+        self._home.move_to_end(group_id)
+        if len(self._home) > GROUPS_REMEMBERED:
+            self._home.popitem(last=False)
+        return name
+
+    def _least_loaded(self) -> str:
+        if not self._alive:
+            raise EngineDied(f"all engines of role {self._role} died; the first: {self._first_death}")
+        return min(self._alive, key=lambda name: self._in_flight[name])
+
+    async def _generate_on(
+        self,
+        name: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None],
+    ) -> Completion:
+        start_s = asyncio.get_running_loop().time()
+        self._in_flight[name] += 1
+        self._where[context.request_id] = name
+        try:
+            completion = await self._alive[name].generate(prompt_ids, params, context, on_first_token)
+        finally:
+            self._in_flight[name] -= 1
+            self._where.pop(context.request_id, None)
+        end_s = asyncio.get_running_loop().time()
+        num_tokens = len(completion.token_ids)
+        self._events.span(name, context.role, start_s, end_s, request=context.request_id, num_tokens=num_tokens)
+        return completion
+
+    async def _on_all(self, ask: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
+        """Ask every living engine; those that die meanwhile are left out, unless none remains."""
+        answers: dict[str, T] = {}
+
+        async def ask_one(name: str, engine: Engine) -> None:
+            try:
+                answers[name] = await ask(engine)
+            except EngineDied as death:
+                self._bury(name, death)
+
+        await asyncio.gather(*(ask_one(name, engine) for name, engine in self.alive.items()))
+        self._least_loaded()  # raises if nobody is left
+        return answers
+
+    def _bury(self, name: str, death: EngineDied) -> None:
+        """Called once per request that was in flight; the first call counts."""
+        if self._alive.pop(name, None) is None:
+            return
+        if self._first_death == "there was none to begin with":
+            self._first_death = f"{name}: {death}"
+        now_s = asyncio.get_running_loop().time()
+        self._events.span(name, "died", now_s, now_s, cause=str(death))
+
+
+class _Once:
+    """A retried request has two first tokens; the caller hears of one."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._told = False
+
+    def __call__(self) -> None:
+        if not self._told:
+            self._told = True
+            self._tell()

@@ -1,0 +1,83 @@
+"""Runs loops together; the first crash ends all, with its cause. Restarts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+async def run_together(**loops: Coroutine[object, object, T]) -> dict[str, T]:
+    """Run all to their end; return what each returned. Cancellation reaches all of them.
+
+    The first exception cancels the rest and is raised itself, with a note of its loop: what the others raise while
+    they are torn down is not the cause.
+    """
+    async with _supervised(loops) as (tasks, _):
+        if tasks:
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+    return {name: task.result() for name, task in tasks.items()}
+
+
+async def run_until(main: Coroutine[object, object, U], /, **loops: Coroutine[object, object, object]) -> U:
+    """Run the loops until `main` returns; then cancel them and return what it returned. Crashes as in run_together."""
+    async with _supervised({**loops, "the main loop": main}) as (tasks, failures):
+        pending = set(tasks.values())
+        while not failures and not tasks["the main loop"].done():
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    return tasks["the main loop"].result()  # type: ignore[return-value]
+
+
+def describe_failure(error: BaseException) -> str:
+    """The first cause in plain words, a line each: where (outermost first), what, and what lay beneath."""
+    lines = [*reversed(getattr(error, "__notes__", [])), _words(error)]
+    cause = error.__cause__
+    while cause is not None:
+        if str(cause) not in lines[-1]:
+            lines.append(f"because of {_words(cause)}")
+        cause = cause.__cause__
+    return "\n".join(lines)
+
+
+@asynccontextmanager
+async def _supervised(
+    loops: Mapping[str, Coroutine[object, object, T]],
+) -> AsyncIterator[tuple[dict[str, asyncio.Task[T]], list[BaseException]]]:
+    """The loops as tasks, and their failures in the order of time. On leaving all end, and the first is raised."""
+    failures: list[BaseException] = []
+    tasks = {name: asyncio.create_task(_watch(name, loop, failures), name=name) for name, loop in loops.items()}
+    try:
+        yield tasks, failures
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    if failures:
+        raise failures[0]
+
+
+async def _watch(name: str, loop: Coroutine[object, object, T], failures: list[BaseException]) -> T:
+    try:
+        return await loop
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Something the loop awaited was cancelled under it: without this the loop would end unnoticed.
+        crash = RuntimeError("it was cancelled from within")
+        crash.add_note(f"in {name}:")
+        failures.append(crash)
+        raise crash from error
+    except Exception as error:
+        error.add_note(f"in {name}:")
+        failures.append(error)
+        raise
+
+
+def _words(error: BaseException) -> str:
+    """A ValueError is written for the user; any other type says something by its name."""
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
