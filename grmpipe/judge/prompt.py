@@ -15,10 +15,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grmpipe.judge.parse import Scale
 from grmpipe.types import Prompt
+from models.types import Message
 
 TEMPLATES = Path(__file__).parent / "templates"
 FIELDS = ("question", "messages", "response", "reference", "score_min", "score_max")
 SHOWN_PLAINLY_IN = (nodes.Template, nodes.If, nodes.For)
+PROBE = Prompt(prompt_id="probe", messages=(Message(role="user", content="a question"),), reference="an answer")
 JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
 
 
@@ -30,6 +32,7 @@ class JudgePrompt:
         self._scale = scale or Scale()
         check(name, parsed(name, template_text))
         self._template = JINJA.from_string(template_text)
+        self._try_out()
 
     @classmethod
     def load(cls, template: str, scale: Scale | None = None) -> JudgePrompt:
@@ -56,6 +59,15 @@ class JudgePrompt:
             return self._template.render(fields)
         except UndefinedError as error:
             raise ValueError(f"template {self.name}, prompt {prompt.prompt_id}: {error.message}") from error
+
+    def _try_out(self) -> None:
+        """What only shows in rendering shows now: a sum of texts, an include, a branch that hides the response."""
+        try:
+            shown = self.render(PROBE, "what the policy wrote")
+        except Exception as error:  # a template is code of the user's, and may raise anything
+            raise ValueError(f"template {self.name}: {error}") from error
+        if fenced("what the policy wrote") not in shown:
+            raise ValueError(f"template {self.name}: hides the field response where a prompt has a reference")
 
 
 def fenced(text: str) -> str:
