@@ -1,0 +1,136 @@
+"""Prompts come out of files as they stand there; what is malformed is named with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grmpipe.data.prompts import disjoint, load_prompts
+from grmpipe.types import Prompt
+from models.types import Message
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 x 2?"}]
+
+
+def write_jsonl(folder: Path, *rows: Any) -> str:
+    path = folder / "some.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def write_parquet(folder: Path, *rows: dict[str, Any]) -> str:
+    path = folder / "some.parquet"
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+def user(text: str) -> tuple[Message, ...]:
+    return (Message(role="user", content=text),)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_rows_become_prompts(tmp_path: Path, write: Any) -> None:
+    path = write(
+        tmp_path,
+        {"prompt": "6 x 2?", "messages": None, "reference": "12", "prompt_id": "a", "source": "drill", "extra": 1},
+        {"prompt": None, "messages": CHAT, "reference": None},
+    )
+    first, second = load_prompts(path)
+    assert first == Prompt(prompt_id="a", messages=user("6 x 2?"), source="drill", reference="12")
+    assert second.messages == (Message(role="system", content="Be brief."), *user("6 x 2?"))
+    assert second.reference is None
+    assert second.prompt_id == f"{Path(path).name}:2"
+
+
+def test_numbers_are_references_too(tmp_path: Path) -> None:
+    rows = [{"prompt": "?", "reference": reference} for reference in (12, 1.5, "Paris")]
+    assert [p.reference for p in load_prompts(write_jsonl(tmp_path, *rows))] == ["12", "1.5", "Paris"]
+
+
+def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path, {"prompt": "one"}, "", {"prompt": "two"}, "")
+    assert [p.prompt_id for p in load_prompts(path)] == ["some.jsonl:1", "some.jsonl:3"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "expected an object"),
+        ({}, "exactly one of the fields messages and prompt"),
+        ({"question": "6 x 2?"}, "its fields: question"),
+        ({"prompt": "a", "messages": CHAT}, "exactly one"),
+        ({"prompt": ""}, "prompt: expected a text"),
+        ({"prompt": 12}, "prompt: expected a text"),
+        ({"messages": []}, "messages: expected a list"),
+        ({"messages": "6 x 2?"}, "messages: expected a list"),
+        ({"messages": ["6 x 2?"]}, r"messages\[0\]: expected an object with role and content"),
+        ({"messages": [*CHAT, {"role": "user"}]}, r"messages\[2\]: expected an object"),
+        ({"messages": [{"role": "human", "content": "a"}]}, r"messages\[0\]\.role: expected one of system, user"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, r"messages\[0\]\.content: expected a text"),
+        ({"messages": [*CHAT, {"role": "assistant", "content": "12"}]}, "the last one must be the user's"),
+        ({"prompt": "a", "reference": True}, "reference: expected a text or a finite number"),
+        ({"prompt": "a", "reference": [12]}, "reference: expected"),
+        ('{"prompt": "a", "reference": NaN}', "reference: expected"),
+        ({"prompt": "a", "prompt_id": ""}, "prompt_id: expected a text"),
+        ({"prompt": "a", "source": {}}, "source: expected a text"),
+    ],
+)
+def test_a_malformed_row_is_an_error_that_names_file_line_and_field(tmp_path: Path, row: Any, said: str) -> None:
+    path = write_jsonl(tmp_path, {"prompt": "fine"}, row)
+    with pytest.raises(ValueError, match=rf"some\.jsonl, line 2.*{said}"):
+        load_prompts(path)
+
+
+def test_text_that_is_not_utf8_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match="line 2: no JSON in UTF-8"):
+        load_prompts(str(path))
+
+
+def test_a_malformed_parquet_row_and_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"some\.parquet, row 2: prompt"):
+        load_prompts(write_parquet(tmp_path, {"prompt": "a"}, {"prompt": " "}))
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match=r"torn\.parquet: can't be read"):
+        load_prompts(str(tmp_path / "torn.parquet"))
+
+
+def test_two_prompts_with_one_id_are_an_error_that_names_both(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "prompt_id": name} for text, name in (("x", "a"), ("y", "b"), ("z", "a"))]
+    with pytest.raises(ValueError, match="'a' is that of prompts 1 and 3"):
+        load_prompts(write_jsonl(tmp_path, *rows))
+
+
+def test_missing_empty_and_unknown_files_are_errors_that_say_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        load_prompts(str(tmp_path / "absent.jsonl"))
+    with pytest.raises(ValueError, match="holds no prompts"):
+        load_prompts(write_jsonl(tmp_path, "", ""))
+    with pytest.raises(ValueError, match=r"unknown kind of file '\.csv'"):
+        load_prompts(str(tmp_path / "some.csv"))
+    with pytest.raises(ValueError, match="known: tiny://train, tiny://held_out"):
+        load_prompts("tiny://test")
+
+
+def test_tiny_problems_are_made_on_the_spot_and_disjoint() -> None:
+    train = load_prompts("tiny://train", num_tiny_prompts=64, seed=1)
+    held_out = load_prompts("tiny://held_out", num_tiny_prompts=32, seed=1)
+    assert (len(train), len(held_out)) == (64, 32)
+    assert train == load_prompts("tiny://train", num_tiny_prompts=64, seed=1)
+    assert train != load_prompts("tiny://train", num_tiny_prompts=64, seed=2)
+    assert all(prompt.reference is not None and prompt.reference.isdecimal() for prompt in train)
+    assert disjoint(train, held_out) == (train, 0)
+
+
+def test_what_is_held_out_leaves_the_training_set() -> None:
+    train = tuple(Prompt(prompt_id=f"t{text}", messages=user(text)) for text in "abcb")
+    held_out = tuple(Prompt(prompt_id=f"h{text}", messages=user(text), reference="1") for text in "bd")
+    kept, num_removed = disjoint(train, held_out)
+    assert ([p.prompt_id for p in kept], num_removed) == (["ta", "tc"], 2)
