@@ -37,6 +37,11 @@ class LearnerGroup:
         self._version = 0
 
     @property
+    def size(self) -> int:
+        """Ranks."""
+        return self._actors.size
+
+    @property
     def version(self) -> int:
         """Completed optimizer steps."""
         return self._version

@@ -55,7 +55,7 @@ def summed_loss(
         watched["kl_nats"] = kl_T
     if algorithm.entropy_coefficient > 0:
         loss_T = loss_T - algorithm.entropy_coefficient * logprobs.entropy_T
-    weights_T = AGGREGATIONS[algorithm.aggregation].weigh(loss_mask_T, sample_lengths_S)
+    weights_T = AGGREGATIONS[algorithm.aggregation].weigh(loss_mask_T.to(loss_T.dtype), sample_lengths_S)
     return SummedLoss(
         total=(weights_T * loss_T).sum(),
         sums={name: (value_T.detach() * loss_mask_T).sum() for name, value_T in watched.items()},

@@ -1,0 +1,66 @@
+"""Tiny random models, and samples to train them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from grmpipe.types import TrainingSample
+
+MakeSamples = Callable[..., list[TrainingSample]]
+
+
+@pytest.fixture(scope="session")
+def qwen_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=True,
+        )
+    ).save_pretrained(path)  # fmt: skip
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Float64 all through, where Qwen3's norms round to float32: for claims of exactness."""
+    path = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
+    ).save_pretrained(path)
+    (Path(path) / "tokenizer.json").write_text("{}")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def make_samples() -> MakeSamples:
+    """Random prompts and answers; the sampler's log-probs are near those of an untrained model."""
+
+    def make(num_samples: int = 12, seed: int = 0) -> list[TrainingSample]:
+        draw = np.random.default_rng(seed)
+        samples = []
+        for index in range(num_samples):
+            prompt, answer = int(draw.integers(2, 8)), int(draw.integers(1, 9))
+            samples.append(
+                TrainingSample(
+                    group_id=str(index // 4),
+                    sibling=index % 4,
+                    segment=0,
+                    token_ids=tuple(draw.integers(0, 64, prompt + answer).tolist()),
+                    loss_mask=(0,) * prompt + (1,) * answer,
+                    sampler_logprobs=(0.0,) * prompt + tuple(draw.normal(-4.2, 0.5, answer).tolist()),
+                    advantages=(0.0,) * prompt + (float(draw.normal()),) * answer,
+                    versions=(),
+                )
+            )
+        return samples
+
+    return make

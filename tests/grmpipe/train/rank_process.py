@@ -1,0 +1,69 @@
+"""One rank of a learner in a process of its own: carries out a job, writes what came out. Run by test_two_ranks.py."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from grmpipe.train.learner import Learner, NonFiniteGradients
+from grmpipe.train.packer import Packer
+from grmpipe.train.samples import count
+
+
+def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:
+    spec, batches, max_tokens = pickle.loads(Path(job_path).read_bytes())
+    learner = Learner(spec, rank, world_size, init_method)
+    out: dict = {"metrics": [], "gradients": {}, "rounds": [], "sums": []}
+    for step, samples in enumerate(batches):
+        if step == len(batches) - 1:
+            learner.save(f"{out_dir}/checkpoint")
+        packer = Packer(max_tokens, world_size)
+        rounds = packer.add(samples) + packer.flush()
+        out["rounds"].append(len(rounds))
+        totals = count(samples, step)
+        for round_ in rounds:
+            out["sums"].append(learner.accumulate(round_.micro_batches[rank]))
+        if step == 0:
+            out["gradients"] = gradients(learner, world_size / totals.num_loss_tokens)
+        out["metrics"].append(learner.step(totals))
+    out["weights"] = weights(learner)
+    out["score"] = learner.score((1, 2, 3, 4, 5))
+    learner.export(f"{out_dir}/export")
+
+    # One rank alone sees a nan; all must refuse the step.
+    bad = rounds[0].micro_batches[rank]
+    bad = replace(bad, advantages_T=bad.advantages_T * (float("nan") if rank == world_size - 1 else 1.0))
+    learner.accumulate(bad)
+    trained = int(sum(batch.loss_mask_T.sum() for batch in rounds[0].micro_batches))
+    try:
+        learner.step(replace(totals, num_loss_tokens=trained))
+        out["refused"] = False
+    except NonFiniteGradients:
+        out["refused"] = True
+    out["weights_after_refusal"] = weights(learner)
+    out["version"] = learner.version
+    Path(f"{out_dir}/rank{rank}.pkl").write_bytes(pickle.dumps(out))
+    torch.distributed.destroy_process_group()
+
+
+def gradients(learner: Learner, factor: float) -> dict:
+    found = {}
+    for name, parameter in learner._model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        found[name] = (parameter.grad.full_tensor() * factor).numpy()
+    return found
+
+
+def weights(learner: Learner) -> dict:
+    """Name -> bytes; nothing but on rank 0."""
+    buckets = [learner.bucket(index) for index in range(learner.num_buckets())]
+    return {tensor.name: tensor.data for bucket in buckets if bucket is not None for tensor in bucket.tensors}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

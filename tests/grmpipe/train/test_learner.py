@@ -1,0 +1,221 @@
+"""One rank of a learner against the formulas, written out naively over unpacked samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from grmpipe.train.learner import Learner, LearnerSpec, NonFiniteGradients
+from grmpipe.train.packer import Packer, pack
+from grmpipe.train.samples import count
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.types import TrainingSample
+
+MAX_NEW_TOKENS = 8
+
+
+def make_learner(path: str, algorithm: AlgorithmConfig | None = None, master: str = "float64", **train) -> Learner:
+    return Learner(
+        LearnerSpec(
+            model_path=path,
+            train=TrainConfig(lr=1e-2, warmup_steps=0, **train),
+            algorithm=algorithm or AlgorithmConfig(),
+            max_new_tokens=MAX_NEW_TOKENS,
+            device="cpu",
+            master_dtype=master,
+        )
+    )
+
+
+def gradients(learner: Learner) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in learner._model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        found[name] = parameter.grad.full_tensor().clone()
+    return found
+
+
+def weights(learner: Learner) -> bytes:
+    bucket = learner.bucket(0)
+    assert bucket is not None
+    return b"".join(tensor.data.tobytes() for tensor in bucket.tensors)
+
+
+def naive_loss(model, samples: list[TrainingSample], algorithm: AlgorithmConfig) -> Tensor:
+    """The loss of a whole on-policy batch (reference = the model itself, before any step), sample by sample."""
+    per_sample = []
+    for sample in samples:
+        ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask, dtype=torch.bool)
+        log_softmax = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        logprobs = log_softmax.gather(-1, ids[1:, None])[:, 0][mask[1:]]
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)[mask[1:]]
+        old = logprobs.detach()
+        sampler = torch.tensor(sample.sampler_logprobs, dtype=torch.float32)[mask].double()
+        advantages = torch.tensor(sample.advantages, dtype=torch.float32)[mask].double()
+        weight = (old - sampler).exp().clamp(max=algorithm.tis_cap) if algorithm.correction == "tis" else 1.0
+        loss = -weight * (logprobs - old).exp() * advantages - algorithm.entropy_coefficient * entropy
+        per_sample.append(loss)
+    if algorithm.aggregation == "sequence_mean":
+        return torch.stack([loss.mean() for loss in per_sample]).mean()
+    total = torch.cat(per_sample).sum()
+    if algorithm.aggregation == "constant":
+        return total / (len(samples) * MAX_NEW_TOKENS)
+    return total / sum(len(loss) for loss in per_sample)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(),
+        AlgorithmConfig(correction="none", entropy_coefficient=0.05),
+        AlgorithmConfig(aggregation="sequence_mean", tis_cap=1.1),
+        AlgorithmConfig(estimator="dr_grpo", aggregation="constant"),
+    ],
+)
+def test_gradients_in_pieces_equal_the_naive_loss(gpt2_path: str, make_samples, algorithm: AlgorithmConfig) -> None:
+    samples = make_samples()
+    learner = make_learner(gpt2_path, algorithm)
+    packer = Packer(max_tokens=30, world_size=1)
+    rounds = packer.add(samples[:7]) + packer.add(samples[7:]) + packer.flush()
+    assert len(rounds) > 2
+    for round_ in rounds:
+        learner.accumulate(round_.micro_batches[0])
+    model = AutoModelForCausalLM.from_pretrained(gpt2_path, dtype=torch.float64).eval()
+    loss = naive_loss(model, samples, algorithm)
+    loss.backward()
+    totals = count(samples, 0)
+    denominator = {
+        "token_mean": totals.num_loss_tokens,
+        "sequence_mean": len(samples),
+        "constant": len(samples) * MAX_NEW_TOKENS,
+    }[algorithm.aggregation]
+    ours = gradients(learner)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name] / denominator, parameter.grad, atol=1e-10, rtol=0)
+    metrics = learner.step(totals)
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-9)
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), abs=1e-9)
+
+
+def test_kl_pulls_towards_the_reference(gpt2_path: str, make_samples) -> None:
+    """After a step away from it, the k3 of a naive pass, and a gradient that isn't the policy's."""
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=0.5))
+    learner.accumulate(batch)
+    assert learner.step(totals)["train/kl_nats"] == 0.0
+    current = learner.logprobs(batch).astype(np.float64)
+    reference = make_learner(gpt2_path).logprobs(batch).astype(np.float64)
+    silent = replace(batch, advantages_T=np.zeros_like(batch.advantages_T))
+    learner.accumulate(silent)
+    metrics = learner.step(totals)
+    x = (reference - current)[batch.loss_mask_T > 0]
+    assert metrics["train/kl_nats"] == pytest.approx((np.exp(x) - x - 1).mean(), abs=1e-6)
+    assert metrics["train/loss"] == pytest.approx(0.5 * metrics["train/kl_nats"])
+    assert metrics["train/grad_norm"] > 0
+
+
+def test_a_second_update_measures_the_ratio_against_the_first_pass(gpt2_path: str, make_samples) -> None:
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    learner = make_learner(gpt2_path, AlgorithmConfig(correction="none", clip_low=0.01, clip_high=0.01))
+    old = learner.logprobs(batch)
+    for clipped in (False, True):
+        learner.accumulate(batch, old)
+        assert (learner.step(totals)["train/clip_share"] > 0) is clipped
+
+
+def test_the_samplers_temperature_is_the_learners(gpt2_path: str, make_samples) -> None:
+    """An engine that samples from the learner's own weights at T = 0.5 doesn't count as a mismatch."""
+    batch = pack(make_samples())
+    learner = Learner(replace(make_learner(gpt2_path)._spec, temperature=0.5))
+    exact = replace(batch, sampler_logprobs_T=learner.logprobs(batch))
+    learner.accumulate(exact)
+    assert learner.step(count(make_samples(), 0))["mismatch/max_nats"] < 1e-5
+    assert np.abs(learner.logprobs(batch) - make_learner(gpt2_path).logprobs(batch)).max() > 0.01
+
+
+def test_a_discarded_batch_leaves_no_trace(gpt2_path: str, make_samples) -> None:
+    kept, dropped = pack(make_samples(seed=1)), pack(make_samples(seed=2))
+    totals = count(make_samples(seed=1), 0)
+    plain, disturbed = make_learner(gpt2_path), make_learner(gpt2_path)
+    disturbed.accumulate(dropped)
+    disturbed.discard()
+    results = []
+    for learner in (plain, disturbed):
+        learner.accumulate(kept)
+        results.append((learner.step(totals), weights(learner), learner.version))
+    assert results[0] == results[1]
+
+
+def test_a_nan_raises_with_its_norm_and_leaves_the_learner_usable(gpt2_path: str, make_samples) -> None:
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    learner = make_learner(gpt2_path)
+    before = weights(learner)
+    learner.accumulate(replace(batch, advantages_T=batch.advantages_T * np.float32("nan")))
+    with pytest.raises(NonFiniteGradients, match="nan"):
+        learner.step(totals)
+    assert (weights(learner), learner.version) == (before, 0)
+    learner.accumulate(batch)
+    assert np.isfinite(learner.step(totals)["train/loss"])
+
+
+def test_a_batch_without_trained_tokens_is_refused(gpt2_path: str) -> None:
+    with pytest.raises(ValueError, match="without a trained token"):
+        make_learner(gpt2_path).step(count([], 0))
+
+
+def test_totals_that_do_not_fit_what_was_accumulated_are_caught(gpt2_path: str, make_samples) -> None:
+    learner = make_learner(gpt2_path)
+    learner.accumulate(pack(make_samples()))
+    with pytest.raises(AssertionError, match="in the batch"):
+        learner.step(count(make_samples(4), 0))
+
+
+@pytest.mark.parametrize("path", ["qwen_path", "gpt2_path"])
+def test_activation_checkpointing_changes_no_gradient(path: str, make_samples, request) -> None:
+    batch = pack(make_samples())
+    plain = make_learner(request.getfixturevalue(path), master="float32")
+    saving = make_learner(request.getfixturevalue(path), master="float32", activation_checkpointing=True)
+    for learner in (plain, saving):
+        learner.accumulate(batch)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(saving)[name], gradient)
+
+
+def test_activation_checkpointing_recomputes_layers(qwen_path: str, make_samples) -> None:
+    batch, calls = pack(make_samples()), []
+    for saving in (False, True):
+        learner = make_learner(qwen_path, master="float32", activation_checkpointing=saving)
+        attention = learner._model.model.layers[0].self_attn
+        attention.register_forward_pre_hook(lambda *_, saving=saving: calls.append(saving))
+        learner.accumulate(batch)
+    assert (calls.count(False), calls.count(True)) == (1, 2)
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_masters(qwen_path: str, make_samples) -> None:
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    exact = make_learner(qwen_path, master="float32")
+    fast = make_learner(qwen_path, master="float32", dtype="bfloat16")
+    assert fast.logprobs(batch) == pytest.approx(exact.logprobs(batch), abs=0.05)
+    assert (fast.logprobs(batch) != exact.logprobs(batch)).any()
+    fast.accumulate(batch)
+    fast.step(totals)
+    assert {parameter.dtype for parameter in fast._model.parameters()} == {torch.float32}
+
+
+def test_learning_raises_the_log_probs_of_what_was_good(qwen_path: str, make_samples) -> None:
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    learner = make_learner(qwen_path, AlgorithmConfig(correction="none"), master="float32")
+    before = (learner.logprobs(batch) * batch.advantages_T).sum()
+    for _ in range(5):
+        learner.accumulate(batch)
+        learner.step(totals)
+    assert (learner.logprobs(batch) * batch.advantages_T).sum() > before + 1.0

@@ -1,0 +1,126 @@
+"""The driver's view: every call reaches every rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.packer import Packer, Round, idle
+from grmpipe.train.samples import count
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.types import BatchTotals
+
+
+class InProcess:
+    """One rank, in this process."""
+
+    size = 1
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    async def call(self, rank: int, method: str, *args: object) -> object:
+        return getattr(self._learner, method)(*args)
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
+        (args,) = args_by_rank
+        return [getattr(self._learner, method)(*args)]
+
+    async def call_all(self, method: str, *args: object) -> list[object]:
+        return [getattr(self._learner, method)(*args)]
+
+
+class Recorded:
+    """Two ranks that answer by rank and remember what they were asked."""
+
+    size = 2
+
+    def __init__(self, answers: dict[str, list[object]]) -> None:
+        self._answers = answers
+        self.asked: list[tuple] = []
+
+    async def call(self, rank: int, method: str, *args: object) -> object:
+        self.asked.append((rank, method, *args))
+        return self._answers[method][rank]
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
+        self.asked += [(rank, method, *args) for rank, args in enumerate(args_by_rank)]
+        return self._answers[method]
+
+    async def call_all(self, method: str, *args: object) -> list[object]:
+        return await self.call_each(method, [args, args])
+
+
+def make_group(path: str) -> LearnerGroup:
+    return LearnerGroup(
+        InProcess(
+            Learner(
+                LearnerSpec(
+                    model_path=path, train=TrainConfig(lr=1e-2), algorithm=AlgorithmConfig(), max_new_tokens=8,
+                    device="cpu", bucket_bytes=10_000,
+                )
+            )
+        )
+    )  # fmt: skip
+
+
+def test_a_batch_through_the_group(qwen_path: str, make_samples, tmp_path) -> None:
+    async def scenario() -> None:
+        group, samples = make_group(qwen_path), make_samples()
+        packer = Packer(max_tokens=40, world_size=1)
+        trained = 0.0
+        for round_ in packer.add(samples) + packer.flush():
+            old = await group.logprobs(round_)
+            trained += (await group.accumulate(round_, old))["train/tokens_sum"]
+        assert trained == count(samples, 0).num_loss_tokens
+        metrics = await group.step(count(samples, 0))
+        assert metrics["train/clip_share"] == 0 and group.version == 1
+        buckets = [bucket async for bucket in group.buckets()]
+        assert len(buckets) > 2
+        score = await group.score([1, 2, 3])
+        await group.save(str(tmp_path / "checkpoint"))
+        await group.export(str(tmp_path / "export"))
+        other = make_group(qwen_path)
+        assert await other.load(str(tmp_path / "checkpoint")) == other.version == 1
+        assert await other.score([1, 2, 3]) == score
+        assert await make_group(str(tmp_path / "export")).score([1, 2, 3]) == pytest.approx(score, abs=1e-6)
+
+    asyncio.run(scenario())
+
+
+def test_every_rank_gets_its_own_micro_batch() -> None:
+    actors = Recorded({"accumulate": [{"train/loss_sum": 1.0}, {"train/loss_sum": 2.0}]})
+    first, second = idle(), idle()
+    old = [np.zeros(2), np.ones(2)]
+    sums = asyncio.run(LearnerGroup(actors).accumulate(Round(micro_batches=(first, second)), old))
+    assert sums == {"train/loss_sum": 3.0}
+    assert [ask[0] for ask in actors.asked] == [0, 1]
+    assert actors.asked[0][2] is first and actors.asked[1][2] is second
+    assert actors.asked[0][3] is old[0] and actors.asked[1][3] is old[1]
+
+
+def test_all_ranks_unshard_each_bucket_and_the_first_ones_is_kept() -> None:
+    actors = Recorded({"num_buckets": [2, 2], "bucket": ["kept", None]})
+
+    async def collect() -> list[object]:
+        return [bucket async for bucket in LearnerGroup(actors).buckets()]
+
+    assert asyncio.run(collect()) == ["kept", "kept"]
+    assert actors.asked[1:] == [(0, "bucket", 0), (1, "bucket", 0), (0, "bucket", 1), (1, "bucket", 1)]
+
+
+def test_a_failed_step_is_no_version() -> None:
+    class Failing(Recorded):
+        async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
+            raise ArithmeticError
+
+    group = LearnerGroup(Failing({}))
+    totals = BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0)
+    with pytest.raises(ArithmeticError):
+        asyncio.run(group.step(totals))
+    assert group.version == 0

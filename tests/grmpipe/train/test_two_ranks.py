@@ -1,0 +1,142 @@
+"""Two ranks are one learner: same gradients, losses, weights, checkpoints as one rank. Processes are spawned once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.packer import Packer
+from grmpipe.train.samples import count
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+
+SCRIPT = Path(__file__).with_name("rank_process.py")
+WHOLE_BATCH, PIECES = 10_000, 30  # packed tokens per micro-batch
+
+
+@dataclass(frozen=True)
+class Run:
+    directory: Path
+    ranks: list[dict]
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def run(directory: Path, job: tuple, world_size: int) -> Run:
+    (directory / "job.pkl").write_bytes(pickle.dumps(job))
+    address, env = free_address(), {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(directory / "job.pkl"), str(directory)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(world_size), address], env=env, stderr=subprocess.PIPE)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 0, stderr.decode()[-3000:]
+    return Run(directory, [pickle.loads((directory / f"rank{rank}.pkl").read_bytes()) for rank in range(world_size)])
+
+
+@pytest.fixture(scope="module")
+def spec(gpt2_path: str) -> LearnerSpec:
+    return LearnerSpec(
+        model_path=gpt2_path,
+        train=TrainConfig(lr=1e-3, warmup_steps=0),
+        algorithm=AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01),
+        max_new_tokens=8,
+        device="cpu",
+        master_dtype="float64",
+        sync_dtype="float64",
+        bucket_bytes=20_000,
+    )
+
+
+@pytest.fixture(scope="module")
+def batches(make_samples) -> list:
+    return [make_samples(13, seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def one(spec: LearnerSpec, batches: list, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One rank, each batch in a single micro-batch."""
+    return run(tmp_path_factory.mktemp("one"), (spec, batches, WHOLE_BATCH), 1)
+
+
+@pytest.fixture(scope="module")
+def two(spec: LearnerSpec, batches: list, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks, each batch in several rounds, the last of them with an idle rank."""
+    return run(tmp_path_factory.mktemp("two"), (spec, batches, PIECES), 2)
+
+
+def test_gradients_in_pieces_on_two_ranks_equal_the_whole_batch(one: Run, two: Run) -> None:
+    assert one.ranks[0]["rounds"][0] == 1 and two.ranks[0]["rounds"][0] > 2
+    for name, whole in one.ranks[0]["gradients"].items():
+        np.testing.assert_allclose(two.ranks[0]["gradients"][name], whole, atol=1e-10, rtol=0, err_msg=name)
+        assert np.abs(whole).max() > 1e-6, f"{name} has no gradient to compare"
+
+
+def test_an_idle_rank_was_among_them(two: Run) -> None:
+    assert any(sums["train/tokens_sum"] == 0 for rank in two.ranks for sums in rank["sums"])
+
+
+def test_metrics_of_two_ranks_equal_those_of_one(one: Run, two: Run) -> None:
+    for whole, *pieces in zip(one.ranks[0]["metrics"], *(rank["metrics"] for rank in two.ranks), strict=True):
+        for metrics in pieces:
+            assert metrics == pytest.approx(whole, rel=1e-6, abs=1e-9)
+
+
+def test_weights_of_two_ranks_equal_those_of_one(one: Run, two: Run) -> None:
+    mine, theirs = one.ranks[0]["weights"], two.ranks[0]["weights"]
+    assert mine.keys() == theirs.keys() and two.ranks[1]["weights"] == {}
+    for name, data in mine.items():
+        np.testing.assert_allclose(data.view(np.float64), theirs[name].view(np.float64), atol=1e-9, err_msg=name)
+
+
+def test_score_is_the_same_on_every_rank(one: Run, two: Run) -> None:
+    for rank in two.ranks:
+        assert rank["score"] == pytest.approx(one.ranks[0]["score"], abs=1e-9)
+
+
+def test_a_nan_on_one_rank_stops_all_and_changes_no_weight(two: Run) -> None:
+    assert [rank["refused"] for rank in two.ranks] == [True, True]
+    assert [rank["version"] for rank in two.ranks] == [3, 3]
+    for name, data in two.ranks[0]["weights"].items():
+        assert data.tobytes() == two.ranks[0]["weights_after_refusal"][name].tobytes()
+
+
+def test_saved_on_two_ranks_goes_on_identically_on_one(two: Run, spec: LearnerSpec, batches: list) -> None:
+    learner = Learner(spec)
+    assert learner.load(str(two.directory / "checkpoint")) == learner.version == 2
+    packer = Packer(PIECES, 1)
+    for round_ in packer.add(batches[2]) + packer.flush():
+        learner.accumulate(round_.micro_batches[0])
+    metrics = learner.step(count(batches[2], 2))
+    assert metrics == pytest.approx(two.ranks[0]["metrics"][2], rel=1e-6, abs=1e-9)
+    for index in range(learner.num_buckets()):
+        bucket = learner.bucket(index)
+        assert bucket is not None
+        for tensor in bucket.tensors:
+            theirs = two.ranks[0]["weights"][tensor.name].view(np.float64)
+            np.testing.assert_allclose(tensor.data.view(np.float64), theirs, atol=1e-9)
+
+
+def test_the_export_of_two_ranks_has_the_learners_logits(two: Run) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(two.directory / "export", dtype=torch.float64)
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    log_softmax = exported(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    theirs = log_softmax.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    assert two.ranks[0]["score"] == pytest.approx(theirs, abs=1e-9)
+    assert (two.directory / "export" / "tokenizer.json").is_file()

@@ -1,0 +1,66 @@
+"""What is saved comes back; what is exported says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from models.causal_lm import load_causal_lm
+from models.checkpoint import export_hf, load_sharded, save_sharded
+
+IDS = torch.tensor([[1, 2, 3, 4]])
+
+
+def make_model(seed: int, tied: bool = True) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+
+
+def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_training_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    model = make_model(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    save_sharded(str(tmp_path), model, optimizer, version=7)
+    other = make_model(1)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    assert load_sharded(str(tmp_path), other, other_optimizer) == 7
+    for _ in range(2):  # moments and step counts too: a second step would differ without them
+        train(model, optimizer)
+        train(other, other_optimizer)
+    torch.testing.assert_close(other(IDS).logits, model(IDS).logits, atol=0, rtol=0)
+
+
+def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    model = make_model(0)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        load_sharded(str(tmp_path), model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_has_the_same_logits_and_the_tokenizer(tmp_path: Path, tied: bool) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    make_model(0, tied).save_pretrained(source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("hello")
+    model = load_causal_lm(str(source))
+    with torch.no_grad():
+        model.model.norm.weight.add_(0.5)
+    export_hf(str(target), model, str(source))
+    torch.testing.assert_close(load_causal_lm(str(target))(IDS).logits, model(IDS).logits, atol=0, rtol=0)
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {f.name for f in target.iterdir()}
+    assert list(target.glob("*.safetensors")) and not list(target.glob("*.bin"))
