@@ -1,1 +1,58 @@
-"""Hydra's entry: compose, validate, run the task; returns the objective for sweepers."""
+"""Hydra's entry: compose, validate, run the task; returns the objective for sweepers.
+
+python launch.py +experiment=quickstart                          # train
+python launch.py -m +experiment=quickstart train.lr=1e-4,3e-4    # sweep
+python launch.py +experiment=quickstart task=plan                # what goes where; starts nothing
+
+Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+
+from grmpipe import config as run_config
+from grmpipe.failures import RunFailed, RunInterrupted
+
+# Without it Hydra prints its own report and exits 1 before we can explain.
+os.environ["HYDRA_FULL_ERROR"] = "1"
+ConfigStore.instance().store(name="schema", node=run_config.schema())
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def compose_and_run(config) -> float | None:  # type: ignore[no-untyped-def]  # a DictConfig; config.py is its door
+    # SystemExit passes through Hydra unreported, where any other exception gets a report of Hydra's on top of ours.
+    try:
+        run = run_config.build(config)
+        # Late: a misspelt key should not wait for torch to load.
+        from grmpipe.tasks import run_task
+
+        return run_task(run)
+    except run_config.ConfigError as error:
+        sys.exit(complain(str(error), 2))
+    except RunFailed as error:
+        sys.exit(complain(str(error), 1))
+    except (RunInterrupted, KeyboardInterrupt) as error:
+        sys.exit(complain(str(error) or "interrupted", 130))
+
+
+def main() -> int:
+    try:
+        compose_and_run()
+    except HydraException as error:
+        return complain(run_config.explain(error), 2)
+    return 0
+
+
+def complain(message: str, code: int) -> int:
+    print(f"grmpipe: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

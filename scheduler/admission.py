@@ -14,9 +14,16 @@ class Admission:
     """The ledger of groups by id. `version` is the number of completed optimizer steps."""
 
     def __init__(
-        self, *, groups_per_batch: int, max_staleness: int, version: int = 0, dropped: Mapping[str, int] | None = None
+        self,
+        *,
+        groups_per_batch: int,
+        max_staleness: int,
+        last_version: int,
+        version: int = 0,
+        dropped: Mapping[str, int] | None = None,
     ) -> None:
         """On recovery `dropped` counts, by cause, what was dropped before; groups in flight are opened again."""
+        self.last_version = last_version
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.version = version
@@ -27,13 +34,15 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        """Groups that may be opened now."""
-        allowed = (self.max_staleness + self.version + 1) * self.groups_per_batch
+        """Groups that may be opened now: none that no step up to the last would train."""
+        versions = min(self.max_staleness + self.version + 1, self.last_version)
+        allowed = versions * self.groups_per_batch
         return allowed - (self.trained + len(self.in_flight))
 
-    def open(self, group_id: str) -> None:
+    def open(self, group_id: str, version: int | None = None) -> None:
+        """`version` is the lowest of the tokens that a group comes with; one without any starts at ours."""
         assert group_id not in self.in_flight, f"group {group_id} opened twice"
-        self.in_flight[group_id] = self.version
+        self.in_flight[group_id] = self.version if version is None else version
         self.submitted += 1
 
     def drop(self, group_id: str, cause: str) -> None:

@@ -13,7 +13,7 @@ class DataConfig:
     """
 
     path: str = "tiny://train"
-    eval_path: str | None = "tiny://held_out"
+    eval_path: str | None = "auto"  # auto: tiny://held_out for tiny://train, none for a file
     num_prompts: int = 4096  # made for tiny://train; a file is read whole
     num_eval_prompts: int = 256  # made for tiny://held_out; of a file, the first ones
     shuffle: bool = True  # anew in each epoch

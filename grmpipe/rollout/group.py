@@ -57,13 +57,10 @@ class Group:
 
     def expire(self) -> None:
         """The deadline has passed: missing verdicts become timeouts, a missing rollout fails the group."""
-        if self.state != "open":
-            return
-        if len(self._rollouts) < self.size:
-            return self.fail("rollout_timeout")
+        if self.missing_rollouts():
+            self.fail("rollout_timeout")
         for sibling in self.missing_verdicts():
-            self._verdicts[sibling] = Failed(stage="judge", cause="timeout", attempts=1, detail="group deadline")
-        self._close()
+            self.add_verdict(sibling, Failed(stage="judge", cause="timeout", attempts=1, detail="group deadline"))
 
     def missing_rollouts(self) -> list[int]:
         return [sibling for sibling in range(self.size) if sibling not in self._rollouts]
@@ -85,5 +82,6 @@ class Group:
         failures = [verdict for verdict in self._verdicts.values() if isinstance(verdict, Failed)]
         if self.size - len(failures) < self.min_valid_siblings:
             (cause, _), *_ = Counter(failure.cause for failure in failures).most_common(1)
-            return self.fail(f"judge_{cause}")
-        self.state = "partial" if failures else "complete"
+            self.fail(f"judge_{cause}")
+        else:
+            self.state = "partial" if failures else "complete"

@@ -1,0 +1,228 @@
+"""RunConfig: everything a user can set, by section. The only room that knows OmegaConf; it starts nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import functools
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grmpipe.data.settings import DataConfig
+from grmpipe.judge.settings import JudgeConfig
+from grmpipe.observe.settings import TrackingConfig
+from grmpipe.rollout.settings import RolloutConfig
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from models.settings import EngineConfig, ModelConfig
+from scheduler.placement import ClusterConfig, PlacementConfig
+from scheduler.weight_sync import SyncConfig
+
+TASKS = ("train", "plan", "evaluate", "doctor")
+RESUMES = ("never", "auto")
+ENVS = ("single_turn",)
+# What may differ between a run and its resumption: none of it changes what is trained.
+FREE_ON_RESUME = ("task", "resume", "run_dir", "objective", "tracking", "cluster", "placement")
+
+
+class ConfigError(ValueError):
+    """A bad configuration, in words a user can act on. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """What the policy acts in."""
+
+    kind: str = "single_turn"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ENVS:
+            raise ValueError(f"kind: unknown env {self.kind!r}; known: {', '.join(ENVS)}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run. Sections are owned, and checked, by the rooms they configure."""
+
+    task: str = "train"
+    experiment: str = "default"
+    seed: int = 0
+    run_dir: str | None = None  # default: runs/<experiment>/<date>_<time>
+    resume: str = "never"  # auto: go on from the run's last checkpoint
+    objective: str = "eval.final.grm_score"  # a path into summary.json; what a sweep maximises
+    policy: ModelConfig = field(default_factory=ModelConfig)
+    grm: ModelConfig = field(default_factory=lambda: ModelConfig(path="tiny://grm"))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task: unknown task {self.task!r}; known: {', '.join(TASKS)}")
+        if self.resume not in RESUMES:
+            raise ValueError(f"resume: unknown value {self.resume!r}; known: {', '.join(RESUMES)}")
+        if not re.fullmatch(r"[\w.-]+", self.experiment):
+            raise ValueError(f"experiment: may hold letters, digits, '_', '.' and '-', got {self.experiment!r}")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that need a place."""
+        judged_by_model = self.judge.kind == "generative" or "generative" in self.judge.mix
+        return ("policy", "learner", "grm") if judged_by_model else ("policy", "learner")
+
+
+Config = TypeVar("Config")
+
+
+def schema() -> object:
+    """A mutable twin of RunConfig for Hydra to merge YAML and overrides into, typed key by key."""
+    return _thawed(RunConfig)
+
+
+def build(config: DictConfig) -> RunConfig:
+    """The checked configuration. Raises ConfigError naming the key."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    return from_values(RunConfig, typing.cast(Mapping[str, object], values))
+
+
+def from_values(cls: type[Config], values: Mapping[str, object], path: str = "") -> Config:
+    """A (nested) frozen dataclass from plain values. An error of a section's own check gets the section's key."""
+    hints = typing.get_type_hints(cls)
+    known = {spec.name for spec in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise ConfigError(unknown_key(f"{path}{name}", [f"{path}{other}" for other in known]))
+    built = {name: _value(hints[name], value, f"{path}{name}") for name, value in values.items()}
+    try:
+        return cls(**built)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path}{error}") from error
+
+
+def to_yaml(config: RunConfig) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def read_yaml(path: Path) -> RunConfig:
+    """A run's own config.yaml."""
+    return build(typing.cast(DictConfig, OmegaConf.load(path)))
+
+
+def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
+    """Keys that differ and may not between a run and its resumption, as `key: old -> new`."""
+    before, after = (dict(_leaves(dataclasses.asdict(config))) for config in (old, new))
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key.split(".")[0] not in FREE_ON_RESUME
+    ]
+
+
+def known_keys() -> list[str]:
+    """Every key with a fixed name, sections included."""
+    return [key for key, _ in _keys(RunConfig)]
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """The message for a key that doesn't exist, with the nearest ones that do."""
+    near = difflib.get_close_matches(key, known, n=2, cutoff=0.5)
+    # The right leaf in the wrong section is the commonest slip of all.
+    same_leaf = [other for other in known if other.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    hints = list(dict.fromkeys(same_leaf + near))[:3]
+    return f"unknown key {key!r}" + (f"; did you mean {' or '.join(hints)}?" if hints else "")
+
+
+def explain(error: Exception) -> str:
+    """One readable message for what Hydra or OmegaConf found wrong while composing."""
+    text = str(error)
+    cause = f"{text}\n{error.__cause__}" if error.__cause__ else text
+    if found := re.search(r"Could not override '([^']+)'", text):
+        if "Key '" in cause or "not in" in cause:
+            return unknown_key(found[1], known_keys())
+        lines = [line for line in str(error.__cause__ or text).splitlines() if line.strip()]
+        return f"{found[1]}: {lines[0]}"
+    if found := re.search(r"full_key: (\S+)", cause):
+        return f"{found[1]}: {cause.splitlines()[0]}" if "Key '" not in cause else unknown_key(found[1], known_keys())
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _value(hint: object, value: object, path: str) -> object:
+    """Rebuild dataclasses at any depth of dicts."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return from_values(hint, typing.cast(Mapping[str, object], value), f"{path}.")
+    if typing.get_origin(hint) is dict:
+        inner = typing.get_args(hint)[1]
+        items = typing.cast(Mapping[str, object], value).items()
+        return {key: _value(inner, item, f"{path}.{key}") for key, item in items}
+    return value
+
+
+def _thawed(cls: type) -> type:
+    """OmegaConf makes frozen dataclasses read-only, also for the YAML that is to fill them."""
+    hints = typing.get_type_hints(cls)
+    fields = []
+    for spec in dataclasses.fields(cls):
+        hint, value = _thawed_hint(hints[spec.name]), _default(spec)
+        if dataclasses.is_dataclass(value):
+            fields.append((spec.name, hint, field(default_factory=functools.partial(_fill, hint, value))))
+        else:
+            fields.append((spec.name, hint, field(default_factory=functools.partial(copy.copy, value))))
+    return dataclasses.make_dataclass(cls.__name__, fields)
+
+
+def _default(spec: dataclasses.Field) -> object:
+    if spec.default_factory is not dataclasses.MISSING:
+        return spec.default_factory()
+    return MISSING if spec.default is dataclasses.MISSING else spec.default
+
+
+def _fill(section: object, values: object) -> object:
+    """A thawed section with its owner's defaults; its own sections fill themselves."""
+    plain = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}  # type: ignore[arg-type]
+    return section(**{k: v for k, v in plain.items() if not dataclasses.is_dataclass(v)})  # type: ignore[operator]
+
+
+def _thawed_hint(hint: object) -> object:
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _thawed(hint)
+    if typing.get_origin(hint) is dict:
+        key, value = typing.get_args(hint)
+        return dict[key, _thawed_hint(value)]  # type: ignore[valid-type, misc]
+    return hint
+
+
+def _keys(cls: type, path: str = "") -> Iterator[tuple[str, object]]:
+    hints = typing.get_type_hints(cls)
+    for spec in dataclasses.fields(cls):
+        hint, key = hints[spec.name], f"{path}{spec.name}"
+        yield key, hint
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from _keys(hint, f"{key}.")
+
+
+def _leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value

@@ -1,0 +1,96 @@
+"""Held-out problems: what the policy gets right, by a rule that training never sees, and what the judge says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from grmpipe.rollout.play import Seat
+from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
+from models.seeds import derive_seed
+from models.types import EngineDied, EngineRefused, ignore_first_token
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRollout:
+    """A held-out problem, the answer and what became of it. `right` is None where there is no reference."""
+
+    prompt: Prompt
+    rollout: Rollout
+    report: JudgeReport
+    right: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Metrics by their names in summary.json, and the sampled rollouts behind them."""
+
+    metrics: Metrics
+    rollouts: tuple[JudgedRollout, ...]
+
+
+Play = Callable[[Seat, Prompt, Callable[[], None]], Awaitable[Rollout]]
+IsRight = Callable[[str, str], bool]  # (text of the policy, reference)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged."""
+
+    prompts: Sequence[Prompt]
+    play_sampled: Play
+    play_greedy: Play
+    judge: Judge
+    is_right: IsRight
+    seed: int
+
+    async def look(self, name: str, limit: int | None = None) -> Evaluation:
+        """Evaluate on the first `limit` prompts (all by default). `name` keeps the requests of looks apart."""
+        prompts = self.prompts[:limit]
+        sampled = asyncio.gather(*(self._judged(f"{name}-{i}", prompt) for i, prompt in enumerate(prompts)))
+        greedy = asyncio.gather(
+            *(self._played(f"{name}-greedy-{i}", prompt, self.play_greedy) for i, prompt in enumerate(prompts))
+        )
+        judged = tuple(one for one in await sampled if one is not None)
+        greedy_right = [
+            self.is_right(rollout.text, prompt.reference)
+            for prompt, rollout in zip(prompts, await greedy, strict=True)
+            if rollout is not None and prompt.reference is not None
+        ]
+        return Evaluation(metrics=summarise(judged, greedy_right), rollouts=judged)
+
+    async def _played(self, group_id: str, prompt: Prompt, play: Play) -> Rollout | None:
+        seat = Seat(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
+        try:
+            return await play(seat, prompt, ignore_first_token)
+        except (EngineRefused, EngineDied) as error:
+            log.warning("held-out prompt %s could not be played: %s", prompt.prompt_id, error)
+            return None
+
+    async def _judged(self, group_id: str, prompt: Prompt) -> JudgedRollout | None:
+        rollout = await self._played(group_id, prompt, self.play_sampled)
+        if rollout is None:
+            return None
+        report = await self.judge.judge(prompt, rollout)
+        right = None if prompt.reference is None else self.is_right(rollout.text, prompt.reference)
+        return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=right)
+
+
+def summarise(judged: Sequence[JudgedRollout], greedy_right: Sequence[bool]) -> Metrics:
+    """What could be measured, and nothing else: a failed verdict is in no mean, an unknown truth in no accuracy."""
+    scores = [one.report.verdict.score for one in judged if isinstance(one.report.verdict, Verdict)]
+    right = [one.right for one in judged if one.right is not None]
+    metrics: Metrics = {}
+    if right:
+        metrics["true_accuracy"] = statistics.fmean(right)
+    if greedy_right:
+        metrics["true_accuracy_greedy"] = statistics.fmean(greedy_right)
+    if scores:
+        metrics["grm_score"] = statistics.fmean(scores)
+    metrics["response_tokens"] = statistics.fmean(one.rollout.num_sampled_tokens for one in judged) if judged else 0.0
+    return metrics

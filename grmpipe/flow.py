@@ -1,0 +1,129 @@
+"""What the pipeline is put together from, what it is told, and what it tells. No behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from grmpipe.rollout.play import Seat
+from grmpipe.types import Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
+from scheduler.clock import ActiveClock
+from scheduler.events import EventSink
+from scheduler.weight_sync import SyncReport
+
+
+class Prompts(Protocol):
+    def at(self, draw: int) -> Prompt:
+        """The prompt of a draw. Raises EndOfData when the data set is over."""
+        ...
+
+
+class Trainer(Protocol):
+    """The learner's side of a batch."""
+
+    async def take(self, group: JudgedGroup) -> None: ...
+
+    async def step(self) -> Metrics: ...
+
+    async def discard(self) -> None: ...
+
+
+class Journal(Protocol):
+    """Where finished work is kept."""
+
+    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None: ...
+
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None: ...
+
+    def group_ended(
+        self,
+        group_id: str,
+        draw: int,
+        prompt_id: str,
+        outcome: str,
+        *,
+        step: int | None = None,
+        cause: str | None = None,
+        version: int | None = None,
+    ) -> None: ...
+
+
+class JudgeWatch(Protocol):
+    """Decides from its verdicts whether a judge is fit. Raises when it is not, for good."""
+
+    def verdict(self, report: JudgeReport) -> None: ...
+
+    async def until_fit(self, clock: ActiveClock) -> None: ...
+
+
+Play = Callable[[Seat, Prompt, Callable[[], None]], Awaitable[Rollout]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the pipeline is put together from."""
+
+    prompts: Prompts
+    too_long: Callable[[Prompt], bool]
+    play: Play
+    judge: Judge
+    watch: JudgeWatch
+    trainer: Trainer
+    push_weights: Callable[[int], Awaitable[SyncReport]]
+    journal: Journal
+    events: EventSink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowConfig:
+    """The numbers of the flow."""
+
+    num_steps: int
+    groups_per_batch: int
+    group_size: int
+    min_valid_siblings: int
+    max_staleness: int
+    group_deadline_s: float
+    play_width: int
+    judge_width: int
+    seed: int
+    report_wait_s: float = 60.0  # a wait longer than this names what it waits for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Finished work of a group from before a resume: its rollouts, and the verdicts it has.
+
+    `renamed`: other work under its old name is void, so what is kept goes on, and to the journal, under a new one.
+    """
+
+    group_id: str
+    renamed: bool = False
+    rollouts: tuple[Rollout, ...] = ()
+    reports: Mapping[int, JudgeReport] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Where the flow stands between two optimizer steps: what a checkpoint keeps of it."""
+
+    version: int = 0
+    next_draw: int = 0
+    in_flight: Mapping[int, str] = field(default_factory=dict)  # draw -> group_id
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    max_staleness_trained: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One optimizer step. `step` is the version it made; times are seconds."""
+
+    step: int
+    groups: tuple[JudgedGroup, ...]
+    learner: Metrics
+    sync: SyncReport
+    step_s: float
+    wait_for_groups_s: float
+    learner_busy_s: float
+    policy_idle_s: float  # no rollout in flight: admission was shut, the learner is behind

@@ -1,0 +1,69 @@
+"""All who watch a run, in one place: metrics, journals, timeline, console, W&B. None of them can fail a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.config import RunConfig
+from grmpipe.observe.console import ConsoleSink
+from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.logs import setup_logging
+from grmpipe.observe.recorder import Recorder
+from grmpipe.observe.timeline import Timeline
+from grmpipe.observe.tracker import Sink, Tracker
+from grmpipe.observe.wandb_sink import WandbSink
+
+FILES = {
+    "summary.json": "what the run came to",
+    "metrics.jsonl": "a line a step",
+    "rollouts.jsonl": "every rollout, with token ids and log-probs",
+    "judgements.jsonl": "every judgement, with its critique",
+    "groups.jsonl": "how each group ended",
+    "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
+    "checkpoints/": "to resume from",
+    "policy/": "the trained policy, a Hugging Face directory",
+    "run.log": "everything else",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observers:
+    """Open from the first look to the summary."""
+
+    tracker: Tracker
+    metrics: JsonlSink
+    recorder: Recorder
+    timeline: Timeline
+    console: ConsoleSink | None
+    wandb: WandbSink
+
+    @staticmethod
+    def open(config: RunConfig, run_dir: Path, wandb_run_id: str | None) -> Observers:
+        console = ConsoleSink(config.train.num_steps) if config.tracking.console else None
+        wandb = WandbSink(config.tracking, run_dir, dataclasses.asdict(config), wandb_run_id)
+        setup_logging(run_dir, console.console if console else None)
+        metrics = JsonlSink(run_dir / "metrics.jsonl")
+        sinks: list[Sink] = [metrics, wandb]
+        return Observers(
+            tracker=Tracker([*sinks, console] if console else sinks),
+            metrics=metrics,
+            recorder=Recorder(run_dir),
+            timeline=Timeline(run_dir / "timeline.json"),
+            console=console,
+            wandb=wandb,
+        )
+
+    def note(self, text: str) -> None:
+        if self.console:
+            self.console.note(text)
+
+    def alarm(self, text: str) -> None:
+        if self.console:
+            self.console.alarm(text)
+
+    def close(self) -> None:
+        self.tracker.close()
+        self.recorder.close()
+        self.timeline.close()

@@ -1,0 +1,364 @@
+"""The flow, and nothing else. One loop for synchronous and asynchronous training.
+
+    prompts -> [admit] -> play -> judge -> (group ends) -> train: take .. take, step -> push weights -> [release]
+                  ^                                                                                        |
+                  +----------------------------------------------------------------------------------------+
+
+admit   consumes prompts,  produces open groups;         waits for room (admission) and for the judge to be fit.
+play    consumes siblings, produces rollouts;            waits for the policy's engines.
+judge   consumes rollouts, produces verdicts;            waits for the GRM's engines. A sibling at a time, as it ends.
+expire  consumes nothing,  ends groups at their deadline.
+train   consumes groups,   produces steps and versions;  waits for groups, oldest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+from grmpipe.data.stream import EndOfData
+from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
+from grmpipe.rollout.group import Group
+from grmpipe.rollout.play import Seat
+from grmpipe.tally import Tally
+from grmpipe.types import JudgedGroup, Prompt, Rollout
+from models.seeds import derive_seed
+from models.types import EngineDied, EngineRefused
+from scheduler.admission import Admission
+from scheduler.clock import ActiveClock
+from scheduler.stream import Stage
+from scheduler.supervise import run_until
+from scheduler.weight_sync import SyncReport
+
+log = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """Somebody asked the run to stop between two optimizer steps."""
+
+
+class Pipeline:
+    """Runs the flow from a cut until `num_steps` are done, the prompts are over, or somebody interrupts."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        config: FlowConfig,
+        after_step: Callable[[StepReport], Awaitable[None]],
+        cut: Cut | None = None,
+        kept: Mapping[int, Kept] | None = None,
+    ) -> None:
+        """`kept` holds, by draw, the work that a resume found."""
+        cut = cut or Cut()
+        self.parts = parts
+        self.config = config
+        self.clock = ActiveClock()
+        self.tally = Tally()
+        self.admission = Admission(
+            groups_per_batch=config.groups_per_batch,
+            max_staleness=config.max_staleness,
+            last_version=config.num_steps,
+            version=cut.version,
+            dropped=cut.dropped,
+        )
+        self.playing: Stage[tuple[Group, int]] = Stage(
+            "play", self._play, lambda item: item[0].group_id, width=config.play_width, bound=config.play_width
+        )
+        self.judging: Stage[tuple[Group, Rollout]] = Stage(
+            "judge", self._judge, lambda item: item[0].group_id, width=config.judge_width, bound=config.judge_width
+        )
+        self.expiring: Stage[Group] = Stage(
+            "expire", self._expire, lambda group: group.group_id, width=1 << 30, bound=0
+        )
+        self.max_staleness_trained = cut.max_staleness_trained
+        self._after_step = after_step
+        self._kept = dict(kept or {})
+        self._restored_draws = sorted(cut.in_flight)
+        self._restored_ids = dict(cut.in_flight)
+        self._next_draw = cut.next_draw
+        self._groups: dict[str, Group] = {}  # open or ready or in the batch: all that are in flight
+        self._deadlines: dict[str, float] = {}
+        self._running: set[str] = set()  # groups whose first token came
+        self._ready: list[JudgedGroup] = []
+        self._batch: list[JudgedGroup] = []
+        self._news = asyncio.Event()  # a group ended, or the run is to stop
+        self._room = asyncio.Event()
+        self._room.set()
+        self._prompts_over = False
+        self._interrupted = False
+
+    @property
+    def version(self) -> int:
+        return self.admission.version
+
+    @property
+    def open_batch(self) -> tuple[JudgedGroup, ...]:
+        """Groups that were taken and not stepped."""
+        return tuple(self._batch)
+
+    def cut(self) -> Cut:
+        """The flow as it stands. Groups taken into the open batch count as in flight: they weren't stepped."""
+        return Cut(
+            version=self.version,
+            next_draw=self._next_draw,
+            in_flight={group.draw: group.group_id for group in self._groups.values()},
+            dropped=dict(self.admission.dropped),
+            max_staleness_trained=self.max_staleness_trained,
+        )
+
+    def interrupt(self) -> None:
+        """Stop at the next place between two steps: `run` raises Interrupted."""
+        self._interrupted = True
+        self._news.set()
+
+    async def run(self) -> None:
+        """Returns when all steps are done or the prompts are over. The first crash of any stage ends it, as itself."""
+        try:
+            await run_until(
+                self._train(),
+                admit=self._admit(),
+                play=self.playing.run(),
+                judge=self.judging.run(),
+                expire=self.expiring.run(),
+            )
+        except EndOfData:
+            await self._give_up_rest()
+
+    # -- admit -------------------------------------------------------------------------------------------------------
+
+    async def _admit(self) -> None:
+        for draw in self._restored_draws:
+            await self._open(draw, self.parts.prompts.at(draw), self._restored_ids[draw])
+        while True:
+            await self._until_room()
+            try:
+                prompt = self.parts.prompts.at(self._next_draw)
+            except EndOfData:
+                self._prompts_over = True
+                self._news.set()
+                return
+            draw, self._next_draw = self._next_draw, self._next_draw + 1
+            await self._open(draw, prompt, f"g{draw:06d}")
+
+    async def _until_room(self) -> None:
+        await self.parts.watch.until_fit(self.clock)
+        while self.admission.capacity <= 0:
+            self._room.clear()
+            await self._room.wait()
+
+    async def _open(self, draw: int, prompt: Prompt, group_id: str) -> None:
+        """Open the group of a draw with what is kept of it, and send the rest of its siblings to play."""
+        kept = self._kept.pop(draw, Kept(group_id=group_id))
+        group = Group(
+            group_id=kept.group_id,
+            draw=draw,
+            prompt=prompt,
+            size=self.config.group_size,
+            min_valid_siblings=self.config.min_valid_siblings,
+        )
+        self.admission.open(group.group_id, version=min((r.oldest_version for r in kept.rollouts), default=None))
+        self._groups[group.group_id] = group
+        if self.parts.too_long(prompt):
+            log.warning("prompt %s is longer than the model's window: skipped", prompt.prompt_id)
+            group.fail("prompt_too_long")
+            self._ended(group)
+            return
+        self._set_deadline(group)
+        await self.expiring.put(group)
+        await self._take_up(group, kept)
+        for sibling in group.missing_rollouts():
+            await self.playing.put((group, sibling))
+
+    async def _take_up(self, group: Group, kept: Kept) -> None:
+        for rollout in kept.rollouts:
+            group.add_rollout(rollout)
+            report = kept.reports.get(rollout.sibling)
+            if kept.renamed:
+                self.parts.journal.rollout(group.draw, group.prompt, rollout)
+            if kept.renamed and report is not None:
+                self.parts.journal.judged(rollout, report)
+            if report is None:
+                await self.judging.put((group, rollout))
+            elif group.add_verdict(rollout.sibling, report.verdict) and group.state != "open":
+                self._ended(group)
+
+    # -- play, judge, expire -----------------------------------------------------------------------------------------
+
+    async def _play(self, item: tuple[Group, int]) -> None:
+        group, sibling = item
+        if group.state != "open":
+            return
+        seed = derive_seed(self.config.seed, f"{group.group_id}/{sibling}")
+        seat = Seat(group_id=group.group_id, sibling=sibling, seed=seed)
+        try:
+            rollout = await self.parts.play(seat, group.prompt, lambda: self._started(group))
+        except (EngineRefused, EngineDied) as error:
+            log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
+            group.fail("rollout_refused" if isinstance(error, EngineRefused) else "rollout_died")
+            self._ended(group)
+            return
+        if group.add_rollout(rollout):
+            self.tally.rollout(rollout)
+            self.parts.journal.rollout(group.draw, group.prompt, rollout)
+            await self.judging.put((group, rollout))
+
+    async def _judge(self, item: tuple[Group, Rollout]) -> None:
+        group, rollout = item
+        await self.parts.watch.until_fit(self.clock)
+        if group.state != "open":
+            return
+        # The verdict that completes a group goes first.
+        report = await self.parts.judge.judge(group.prompt, rollout, priority=len(group.missing_verdicts()))
+        if not group.add_verdict(rollout.sibling, report.verdict):
+            return
+        self.tally.report(report)
+        self.parts.journal.judged(rollout, report)
+        if group.state != "open":
+            self._ended(group)
+        self.parts.watch.verdict(report)
+
+    def _started(self, group: Group) -> None:
+        """A first token came: the group's clock starts with the first of its siblings."""
+        if group.state == "open" and group.group_id not in self._running:
+            self._running.add(group.group_id)
+            self._set_deadline(group)
+
+    def _set_deadline(self, group: Group) -> None:
+        self._deadlines[group.group_id] = self.clock.now() + self.config.group_deadline_s
+
+    async def _expire(self, group: Group) -> None:
+        """End a group at its deadline. One that never starts has as long to start as it has to end."""
+        while (deadline := self._deadlines[group.group_id]) > self.clock.now():
+            await self.clock.sleep_until(deadline)
+        log.warning("group %s reached its deadline: %s", group.group_id, describe(group))
+        group.expire()
+        self._ended(group)
+
+    def _ended(self, group: Group) -> None:
+        """A group left `open`: end all work on it, hand it to the learner or drop it."""
+        for stage in (self.playing, self.judging, self.expiring):
+            stage.cancel(group.group_id)
+        self._deadlines.pop(group.group_id, None)
+        self._running.discard(group.group_id)
+        if group.state == "failed":
+            self._drop(group.group_id, group.cause)
+        else:
+            self._ready.append(group.judged())
+        self._news.set()
+
+    def _drop(self, group_id: str, cause: str) -> None:
+        """Given up, and replaced by another prompt."""
+        group = self._groups.pop(group_id)
+        self.admission.drop(group_id, cause)
+        self.parts.journal.group_ended(group_id, group.draw, group.prompt.prompt_id, "dropped", cause=cause)
+        self._room.set()
+
+    # -- train -------------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self.version < self.config.num_steps:
+            began, waited_s, played_s = loop.time(), 0.0, self.playing.meter.busy_s
+            while len(self._batch) < self.config.groups_per_batch:
+                asked = loop.time()
+                group = await self._next_group()
+                waited_s += loop.time() - asked
+                self._batch.append(group)
+                await self.parts.trainer.take(group)
+            metrics = await self.parts.trainer.step()
+            learned = loop.time()
+            sync = await self._push()
+            batch = self._release_batch()
+            ended = loop.time()
+            self.parts.events.span("learner", f"step {self.version}", began, learned, waited_s=round(waited_s, 3))
+            self.parts.events.span("weight sync", f"version {self.version}", learned, ended, bytes=sync.num_bytes)
+            await self._after_step(
+                StepReport(
+                    step=self.version,
+                    groups=batch,
+                    learner=metrics,
+                    sync=sync,
+                    step_s=ended - began,
+                    wait_for_groups_s=waited_s,
+                    learner_busy_s=learned - began - waited_s,
+                    policy_idle_s=max(0.0, ended - began - (self.playing.meter.busy_s - played_s)),
+                )
+            )
+
+    async def _next_group(self) -> JudgedGroup:
+        """The oldest group that may enter the open batch. Stale ones are dropped on the way."""
+        while True:
+            if self._interrupted:
+                raise Interrupted
+            if (group := self._pick()) is not None:
+                return group
+            if self._prompts_over and not any(group.state == "open" for group in self._groups.values()):
+                raise EndOfData("no prompts left, and none in flight")
+            self._news.clear()
+            try:
+                async with asyncio.timeout(self.config.report_wait_s):
+                    await self._news.wait()
+            except TimeoutError:
+                self._report_wait()
+
+    def _pick(self) -> JudgedGroup | None:
+        for group in [group for group in self._ready if self.admission.is_stale(group.version)]:
+            self._ready.remove(group)
+            self._drop(group.group_id, "stale")
+        taken = {group.group_id for group in self._batch}
+        young_allowed = self.admission.places_for_young(taken) > 0
+        for group in sorted(self._ready, key=lambda group: group.version):  # stable: first come, first taken
+            if young_allowed or self.admission.last_chance(group.group_id):
+                self._ready.remove(group)
+                return group
+        return None
+
+    async def _push(self) -> SyncReport:
+        with self.clock.paused():
+            return await self.parts.push_weights(self.version + 1)
+
+    def _release_batch(self) -> tuple[JudgedGroup, ...]:
+        """The batch was stepped: count it, and make room."""
+        batch, self._batch = tuple(self._batch), []
+        oldest = max(self.version - group.version for group in batch)
+        self.max_staleness_trained = max(self.max_staleness_trained, oldest)
+        self.admission.stepped([group.group_id for group in batch])
+        for judged in batch:
+            group = self._groups.pop(judged.group_id)
+            self.parts.journal.group_ended(
+                group.group_id,
+                group.draw,
+                group.prompt.prompt_id,
+                "trained",
+                step=self.version,
+                version=judged.version,
+            )
+        self.admission.check()
+        assert set(self._groups) == set(self.admission.in_flight)
+        assert self.max_staleness_trained <= self.config.max_staleness
+        self._room.set()
+        return batch
+
+    async def _give_up_rest(self) -> None:
+        """The prompts are over and what is left fills no batch."""
+        await self.parts.trainer.discard()
+        log.warning("no more prompts: %d groups of an incomplete batch are dropped", len(self._groups))
+        for group_id in list(self._groups):
+            self._drop(group_id, "end_of_prompts")
+        self._batch, self._ready = [], []
+        self.admission.check()
+
+    def _report_wait(self) -> None:
+        waiting = [f"{group.group_id} ({describe(group)})" for group in self._groups.values() if group.state == "open"]
+        log.warning("the learner waits for groups; pending: %s", "; ".join(waiting[:8]) or "none")
+
+
+def describe(group: Group) -> str:
+    """What a group still lacks, for a log."""
+    rollouts, verdicts = list_ids(group.missing_rollouts()), list_ids(group.missing_verdicts())
+    return f"rollouts missing: {rollouts}; verdicts missing: {verdicts}"
+
+
+def list_ids(ids: Iterable[int]) -> str:
+    return ", ".join(map(str, ids)) or "none"

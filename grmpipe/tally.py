@@ -1,0 +1,121 @@
+"""Counts what flows by: tokens, judgements, failures by cause. Per step and in total; it decides nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the last step, or since the run began."""
+
+    rollouts: int = 0
+    cut: int = 0
+    policy_tokens: int = 0
+    asked: int = 0  # judgements requested, re-asked ones included
+    counted: int = 0  # judgements that entered a vote
+    judge_tokens: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
+
+    def add(self, other: Counts) -> None:
+        self.rollouts += other.rollouts
+        self.cut += other.cut
+        self.policy_tokens += other.policy_tokens
+        self.asked += other.asked
+        self.counted += other.counted
+        self.judge_tokens += other.judge_tokens
+        self.failed += other.failed
+
+
+class Tally:
+    """`step` starts anew with every step, `total` goes on over a resume."""
+
+    def __init__(self) -> None:
+        self.step = Counts()
+        self.total = Counts()
+
+    def rollout(self, rollout: Rollout) -> None:
+        self.step.rollouts += 1
+        self.step.cut += rollout.status == "cut"
+        self.step.policy_tokens += rollout.num_sampled_tokens
+
+    def report(self, report: JudgeReport) -> None:
+        generated = [f.completion for f in report.failures if isinstance(f, FailedJudgement)]
+        generated += [judgement.completion for judgement in report.judgements]
+        self.step.asked += len(report.judgements) + len(report.failures)
+        self.step.counted += len(report.judgements)
+        self.step.judge_tokens += sum(len(completion.token_ids) for completion in generated)
+        self.step.failed.update(failure.cause for failure in report.failures)
+
+    def close_step(self) -> Counts:
+        """This step's counts; they enter the totals."""
+        closed, self.step = self.step, Counts()
+        self.total.add(closed)
+        return closed
+
+    def restore(self, saved: Mapping[str, object]) -> None:
+        """Totals from a checkpoint, as `dataclasses.asdict` wrote them."""
+        self.total = Counts(**{**saved, "failed": Counter(saved["failed"])})  # type: ignore[arg-type, call-overload]
+
+
+def flow_metrics(counts: Counts, seconds: float) -> Metrics:
+    """What moved in a step that took `seconds`."""
+    metrics = {
+        "rollout/finished": float(counts.rollouts),
+        "rollout/cut_share": counts.cut / counts.rollouts if counts.rollouts else 0.0,
+        "rollout/tokens": float(counts.policy_tokens),
+        "rollout/tokens_per_s": counts.policy_tokens / seconds,
+        "judge/asked": float(counts.asked),
+        "judge/counted": float(counts.counted),
+        "judge/tokens": float(counts.judge_tokens),
+        "judge/tokens_per_s": counts.judge_tokens / seconds,
+    }
+    return metrics | {f"judge/failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())}
+
+
+def batch_metrics(groups: Sequence[JudgedGroup], version: int) -> Metrics:
+    """What a batch of version `version` was trained on: scores, rewards, lengths, ages."""
+    pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
+    verdicts = [verdict for _, verdict in pairs if isinstance(verdict, Verdict)]
+    lengths = [rollout.num_sampled_tokens for rollout, _ in pairs]
+    ages = [version - group.version for group in groups]
+    metrics = {
+        "train/grm_score": statistics.fmean(v.score for v in verdicts),
+        "train/reward": statistics.fmean(v.outcome for v in verdicts),
+        "train/reward_std": statistics.pstdev(v.outcome for v in verdicts),
+        "train/response_tokens": statistics.fmean(lengths),
+        "train/groups_without_signal_share": statistics.fmean(without_signal(group) for group in groups),
+        "train/siblings_without_verdict": float(len(pairs) - len(verdicts)),
+        "judge/agreement_std": statistics.fmean(v.agreement for v in verdicts),
+        "judge/score_length_correlation": score_length_correlation(pairs),
+        "staleness/mean": statistics.fmean(ages),
+        "staleness/max": float(max(ages)),
+    }
+    for name in sorted({name for verdict in verdicts for name in verdict.breakdown}):
+        parts = [verdict.breakdown[name] for verdict in verdicts if name in verdict.breakdown]
+        metrics |= {
+            f"reward/{name}_mean": statistics.fmean(parts),
+            f"reward/{name}_std": statistics.pstdev(parts),
+            f"reward/{name}_min": min(parts),
+            f"reward/{name}_max": max(parts),
+        }
+    return metrics
+
+
+def without_signal(group: JudgedGroup) -> bool:
+    """Whether all its rewards are equal: nothing to learn from."""
+    return len({verdict.outcome for verdict in group.verdicts if isinstance(verdict, Verdict)}) <= 1
+
+
+def score_length_correlation(pairs: Sequence[tuple[Rollout, object]]) -> float:
+    """Pearson's, over a batch; 0 where one of the two doesn't vary."""
+    points = [(r.num_sampled_tokens, v.score) for r, v in pairs if isinstance(v, Verdict)]
+    lengths, scores = [float(x) for x, _ in points], [y for _, y in points]
+    if len(set(lengths)) < 2 or len(set(scores)) < 2:
+        return 0.0
+    return statistics.correlation(lengths, scores)
