@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from grmpipe.judge.parse import PARSERS, Scale, scores_of
+from grmpipe.judge.parse import PARSERS, scores_of
 from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import VOTES

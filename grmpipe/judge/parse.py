@@ -9,34 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
+from grmpipe.judge.scale import Scale
 from grmpipe.types import DataCause
 from models.types import Completion
 
 Scores = tuple[int, ...]
 Unparseable = Literal["unparseable"]
+Parser = Callable[[str, int, Scale], Scores | Unparseable]
 
 VERDICT_LIKE = re.compile(r"[ \t*_#-]*score[ \t*_]*:", re.IGNORECASE)
 SCORE_LINE = re.compile(r"Score: (-?[0-9]{1,6})")
 BOXED = "\\boxed{"
 INTEGER = re.compile(r"-?[0-9]{1,6}")  # short: int() refuses thousands of digits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """The scores that a judge may give: integers, both ends included."""
-
-    low: int = 1
-    high: int = 10
-
-    def reward_of(self, score: float) -> float:
-        """0 at the low end, 1 at the high end."""
-        return (score - self.low) / (self.high - self.low)
-
-
-Parser = Callable[[str, int, Scale], Scores | Unparseable]
 
 
 def parse_score_line(text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:

@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from grmpipe.judge.parse import Scale
+from grmpipe.judge.scale import Scale
 from grmpipe.types import Prompt
 from models.types import Message
 

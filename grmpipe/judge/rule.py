@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
-from grmpipe.judge.parse import Scale
+from grmpipe.judge.scale import Scale
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import mean
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from grmpipe.judge.parse import Scale
+from grmpipe.judge.scale import Scale
 from grmpipe.judge.vote import Vote, agreement
 from grmpipe.types import RewardSpan, Rollout, Verdict
 

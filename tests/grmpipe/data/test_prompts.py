@@ -47,6 +47,10 @@ def test_rows_become_prompts(tmp_path: Path, write: Any) -> None:
     assert second.prompt_id == f"{Path(path).name}:2"
 
 
+def test_a_number_is_an_id_too(tmp_path: Path) -> None:
+    assert load_prompts(write_jsonl(tmp_path, {"prompt": "?", "prompt_id": 7}))[0].prompt_id == "7"
+
+
 def test_numbers_are_references_too(tmp_path: Path) -> None:
     rows = [{"prompt": "?", "reference": reference} for reference in (12, 1.5, "Paris")]
     assert [p.reference for p in load_prompts(write_jsonl(tmp_path, *rows))] == ["12", "1.5", "Paris"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.judge.parse import Scale
 from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, fenced
+from grmpipe.judge.scale import Scale
 from grmpipe.types import Prompt
 from models.tiny.problems import judge_prompt
 from models.types import Message

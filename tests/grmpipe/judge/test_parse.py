@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.judge.parse import PARSERS, Parser, Scale, parse_boxed, parse_score_line, scores_of
+from grmpipe.judge.parse import PARSERS, Parser, parse_boxed, parse_score_line, scores_of
+from grmpipe.judge.scale import Scale
 from models.types import Completion, FinishReason, VersionSpan
 
 

@@ -50,6 +50,8 @@ def test_a_reference_stands_as_whole_words_in_any_case() -> None:
     assert contains_reference("It is  the\nEIFFEL tower!", "the Eiffel Tower")
     assert not contains_reference("There is nothing yesterday", "no")
     assert not contains_reference("", "no")
+    with pytest.raises(ValueError, match="empty"):
+        contains_reference("anything", " \n")
 
 
 @pytest.mark.parametrize(("text", "score", "reward"), [("Answer: 12", 10, 1.0), ("Answer: 13", 1, 0.0)])
