@@ -51,7 +51,7 @@ def test_without_shuffling_the_order_is_the_files() -> None:
 
 def test_the_last_epoch_ends_the_data() -> None:
     stream = PromptStream(prompts(3), max_epochs=2)
-    assert len(ids(stream, range(6))) == 6
+    assert len(ids(stream, range(2 * len(stream)))) == 6
     with pytest.raises(EndOfData, match="2 epochs of 3 prompts"):
         stream.at(6)
 
