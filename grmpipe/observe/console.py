@@ -22,6 +22,7 @@ from grmpipe.types import Metrics
 TREND_STEPS = 40
 SCALES = {ACCURACY: (0.0, 1.0), SCORE: (1.0, 10.0)}
 SAMPLES_SHOWN = 3
+PANEL_COLUMNS = 96  # lines longer than that are hard to read
 
 
 class ConsoleSink:
@@ -36,6 +37,7 @@ class ConsoleSink:
         self._trends: dict[Gauge, deque[float]] = {gauge: deque(maxlen=TREND_STEPS) for gauge in SCALES}
         self._live: Live | None = None
         self._guard = Guard()
+        self._width = min(PANEL_COLUMNS, self.console.width)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for gauge, trend in self._trends.items():
@@ -64,7 +66,7 @@ class ConsoleSink:
 
     def print_samples(self, rows: Sequence[SampleRow]) -> None:
         """Three rollouts with what the GRM said, so that a score is never seen without its critique."""
-        self._print(*(sample_panel(row) for row in rows[:SAMPLES_SHOWN]))
+        self._print(*(sample_panel(row, self._width) for row in rows[:SAMPLES_SHOWN]))
 
     def print_files(self, run_dir: Path, files: Mapping[str, str]) -> None:
         """`files`: name -> what it holds."""
@@ -93,7 +95,7 @@ class ConsoleSink:
         failures = failures_text(self._latest)
         failed = Text("judgements failed  ", style="dim").append(failures, "green" if failures == "none" else "red")
         body = Group(progress, Text(), self._trend_grid(), Text(), self._gauge_grid(), failed)
-        return Panel(body, title="grmpipe", title_align="left", border_style="cyan", width=min(96, self.console.width))
+        return Panel(body, title="grmpipe", title_align="left", border_style="cyan", width=self._width)
 
     def _trend_grid(self) -> Table:
         grid = Table.grid(padding=(0, 2))
@@ -114,7 +116,7 @@ class ConsoleSink:
         return grid
 
 
-def sample_panel(row: SampleRow) -> Panel:
+def sample_panel(row: SampleRow, width: int) -> Panel:
     parts = [("question", row.question, ""), ("answer", row.answer, "cyan"), ("critique", row.critique, "yellow")]
     grid = Table.grid(padding=(0, 2))
     for part, text, style in parts:
@@ -122,7 +124,7 @@ def sample_panel(row: SampleRow) -> Panel:
     score = "no score" if row.score is None else f"score {row.score:g}"
     title = Text(f"{row.group_id} · sibling {row.sibling}")
     ended = Text(f"{score} · {truth_text(row)}")
-    return Panel(grid, title=title, subtitle=ended, title_align="left", expand=False)
+    return Panel(grid, title=title, subtitle=ended, title_align="left", width=width)
 
 
 def truth_text(row: SampleRow) -> str:

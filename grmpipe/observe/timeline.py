@@ -1,108 +1,106 @@
-"""timeline.json: spans of the run as a Chrome trace, for chrome://tracing and ui.perfetto.dev. Draws nothing."""
+"""timeline.json: spans of the run as a Chrome trace, for ui.perfetto.dev and chrome://tracing. Draws nothing."""
 
 from __future__ import annotations
 
 import json
-import os
+import time
 from pathlib import Path
-from typing import BinaryIO
 
+from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.lanes import Lanes, Row
 from grmpipe.observe.plain_json import plain
 
 SPILL_EVENTS = 256  # kept in memory at most
-SPILL_AFTER_S = 5.0  # a crash loses no more of the run's time than this
+SPILL_AFTER_S = 5.0  # a kill loses no more of the run's time than this
+CLOSING = b"\n]\n"
 
 
 class Timeline:
-    """An EventSink. The file is an array of one event a line, written in pieces; a run that was killed leaves out the
-    closing bracket, which the format allows. A resumed run goes on in the same file as a process of its own.
+    """An EventSink. The file is an array of one event a line, written in pieces; a run that was killed leaves out
+    the closing bracket, which the format allows. A resumed run goes on in the same file, as a process of its own.
 
     I/O errors never surface: `failures` counts them.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = AppendFile(path)
         self._lanes = Lanes()
-        self._pending: list[str] = []
-        self._file: BinaryIO | None = None
-        self._pid = os.getpid()
+        self._pending: list[bytes] = []
         self._spilled_s = -float("inf")
-        self._closed = False
+        # Not the process id: in a container every part of a resumed run may have the same one.
+        self._pid = int(time.time())
+        self._opened = False
         self._guard = Guard()
         self.failures = self._guard.failures
-        self._put({"ph": "M", "name": "process_name", "tid": 0, "args": {"name": f"grmpipe, process {self._pid}"}})
+        self._put("M", "process_name", 0, args={"name": f"grmpipe, started {time.strftime('%Y-%m-%d %H:%M:%S')}"})
 
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        """Overlapping spans of a lane get rows of their own, "policy-0 · 2" and so on."""
         row = self._lanes.place(lane, start_s, end_s)
-        if row is None:
-            return
-        self._introduce(row)
-        times = {"ts": micros(start_s), "dur": micros(max(0.0, end_s - start_s))}
-        self._put({"ph": "X", "name": name, "tid": row.tid, **times, "args": args})
-        self._spill_when_due(end_s)
+        if row is not None:
+            self._introduce(row)
+            start_us, end_us = micros(start_s), micros(max(start_s, end_s))
+            self._put("X", name, row.tid, ts=start_us, dur=round(end_us - start_us, 3), args=args)
+            self._spill_when_due(end_s)
 
     def instant(self, lane: str, name: str, time_s: float, **args: str | int | float) -> None:
         """A moment: a crash, an alarm, a switch."""
         row = self._lanes.first(lane)
         self._introduce(row)
-        self._put({"ph": "i", "s": "t", "name": name, "tid": row.tid, "ts": micros(time_s), "args": args})
+        self._put("i", name, row.tid, s="t", ts=micros(time_s), args=args)
         self._spill_when_due(time_s)
 
     def flush(self) -> None:
-        """To the operating system, now."""
-        with self._guard.watch(self._path.name):
-            pieces, self._pending = self._pending, []
-            if pieces:
-                self._write(b"".join(b",\n" + piece.encode("utf-8", "replace") for piece in pieces))
+        """To the operating system, now. Events of a write that failed are lost: memory stays bounded."""
+        pending, self._pending = self._pending, []
+        with self._guard.watch(self._file.path.name):
+            self._append(b"".join(event + b",\n" for event in pending))
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._lanes.num_crowded_out:
-            text = f"{self._lanes.num_crowded_out} spans left out: more at once on a lane than it has rows"
-            self._put({"ph": "M", "name": "process_labels", "tid": 0, "args": {"labels": text}})
+        """Ends the array: valid JSON from here on."""
         self.flush()
-        with self._guard.watch(self._path.name):
-            if self._file is not None:
-                self._file.write(b"\n]\n")
-                self._file.close()
+        left_out = self._lanes.num_crowded_out
+        label = f"{left_out} spans left out: a lane was out of rows" if left_out else "complete"
+        self._put("M", "process_labels", 0, args={"labels": label})
+        with self._guard.watch(self._file.path.name):
+            self._append(self._pending.pop() + CLOSING)
+            self._file.close()
 
     def _introduce(self, row: Row) -> None:
         if row.new:
-            self._put({"ph": "M", "name": "thread_name", "tid": row.tid, "args": {"name": row.title}})
-            self._put({"ph": "M", "name": "thread_sort_index", "tid": row.tid, "args": {"sort_index": row.tid}})
+            self._put("M", "thread_name", row.tid, args={"name": row.title})
+            self._put("M", "thread_sort_index", row.tid, args={"sort_index": row.tid})
 
-    def _put(self, event: dict[str, object]) -> None:
-        self._pending.append(json.dumps(plain({"pid": self._pid, **event}), ensure_ascii=False))
+    def _put(self, phase: str, name: str, tid: int, **rest: object) -> None:
+        event = {"ph": phase, "name": name, "pid": self._pid, "tid": tid, **rest}
+        self._pending.append(json.dumps(plain(event)).encode())
 
     def _spill_when_due(self, now_s: float) -> None:
         if len(self._pending) >= SPILL_EVENTS or now_s - self._spilled_s > SPILL_AFTER_S:
             self._spilled_s = now_s
             self.flush()
 
-    def _write(self, piece: bytes) -> None:
-        if self._file is None:
-            self._file, empty = open_array(self._path)
-            piece = piece.removeprefix(b",\n") if empty else piece
-        self._file.write(piece)
+    def _append(self, piece: bytes) -> None:
+        if not self._opened:
+            reopen_array(self._file)
+            self._opened = True
+        self._file.append(piece)
 
 
 def micros(time_s: float) -> float:
     return round(time_s * 1e6, 3)
 
 
-def open_array(path: Path) -> tuple[BinaryIO, bool]:
-    """The file, open behind its last whole event; and whether the array is still empty."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    file = path.open("r+b", buffering=0)
-    end = file.read().rfind(b"}") + 1
-    file.seek(0)
-    file.truncate(end)
+def reopen_array(append_file: AppendFile) -> None:
+    """Begin the array, or take its closing bracket off again."""
+    file = append_file.open()
+    end = file.tell()
     if end == 0:
-        file.write(b"[\n")
-    file.seek(0, 2)
-    return file, end == 0
+        append_file.append(b"[\n")
+        return
+    file.seek(max(0, end - len(CLOSING)))
+    if file.read(len(CLOSING)) == CLOSING:
+        file.truncate(end - len(CLOSING))
+        file.seek(end - len(CLOSING))
+        append_file.append(b",\n")

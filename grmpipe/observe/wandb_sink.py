@@ -60,9 +60,13 @@ class WandbSink:
         self._run.log({"step": step, "rollouts": wandb.Table(columns=list(COLUMNS), data=data)})
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        if self._run is None:
+            return
+        import wandb
+
+        run, self._run = self._run, None
+        run.finish()
+        wandb.teardown()  # finish may return before the last records are in the file; this waits for them
 
     def _cells(self, step: int, row: SampleRow) -> list[object]:
         values = (getattr(row, column) for column in COLUMNS[1:])
@@ -81,20 +85,25 @@ def start(
     config: TrackingConfig, mode: Mode, run_dir: Path, run_config: Mapping[str, object], run_id: str
 ) -> wandb.Run:
     """Offline this takes half a second, import included. `run_config` must be free of secrets."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import: no crash reports to W&B
+    # Read before any settings of ours: no crash reports to W&B, no line about whose key it found.
+    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
     import wandb  # late: a run with W&B disabled shouldn't pay for it
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    run = wandb.init(
-        project=config.project,
-        name=config.run_name,
-        tags=config.tags,
-        id=run_id,
-        resume="allow",
-        dir=str(run_dir),
-        config=dict(run_config),
-        settings=quiet_settings(mode),
-    )
+    try:
+        run = wandb.init(
+            project=config.project,
+            name=config.run_name,
+            tags=config.tags,
+            id=run_id,
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(run_config),
+            settings=quiet_settings(mode),
+        )
+    except Exception:
+        wandb.teardown(exit_code=1)  # or the next attempt is told that the run's id is in use
+        raise
     # W&B's own step restarts at 0 when a run resumes offline; ours goes on.
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.journal import Journal, read_journal
 from grmpipe.observe.recorder import GroupEnd, Recorder, load_group_ends, load_rollouts, load_verdicts
 from grmpipe.types import (
@@ -180,23 +181,22 @@ def test_the_disk_being_full_raises_nothing_counts_and_leaves_whole_lines(tmp_pa
 
 
 def test_half_a_write_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path / "x.jsonl")
-    journal.append({"a": 1})
-    file = journal._file
-    assert file is not None
+    half_full = AppendFile(tmp_path / "x.jsonl")
+    half_full.append(b"first\n")
+    file = half_full.open()
 
     class HalfFull:
-        tell, truncate, seek, close = file.tell, file.truncate, file.seek, file.close
+        tell, truncate, seek = file.tell, file.truncate, file.seek
 
-        def write(self, line: bytes) -> int:
-            return file.write(line[: len(line) // 2]) or 0
+        def write(self, piece: bytes) -> int:
+            return file.write(piece[: len(piece) // 2]) or 0
 
-    monkeypatch.setattr(journal, "_file", HalfFull())
+    monkeypatch.setattr(half_full, "_file", HalfFull())
     with pytest.raises(OSError, match="disk full"):
-        journal.append({"a": 2})
-    monkeypatch.setattr(journal, "_file", file)
-    journal.append({"a": 3})
-    assert [record["a"] for record in read_journal(journal.path)] == [1, 3]
+        half_full.append(b"second\n")
+    monkeypatch.setattr(half_full, "_file", file)
+    half_full.append(b"third\n")
+    assert half_full.path.read_bytes() == b"first\nthird\n"
 
 
 def test_a_run_dir_that_cannot_be_written_fails_no_step(tmp_path: Path) -> None:

@@ -1,0 +1,185 @@
+"""The console: a panel in a terminal, a line a step elsewhere, and no text of a model can harm it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grmpipe.observe.console import ConsoleSink
+from grmpipe.observe.gauges import failures_by_cause
+from grmpipe.observe.logs import NOISY, OURS, replace_handlers, setup_logging
+from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.observe.sparkline import sparkline
+
+METRICS = {
+    "train/true_accuracy": 0.456,
+    "train/grm_score": 6.04,
+    "rollout/tokens_per_s": 3410.0,
+    "judge/failed_timeout": 2.0,
+    "judge/failed_died": 0.0,
+    "staleness/max": 1.0,
+    "wait/learner_for_groups_s": 0.25,
+    "wait/engines_for_learner_s": 12.5,
+    "sync/push_s": 0.031,
+}
+
+
+def recorded(*, terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None, highlight=False)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row(**changes: str | float | None) -> SampleRow:
+    known = {"group_id": "g0", "sibling": 2, "question": "1 + 1?", "answer": "Answer: 2", "critique": "Score: 10"}
+    return SampleRow(**{"score": 10.0, "truth": 1.0, **known, **changes})  # type: ignore[arg-type]
+
+
+def test_elsewhere_a_step_is_one_aligned_line() -> None:
+    console = recorded(terminal=False)
+    sink = ConsoleSink(num_steps=80, console=console)
+    sink.log(1, METRICS)
+    sink.log(12, {**METRICS, "rollout/tokens_per_s": 12_345.0})
+    sink.log(13, {})
+    first, second, third = text_of(console).splitlines()
+    assert first == (
+        "step  1/80  true 0.46  score  6.0  tok/s   3,410  stale  1  learner waits   0.2s  engines wait  12.5s  "
+        "sync  0.03s  failed 2 timeout"
+    )
+    assert second.startswith("step 12/80  true 0.46  score  6.0  tok/s  12,345  stale")
+    assert first.index("failed") == second.index("failed") == third.index("failed")
+    assert "true    -" in third
+    assert third.endswith("failed none")
+
+
+def test_in_a_terminal_a_panel_shows_the_step_and_who_waits_for_whom() -> None:
+    console = recorded(terminal=True)
+    sink = ConsoleSink(num_steps=80, console=console)
+    sink.log(12, METRICS)
+    sink.close()
+    panel = text_of(console)
+    for shown in (
+        "step 12/80", "━", "true accuracy", "0.46", "GRM score", "6.0", "3,410", "learner waited for groups",
+        "engines waited for learner", "12.5s", "weight sync", "0.03s", "2 timeout",
+    ):  # fmt: skip
+        assert shown in panel
+
+
+def test_the_panel_keeps_what_only_some_steps_tell() -> None:
+    console = recorded(terminal=True)
+    sink = ConsoleSink(num_steps=80, console=console)
+    sink.log(1, METRICS)
+    sink.log(2, {"train/true_accuracy": 0.9})
+    sink.close()
+    last = text_of(console).split("step 2/80")[-1]
+    assert "12.5s" in last
+    assert "▄▇" in last  # the trend of both steps
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_notes_and_alarms_are_seen_in_both_modes(terminal: bool) -> None:
+    console = recorded(terminal=terminal)
+    sink = ConsoleSink(num_steps=2, console=console)
+    sink.log(1, METRICS)
+    sink.note("policy-0 was replaced")
+    sink.alarm("scores rise, agreement falls")
+    sink.close()
+    assert "policy-0 was replaced" in text_of(console)
+    assert "ALARM  scores rise, agreement falls" in text_of(console)
+
+
+def test_samples_show_question_answer_critique_score_and_truth() -> None:
+    console = recorded(terminal=False)
+    sink = ConsoleSink(num_steps=2, console=console)
+    sink.print_samples([row(), row(score=None, truth=0.0, critique="[judge failed: timeout]"), row(truth=None), row()])
+    text = text_of(console)
+    assert text.count("1 + 1?") == 3
+    assert "score 10 · truly right" in text
+    assert "no score · truly wrong" in text
+    assert "score 10 · truth unknown" in text
+    assert "[judge failed: timeout]" in text
+
+
+def test_text_of_a_model_is_neither_markup_nor_an_escape_sequence() -> None:
+    console = recorded(terminal=False)
+    sink = ConsoleSink(num_steps=2, console=console)
+    sink.print_samples([row(answer="[red]2[/nonsense]", critique="\x1b]0;owned\x07\x1b[2J")])
+    sink.note("\x1b[2J[/]")
+    assert "[red]2[/nonsense]" in text_of(console)
+    assert "\x1b" not in text_of(console)
+
+
+def test_the_files_of_a_run_are_listed_under_their_directory() -> None:
+    console = recorded(terminal=False)
+    directory = Path("runs") / ("long" * 40)
+    ConsoleSink(num_steps=2, console=console).print_files(directory, {"metrics.jsonl": "a line a step"})
+    lines = text_of(console).splitlines()
+    assert lines[0] == str(directory)  # in one piece: it will be copied
+    assert lines[1].split() == ["metrics.jsonl", "a", "line", "a", "step"]
+
+
+def test_a_console_that_is_gone_fails_no_note(tmp_path: Path) -> None:
+    with (tmp_path / "closed").open("w") as file:
+        sink = ConsoleSink(num_steps=2, console=Console(file=file))
+    sink.note("anyone there?")
+    sink.print_samples([row()])
+
+
+def test_failures_are_named_by_cause_and_only_those_that_happened() -> None:
+    assert failures_by_cause(METRICS) == {"timeout": 2}
+
+
+def test_a_sparkline_stays_on_its_scale() -> None:
+    assert sparkline([-1.0, 0.0, 0.5, 1.0, 2.0], 0.0, 1.0) == "▁▁▅██"
+    assert sparkline([], 0.0, 1.0) == ""
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    names = ["", *NOISY, *OURS]
+    kept = {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).propagate) for name in names}
+    level = logging.getLogger().level
+    for name in names:
+        logging.getLogger(name).handlers = []
+    yield
+    logging.captureWarnings(False)
+    logging.getLogger().setLevel(level)
+    for name, (handlers, propagate) in kept.items():
+        replace_handlers(logging.getLogger(name), *handlers)
+        logging.getLogger(name).propagate = propagate
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    noisy = logging.getLogger("transformers")
+    noisy.addHandler(logging.StreamHandler())
+    noisy.propagate = False
+    console = recorded(terminal=False)
+    setup_logging(tmp_path, console)
+    setup_logging(tmp_path, console)  # a second call doubles nothing
+    noisy.warning("a model of noise")
+    logging.getLogger("ray.worker").warning("ray noise")
+    logging.getLogger("grmpipe.flow").info("an inner matter")
+    try:
+        raise OSError("disk full")
+    except OSError:
+        logging.getLogger("grmpipe.flow").warning("metrics failed", exc_info=True)
+    warnings.warn("a python warning", stacklevel=1)
+    lines = (tmp_path / "run.log").read_text()
+    for text in ("a model of noise", "ray noise", "an inner matter", "metrics failed", "a python warning"):
+        assert lines.count(text) >= 1
+    assert lines.count("a model of noise") == 1
+    assert "Traceback" in lines
+    assert text_of(console).split() == ["WARNING", "metrics", "failed"]
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,134 @@
+"""Sinks: each gets every step, none can fail one; metrics.jsonl is plain JSON and follows a resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.sample_rows import SampleRow, sample_row
+from grmpipe.observe.settings import TrackingConfig
+from grmpipe.observe.tracker import Tracker
+from grmpipe.types import Failed, Judgement, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
+from models.types import Completion, Message, VersionSpan
+
+
+class Listener:
+    name = "listener"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self.steps.append(step)
+
+    def table(self, step: int, rows: Sequence[SampleRow]) -> None:
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.steps.append(-1)
+
+
+class Broken(Listener):
+    name = "broken"
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        raise OSError(28, f"No space left at step {step}")
+
+    table = close = lambda self, *_: 1 / 0  # type: ignore[assignment]
+
+
+def test_a_sink_that_raises_fails_nothing_is_counted_and_stays_on(caplog: pytest.LogCaptureFixture) -> None:
+    listener = Listener()
+    tracker = Tracker([Broken(), listener])
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            tracker.log(step, {"train/loss": 1.0})
+        tracker.table(3, [])
+        tracker.close()
+    assert listener.steps == [0, 1, 2, 3, -1]
+    assert tracker.failures == {"broken": 5}
+    assert len(caplog.records) == 2  # the full disk and the division, once each
+
+
+def test_an_interrupt_is_no_failure_of_a_sink() -> None:
+    class Interrupted(Listener):
+        def log(self, step: int, metrics: Metrics) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Tracker([Interrupted()]).log(0, {})
+
+
+def test_metrics_are_one_json_object_a_step_at_once_on_disk(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", now=lambda: 12.0)
+    sink.log(7, {"a/x": 0.5, "a/nan": math.nan, "a/inf": -math.inf, "a/numpy": np.float32(0.25)})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 7, "time": 12.0, "a/x": 0.5, "a/nan": None, "a/inf": None, "a/numpy": 0.25}
+
+
+def test_metrics_beyond_the_cut_are_void_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = JsonlSink(path)
+    for step in range(6):
+        before.log(step, {"lineage": 1.0})
+    path.write_bytes(path.read_bytes() + b'{"step": 6, "li')
+    after = JsonlSink(path)
+    after.truncate_after(3)
+    after.log(4, {"lineage": 2.0})
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["step"], r["lineage"]) for r in records] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_truncating_metrics_that_were_never_written_is_fine(tmp_path: Path) -> None:
+    JsonlSink(tmp_path / "metrics.jsonl").truncate_after(3)
+    assert not list(tmp_path.iterdir())
+
+
+def judged_sibling(verdict: Verdict | Failed) -> SampleRow:
+    span = VersionSpan(model="policy", version=0, start=0, end=1)
+    answer = Completion(token_ids=(5,), logprobs=(-0.1,), text="Answer: 2", finish_reason="stop", versions=(span,))
+    critique = Completion(token_ids=(6,), logprobs=(-0.1,), text="Score: 10", finish_reason="stop", versions=(span,))
+    judgement = Judgement(
+        group_id="g", siblings=(3,), scores=(10.0,), prompt_ids=(), completion=critique, grm="grm", version=0
+    )
+    messages = (Message(role="system", content="Be brief."), Message(role="user", content="1 + 1?"))
+    return sample_row(
+        Prompt(prompt_id="p", messages=messages, reference="2"),
+        Rollout(group_id="g", sibling=3, turns=(Turn(prompt_ids=(1,), completion=answer),), status="finished"),
+        JudgeReport(verdict=verdict, judgements=(judgement,)),
+        truth=1.0,
+    )
+
+
+def test_a_row_shows_question_answer_critique_and_score() -> None:
+    rewards = (RewardSpan(turn=0, start=0, end=1, value=1.0),)
+    row = judged_sibling(Verdict(rewards=rewards, score=10.0, breakdown={}, agreement=0.0, num_judgements=1))
+    assert (row.question, row.answer, row.critique, row.score) == ("1 + 1?", "Answer: 2", "Score: 10", 10.0)
+
+
+def test_a_row_whose_judge_failed_has_no_score_and_says_why() -> None:
+    row = judged_sibling(Failed(stage="judge", cause="truncated", attempts=2, detail="no verdict in 64 tokens"))
+    assert row.score is None
+    assert row.critique.startswith("[judge failed: truncated] no verdict in 64 tokens")
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"wandb_mode": "on"}, "wandb_mode: unknown mode 'on'; known: auto, online, offline, disabled"),
+        ({"project": ""}, "project: is empty"),
+        ({"table_every": -1}, "table_every: must be 0"),
+        ({"table_rows": 0}, "table_rows: must be at least 1"),
+    ],
+)
+def test_bad_settings_name_the_key(bad: dict[str, str | int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TrackingConfig(**bad)  # type: ignore[arg-type]

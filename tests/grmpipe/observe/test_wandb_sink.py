@@ -1,0 +1,186 @@
+"""A real W&B, offline: no question, one run over a resume, no secret in any file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from wandb.proto import wandb_internal_pb2
+
+from grmpipe.observe import wandb_sink
+from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.logs import replace_handlers, setup_logging
+from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.observe.settings import TrackingConfig
+from grmpipe.observe.wandb_sink import WandbSink, modes_to_try
+
+PLANTED = "planted0123456789planted0123456789planted"
+ROW = SampleRow(
+    group_id="g0", sibling=0, question="1 + 1?", answer="Answer: 2", critique="Score: 10", score=10.0, truth=1.0
+)
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no netrc either
+
+
+def records(run_dir: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """What `wandb sync` would send: records in blocks of 32 KiB, each behind a header of 7 bytes."""
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+        data, at, whole = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            whole += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                yield wandb_internal_pb2.Record.FromString(whole)
+                whole = b""
+
+
+def history(run_dir: Path) -> list[dict[str, object]]:
+    found = [record.history for record in records(run_dir) if record.HasField("history")]
+    items = [{(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in row.item} for row in found]
+    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in items]
+
+
+def test_offline_a_run_starts_fast_and_leaves_its_history(tmp_path: Path) -> None:
+    start_s = time.perf_counter()
+    sink = WandbSink(TrackingConfig(run_name="first", tags=["quick"]), tmp_path, {"train": {"lr": 3e-4}})
+    took_s = time.perf_counter() - start_s
+    for step in (1, 2):
+        sink.log(step, {"train/grm_score": 4.0 + step})
+    sink.close()
+    assert history(tmp_path) == [{"step": 1, "train/grm_score": 5.0}, {"step": 2, "train/grm_score": 6.0}]
+    (run,) = (record.run for record in records(tmp_path) if record.HasField("run"))
+    assert (run.run_id, run.project, run.display_name, list(run.tags)) == (sink.run_id, "grmpipe", "first", ["quick"])
+    assert took_s < 5.0  # 0.7 s on a quiet machine
+    print(f"started in {took_s:.2f} s")
+
+
+def in_another_process(run_dir: Path, step: int) -> list[str]:
+    """The command of a short run: `step` is all it logs."""
+    code = (
+        "from pathlib import Path; from grmpipe.observe.settings import TrackingConfig;"
+        "from grmpipe.observe.wandb_sink import WandbSink;"
+        f"sink = WandbSink(TrackingConfig(), Path({str(run_dir)!r}), {{}}, run_id='the-run');"
+        f"sink.log({step}, {{'x': {step}.0}}); sink.close()"
+    )
+    return [sys.executable, "-c", code]
+
+
+def test_a_resumed_run_is_the_same_run_on_the_same_step_axis(tmp_path: Path) -> None:
+    for step in (1, 2):
+        subprocess.run(in_another_process(tmp_path, step), check=True)
+    assert history(tmp_path) == [{"step": 1, "x": 1.0}, {"step": 2, "x": 2.0}]
+    assert {record.run.run_id for record in records(tmp_path) if record.HasField("run")} == {"the-run"}
+    axes = [record.metric.step_metric for record in records(tmp_path) if record.metric.glob_name == "*"]
+    assert axes == ["step", "step"]
+
+
+def test_tables_of_rollouts_come_every_so_many_steps_with_so_many_rows(tmp_path: Path) -> None:
+    sink = WandbSink(TrackingConfig(table_every=10, table_rows=2), tmp_path, {})
+    for step in range(5, 21, 5):
+        sink.table(step, [ROW] * 3)
+    sink.close()
+    tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
+    assert sorted(table["data"][0][0] for table in tables) == [10, 20]
+    assert [len(table["data"]) for table in tables] == [2, 2]
+    assert dict(zip(tables[0]["columns"], tables[0]["data"][0], strict=True))["critique"] == "Score: 10"
+
+
+def test_the_planted_secret_is_in_no_file_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", PLANTED)
+    monkeypatch.setenv("JUDGE_API_KEY", PLANTED[::-1])
+    monkeypatch.setattr(sys, "argv", ["launch.py", f"grm.api_key={PLANTED}"])
+    setup_logging(tmp_path)
+    try:
+        config = {"grm": {"api_key": "in the config only", "url": f"http://{PLANTED[::-1]}@judge"}, "note": PLANTED}
+        sink = WandbSink(TrackingConfig(wandb_mode="offline"), tmp_path, config)
+        sink.log(10, {"x": 1.0})
+        leaky = SampleRow(
+            group_id="g", sibling=0, question="q", answer=PLANTED, critique=PLANTED[::-1], score=None, truth=None
+        )
+        sink.table(10, [leaky])
+        sink.close()
+        JsonlSink(tmp_path / "metrics.jsonl").log(10, {"x": 1.0})
+        logging.getLogger("grmpipe").warning("refused by http://%s@judge", PLANTED[::-1])
+    finally:
+        replace_handlers(logging.getLogger())
+        replace_handlers(logging.getLogger("grmpipe"))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.log", "metrics.jsonl", "debug.log"} <= {path.name for path in files}
+    printed = "".join(capfd.readouterr()).encode()
+    for content in [printed, *(path.read_bytes() for path in files)]:
+        for secret in (PLANTED, PLANTED[::-1], "in the config only"):
+            assert secret.encode() not in content
+    (uploaded,) = (path.read_bytes() for path in files if path.suffix == ".wandb")
+    assert b"<redacted>" in uploaded  # the config did get there
+
+
+def test_in_a_terminal_without_a_key_nothing_is_asked_and_nothing_printed(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(in_another_process(tmp_path, 1), stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        assert child.wait(timeout=60) == 0
+        printed = read_all(ours)
+    finally:
+        child.kill()
+        os.close(ours)
+    assert printed == b""
+    assert history(tmp_path) == [{"step": 1, "x": 1.0}]
+
+
+def read_all(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # a terminal whose other end is closed and which holds nothing
+        return b""
+
+
+def test_what_cannot_go_online_goes_offline_under_the_same_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_sink, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", PLANTED)
+    sink = WandbSink(TrackingConfig(), tmp_path, {})
+    sink.log(1, {"x": 1.0})
+    sink.close()
+    assert history(tmp_path) == [{"step": 1, "x": 1.0}]
+    assert all(path.name.endswith(sink.run_id) for path in tmp_path.glob("wandb/*run-*/"))
+
+
+def test_disabled_leaves_nothing_and_keeps_the_id(tmp_path: Path) -> None:
+    sink = WandbSink(TrackingConfig(wandb_mode="disabled"), tmp_path, {}, run_id="abc")
+    sink.log(1, {"x": 1.0})
+    sink.table(10, [ROW])
+    sink.close()
+    assert (sink.run_id, list(tmp_path.iterdir())) == ("abc", [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "environ", "tried"),
+    [
+        ("auto", {}, ("offline",)),
+        ("auto", {"WANDB_API_KEY": ""}, ("offline",)),
+        ("auto", {"WANDB_API_KEY": "k"}, ("online", "offline")),
+        ("online", {}, ("online", "offline")),
+        ("offline", {"WANDB_API_KEY": "k"}, ("offline",)),
+        ("disabled", {"WANDB_API_KEY": "k"}, ()),
+    ],
+)
+def test_online_needs_a_key_or_a_wish(mode: str, environ: dict[str, str], tried: tuple[str, ...]) -> None:
+    assert modes_to_try(mode, environ) == tried
