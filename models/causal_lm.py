@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -24,6 +25,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """The model in a Hugging Face directory (or of a hub name), in eval mode. Raises ValueError for anything else."""
+    transformers.utils.logging.disable_progress_bar()
     local = Path(path).is_dir()
     if not local and not HUB_NAME.fullmatch(path):
         raise ValueError(f"path: no directory {path!r}; give a Hugging Face directory (config.json, *.safetensors)")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_ROWS = 1024
+CHUNK_LOGITS = 1 << 26  # 256 MiB in float32
 
 
 def chosen_logprobs(
@@ -14,13 +14,14 @@ def chosen_logprobs(
     chosen_R: Tensor,
     want_entropy: bool = False,
     entropy_gradient: bool = True,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[Tensor, Tensor]:
     """Log-softmax of row r at chosen_R[r], and the entropy of row r (zeros unless wanted). R: rows, V: vocabulary.
 
-    Returns float32 (float64 for float64 logits), natural log. The float copy of the logits exists for `chunk_rows`
-    rows at a time: the backward pass computes each chunk again.
+    Returns float32 (float64 for float64 logits), natural log. The float copy of the logits exists for `chunk_logits`
+    of them at a time: the backward pass computes each chunk again.
     """
+    chunk_rows = max(1, chunk_logits // logits_RV.shape[-1])
     if len(logits_RV) <= chunk_rows:
         return _chunk(logits_RV, chosen_R, want_entropy, entropy_gradient)
     pieces = [

@@ -44,6 +44,7 @@ def join_ranks(rank: int, world_size: int, init_method: str | None, device: torc
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, dtype: str, activation_checkpointing: bool = False) -> None:
     """Shard each layer and then the root, in place. Parameters keep their type; compute happens in `dtype`.
 
+    A model that comes in host memory moves to the device a layer at a time: the whole never has to fit there.
     Gradients are averaged over ranks, in float32 where compute is in bfloat16.
     """
     if activation_checkpointing:

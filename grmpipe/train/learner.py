@@ -95,8 +95,9 @@ class Learner:
             torch.cuda.set_device(self._device)
         mesh = join_ranks(rank, world_size, init_method, self._device)
         self._world_size = world_size
-        self._model = self._load(mesh)
-        self._reference = self._load(mesh).requires_grad_(False) if spec.algorithm.kl_coefficient > 0 else None
+        self._model = load_causal_lm(spec.model_path, spec.master_dtype)
+        parallelize(self._model, mesh, spec.train.dtype, spec.train.activation_checkpointing)
+        self._reference = _frozen_reference(spec, mesh) if spec.algorithm.kl_coefficient > 0 else None
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=spec.train.lr,
@@ -121,7 +122,7 @@ class Learner:
         """
         algorithm = self._spec.algorithm
         batch = DeviceBatch.of(micro_batch, self._device)
-        current = self._forward(self._model, batch, entropy_gradient=algorithm.entropy_coefficient > 0)
+        current = self._forward(self._model, batch, entropy=True)
         own_T = current.logprobs_T.detach()
         logprobs = TokenLogprobs(
             current_T=current.logprobs_T,
@@ -198,20 +199,14 @@ class Learner:
         """A Hugging Face directory that any engine can serve."""
         export_hf(directory, self._model, self._spec.model_path)
 
-    def _load(self, mesh: DeviceMesh) -> PreTrainedModel:
-        model = load_causal_lm(self._spec.model_path, self._spec.master_dtype, str(self._device))
-        train = self._spec.train
-        parallelize(model, mesh, train.dtype, train.activation_checkpointing)
-        return model
-
-    def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy_gradient: bool = False) -> PackedLogprobs:
+    def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False) -> PackedLogprobs:
         return packed_logprobs(
             model,
             batch.token_ids_T,
             batch.position_ids_T,
             batch.sample_lengths_S,
-            want_entropy=True,
-            entropy_gradient=entropy_gradient,
+            want_entropy=entropy,
+            entropy_gradient=self._spec.algorithm.entropy_coefficient > 0,
             wanted_T=batch.loss_mask_T > 0,
             temperature=self._spec.temperature,
         )
@@ -223,9 +218,18 @@ class Learner:
             return self._forward(self._reference, batch).logprobs_T
 
     def _scale_gradients(self, factor: float) -> None:
-        shards = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self._model.parameters()]
-        torch._foreach_mul_([shard for shard in shards if shard is not None], factor)
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     def _clip(self, max_norm: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def _frozen_reference(spec: LearnerSpec, mesh: DeviceMesh) -> PreTrainedModel:
+    """The model that training started from. Nothing updates it, so it is held in the type it computes in."""
+    dtype = "bfloat16" if spec.train.dtype == "bfloat16" else spec.master_dtype
+    reference = load_causal_lm(spec.model_path, dtype).requires_grad_(False)
+    parallelize(reference, mesh, spec.train.dtype)
+    return reference

@@ -21,7 +21,8 @@ class Meter:
 
     def add(self, loss: SummedLoss) -> Metrics:
         """Take in a micro-batch; returns its sums on this rank."""
-        sums = {"loss": loss.total.item()} | {name: value.item() for name, value in loss.sums.items()}
+        named = {"loss": loss.total.detach(), **loss.sums}
+        sums = dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         self._abs_log_ratios.append(loss.abs_log_ratios_N.detach())
