@@ -42,8 +42,11 @@ class MemberHost:
     def process_id(self) -> int:
         return os.getpid()
 
-    def free_address(self) -> str:
-        return free_address(ray.util.get_node_ip_address())
+    def node_address(self) -> str:
+        return ray.util.get_node_ip_address()
+
+    def free_address(self, host: str) -> str:
+        return free_address(host)
 
     def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str) -> None:
         self._member = make_member(rank, world_size, init_method)
@@ -100,10 +103,12 @@ class RayActor:
 
     def _reason(self, error: RayActorError) -> str:
         """Ray's own cause, then the last lines of the process if its log lies on this machine."""
-        cause = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        told = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        # Ray's text wraps the detail in ids before it and general advice after it.
+        detail = told.partition("Worker exit detail: ")[2].partition("Some common causes")[0].strip() or told
         lines = _last_lines(self.process_id)
-        tail = "".join(f"\n  | {line}" for line in lines)
-        return f"process {self.process_id}: {cause}" + (f"\nIts last lines:{tail}" if lines else "")
+        tail = "".join(f"\n  | {line}" for line in lines) or " none"
+        return f"process {self.process_id} is gone (killed, out of memory, or crashed). Ray: {detail} Last lines:{tail}"
 
 
 class RayGroup:
@@ -149,8 +154,8 @@ class RayCluster:
         """Start or join Ray and reserve the pools; what can't be had is a ValueError before anything is reserved."""
         owns_ray = not ray.is_initialized()
         if owns_ray:
-            # In a thread: Ray's servers take seconds to come up, and callers may load data meanwhile.
-            await asyncio.to_thread(_init_ray, config)
+            # Not in another thread, though it blocks for seconds: Ray's servers die with the thread that started them.
+            _init_ray(config)
         cluster = cls(config, placement, owns_ray)
         try:
             check_capacity(placement, nodes_of_ray())
@@ -162,7 +167,9 @@ class RayCluster:
 
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
         actors = await self._start_actors(role, MemberHost, max_concurrency=1)
-        init_method = await actors[0].call("free_address")
+        nodes = await _first_cause([actor.call("node_address") for actor in actors])
+        # Ranks of one machine meet on loopback: nobody outside needs to reach them.
+        init_method = await actors[0].call("free_address", nodes[0] if len(set(nodes)) > 1 else "127.0.0.1")
         await _first_cause(
             [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
         )
@@ -180,7 +187,7 @@ class RayCluster:
         for pool in self._pools.values():
             remove_placement_group(pool)
         if self._owns_ray:
-            await asyncio.to_thread(ray.shutdown)
+            ray.shutdown()
 
     def _reserve_pools(self) -> None:
         for name, pool in self._placement.pools.items():

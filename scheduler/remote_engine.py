@@ -98,7 +98,7 @@ class RemoteEngine:
             return await self._host.call(method, *args)
         except ActorDied as death:
             self._fail_all(death)
-            raise EngineDied(str(death)) from death
+            raise EngineDied(death.reason) from death
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -142,7 +142,7 @@ class RemoteEngine:
     def _fail_all(self, error: Exception) -> None:
         """No answer will come: every waiting call hears why, each by an exception of its own."""
         if isinstance(error, ActorDied):
-            self._death = str(error)
+            self._death = error.reason
         for call in self._waiting.values():
             if not call.answer.done():
-                call.answer.set_exception(EngineDied(str(error)) if isinstance(error, ActorDied) else error)
+                call.answer.set_exception(EngineDied(error.reason) if isinstance(error, ActorDied) else error)

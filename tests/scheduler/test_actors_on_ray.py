@@ -1,0 +1,232 @@
+"""A real Ray on this machine: groups, engines, deaths, pushes. Needs two cores.
+
+What workers run is defined inside functions, so that it travels by value: workers can't import a test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import pytest
+
+from models.types import (
+    Completion,
+    Engine,
+    EngineDied,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightTensor,
+)
+from scheduler.actors import ActorDied, EngineFactory, MemberFactory
+from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
+from scheduler.ray_cluster import RayCluster
+from scheduler.router import Router
+from scheduler.weight_sync import SyncConfig, push
+
+
+def seats(**replicas: int) -> Placement:
+    """All roles on one pool, as wide as the widest of them."""
+    config = PlacementConfig(
+        pools={"all": PoolConfig(slots=max(replicas.values()))},
+        roles={role: RoleConfig(pool="all", replicas=number) for role, number in replicas.items()},
+    )
+    return place(config, tuple(replicas))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_here() -> Iterator[None]:
+    """One Ray for the module; the clusters of the tests join it."""
+    cluster = asyncio.run(RayCluster.start(ClusterConfig(), place(PlacementConfig(), ())))
+    yield
+    asyncio.run(cluster.shutdown())
+
+
+def members() -> MemberFactory:
+    class Member:
+        def __init__(self, rank: int, world_size: int, init_method: str) -> None:
+            self.identity = (rank, world_size, init_method)
+            self.rank = rank
+            self.total = 0
+
+        def who(self) -> tuple[int, int, str]:
+            return self.identity
+
+        def threads(self) -> str:
+            return os.environ["OMP_NUM_THREADS"]
+
+        def add(self, amount: int) -> int:
+            self.total += amount
+            return self.total
+
+        def refuse(self) -> None:
+            raise ValueError("train.lr: no")
+
+        def process_id(self) -> int:
+            return os.getpid()
+
+        def fail_as_a_peer_of_the_dead(self) -> None:
+            """Rank 1 is killed; rank 0 notices its lost connection before anybody notices the death."""
+            if self.rank == 0:
+                raise RuntimeError("connection closed by peer")
+            print("rank 1 says its last word", file=os.sys.stderr, flush=True)  # type: ignore[attr-defined]
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def meet(self) -> float:
+            import torch
+            import torch.distributed as dist
+
+            rank, world_size, init_method = self.identity
+            dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+            total = torch.tensor([rank + 1.0])
+            dist.all_reduce(total)
+            dist.destroy_process_group()
+            return total.item()
+
+    return Member
+
+
+def engines(tokens_per_s: float = 1e6) -> EngineFactory:
+    """Answers depend on ids and seed; the text says which process wrote it."""
+
+    def make() -> Engine:
+        from models.engines.simulated import Script, SimulatedEngine
+
+        def author(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+            return Script(token_ids=(*ids, params.seed), text=str(os.getpid()))
+
+        return SimulatedEngine("policy", author, tokens_per_s=tokens_per_s)
+
+    return make
+
+
+def ask(engine: Engine, number: int) -> asyncio.Task[Completion]:
+    context = RequestContext(request_id=f"r{number}", group_id=f"g{number}", role="policy")
+    return asyncio.create_task(
+        engine.generate((1, 2), SamplingParams(max_new_tokens=8, seed=number), context)  # type: ignore[arg-type]
+    )
+
+
+def on_cluster(placement: Placement, scene) -> None:  # type: ignore[no-untyped-def]
+    """Play a scene on a cluster of its own, and clear up."""
+
+    async def main() -> None:
+        cluster = await RayCluster.start(ClusterConfig(start_timeout_s=30), placement)
+        try:
+            await scene(cluster)
+        finally:
+            await cluster.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_group_has_a_process_per_rank_and_a_meeting_place() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        group = await cluster.start_group("learner", members())
+        (first, second) = cast("list[tuple[int, int, str]]", await group.call_all("who"))
+        assert (first[:2], second[:2]) == ((0, 2), (1, 2))
+        assert first[2] == second[2]
+        assert first[2].startswith("tcp://127.0.0.1:")
+        assert len(set(await group.call_all("process_id"))) == 2
+        assert await group.call_all("threads") == ["1", "1"]
+        assert await group.call_each("add", [(1,), (10,)]) == [1, 10]
+        assert await group.call(1, "add", 5) == 15
+        assert await group.call_all("meet") == [3.0, 3.0]
+        with pytest.raises(ValueError, match=r"^train\.lr: no$") as caught:
+            await group.call(1, "refuse")
+        assert "in learner-1" in str(caught.value.__cause__)
+
+    on_cluster(seats(learner=2), scene)
+
+
+def test_the_death_of_a_rank_is_the_first_cause_with_its_last_lines() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        group = await cluster.start_group("learner", members())
+        with pytest.raises(ActorDied, match=r"^learner-1 died: process .* is gone") as caught:
+            await group.call_all("fail_as_a_peer_of_the_dead")
+        assert "rank 1 says its last word" in str(caught.value)
+
+    on_cluster(seats(learner=2), scene)
+
+
+def test_requests_of_a_killed_engine_are_drawn_elsewhere_with_the_same_seed_and_once() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        router = Router("policy", await cluster.start_engines("policy", engines(tokens_per_s=2)))
+        probe = await asyncio.gather(*(ask(router, number) for number in range(2)))
+        by_engine = {int(completion.text) for completion in probe}
+        assert len(by_engine) == 2
+        answers = [ask(router, number) for number in range(10, 18)]
+        await asyncio.sleep(0.3)  # they are being decoded: three tokens take 1.5 s
+        os.kill(by_engine.pop(), signal.SIGKILL)
+        done = await asyncio.gather(*answers)
+        assert [completion.token_ids for completion in done] == [(1, 2, number) for number in range(10, 18)]
+        assert {int(completion.text) for completion in done} == by_engine
+        assert len(router.alive) == 1
+        os.kill(by_engine.pop(), signal.SIGKILL)
+        with pytest.raises(EngineDied, match=r"all engines of role policy died; the first: policy-.: process"):
+            await ask(router, 99)
+
+    on_cluster(seats(policy=2), scene)
+
+
+class Source:
+    async def buckets(self) -> AsyncIterator[WeightBucket]:
+        for name in ("a", "b"):
+            data = np.random.default_rng(0).integers(0, 256, 4 << 20, dtype=np.uint8)
+            yield WeightBucket(tensors=(WeightTensor(name=name, dtype="float32", shape=(1 << 20,), data=data),))
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return (-1.0,) * (len(token_ids) - 1)
+
+
+def test_weights_reach_every_engine_as_they_were_sent() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        both = await cluster.start_engines("policy", engines())
+        report = await push(Source(), both, 4, (1, 2, 3), SyncConfig(deadline_s=20))
+        assert report.num_bytes == 8 << 20
+        answers = await asyncio.gather(*(ask(engine, 1) for engine in both.values()))
+        assert [answer.versions[0].version for answer in answers] == [4, 4]
+
+    on_cluster(seats(policy=2), scene)
+
+
+def test_an_engine_killed_in_mid_push_ends_it_by_name_and_the_rest_take_the_next_one() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        both = await cluster.start_engines("policy", engines())
+        victim = int((await ask(both["policy-0"], 1)).text)
+
+        class Killing(Source):
+            async def buckets(self) -> AsyncIterator[WeightBucket]:
+                async for bucket in super().buckets():
+                    yield bucket
+                    os.kill(victim, signal.SIGKILL)
+
+        with pytest.raises(EngineDied, match="policy-0 died while it was asked to load bucket 1"):
+            await push(Killing(), both, 4, (1, 2, 3), SyncConfig(deadline_s=20))
+        report = await push(Source(), {"policy-1": both["policy-1"]}, 4, (1, 2, 3), SyncConfig(deadline_s=20))
+        assert report.version == 4
+
+    on_cluster(seats(policy=2), scene)
+
+
+def test_a_placement_that_cannot_be_had_fails_at_once_and_says_what_to_type() -> None:
+    placement = seats(learner=4096)
+    started_s = time.monotonic()
+    with pytest.raises(ValueError, match=r"wants 4096 cpu slots .* set placement\.pools\.all\.slots="):
+        asyncio.run(RayCluster.start(ClusterConfig(), placement))
+    assert time.monotonic() - started_s < 10
+
+
+def test_slots_that_another_job_holds_are_named_after_the_timeout() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        with pytest.raises(ValueError, match=r"placement\.pools\.all: its 2 cpu slots did not become free within 1 s"):
+            await RayCluster.start(ClusterConfig(start_timeout_s=1), seats(learner=2))
+
+    on_cluster(seats(policy=2), scene)

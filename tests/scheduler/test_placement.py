@@ -1,0 +1,169 @@
+"""Who sits where, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.placement import (
+    NodeCapacity,
+    PlacementConfig,
+    PoolConfig,
+    RoleConfig,
+    check_capacity,
+    describe,
+    place,
+)
+
+ROLES = ("policy", "learner", "grm")
+LAPTOP = PlacementConfig(
+    pools={"train": PoolConfig(), "judging": PoolConfig()},
+    roles={"policy": RoleConfig(pool="train"), "learner": RoleConfig(pool="train"), "grm": RoleConfig(pool="judging")},
+)
+
+
+def machine(cpus: int = 2, gpus: int = 0, name: str = "this machine") -> NodeCapacity:
+    return NodeCapacity(name=name, cpus=cpus, gpus=gpus)
+
+
+def pools(**slots: PoolConfig) -> PlacementConfig:
+    """A role of its own for each pool, on all of its slots."""
+    return PlacementConfig(
+        pools=slots, roles={name: RoleConfig(pool=name, replicas=pool.slots) for name, pool in slots.items()}
+    )
+
+
+def test_roles_of_one_pool_share_its_slots() -> None:
+    placement = place(LAPTOP, ROLES)
+    assert [(s.name, s.slots, s.share) for s in placement.seats["policy"]] == [("policy-0", (0,), 0.5)]
+    assert placement.seats["learner"][0].slots == (0,)
+    assert placement.seats["grm"][0].share == 1.0
+
+
+def test_a_role_the_run_does_not_need_takes_nothing() -> None:
+    placement = place(LAPTOP, ("policy", "learner"))
+    assert set(placement.pools) == {"train"}
+    assert set(placement.seats) == {"policy", "learner"}
+
+
+def test_replicas_go_to_the_emptiest_slots() -> None:
+    config = PlacementConfig(
+        pools={"all": PoolConfig(slots=2)},
+        roles={
+            "policy": RoleConfig(pool="all"),
+            "grm": RoleConfig(pool="all"),
+            "learner": RoleConfig(pool="all", replicas=2),
+        },
+    )
+    seats = place(config, ("policy", "grm", "learner")).seats
+    assert seats["policy"][0].slots == (0,)
+    assert seats["grm"][0].slots == (1,)
+    assert [seat.slots for seat in seats["learner"]] == [(0,), (1,)]
+
+
+def test_a_replica_of_several_slots_has_them_alone() -> None:
+    config = PlacementConfig(
+        pools={"all": PoolConfig(slots=4)},
+        roles={"policy": RoleConfig(pool="all", replicas=2, slots_per_replica=2), "grm": RoleConfig(pool="all")},
+    )
+    assert place(config, ("policy",)).bundles("all") == ((0, 1), (2, 3))
+    with pytest.raises(ValueError, match=r"placement\.roles\.policy\.slots_per_replica: .* pool of its own"):
+        place(config, ("policy", "grm"))
+
+
+def test_a_role_without_place_is_told_which_pools_there_are() -> None:
+    with pytest.raises(ValueError, match=r"set placement\.roles\.meta\.pool=train or judging"):
+        place(LAPTOP, (*ROLES, "meta"))
+
+
+def test_an_unknown_pool_is_named() -> None:
+    config = PlacementConfig(pools=LAPTOP.pools, roles={"grm": RoleConfig(pool="judgin")})
+    with pytest.raises(ValueError, match=r"placement\.roles\.grm\.pool: there is no pool 'judgin'"):
+        place(config, ("grm",))
+
+
+def test_more_replicas_than_slots_says_how_many_slots_to_set() -> None:
+    config = PlacementConfig(pools=LAPTOP.pools, roles={"grm": RoleConfig(pool="judging", replicas=3)})
+    with pytest.raises(ValueError, match=r"set placement\.pools\.judging\.slots=3"):
+        place(config, ("grm",))
+
+
+def test_more_slots_than_cores_says_what_there_is_and_what_to_type() -> None:
+    placement = place(pools(train=PoolConfig(slots=4)), ("train",))
+    with pytest.raises(ValueError, match=r"wants 4 cpu slots .* has 2 cores; set placement\.pools\.train\.slots=2"):
+        check_capacity(placement, [machine(cpus=2)])
+
+
+def test_gpus_that_are_not_there_are_refused() -> None:
+    placement = place(pools(train=PoolConfig(slots=8, resource="gpu")), ("train",))
+    with pytest.raises(ValueError, match=r"has no GPUs; set placement\.pools\.train\.resource=cpu"):
+        check_capacity(placement, [machine()])
+
+
+def test_a_pool_that_others_left_nothing_for_is_pointed_to_them() -> None:
+    with pytest.raises(ValueError, match=r"1 of them taken by train; set placement\.roles\.grm\.pool=train"):
+        check_capacity(place(LAPTOP, ROLES), [machine(cpus=1)])
+
+
+def test_a_strict_pack_does_not_spread_over_nodes() -> None:
+    nodes = [machine(gpus=4, name="a"), machine(gpus=4, name="b")]
+    loose = place(pools(train=PoolConfig(slots=8, resource="gpu")), ("train",))
+    check_capacity(loose, nodes)
+    strict = place(pools(train=PoolConfig(slots=8, resource="gpu", strategy="STRICT_PACK")), ("train",))
+    with pytest.raises(ValueError, match=r"a has 4 GPUs; b has 4 GPUs, but not in one piece; .*strategy=PACK"):
+        check_capacity(strict, nodes)
+
+
+def test_a_strict_spread_wants_a_node_per_slot() -> None:
+    config = pools(train=PoolConfig(slots=2, strategy="STRICT_SPREAD"))
+    with pytest.raises(ValueError, match="not in one piece"):
+        check_capacity(place(config, ("train",)), [machine(cpus=8)])
+    check_capacity(place(config, ("train",)), [machine(name="a"), machine(name="b")])
+
+
+def test_a_replica_of_two_gpus_needs_both_on_one_node() -> None:
+    config = PlacementConfig(
+        pools={"rollout": PoolConfig(slots=2, resource="gpu")},
+        roles={"policy": RoleConfig(pool="rollout", slots_per_replica=2)},
+    )
+    with pytest.raises(ValueError, match="not in one piece"):
+        check_capacity(place(config, ("policy",)), [machine(gpus=1, name="a"), machine(gpus=1, name="b")])
+
+
+def test_the_table_shows_who_is_on_a_slot() -> None:
+    assert describe(place(LAPTOP, ROLES)).splitlines() == [
+        "slot       resource  processes",
+        "train 0    cpu       policy-0 (50%), learner-0 (50%)",
+        "judging 0  cpu       grm-0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: PoolConfig(slots=0), "slots"),
+        (lambda: PoolConfig(resource="tpu"), "resource"),
+        (lambda: PoolConfig(strategy="pack"), "strategy"),
+        (lambda: RoleConfig(pool="x", replicas=0), "replicas"),
+        (lambda: RoleConfig(pool="x", slots_per_replica=0), "slots_per_replica"),
+    ],
+)
+def test_a_bad_value_names_its_key(make, key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        make()
+
+
+@given(st.integers(1, 6), st.dictionaries(st.sampled_from("abcd"), st.integers(1, 6), min_size=1))
+def test_no_slot_is_promised_more_than_once(slots: int, replicas: dict[str, int]) -> None:
+    config = PlacementConfig(
+        pools={"all": PoolConfig(slots=slots)},
+        roles={role: RoleConfig(pool="all", replicas=min(n, slots)) for role, n in replicas.items()},
+    )
+    placement = place(config, tuple(replicas))
+    shares = [0.0] * slots
+    for seat in (seat for seats in placement.seats.values() for seat in seats):
+        shares[seat.slots[0]] += seat.share
+    assert all(share <= 1 + 1e-9 for share in shares)
+    for role, seats in placement.seats.items():
+        assert len({seat.slots for seat in seats}) == config.roles[role].replicas
