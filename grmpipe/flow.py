@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from grmpipe.rollout.play import Seat
 from grmpipe.types import Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
@@ -41,8 +41,7 @@ class Journal(Protocol):
         group_id: str,
         draw: int,
         prompt_id: str,
-        outcome: str,
-        *,
+        outcome: Literal["trained", "dropped"],
         step: int | None = None,
         cause: str | None = None,
         version: int | None = None,

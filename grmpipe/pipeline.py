@@ -229,8 +229,10 @@ class Pipeline:
 
     async def _expire(self, group: Group) -> None:
         """End a group at its deadline. One that never starts has as long to start as it has to end."""
-        while (deadline := self._deadlines[group.group_id]) > self.clock.now():
+        reached = -1.0
+        while (deadline := self._deadlines[group.group_id]) != reached:  # it moves when the group starts
             await self.clock.sleep_until(deadline)
+            reached = deadline
         log.warning("group %s reached its deadline: %s", group.group_id, describe(group))
         group.expire()
         self._ended(group)

@@ -1,4 +1,4 @@
-"""What goes where, how much memory it takes, and the arithmetic of a batch: read off a configuration, nothing started."""
+"""What goes where, its memory, and the arithmetic of a batch: read off a configuration. Starts nothing."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import json
 import logging
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -55,7 +55,7 @@ class Progress:
 
 
 class TrainingRun:
-    """From prepared parts to a summary. `execute` never raises for what went wrong within the run: the summary says it."""
+    """From prepared parts to a summary. What goes wrong within the run is not raised: the summary says it."""
 
     def __init__(self, prepared: Prepared, run_dir: Path, observers: Observers, resumed: Path | None) -> None:
         config = prepared.config
@@ -333,7 +333,7 @@ class TrainingRun:
 
     def _busy_s(self) -> dict[str, float]:
         """By role: seconds with at least one request in flight; for the learner, seconds of training calls."""
-        busy = Counter(self._progress.busy_before_s)
+        busy: defaultdict[str, float] = defaultdict(float, self._progress.busy_before_s)
         busy["learner"] += self._progress.learner_busy_s
         if self._pipeline is not None:
             busy["policy"] += self._pipeline.playing.meter.busy_s

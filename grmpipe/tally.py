@@ -60,7 +60,7 @@ class Tally:
 
     def restore(self, saved: Mapping[str, object]) -> None:
         """Totals from a checkpoint, as `dataclasses.asdict` wrote them."""
-        self.total = Counts(**{**saved, "failed": Counter(saved["failed"])})  # type: ignore[arg-type, call-overload]
+        self.total = Counts(**{**saved, "failed": Counter(saved["failed"])})  # type: ignore[call-overload]
 
 
 def flow_metrics(counts: Counts, seconds: float) -> Metrics:
@@ -92,10 +92,11 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int) -> Metrics:
         "train/groups_without_signal_share": statistics.fmean(without_signal(group) for group in groups),
         "train/siblings_without_verdict": float(len(pairs) - len(verdicts)),
         "judge/agreement_std": statistics.fmean(v.agreement for v in verdicts),
-        "judge/score_length_correlation": score_length_correlation(pairs),
         "staleness/mean": statistics.fmean(ages),
         "staleness/max": float(max(ages)),
     }
+    if (correlation := score_length_correlation(pairs)) is not None:
+        metrics["judge/score_length_correlation"] = correlation
     for name in sorted({name for verdict in verdicts for name in verdict.breakdown}):
         parts = [verdict.breakdown[name] for verdict in verdicts if name in verdict.breakdown]
         metrics |= {
@@ -112,10 +113,10 @@ def without_signal(group: JudgedGroup) -> bool:
     return len({verdict.outcome for verdict in group.verdicts if isinstance(verdict, Verdict)}) <= 1
 
 
-def score_length_correlation(pairs: Sequence[tuple[Rollout, object]]) -> float:
-    """Pearson's, over a batch; 0 where one of the two doesn't vary."""
+def score_length_correlation(pairs: Sequence[tuple[Rollout, object]]) -> float | None:
+    """Pearson's, over a batch; None where one of the two doesn't vary."""
     points = [(r.num_sampled_tokens, v.score) for r, v in pairs if isinstance(v, Verdict)]
     lengths, scores = [float(x) for x, _ in points], [y for _, y in points]
     if len(set(lengths)) < 2 or len(set(scores)) < 2:
-        return 0.0
+        return None
     return statistics.correlation(lengths, scores)

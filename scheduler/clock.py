@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+RESOLUTION_S = 1e-6  # a shorter sleep may not move the clock at all
+
+
 class ActiveClock:
     """Stands still while weights sync or judging is paused: waiting that is nobody's fault costs no deadline."""
 
@@ -43,6 +46,6 @@ class ActiveClock:
         while True:
             await self._going.wait()
             left = when - self.now()
-            if left <= 0:
+            if left < RESOLUTION_S:
                 return
             await asyncio.sleep(left)

@@ -1,4 +1,4 @@
-"""Bounded stages: an inbox, a width and a work function. They know nothing of what they work on, but whom it belongs to."""
+"""Bounded stages: an inbox, a width and a work function. Of their items they know only whom they belong to."""
 
 from __future__ import annotations
 
@@ -72,6 +72,12 @@ class Stage(Generic[Item]):
         await self._inbox.put(item)
 
     async def run(self) -> None:
+        try:
+            await self._serve()
+        except BaseExceptionGroup as crashes:
+            raise crashes.exceptions[0] from None  # in order of time: the others follow from the first
+
+    async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._free.acquire()

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grmpipe.observe.gauges import ACCURACY, LINE, PACE, SCORE, WAITS, Gauge, failures_text, step_line
+from grmpipe.observe.gauges import ACCURACY, HELD_OUT, PACE, SCORE, WAITS, Gauge, failures_text, step_lines, written
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.sparkline import sparkline
@@ -47,8 +47,7 @@ class ConsoleSink:
             self._latest |= metrics
             self._show(self._panel(step))
         else:
-            line = step_line(step, self._num_steps, metrics, LINE)
-            self._print(Text(line))
+            self._print(*(Text(line) for line in step_lines(step, self._num_steps, metrics)))
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Nothing: the panel is for numbers, `print_samples` comes at the end."""
@@ -103,6 +102,8 @@ class ConsoleSink:
             curve = sparkline(self._trends[gauge], low, high)
             value = Text(gauge.text(self._latest), style="bold")
             grid.add_row(Text(gauge.title, style="dim"), value, Text(curve, style="green"))
+        held_out = "  ".join(written(HELD_OUT, self._latest))
+        grid.add_row(Text("held-out", style="dim"), Text(), Text(held_out))
         return grid
 
     def _gauge_grid(self) -> Table:

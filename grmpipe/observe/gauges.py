@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from grmpipe.types import Metrics
@@ -28,9 +28,7 @@ class Gauge:
         return shown.rjust(self.width)
 
 
-ACCURACY = Gauge(
-    metric="train/true_accuracy", title="true accuracy", brief="true", unit="", decimals=2, width=4
-)  # fmt: skip
+ACCURACY = Gauge(metric="train/true_accuracy", title="true accuracy", brief="true", unit="", decimals=2, width=4)
 SCORE = Gauge(metric="train/grm_score", title="GRM score", brief="score", unit="", decimals=1, width=4)
 PACE = (
     Gauge(metric="rollout/tokens_per_s", title="policy tokens/s", brief="tok/s", unit="", decimals=0, width=7),
@@ -48,6 +46,11 @@ WAITS = (
     ),
     Gauge(metric="sync/push_s", title="weight sync", brief="sync", unit="s", decimals=2, width=6),
 )  # fmt: skip
+HELD_OUT = (
+    Gauge(metric="eval/true_accuracy", title="true accuracy", brief="true", unit="", decimals=2, width=4),
+    Gauge(metric="eval/true_accuracy_greedy", title="greedy", brief="greedy", unit="", decimals=2, width=4),
+    Gauge(metric="eval/grm_score", title="GRM score", brief="score", unit="", decimals=1, width=4),
+)
 LINE = (ACCURACY, SCORE, PACE[0], PACE[2], *WAITS)  # of a step, where there is no panel
 
 
@@ -64,8 +67,15 @@ def failures_text(metrics: Metrics) -> str:
     return ", ".join(f"{count} {cause}" for cause, count in failures.items()) or "none"
 
 
-def step_line(step: int, num_steps: int, metrics: Metrics, gauges: Sequence[Gauge]) -> str:
-    """One step in one line. Failures come last: their text has no fixed width."""
-    digits = len(str(num_steps))
-    cells = [f"step {step:>{digits}}/{num_steps}", *(f"{gauge.brief} {gauge.text(metrics)}" for gauge in gauges)]
-    return "  ".join([*cells, f"failed {failures_text(metrics)}"])
+def step_lines(step: int, num_steps: int, metrics: Metrics) -> Iterator[str]:
+    """A step where there is no panel: a line for its batch, a line for a look at held-out prompts; none for neither."""
+    place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
+    if any(gauge.metric in metrics for gauge in LINE):
+        # Failures come last: their text has no fixed width.
+        yield "  ".join([place, *written(LINE, metrics), f"failed {failures_text(metrics)}"])
+    if any(gauge.metric in metrics for gauge in HELD_OUT):
+        yield "  ".join([place, "held-out:", *written(HELD_OUT, metrics)])
+
+
+def written(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:
+    return [f"{gauge.brief} {gauge.text(metrics)}" for gauge in gauges]

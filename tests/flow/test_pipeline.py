@@ -1,0 +1,354 @@
+"""The whole pipeline on simulated engines: promises 1 to 3 under drops, delays, duplicates and staleness."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import looptime
+import pytest
+
+from grmpipe.data.stream import EndOfData
+from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
+from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
+from grmpipe.judge.watch import FailureGate
+from grmpipe.pipeline import Interrupted, Pipeline
+from grmpipe.rollout.play import Seat, play
+from grmpipe.types import (
+    Failed,
+    JudgedGroup,
+    JudgeReport,
+    Metrics,
+    Prompt,
+    RewardSpan,
+    Rollout,
+    Verdict,
+)
+from models.engines.simulated import Script, SimulatedEngine
+from models.types import Message, RequestContext, SamplingParams
+from scheduler.events import NoEvents
+from scheduler.weight_sync import SyncReport
+
+
+class Renderer:
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (1, 2, 3)
+
+    extend = render
+
+
+@dataclass
+class Prompts:
+    count: int = 10**6
+
+    def at(self, draw: int) -> Prompt:
+        if draw >= self.count:
+            raise EndOfData
+        return Prompt(prompt_id=f"p{draw}", messages=(Message(role="user", content=f"question {draw}"),))
+
+
+@dataclass
+class Journal:
+    rollouts: list[Rollout] = field(default_factory=list)
+    verdicts: Counter[tuple[str, int]] = field(default_factory=Counter)
+    ends: dict[str, str] = field(default_factory=dict)
+    prompts: dict[str, str] = field(default_factory=dict)
+
+    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
+        self.rollouts.append(rollout)
+
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+        self.verdicts[rollout.group_id, rollout.sibling] += 1
+
+    def group_ended(self, group_id, draw, prompt_id, outcome, step=None, cause=None, version=None) -> None:
+        assert group_id not in self.ends, f"{group_id} ended twice"
+        self.ends[group_id] = cause or outcome
+        self.prompts[prompt_id] = cause or outcome
+
+
+@dataclass
+class Trainer:
+    """Takes time, and remembers what it was trained on."""
+
+    step_s: float = 0.2
+    taken: list[JudgedGroup] = field(default_factory=list)
+    steps: list[list[JudgedGroup]] = field(default_factory=list)
+    discarded: int = 0
+
+    async def take(self, group: JudgedGroup) -> None:
+        self.taken.append(group)
+
+    async def step(self) -> Metrics:
+        await asyncio.sleep(self.step_s)
+        self.steps.append(self.taken)
+        self.taken = []
+        return {}
+
+    async def discard(self) -> None:
+        self.discarded += 1
+        self.taken = []
+
+
+@dataclass
+class Judge:
+    """Gives the sibling's number as its score, unless `mishap` says otherwise."""
+
+    mishap: Callable[[Rollout], Failed | None] = lambda rollout: None
+    delay: Callable[[Rollout], float] = lambda rollout: 0.1
+    began: list[float] = field(default_factory=list)
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        self.began.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.delay(rollout))
+        if (failed := self.mishap(rollout)) is not None:
+            return JudgeReport(verdict=failed, failures=(failed,))
+        value = rollout.sibling / 10
+        span = RewardSpan(turn=0, start=0, end=1, value=value)
+        verdict = Verdict(rewards=(span,), score=value * 10, breakdown={}, agreement=0.0, num_judgements=1)
+        return JudgeReport(verdict=verdict)
+
+
+@dataclass
+class Bench:
+    """A pipeline on simulated parts, with all that a test wants to look at."""
+
+    config: FlowConfig
+    judge: Judge = field(default_factory=Judge)
+    trainer: Trainer = field(default_factory=Trainer)
+    prompts: Prompts = field(default_factory=Prompts)
+    lengths: Callable[[RequestContext], int] = lambda context: 20
+    sync_s: float = 0.05
+    cut: Cut | None = None
+    kept: dict[int, Kept] | None = None
+    max_failure_rate: float = 1.0
+    reports: list[StepReport] = field(default_factory=list)
+    journal: Journal = field(default_factory=Journal)
+    ended_rollouts: list[float] = field(default_factory=list)
+
+    def build(self) -> Pipeline:
+        def author(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+            return Script(token_ids=(7,) * self.lengths(context), text="Answer: 1")
+
+        self.engine = SimulatedEngine("policy", author, tokens_per_s=100, version=self.cut.version if self.cut else 0)
+        gate = FailureGate(max_failure_rate=self.max_failure_rate, window=32, pause_s=5.0)
+        parts = Parts(
+            prompts=self.prompts,
+            too_long=lambda prompt: False,
+            play=self.play,
+            judge=self.judge,
+            watch=JudgeFitness(gate),
+            trainer=self.trainer,
+            push_weights=self.push,
+            journal=self.journal,
+            events=NoEvents(),
+        )
+        return Pipeline(parts, self.config, self.after_step, self.cut, self.kept)
+
+    async def play(self, seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        params = SamplingParams(max_new_tokens=64)
+        rollout = await play(seat, SingleTurn(prompt), self.engine, Renderer(), params, 1, on_first_token)
+        self.ended_rollouts.append(asyncio.get_running_loop().time())
+        return rollout
+
+    async def push(self, version: int) -> SyncReport:
+        await self.engine.pause()
+        await asyncio.sleep(self.sync_s)
+        await self.engine.commit_weights(version)
+        await self.engine.resume()
+        return SyncReport(version=version, seconds=self.sync_s, pause_seconds=self.sync_s, num_bytes=0, probe_error=0.0)
+
+    async def after_step(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    def run(self) -> Pipeline:
+        async def go() -> Pipeline:
+            self.pipeline = self.build()
+            await self.pipeline.run()
+            return self.pipeline
+
+        return on_virtual_clock(go)
+
+
+def on_virtual_clock(go: Callable):
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        return runner.run(go())
+
+
+def flow(**changes) -> FlowConfig:
+    values = {
+        "num_steps": 6, "groups_per_batch": 4, "group_size": 4, "min_valid_siblings": 2, "max_staleness": 1,
+        "group_deadline_s": 10.0, "play_width": 64, "judge_width": 64, "seed": 0,
+    }  # fmt: skip
+    return FlowConfig(**{**values, **changes})
+
+
+def long_tailed(context: RequestContext) -> int:
+    return 5 + int(60 * random.Random(context.request_id).random() ** 4)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_every_batch_keeps_the_staleness_bound_and_nothing_is_lost(max_staleness: int) -> None:
+    bench = Bench(flow(max_staleness=max_staleness, num_steps=20, play_width=8), lengths=long_tailed)
+    pipeline = bench.run()
+    ledger = pipeline.admission
+    assert (ledger.trained, ledger.submitted, len(ledger.in_flight)) == (80, 80, 0)
+    for version, groups in enumerate(bench.trainer.steps):
+        assert len(groups) == 4
+        assert all(0 <= version - group.version <= max_staleness for group in groups)
+    assert pipeline.max_staleness_trained <= max_staleness
+
+
+def test_synchronous_training_uses_only_tokens_of_the_current_version() -> None:
+    bench = Bench(flow(max_staleness=0), lengths=long_tailed)
+    bench.run()
+    for version, groups in enumerate(bench.trainer.steps):
+        assert {s.version for g in groups for r in g.rollouts for s in r.turns[0].completion.versions} == {version}
+
+
+def test_a_rollout_that_spans_a_sync_knows_both_versions() -> None:
+    bench = Bench(flow(max_staleness=2), lengths=long_tailed)
+    bench.run()
+    spans = [r.turns[0].completion.versions for r in bench.journal.rollouts]
+    assert any(len(stretch) > 1 for stretch in spans)
+    assert all(a.end == b.start and a.version < b.version for s in spans for a, b in zip(s, s[1:], strict=False))
+
+
+def test_judging_starts_before_the_last_rollout_of_the_batch_ends() -> None:
+    bench = Bench(flow(num_steps=1, max_staleness=0), lengths=long_tailed)
+    bench.run()
+    assert min(bench.judge.began) < max(bench.ended_rollouts)
+
+
+def test_a_partial_group_is_trained_and_its_failed_sibling_has_no_number() -> None:
+    lost = Failed(stage="judge", cause="unparseable", attempts=2)
+    bench = Bench(flow(), judge=Judge(mishap=lambda rollout: lost if rollout.sibling == 3 else None))
+    bench.run()
+    verdicts = [group.verdicts for groups in bench.trainer.steps for group in groups]
+    assert all(v[3] is lost and [x.score for x in v[:3]] == [0.0, 1.0, 2.0] for v in verdicts)
+
+
+def test_a_group_with_too_few_verdicts_is_dropped_by_cause_and_replaced() -> None:
+    lost = Failed(stage="judge", cause="truncated", attempts=2)
+
+    def mishap(rollout: Rollout) -> Failed | None:
+        return lost if rollout.group_id == "g000001" and rollout.sibling > 0 else None
+
+    bench = Bench(flow(), judge=Judge(mishap=mishap))
+    ledger = bench.run().admission
+    assert ledger.dropped == {"judge_truncated": 1}
+    assert (ledger.trained, ledger.submitted) == (24, 25)
+
+
+def test_a_group_ends_at_its_deadline_when_a_rollout_never_comes_back() -> None:
+    bench = Bench(flow(), lengths=lambda context: 10**6 if context.request_id == "g000002/1/t0" else 10)
+    ledger = bench.run().admission
+    assert ledger.dropped == {"rollout_timeout": 1}
+    assert bench.journal.ends["g000002"] == "rollout_timeout"
+
+
+def test_missing_verdicts_at_the_deadline_are_timeouts_and_the_rest_is_trained() -> None:
+    def delay(rollout: Rollout) -> float:
+        return 1e6 if (rollout.group_id, rollout.sibling) == ("g000000", 2) else 0.1
+
+    bench = Bench(flow(), judge=Judge(delay=delay))
+    bench.run()
+    (group,) = [g for groups in bench.trainer.steps for g in groups if g.group_id == "g000000"]
+    assert isinstance(group.verdicts[2], Failed)
+    assert group.verdicts[2].cause == "timeout"
+
+
+def test_the_deadline_stands_still_during_a_sync() -> None:
+    bench = Bench(flow(group_deadline_s=1.0, num_steps=3), sync_s=30.0, lengths=lambda context: 80)
+    assert bench.run().admission.dropped == {}
+
+
+def test_judging_pauses_above_the_failure_rate_and_then_the_run_stops_with_the_cause() -> None:
+    lost = Failed(stage="judge", cause="unparseable", attempts=2)
+    bench = Bench(flow(), judge=Judge(mishap=lambda rollout: lost), max_failure_rate=0.2)
+    with pytest.raises(JudgeUnfit, match="unparseable"):
+        bench.run()
+    assert max(bench.judge.began) - min(bench.judge.began) > 5.0  # the pause
+    assert bench.trainer.steps == []
+
+
+def test_a_judge_that_recovers_in_the_pause_goes_on() -> None:
+    lost = Failed(stage="judge", cause="timeout", attempts=1)
+
+    def mishap(rollout: Rollout) -> Failed | None:
+        return lost if asyncio.get_running_loop().time() < 3.0 else None
+
+    bench = Bench(flow(), judge=Judge(mishap=mishap), max_failure_rate=0.2)
+    assert bench.run().version == 6
+
+
+def test_a_run_ends_when_the_prompts_do_and_says_what_became_of_each() -> None:
+    bench = Bench(flow(num_steps=100), prompts=Prompts(count=10))
+    ledger = bench.run().admission
+    assert (ledger.version, ledger.trained, ledger.dropped) == (2, 8, {"end_of_prompts": 2})
+    assert set(bench.journal.prompts) == {f"p{draw}" for draw in range(10)}
+
+
+def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -> None:
+    first = Bench(flow(num_steps=8), lengths=long_tailed)
+
+    async def stop_after_three() -> None:
+        first.pipeline = first.build()
+        first.after_step_hook = first.after_step
+
+        async def after_step(report: StepReport) -> None:
+            first.reports.append(report)
+            if report.step == 3:
+                first.pipeline.interrupt()
+
+        first.pipeline._after_step = after_step
+        await first.pipeline.run()
+
+    with pytest.raises(Interrupted):
+        on_virtual_clock(stop_after_three)
+    cut = first.pipeline.cut()
+    assert cut.version == 3
+    done = {group.prompt.prompt_id for groups in first.trainer.steps for group in groups}
+    kept = {
+        draw: Kept(group_id=group_id, rollouts=tuple(r for r in first.journal.rollouts if r.group_id == group_id))
+        for draw, group_id in cut.in_flight.items()
+    }
+    second = Bench(flow(num_steps=8), lengths=long_tailed, cut=cut, kept=kept)
+    ledger = second.run().admission
+    trained = [group.prompt.prompt_id for groups in second.trainer.steps for group in groups]
+    assert len(trained) == len(set(trained)) == 20
+    assert not done & set(trained)
+    assert done | set(trained) == {f"p{draw}" for draw in range(32)}
+    assert ledger.submitted == ledger.trained == 32
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chaos_of_lost_late_and_failed_answers_keeps_promises_1_to_3(seed: int) -> None:
+    """Judge answers are dropped, delayed and failed at random; rollouts hang at random."""
+    rng = random.Random(seed)
+    lost = Failed(stage="judge", cause="died", attempts=1)
+    bench = Bench(
+        flow(num_steps=15, max_staleness=seed % 3, group_deadline_s=4.0),
+        judge=Judge(
+            mishap=lambda rollout: lost if rng.random() < 0.15 else None,
+            delay=lambda rollout: 1e9 if rng.random() < 0.05 else rng.random() * 3,
+        ),
+        lengths=lambda context: 10**7 if rng.random() < 0.02 else 5 + int(rng.random() * 100),
+    )
+    pipeline = bench.run()
+    pipeline.admission.check()
+    assert pipeline.version == 15
+    for version, groups in enumerate(bench.trainer.steps):
+        assert all(version - group.version <= seed % 3 for group in groups)
+        for group in groups:
+            scores = {r.sibling: v.score for r, v in zip(group.rollouts, group.verdicts, strict=True) if v is not lost
+                      and not isinstance(v, Failed)}  # fmt: skip
+            assert len(scores) >= 2
+            assert all(score == pytest.approx(sibling) for sibling, score in scores.items())
+    assert max(bench.journal.verdicts.values()) == 1
+    ends = Counter(bench.journal.ends.values())
+    assert ends["trained"] == 60
+    assert sum(ends.values()) == pipeline.admission.submitted - len(pipeline.admission.in_flight)
