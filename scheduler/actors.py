@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import operator
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
@@ -12,8 +11,8 @@ from typing import Protocol, runtime_checkable
 from models.types import Engine
 from scheduler.placement import Placement
 
-# (rank, world_size, init_method) -> the member; init_method is what torch.distributed takes.
-MemberFactory = Callable[[int, int, str], object]
+# (rank, world_size, init_method) -> the member; init_method is what torch.distributed takes, None for a lone rank.
+MemberFactory = Callable[[int, int, str | None], object]
 EngineFactory = Callable[[], Engine]  # called on the event loop that will drive the engine
 
 
@@ -86,7 +85,7 @@ class InProcessGroup:
     async def start(cls, name: str, make_member: MemberFactory) -> InProcessGroup:
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         try:
-            member = await asyncio.get_running_loop().run_in_executor(thread, make_member, 0, 1, free_address())
+            member = await asyncio.get_running_loop().run_in_executor(thread, make_member, 0, 1, None)
         except BaseException:
             thread.shutdown(wait=False)
             raise
@@ -142,10 +141,3 @@ class InProcessCluster:
                 await engine.close()
         for group in self._groups:
             await group.close()
-
-
-def free_address(host: str = "127.0.0.1") -> str:
-    """An init_method on a port that is free now. The next to bind gets it: ask right before use."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"tcp://{host}:{probe.getsockname()[1]}"

@@ -8,6 +8,7 @@ import logging
 import math
 import operator
 import os
+import socket
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -19,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models.types import Engine, WeightBucket
-from scheduler.actors import ActorDied, ActorGroup, EngineFactory, MemberFactory, free_address
+from scheduler.actors import ActorDied, ActorGroup, EngineFactory, MemberFactory
 from scheduler.engine_host import EngineHost
 from scheduler.placement import ClusterConfig, NodeCapacity, Placement, Seat, check_capacity
 from scheduler.remote_engine import RemoteEngine
@@ -46,9 +47,12 @@ class MemberHost:
         return ray.util.get_node_ip_address()
 
     def free_address(self, host: str) -> str:
-        return free_address(host)
+        """An init_method on a port that is free now. The next to bind gets it: ask right before use."""
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str) -> None:
+    def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
         self._member = make_member(rank, world_size, init_method)
 
     def ask(self, method: str, *args: object) -> object:
@@ -167,9 +171,7 @@ class RayCluster:
 
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
         actors = await self._start_actors(role, MemberHost, max_concurrency=1)
-        nodes = await _first_cause([actor.call("node_address") for actor in actors])
-        # Ranks of one machine meet on loopback: nobody outside needs to reach them.
-        init_method = await actors[0].call("free_address", nodes[0] if len(set(nodes)) > 1 else "127.0.0.1")
+        init_method = await _meeting_place(actors) if len(actors) > 1 else None
         await _first_cause(
             [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
         )
@@ -231,6 +233,12 @@ class RayCluster:
             )
             .remote(),
         )
+
+
+async def _meeting_place(ranks: Sequence[RayActor]) -> object:
+    """Where rank 0 listens. Ranks of one machine meet on loopback: nobody outside needs to reach them."""
+    nodes = await _first_cause([rank.call("node_address") for rank in ranks])
+    return await ranks[0].call("free_address", nodes[0] if len(set(nodes)) > 1 else "127.0.0.1")
 
 
 def nodes_of_ray() -> list[NodeCapacity]:

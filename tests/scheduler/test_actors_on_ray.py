@@ -50,12 +50,12 @@ def ray_here() -> Iterator[None]:
 
 def members() -> MemberFactory:
     class Member:
-        def __init__(self, rank: int, world_size: int, init_method: str) -> None:
+        def __init__(self, rank: int, world_size: int, init_method: str | None) -> None:
             self.identity = (rank, world_size, init_method)
             self.rank = rank
             self.total = 0
 
-        def who(self) -> tuple[int, int, str]:
+        def who(self) -> tuple[int, int, str | None]:
             return self.identity
 
         def threads(self) -> str:
