@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grmpipe.observe.gauges import ACCURACY, HELD_OUT, PACE, SCORE, WAITS, Gauge, failures_text, step_lines, written
+from grmpipe.observe.gauges import (
+    ACCURACY,
+    HELD_OUT,
+    PACE,
+    SCORE,
+    WAITS,
+    Gauge,
+    failures_by_cause,
+    failures_text,
+    step_lines,
+    written,
+)
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.sparkline import sparkline
@@ -34,6 +46,7 @@ class ConsoleSink:
         self._num_steps = num_steps
         self.console = console or Console(highlight=False)
         self._latest: Metrics = {}
+        self._failed: Counter[str] = Counter()  # judgements by cause, since this process began
         self._trends: dict[Gauge, deque[float]] = {gauge: deque(maxlen=TREND_STEPS) for gauge in SCALES}
         self._live: Live | None = None
         self._guard = Guard()
@@ -41,10 +54,11 @@ class ConsoleSink:
 
     def log(self, step: int, metrics: Metrics) -> None:
         for gauge, trend in self._trends.items():
-            if gauge.metric in metrics:
+            if math.isfinite(metrics.get(gauge.metric, math.nan)):
                 trend.append(metrics[gauge.metric])
         if self.console.is_terminal:
             self._latest |= metrics
+            self._failed.update(failures_by_cause(metrics))
             self._show(self._panel(step))
         else:
             self._print(*(Text(line) for line in step_lines(step, self._num_steps, metrics)))
@@ -91,7 +105,7 @@ class ConsoleSink:
         progress = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=self._num_steps, completed=step, width=48)
         progress.add_row(Text(f"step {step}/{self._num_steps}", style="bold"), bar)
-        failures = failures_text(self._latest)
+        failures = failures_text(self._failed)
         failed = Text("judgements failed  ", style="dim").append(failures, "green" if failures == "none" else "red")
         body = Group(progress, Text(), self._trend_grid(), Text(), self._gauge_grid(), failed)
         return Panel(body, title="grmpipe", title_align="left", border_style="cyan", width=self._width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.types import Metrics
@@ -18,9 +18,9 @@ class Gauge:
     metric: str
     title: str
     brief: str
-    unit: str
     decimals: int
     width: int
+    unit: str = ""
 
     def text(self, metrics: Metrics) -> str:
         value = metrics.get(self.metric, math.nan)
@@ -28,28 +28,28 @@ class Gauge:
         return shown.rjust(self.width)
 
 
-ACCURACY = Gauge(metric="train/true_accuracy", title="true accuracy", brief="true", unit="", decimals=2, width=4)
-SCORE = Gauge(metric="train/grm_score", title="GRM score", brief="score", unit="", decimals=1, width=4)
+ACCURACY = Gauge(metric="train/true_accuracy", title="true accuracy", brief="true", decimals=2, width=4)
+SCORE = Gauge(metric="train/grm_score", title="GRM score", brief="score", decimals=1, width=4)
 PACE = (
-    Gauge(metric="rollout/tokens_per_s", title="policy tokens/s", brief="tok/s", unit="", decimals=0, width=7),
-    Gauge(metric="judge/tokens_per_s", title="GRM tokens/s", brief="grm tok/s", unit="", decimals=0, width=7),
-    Gauge(metric="staleness/max", title="staleness, oldest", brief="stale", unit="", decimals=0, width=2),
+    Gauge(metric="rollout/tokens_per_s", title="policy tokens/s", brief="tok/s", decimals=0, width=7),
+    Gauge(metric="judge/tokens_per_s", title="GRM tokens/s", brief="grm tok/s", decimals=0, width=7),
+    Gauge(metric="staleness/max", title="staleness, oldest", brief="stale", decimals=0, width=2),
 )
 WAITS = (
     Gauge(
         metric="wait/learner_for_groups_s", title="learner waited for groups", brief="learner waits",
-        unit="s", decimals=1, width=6,
+        decimals=1, width=6, unit="s",
     ),
     Gauge(
         metric="wait/engines_for_learner_s", title="engines waited for learner", brief="engines wait",
-        unit="s", decimals=1, width=6,
+        decimals=1, width=6, unit="s",
     ),
-    Gauge(metric="sync/push_s", title="weight sync", brief="sync", unit="s", decimals=2, width=6),
+    Gauge(metric="sync/push_s", title="weight sync", brief="sync", decimals=2, width=6, unit="s"),
 )  # fmt: skip
 HELD_OUT = (
-    Gauge(metric="eval/true_accuracy", title="true accuracy", brief="true", unit="", decimals=2, width=4),
-    Gauge(metric="eval/true_accuracy_greedy", title="greedy", brief="greedy", unit="", decimals=2, width=4),
-    Gauge(metric="eval/grm_score", title="GRM score", brief="score", unit="", decimals=1, width=4),
+    Gauge(metric="eval/true_accuracy", title="true accuracy", brief="true", decimals=2, width=4),
+    Gauge(metric="eval/true_accuracy_greedy", title="greedy", brief="greedy", decimals=2, width=4),
+    Gauge(metric="eval/grm_score", title="GRM score", brief="score", decimals=1, width=4),
 )
 LINE = (ACCURACY, SCORE, PACE[0], PACE[2], *WAITS)  # of a step, where there is no panel
 
@@ -62,8 +62,7 @@ def failures_by_cause(metrics: Metrics) -> dict[str, int]:
     return {cause: int(value) for cause, value in sorted(found.items()) if value > 0}
 
 
-def failures_text(metrics: Metrics) -> str:
-    failures = failures_by_cause(metrics)
+def failures_text(failures: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {cause}" for cause, count in failures.items()) or "none"
 
 
@@ -72,7 +71,7 @@ def step_lines(step: int, num_steps: int, metrics: Metrics) -> Iterator[str]:
     place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
     if any(gauge.metric in metrics for gauge in LINE):
         # Failures come last: their text has no fixed width.
-        yield "  ".join([place, *written(LINE, metrics), f"failed {failures_text(metrics)}"])
+        yield "  ".join([place, *written(LINE, metrics), f"failed {failures_text(failures_by_cause(metrics))}"])
     if any(gauge.metric in metrics for gauge in HELD_OUT):
         yield "  ".join([place, "held-out:", *written(HELD_OUT, metrics)])
 

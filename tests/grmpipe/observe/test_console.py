@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_elsewhere_a_step_is_one_aligned_line() -> None:
     sink = ConsoleSink(num_steps=80, console=console)
     sink.log(1, METRICS)
     sink.log(12, {**METRICS, "rollout/tokens_per_s": 12_345.0})
-    sink.log(13, {})
+    sink.log(13, {"staleness/max": 2.0})
     first, second, third = text_of(console).splitlines()
     assert first == (
         "step  1/80  true 0.46  score  6.0  tok/s   3,410  stale  1  learner waits   0.2s  engines wait  12.5s  "
@@ -59,6 +60,18 @@ def test_elsewhere_a_step_is_one_aligned_line() -> None:
     assert first.index("failed") == second.index("failed") == third.index("failed")
     assert "true    -" in third
     assert third.endswith("failed none")
+
+
+def test_a_look_at_held_out_prompts_has_a_line_of_its_own() -> None:
+    console = recorded(terminal=False)
+    sink = ConsoleSink(num_steps=80, console=console)
+    sink.log(0, {"eval/true_accuracy": 0.29, "eval/true_accuracy_greedy": 0.31, "eval/grm_score": 4.3})
+    sink.log(20, {**METRICS, "eval/true_accuracy": 0.45})
+    sink.log(21, {"time/other_s": 1.0})
+    first, second, third = text_of(console).splitlines()
+    assert first == "step  0/80  held-out:  true 0.29  greedy 0.31  score  4.3"
+    assert second.startswith("step 20/80  true 0.46")
+    assert third == "step 20/80  held-out:  true 0.45  greedy    -  score    -"
 
 
 def test_in_a_terminal_a_panel_shows_the_step_and_who_waits_for_whom() -> None:
@@ -78,10 +91,11 @@ def test_the_panel_keeps_what_only_some_steps_tell() -> None:
     console = recorded(terminal=True)
     sink = ConsoleSink(num_steps=80, console=console)
     sink.log(1, METRICS)
-    sink.log(2, {"train/true_accuracy": 0.9})
+    sink.log(2, {"train/true_accuracy": 0.9, "train/grm_score": math.nan, "judge/failed_timeout": 1.0})
     sink.close()
     last = text_of(console).split("step 2/80")[-1]
     assert "12.5s" in last
+    assert "3 timeout" in last  # of both steps
     assert "▄▇" in last  # the trend of both steps
 
 
