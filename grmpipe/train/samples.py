@@ -31,7 +31,7 @@ def split_rollout(rollout: Rollout, advantage: float) -> tuple[TrainingSample, .
 
 def count(samples: Sequence[TrainingSample], oldest_version: int) -> BatchTotals:
     """The sizes of a batch. A sample without a trained token is no sequence."""
-    trained = [sum(sample.loss_mask) for sample in samples]
+    trained = [sum(sample.loss_mask[1:]) for sample in samples]  # nothing predicts a first token
     return BatchTotals(
         num_loss_tokens=sum(trained),
         num_sequences=sum(tokens > 0 for tokens in trained),

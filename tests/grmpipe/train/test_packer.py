@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.train.packer import Packer, Round, idle, pack
+from grmpipe.train.samples import count
 from grmpipe.types import TrainingSample
 
 
@@ -84,6 +87,12 @@ def test_packed_arrays_line_up() -> None:
     assert batch.sampler_logprobs_T.tolist() == [0, -1, -1, 0, -1]
     assert batch.advantages_T.tolist() == [0, 0.5, 0.5, 0, 0.5]
     assert batch.loss_mask_T.dtype == np.float32 and batch.token_ids_T.dtype == np.int64
+
+
+def test_a_first_token_is_neither_trained_nor_counted() -> None:
+    unprompted = replace(sample(0, 4), loss_mask=(1, 1, 1, 1))
+    assert pack([unprompted]).loss_mask_T.tolist() == [0, 1, 1, 1]
+    assert count([unprompted], oldest_version=0).num_loss_tokens == 3
 
 
 def test_an_idle_rank_trains_nothing() -> None:
