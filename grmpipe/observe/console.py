@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,15 @@ SAMPLES_SHOWN = 3
 PANEL_COLUMNS = 96  # lines longer than that are hard to read
 
 
+class RunConsole(Console):
+    """A console that may go away (`| head`, a closed terminal): rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with Path(os.devnull).open("wb") as nowhere:  # what is still buffered must be flushed to something
+            os.dup2(nowhere.fileno(), self.file.fileno())
+
+
 class ConsoleSink:
     """A Sink. Text of models is never read as markup, and its control characters never reach the terminal."""
 
@@ -44,7 +54,7 @@ class ConsoleSink:
 
     def __init__(self, num_steps: int, console: Console | None = None) -> None:
         self._num_steps = num_steps
-        self.console = console or Console(highlight=False)
+        self.console = console or RunConsole(highlight=False)
         self._latest: Metrics = {}
         self._failed: Counter[str] = Counter()  # judgements by cause, since this process began
         self._trends: dict[Gauge, deque[float]] = {gauge: deque(maxlen=TREND_STEPS) for gauge in SCALES}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grmpipe.observe.console import ConsoleSink
+from grmpipe.observe.console import ConsoleSink, RunConsole
 from grmpipe.observe.gauges import failures_by_cause
 from grmpipe.observe.logs import NOISY, OURS, replace_handlers, setup_logging
 from grmpipe.observe.sample_rows import SampleRow
@@ -146,6 +147,18 @@ def test_a_console_that_is_gone_fails_no_note(tmp_path: Path) -> None:
         sink = ConsoleSink(num_steps=2, console=Console(file=file))
     sink.note("anyone there?")
     sink.print_samples([row()])
+
+
+def test_a_run_whose_reader_went_away_goes_on() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1, closefd=False) as pipe:
+        sink = ConsoleSink(num_steps=2, console=RunConsole(file=pipe))
+        sink.log(1, METRICS)
+        sink.note("still here")
+        sink.close()
+        assert sink.console.quiet
+    os.close(writer)
 
 
 def test_failures_are_named_by_cause_and_only_those_that_happened() -> None:
