@@ -1,0 +1,356 @@
+"""The engine in torch, in our own process: async calls from any event loop, one thread that steps the batch.
+
+    generate, abort, pause, load_bucket, ...  -> [commands] -> thread: commands between steps, then a step, again
+    completions, receipts, first tokens       <- call_soon_threadsafe <-
+
+Model, batch and inbox belong to the thread alone; callers only ever post commands. So a pause is an ordinary command:
+when it runs, no token is being sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+
+from models.causal_lm import load_causal_lm
+from models.engines.batch import Batch, Row
+from models.engines.decoder import open_decoder
+from models.engines.endings import Endings
+from models.engines.weight_loading import WeightInbox
+from models.logprobs import chosen_logprobs
+from models.renderer import Renderer
+from models.settings import EmbeddedConfig
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+    ignore_first_token,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine did since it started. Waiting and running are of the moment."""
+
+    busy_s: float  # in steps: prefilling and decoding
+    sampled_tokens: int
+    prefilled_tokens: int
+    finished: int
+    waiting: int
+    running: int
+
+
+class Answer(Generic[T]):
+    """A future of some event loop that another thread settles. Once settled or cancelled, it stays so."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self._loop.create_future()
+
+    def call(self, function: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
+
+    def give(self, result: T) -> None:
+        self.call(lambda: None if self.future.done() else self.future.set_result(result))
+
+    def fail(self, error: BaseException) -> None:
+        self.call(lambda: None if self.future.done() else self.future.set_exception(error))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """One call of generate."""
+
+    answer: Answer[Completion]
+    on_first_token: Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request in flight, and all who wait for it."""
+
+    request_id: str
+    row: Row
+    waiters: list[Waiter] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What the thread does between two steps. `fail` tells the caller that it won't be done."""
+
+    run: Callable[[], None]
+    fail: Callable[[BaseException], None]
+
+
+class EmbeddedEngine:
+    """Continuous batching for any causal LM with full attention, on the CPU or one GPU.
+
+    seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
+    version: of the weights in `model_path`.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        model_name: str,
+        config: EmbeddedConfig,
+        dtype: str = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+        chat_template: str | None = None,
+        version: int = 0,
+    ) -> None:
+        renderer = Renderer.load(model_path, chat_template)
+        self.model_name = model_name
+        self._config = config
+        self._vocab_size = renderer.vocab_size
+        self._context_tokens = _window(config, renderer)
+        self._model = load_causal_lm(model_path, dtype, device)
+        with torch.no_grad():
+            decoder, slots = open_decoder(self._model, config.max_batch_rows, self._context_tokens)
+        endings = Endings(renderer.decode, renderer.stop_token_ids)
+        self._batch = Batch(
+            decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step
+        )
+        self._batch.version = version
+        self._inbox = WeightInbox(self._model)
+        self._tickets: dict[str, Ticket] = {}
+        self._tickets_by_row: dict[Row, Ticket] = {}
+        self._paused = False
+        self._closing = False
+        self._busy_s = 0.0
+        self._num_finished = 0
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._death: EngineDied | None = None
+        self._death_lock = threading.Lock()  # no command may slip in after the last ones were failed
+        self._thread = threading.Thread(target=self._work, name=f"engine-{model_name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        return self._batch.version
+
+    def stats(self) -> EngineStats:
+        batch = self._batch
+        return EngineStats(
+            busy_s=self._busy_s,
+            sampled_tokens=batch.num_sampled_tokens,
+            prefilled_tokens=batch.num_prefilled_tokens,
+            finished=self._num_finished,
+            waiting=batch.num_waiting,
+            running=batch.num_running,
+        )
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        """Sample one completion. A request_id that is in flight already gets that request's answer."""
+        ids = tuple(prompt_ids)
+        self._refuse_what_cannot_run(ids, params)
+        waiter = Waiter(Answer[Completion](), on_first_token)
+        self._post(Command(partial(self._submit, ids, params, context, waiter), waiter.answer.fail))
+        try:
+            return await waiter.answer.future
+        except asyncio.CancelledError:
+            if self._death is None:
+                self._post(Command(partial(self._give_up, context.request_id, waiter), lambda error: None))
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        await self._do(partial(self._abort, request_id))
+
+    async def pause(self) -> None:
+        await self._do(partial(self._set_paused, True))
+
+    async def resume(self) -> None:
+        await self._do(partial(self._set_paused, False))
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        """Raises ValueError naming a tensor that doesn't fit (nothing is loaded), RuntimeError where not paused."""
+        await self._do(partial(self._load, bucket))
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        return await self._do(partial(self._commit, version))
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return await self._do(partial(self._score, tuple(token_ids)))
+
+    def close(self) -> None:
+        """End the thread; whoever still waits gets EngineDied. Blocks for a step at most."""
+        with self._death_lock:
+            if self._death is None:
+                self._commands.put(Command(self._close, lambda error: None))
+        self._thread.join()
+
+    # What follows `_post` runs in the thread.
+
+    async def _do(self, function: Callable[[], T]) -> T:
+        answer = Answer[T]()
+
+        def run() -> None:
+            try:
+                answer.give(function())
+            except Exception as error:
+                answer.fail(error)  # the caller's mistake; the engine lives on
+
+        self._post(Command(run, answer.fail))
+        return await answer.future
+
+    def _post(self, command: Command) -> None:
+        with self._death_lock:
+            if self._death is not None:
+                raise EngineDied(str(self._death)) from self._death.__cause__
+            self._commands.put(command)
+
+    def _refuse_what_cannot_run(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
+        needed = len(prompt_ids) + params.max_new_tokens
+        if needed > self._context_tokens:
+            raise EngineRefused(
+                f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the window of "
+                f"{self._context_tokens} tokens of {self.model_name}"
+            )
+        if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab_size:
+            raise EngineRefused(f"a prompt must be ids from 0 to {self._vocab_size - 1}, at least one")
+        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
+            raise EngineRefused(f"these sampling parameters can't be served: {params}")
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        try:
+            while not self._closing:
+                self._run_commands()
+                if self._has_work():
+                    self._step()
+        except BaseException as error:
+            died = EngineDied(f"the engine of {self.model_name} crashed: {error!r}")
+            died.__cause__ = error
+            self._die(died)
+        else:
+            self._die(EngineDied(f"the engine of {self.model_name} was closed"))
+
+    def _has_work(self) -> bool:
+        return not (self._paused or self._closing) and self._batch.num_waiting + self._batch.num_running > 0
+
+    def _run_commands(self) -> None:
+        """All that have come; waits for one where there is nothing else to do."""
+        while not self._closing:
+            try:
+                command = self._commands.get(block=not self._has_work())
+            except queue.Empty:
+                return
+            command.run()
+
+    def _step(self) -> None:
+        started_s = time.perf_counter()  # a duration: no event loop's clock is at hand here
+        changes = self._batch.step()
+        self._busy_s += time.perf_counter() - started_s
+        for row in changes.begun:
+            for waiter in self._tickets_by_row[row].waiters:
+                _tell_first_token(waiter)
+        for row in changes.finished:
+            self._answer(self._tickets_by_row[row])
+
+    def _submit(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, context: RequestContext, waiter: Waiter
+    ) -> None:
+        ticket = self._tickets.get(context.request_id)
+        if ticket is None:
+            row = self._batch.submit(prompt_ids, params, context.priority)
+            ticket = Ticket(context.request_id, row)
+            self._tickets[context.request_id] = self._tickets_by_row[row] = ticket
+        elif ticket.row.token_ids:
+            _tell_first_token(waiter)
+        ticket.waiters.append(waiter)
+
+    def _give_up(self, request_id: str, waiter: Waiter) -> None:
+        ticket = self._tickets.get(request_id)
+        if ticket is not None and waiter in ticket.waiters:
+            ticket.waiters.remove(waiter)
+            if not ticket.waiters:
+                self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        ticket = self._tickets.get(request_id)
+        if ticket is not None:
+            self._batch.abort(ticket.row)
+            self._answer(ticket)
+
+    def _answer(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.request_id], self._tickets_by_row[ticket.row]
+        self._num_finished += 1
+        completion = self._batch.completion(ticket.row)
+        for waiter in ticket.waiters:
+            waiter.answer.give(completion)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _close(self) -> None:
+        self._closing = True
+
+    def _load(self, bucket: WeightBucket) -> None:
+        if not self._paused:
+            raise RuntimeError("weights may only be loaded into a paused engine")
+        self._inbox.load(bucket)
+        self._batch.weights_changed()
+
+    def _commit(self, version: int) -> WeightReceipt:
+        self._batch.adopt(version, self._config.recompute_kv_on_sync)
+        return WeightReceipt(version=version, checksums=self._inbox.collect_checksums())
+
+    def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        if not 2 <= len(token_ids) <= self._context_tokens:
+            raise EngineRefused(f"2 to {self._context_tokens} tokens can be scored, not {len(token_ids)}")
+        token_ids_1T = torch.tensor([token_ids], device=self._model.device)
+        logits_TV = self._model(token_ids_1T[:, :-1], use_cache=False).logits[0]
+        logprobs_T, _ = chosen_logprobs(logits_TV, token_ids_1T[0, 1:])
+        return tuple(logprobs_T.tolist())
+
+    def _die(self, death: EngineDied) -> None:
+        with self._death_lock:
+            self._death = death
+        for ticket in self._tickets.values():
+            for waiter in ticket.waiters:
+                waiter.answer.fail(_copy_of(death))
+        while not self._commands.empty():
+            self._commands.get().fail(_copy_of(death))
+
+
+def _tell_first_token(waiter: Waiter) -> None:
+    if waiter.on_first_token is not ignore_first_token:
+        waiter.answer.call(waiter.on_first_token)
+
+
+def _copy_of(death: EngineDied) -> EngineDied:
+    """Each who waits gets an exception of its own: tracebacks grow on it."""
+    copy = EngineDied(str(death))
+    copy.__cause__ = death.__cause__
+    return copy
+
+
+def _window(config: EmbeddedConfig, renderer: Renderer) -> int:
+    if config.max_context_tokens > renderer.context_tokens:
+        raise ValueError(
+            f"max_context_tokens: {config.max_context_tokens} exceeds the model's window of "
+            f"{renderer.context_tokens} tokens; give that or less (0: all of it)"
+        )
+    return config.max_context_tokens or renderer.context_tokens

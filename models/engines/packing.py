@@ -1,0 +1,51 @@
+"""Prompts packed end to end, each with a slot row to go to. Pure.
+
+N: prompts, P: packed tokens, T: positions of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedPrompts:
+    """Linear layers see the tokens packed, attention sees them padded on the right."""
+
+    token_ids_P: Tensor
+    positions_P: Tensor
+    rows_N: Tensor
+    places_P: Tensor  # of a token in KV slots: row * tokens_per_row + position
+    padded_P: Tensor  # of a token in a padded batch: prompt * longest + position
+    longest: int
+
+    @staticmethod
+    def of(
+        prompts: Sequence[Sequence[int]], rows: Sequence[int], tokens_per_row: int, device: torch.device
+    ) -> PackedPrompts:
+        lengths_N = torch.tensor([len(prompt) for prompt in prompts])
+        rows_N = torch.tensor(rows)
+        longest = int(lengths_N.max())
+        prompt_P = torch.arange(len(prompts)).repeat_interleave(lengths_N)
+        positions_P = torch.arange(len(prompt_P)) - (lengths_N.cumsum(0) - lengths_N)[prompt_P]
+        return PackedPrompts(
+            token_ids_P=torch.tensor(list(chain.from_iterable(prompts))).to(device),
+            positions_P=positions_P.to(device),
+            rows_N=rows_N.to(device),
+            places_P=(rows_N[prompt_P] * tokens_per_row + positions_P).to(device),
+            padded_P=(prompt_P * longest + positions_P).to(device),
+            longest=longest,
+        )
+
+    def pad(self, x_PHD: Tensor) -> Tensor:
+        """[P, H, D] -> [N, T, H, D], zeros after a prompt's last token."""
+        padded = x_PHD.new_zeros(len(self.rows_N) * self.longest, *x_PHD.shape[1:])
+        return padded.index_copy_(0, self.padded_P, x_PHD).unflatten(0, (-1, self.longest))
+
+    def unpad(self, x_NTHD: Tensor) -> Tensor:
+        return x_NTHD.flatten(0, 1)[self.padded_P]

@@ -1,0 +1,163 @@
+"""Messages to token ids and sampled ids to text. Holds no weights; text inside a message stays text."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from models.types import Message
+
+
+class Renderer:
+    """A tokenizer with a chat template, and what its model's config says about windows and ends.
+
+    The ids of a conversation are encode(markup) + encode(content) + encode(markup) + ...: the template is rendered
+    around placeholders, so that no content is ever seen by the template, or by a tokenizer that knows markup. A
+    template that would edit contents (trim them, drop earlier thoughts) leaves them as they are.
+
+    stop_token_ids: what ends a turn, of the tokenizer and of generation_config.json.
+    context_tokens: the model's window, prompt and new tokens together.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context_tokens: int,
+        vocab_size: int,
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        self.context_tokens = context_tokens
+        self.vocab_size = vocab_size
+        self.stop_token_ids = stop_token_ids
+        self._tokenizer = tokenizer
+        self._markup_ids = _markup_ids(tokenizer)
+        self._markup: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
+
+    @staticmethod
+    def load(path: str, chat_template: str | None = None) -> Renderer:
+        """Of a Hugging Face directory or hub name (HF_HUB_OFFLINE is respected).
+
+        chat_template: a Jinja file, for a tokenizer without a template. Raises ValueError for what can't be read.
+        """
+        config, tokenizer = _load_config(path), _load_tokenizer(path)
+        if chat_template is not None:
+            tokenizer.chat_template = _read_template(chat_template)
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"chat_template: the tokenizer in {path!r} has none; set policy.path (or grm.path) to a chat model, "
+                "or policy.chat_template (or grm.chat_template) to a Jinja file"
+            )
+        text_config = config.get_text_config()
+        window = getattr(text_config, "max_position_embeddings", None)  # not every architecture has one
+        if window is None:
+            raise ValueError(f"path: the config in {path!r} names no window (max_position_embeddings)")
+        return Renderer(
+            tokenizer,
+            context_tokens=int(window),
+            vocab_size=int(text_config.vocab_size),
+            stop_token_ids=_stop_token_ids(path, tokenizer),
+        )
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The conversation up to where the assistant speaks."""
+        before, *rest = self._markup_of(tuple(message.role for message in messages))
+        return before + self._filled(messages, rest)
+
+    def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
+        """What follows the stop token that ended the assistant's turn: the replies, up to where it speaks again."""
+        roles = ("user", "assistant", *(message.role for message in replies))
+        _, _, after_turn, *rest = self._markup_of(roles)
+        ends = [place for place, token_id in enumerate(after_turn) if token_id in self.stop_token_ids]
+        return after_turn[ends[0] + 1 if ends else 0 :] + self._filled(replies, rest)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled ids, special tokens left out."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def _filled(self, messages: Sequence[Message], markup: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Each content, and the markup after it."""
+        token_ids: list[int] = []
+        for message, after in zip(messages, markup, strict=True):
+            token_ids += self._encode_content(message.content)
+            token_ids += after
+        return tuple(token_ids)
+
+    def _markup_of(self, roles: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """What the template writes before, between and after the contents, encoded: len(roles) + 1 pieces."""
+        if roles not in self._markup:
+            pieces = self._split_template(roles)
+            self._markup[roles] = tuple(
+                tuple(self._tokenizer.encode(piece, add_special_tokens=False)) for piece in pieces
+            )
+        return self._markup[roles]
+
+    def _split_template(self, roles: tuple[str, ...]) -> list[str]:
+        placeholders = [secrets.token_hex(16) for _ in roles]
+        conversation = [{"role": role, "content": text} for role, text in zip(roles, placeholders, strict=True)]
+        try:
+            rest = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"chat_template: it takes no conversation of {', '.join(roles)}: {error}") from error
+        assert isinstance(rest, str)
+        pieces = []
+        for role, placeholder in zip(roles, placeholders, strict=True):
+            before, found, rest = rest.partition(placeholder)
+            if not found or placeholder in rest:
+                raise ValueError(f"chat_template: it doesn't write the {role} message exactly once, in its place")
+            pieces.append(before)
+        return [*pieces, rest]
+
+    def _encode_content(self, content: str) -> list[int]:
+        """Plain text, whatever it spells. Cutting a marker in two is what keeps an added token from matching."""
+        token_ids = self._tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        if self._markup_ids.isdisjoint(token_ids):
+            return token_ids
+        middle = len(content) // 2
+        return self._encode_content(content[:middle]) + self._encode_content(content[middle:])
+
+
+def _markup_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that only a template or the model may write: special and added tokens, but for runs of whitespace."""
+    added = tokenizer.added_tokens_decoder
+    return frozenset(token_id for token_id, token in added.items() if len(token.content) > 1 and token.content.strip())
+
+
+def _load_config(path: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"path: {path!r} is no Hugging Face model (a directory with config.json): {error}") from error
+
+
+def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"path: no tokenizer could be loaded from {path!r}: {error}") from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def _read_template(chat_template: str) -> str:
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"chat_template: {chat_template!r} can't be read ({error}); give a Jinja file") from error
+
+
+def _stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    token_ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    try:
+        generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        generation_eos = None  # a model need not have the file
+    if generation_eos is not None:
+        token_ids |= {generation_eos} if isinstance(generation_eos, int) else set(generation_eos)
+    return tuple(sorted(token_ids))
