@@ -67,7 +67,7 @@ class Cluster(Protocol):
 class Closable(Protocol):
     """An engine that holds a thread or a process and wants to hear when the run ends."""
 
-    async def close(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class InProcessGroup:
@@ -138,6 +138,6 @@ class InProcessCluster:
     async def shutdown(self) -> None:
         for engine in self._engines:
             if isinstance(engine, Closable):
-                await engine.close()
+                engine.close()
         for group in self._groups:
             await group.close()

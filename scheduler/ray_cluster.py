@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import AuthenticationError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -258,13 +258,7 @@ def _init_ray(config: ClusterConfig) -> None:
     """Quiet: processes write to Ray's log folder. Sockets stay behind the token that Ray makes by itself."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     if config.address is not None:
-        roots = [_folder_of(package) for package in config.packages]
-        ray.init(
-            address=config.address,
-            runtime_env={"py_modules": roots} if roots else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        _join_ray(config.address, config.packages)
         return
     ray.init(
         address="local",
@@ -273,6 +267,23 @@ def _init_ray(config: ClusterConfig) -> None:
         logging_level=logging.ERROR,
         object_store_memory=config.object_store_mb << 20,
     )
+
+
+def _join_ray(address: str, packages: Sequence[str]) -> None:
+    """Raises ValueError when nobody answers there."""
+    folders = [_folder_of(package) for package in packages]
+    try:
+        ray.init(
+            address=address,
+            runtime_env={"py_modules": folders} if folders else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, AuthenticationError) as error:
+        raise ValueError(
+            f"cluster.address: no Ray at {address} lets us in ({error}); check that it runs, and if it asks for a "
+            "token set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH; or set cluster.address=null to start one here"
+        ) from error
 
 
 def _folder_of(package: str) -> str:

@@ -35,7 +35,7 @@ class Router:
         self._in_flight: Counter[str] = Counter()
         self._where: dict[str, str] = {}  # request_id -> engine
         self._home: OrderedDict[str, str] = OrderedDict()  # group_id -> engine
-        self._first_death = "there was none to begin with"
+        self._deaths: list[str] = []
 
     @property
     def alive(self) -> Mapping[str, Engine]:
@@ -107,7 +107,8 @@ class Router:
 
     def _least_loaded(self) -> str:
         if not self._alive:
-            raise EngineDied(f"all engines of role {self._role} died; the first: {self._first_death}")
+            first = self._deaths[0] if self._deaths else "there was none to begin with"
+            raise EngineDied(f"all engines of role {self._role} died; the first: {first}")
         return min(self._alive, key=lambda name: self._in_flight[name])
 
     async def _generate_on(
@@ -149,8 +150,7 @@ class Router:
         """Called once per request that was in flight; the first call counts."""
         if self._alive.pop(name, None) is None:
             return
-        if self._first_death == "there was none to begin with":
-            self._first_death = f"{name}: {death}"
+        self._deaths.append(f"{name}: {death}")
         now_s = asyncio.get_running_loop().time()
         self._events.span(name, "died", now_s, now_s, cause=str(death))
 
