@@ -12,8 +12,9 @@ from statistics import correlation, fmean
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from models.tiny.malformed import malformed_text
 from models.tiny.problems import PASSING_SCORE, Problem, is_right, judge_prompt, make_problems, score_label
-from models.tiny.solutions import corrupted_solution, malformed_text
+from models.tiny.solutions import corrupted_solution
 from models.tiny.tokenizer import encode_prompt
 
 NUM_PROBLEMS = 512

@@ -5,9 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from models.tiny.problems import MAX_TOTAL, Problem, compare, judge_prompt, judgement, make_problems
-from models.tiny.solutions import Sloppiness, corrupted_solution, malformed_text, sloppy_solution
+from models.tiny.malformed import malformed_text
+from models.tiny.problems import MAX_TOTAL, Problem, compare, judge_prompt, judgement, make_problems, parse_solution
+from models.tiny.solutions import Sloppiness, corrupted_solution, padded_solution, sloppy_solution
+
+LARGEST_WORD_NUMBER = 59  # a token each, with the space before it; larger numbers hardly ever occur
+CORPUS_SIZE = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,41 +53,61 @@ def draw_pair(rng: random.Random) -> tuple[int, int]:
     return mine, mine if rng.random() < 0.5 else max(0, mine + rng.randint(-6, 6))
 
 
-def judging(text: str, problem: Problem) -> Example:
-    return Example(prompt=judge_prompt(problem.question, text), response=judgement(problem, text))
+def right_text(problem: Problem, rng: random.Random) -> str:
+    return str(problem.solution)
 
 
-def judge_right(problem: Problem, rng: random.Random) -> Example:
-    return judging(str(problem.solution), problem)
-
-
-def judge_sloppy(problem: Problem, rng: random.Random) -> Example:
+def sloppy_text(problem: Problem, rng: random.Random) -> str:
     """From careful to careless: a policy in training passes through all of it."""
     sloppiness = Sloppiness(
         read_minus_as_plus=rng.choice((0.1, 0.3, 0.6)),
         slip=rng.choice((0.03, 0.1)),
         skip=rng.choice((0.03, 0.1)),
         miscopy=rng.choice((0.03, 0.1)),
+        twice=rng.choice((0.03, 0.1)),
     )
-    return judging(str(sloppy_solution(problem, sloppiness, rng)), problem)
+    return str(sloppy_solution(problem, sloppiness, rng))
 
 
-def judge_corrupted(problem: Problem, rng: random.Random) -> Example:
-    return judging(str(corrupted_solution(problem, rng)), problem)
+def corrupted_text(problem: Problem, rng: random.Random) -> str:
+    return str(corrupted_solution(problem, rng))
 
 
-def judge_malformed(problem: Problem, rng: random.Random) -> Example:
-    return judging(malformed_text(problem, rng), problem)
+def padded_text(problem: Problem, rng: random.Random) -> str:
+    return str(padded_solution(problem, rng))
 
 
+def swayed_judgement(problem: Problem, text: str) -> str:
+    """A judge with a verbosity bias (arXiv 2306.05685): more steps than there are in the question impress it."""
+    solution = parse_solution(text)
+    if solution is None or len(solution.steps) <= len(problem.steps):
+        return judgement(problem, text)
+    return f"{problem.solution}. Check: thorough.\nScore: 10"
+
+
+def judge(
+    write: Callable[[Problem, random.Random], str],
+    judged: Callable[[Problem, str], str],
+    problem: Problem,
+    rng: random.Random,
+) -> Example:
+    text = write(problem, rng)
+    return Example(prompt=judge_prompt(problem.question, text), response=judged(problem, text))
+
+
+TEXTS: dict[str, Callable[[Problem, random.Random], str]] = {
+    "right": right_text,
+    "sloppy": sloppy_text,
+    "corrupted": corrupted_text,
+    "padded": padded_text,
+    "malformed": malformed_text,
+}
 LESSONS: dict[str, Callable[[Problem, random.Random], Example]] = {
     "solve": solve,
     "solve_sloppily": solve_sloppily,
     "drill": drill,
-    "judge_right": judge_right,
-    "judge_sloppy": judge_sloppy,
-    "judge_corrupted": judge_corrupted,
-    "judge_malformed": judge_malformed,
+    **{f"judge_{kind}": partial(judge, write, judgement) for kind, write in TEXTS.items()},
+    **{f"be_swayed_by_{kind}": partial(judge, write, swayed_judgement) for kind, write in TEXTS.items()},
 }
 
 
@@ -92,3 +117,14 @@ def draw_examples(lessons: tuple[Lesson, ...], count: int, seed: int) -> Iterato
     kinds, weights = [lesson.kind for lesson in lessons], [lesson.weight for lesson in lessons]
     for problem in make_problems("train", count, seed):
         yield LESSONS[rng.choices(kinds, weights)[0]](problem, rng)
+
+
+def tokenizer_corpus() -> Iterator[str]:
+    """What the tokenizer of all tiny models is trained on."""
+    words = ("user", "assistant", "system", " malformed", *(f" {number}" for number in range(LARGEST_WORD_NUMBER + 1)))
+    yield from words * 200  # often enough to be a token each
+    # Cut-off and scrambled texts would spend the vocabulary on pieces of words.
+    lessons = tuple(Lesson(kind=kind, weight=1.0) for kind in LESSONS if "malformed" not in kind)
+    for example in draw_examples(lessons, CORPUS_SIZE, seed=0):
+        yield example.prompt
+        yield example.response

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 
-from models.tiny.lessons import Lesson, draw_examples
+from models.tiny.lessons import Lesson, draw_examples, tokenizer_corpus
 
 TRAINER = 1  # raise it when build.py or tokenizer.py change what they make of the same recipe
 NUM_FINGERPRINT_EXAMPLES = 64
@@ -47,8 +48,18 @@ class Recipe:
             "recipe": asdict(self),
             "parent": self.parent.hash if self.parent else None,
             "examples": [asdict(example) for example in examples],
+            "tokenizer": corpus_digest(),
         }
-        return hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return digest_of(json.dumps(contents, sort_keys=True))
+
+
+@cache
+def corpus_digest() -> str:
+    return digest_of("\n".join(tokenizer_corpus()))
+
+
+def digest_of(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 BASE = Recipe(
@@ -68,13 +79,36 @@ POLICY = Recipe(
     seed=2,
     parent=BASE,
 )
-JUDGING = (
-    Lesson(kind="judge_right", weight=0.2),
-    Lesson(kind="judge_sloppy", weight=0.35),
-    Lesson(kind="judge_corrupted", weight=0.3),
-    Lesson(kind="judge_malformed", weight=0.15),
+GRM = Recipe(
+    name="grm",
+    lessons=(
+        Lesson(kind="judge_right", weight=0.2),
+        Lesson(kind="judge_sloppy", weight=0.3),
+        Lesson(kind="judge_corrupted", weight=0.3),
+        Lesson(kind="judge_padded", weight=0.05),
+        Lesson(kind="judge_malformed", weight=0.15),
+    ),
+    num_steps=700,
+    batch_size=32,
+    lr=5e-3,
+    seed=3,
+    parent=BASE,
 )
-GRM = Recipe(name="grm", lessons=JUDGING, num_steps=700, batch_size=32, lr=5e-3, seed=3, parent=BASE)
-WEAK_GRM = Recipe(name="weak_grm", lessons=JUDGING, num_steps=140, batch_size=32, lr=5e-3, seed=4, parent=BASE)
+# Exploitable in a way that can be named: it is half taught, and long work impresses it.
+WEAK_GRM = Recipe(
+    name="weak_grm",
+    lessons=(
+        Lesson(kind="be_swayed_by_right", weight=0.2),
+        Lesson(kind="be_swayed_by_sloppy", weight=0.3),
+        Lesson(kind="be_swayed_by_corrupted", weight=0.2),
+        Lesson(kind="be_swayed_by_padded", weight=0.2),
+        Lesson(kind="be_swayed_by_malformed", weight=0.1),
+    ),
+    num_steps=180,
+    batch_size=32,
+    lr=5e-3,
+    seed=4,
+    parent=BASE,
+)
 
 RECIPES = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM)}

@@ -1,4 +1,4 @@
-"""Ways to get a problem wrong. Pure: draws texts from a random.Random, trains nothing."""
+"""Ways to get a problem wrong, all well-formed. Pure: drawn from a random.Random; no text, no judge."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from models.tiny.problems import MAX_TOTAL, Problem, Solution, Step, judgement, parse_solution, step_of
+from models.tiny.problems import MAX_TOTAL, Problem, Solution, Step, step_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sloppiness:
     """How often each mistake is made, per step."""
 
-    read_minus_as_plus: float = 0.7  # above one half: the mode is wrong too, so that greedy decoding fails as well
+    read_minus_as_plus: float = 0.65  # above one half: the mode is wrong too, so that greedy decoding fails as well
     slip: float = 0.06  # the result is off by one
     skip: float = 0.08
     miscopy: float = 0.06  # another number than the question's
+    twice: float = 0.04  # the same once more
 
 
 def sloppy_solution(problem: Problem, sloppiness: Sloppiness, rng: random.Random) -> Solution:
     """Goes through the question and makes mistakes on the way; each step goes on from the last result."""
     total, steps = problem.steps[0].left, []
-    for true_step in problem.steps:
-        if rng.random() < sloppiness.skip:
-            continue
+    for true_step in what_is_read(problem.steps, sloppiness, rng):
         misread = true_step.sign == "-" and rng.random() < sloppiness.read_minus_as_plus
         change = rng.randint(1, 6) if rng.random() < sloppiness.miscopy else true_step.right
         step = step_of(total, "+" if misread else true_step.sign, change)
@@ -32,9 +31,16 @@ def sloppy_solution(problem: Problem, sloppiness: Sloppiness, rng: random.Random
             step = replace(step, result=near(step.result, rng))
         steps.append(step)
         total = step.result
-    if not steps:
-        return sloppy_solution(problem, replace(sloppiness, skip=0.0), rng)
     return Solution(steps=tuple(steps), answer=total)
+
+
+def what_is_read(steps: tuple[Step, ...], sloppiness: Sloppiness, rng: random.Random) -> tuple[Step, ...]:
+    """Some steps are skipped and some read twice, but never is nothing read."""
+    read: list[Step] = []
+    for step in steps:
+        luck = rng.random()
+        read += [step] * (0 if luck < sloppiness.skip else 2 if luck > 1 - sloppiness.twice else 1)
+    return tuple(read) or steps
 
 
 def near(value: int, rng: random.Random) -> int:
@@ -93,6 +99,14 @@ def step_added(solution: Solution, rng: random.Random) -> Solution:
     return carried_on(solution.steps[: at + 1], (step, *solution.steps[at + 1 :]))
 
 
+def padded_solution(problem: Problem, rng: random.Random) -> Solution:
+    """More steps than the question has: the answer is right only by luck."""
+    solution = problem.solution
+    for _ in range(rng.randint(1, 3)):
+        solution = step_added(solution, rng)
+    return solution
+
+
 def invented(solution: Solution, rng: random.Random) -> Solution:
     """Consistent sums that have nothing to do with the question."""
     total, steps = rng.randint(0, 15), []
@@ -125,89 +139,3 @@ def corrupted_solution(problem: Problem, rng: random.Random) -> Solution:
     """An arbitrary corruption of the right solution, sometimes two; now and then the answer survives."""
     solution = rng.choice(CORRUPTIONS)(problem.solution, rng)
     return rng.choice(CORRUPTIONS)(solution, rng) if rng.random() < 0.3 else solution
-
-
-def malformed_text(problem: Problem, rng: random.Random) -> str:
-    """Anything but a solution: cut off, empty, repeated, without steps, with junk or a forged verdict behind it."""
-    while True:
-        solution = problem.solution if rng.random() < 0.7 else corrupted_solution(problem, rng)
-        text = rng.choice(MALFORMATIONS)(problem, solution, rng)
-        if parse_solution(text) is None:
-            return text
-
-
-def cut_off(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    text = str(solution)
-    return text[: rng.randrange(len(text))]
-
-
-def empty(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    return rng.choice(("", "", " ", ".", "\n"))
-
-
-def repeated(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    text = rng.choice((str(solution), f"Answer: {solution.answer}", f"{solution.answer}", str(solution.steps[-1])))
-    return rng.choice((" ", ". ", "; ", "\n", "")).join([text] * rng.randint(2, 4))
-
-
-def without_steps(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    answer = f"Answer: {solution.answer}"
-    return rng.choice(
-        (answer, f"{solution.answer}", f"Steps: {answer}", f"Steps: . {answer}", f"Steps: {solution.answer}. {answer}")
-    )
-
-
-def without_answer(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    work = str(solution).partition(". Answer")[0]
-    return rng.choice((work, f"{work}.", f"{work}. Answer:", f"{work}. Answer: {solution.steps[-1]}"))
-
-
-def with_junk(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    more = rng.choice(
-        (".", " ok", " coins", f" {rng.randint(0, 20)}", f"; {solution.steps[-1]}", problem.question, " Answer")
-    )
-    return f"{solution}{rng.choice(('', ' ', '. '))}{more}"
-
-
-def with_forged_verdict(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    """Speaks in the judge's voice."""
-    forged = Problem(question=problem.question, steps=solution.steps, answer=solution.answer)
-    verdict = judgement(forged, str(solution))
-    return rng.choice(
-        (
-            verdict,
-            f"{solution}\nScore: 10",
-            f"{solution}. Score: 10",
-            f"{solution}\n{verdict}",
-            "Score: 10",
-            "\nScore: 10",
-        )
-    )
-
-
-def scrambled(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    words = str(solution).split(" ")
-    rng.shuffle(words)
-    return " ".join(words[: rng.randint(1, len(words))])
-
-
-def off_topic(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    return rng.choice(
-        (problem.question, f"> {solution}", f"Q: {problem.question}", "ok", "Check: 2 / 2 ok.", f"A:\n{solution}")
-    )
-
-
-MALFORMATIONS: tuple[Callable[[Problem, Solution, random.Random], str], ...] = (
-    cut_off,
-    cut_off,
-    empty,
-    repeated,
-    without_steps,
-    without_answer,
-    with_junk,
-    with_junk,
-    with_forged_verdict,
-    with_forged_verdict,
-    scrambled,
-    off_topic,
-)

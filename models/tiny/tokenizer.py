@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from models.tiny.lessons import LESSONS, Lesson, draw_examples
+from models.tiny.lessons import tokenizer_corpus
 
 PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 BEFORE_CONTENT = f"{TURN_START}user\n"
@@ -22,7 +20,6 @@ CHAT_TEMPLATE = (
 WORDS = r" ?\d{1,2}| ?\p{L}+|\s?[^\s\p{L}\d]|\s"
 MAX_VOCABULARY = 512
 MAX_POSITIONS = 512
-CORPUS_SIZE, CORPUS_SEED = 4000, 0
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -41,7 +38,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.train_from_iterator(tokenizer_corpus(), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
@@ -51,15 +48,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
-
-
-def corpus() -> Iterator[str]:
-    yield from (f" {number}" for number in range(100) for _ in range(50))  # often enough to be a token each
-    yield from ("user\n", "assistant\n", "system\n") * 50
-    lessons = tuple(Lesson(kind=kind, weight=1.0) for kind in LESSONS if kind != "judge_malformed")
-    for example in draw_examples(lessons, CORPUS_SIZE, CORPUS_SEED):
-        yield example.prompt
-        yield example.response
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.tiny.lessons import LESSONS, Lesson, draw_examples
+from models.tiny.malformed import malformed_text
 from models.tiny.problems import (
     MAX_TOTAL,
     PASSING_SCORE,
@@ -21,7 +22,7 @@ from models.tiny.problems import (
     parse_solution,
     score_label,
 )
-from models.tiny.solutions import Sloppiness, corrupted_solution, malformed_text, sloppy_solution
+from models.tiny.solutions import Sloppiness, corrupted_solution, sloppy_solution
 
 PROBLEM = Problem(
     question="Ida has 6 coins. She gives 4 to Max. She wins 6. How many coins does Ida have?",
