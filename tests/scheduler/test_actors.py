@@ -87,7 +87,7 @@ def test_every_replica_of_a_role_is_an_engine_and_ends_with_the_cluster() -> Non
     class Held(SimulatedEngine):
         closed = False
 
-        async def close(self) -> None:
+        def close(self) -> None:
             self.closed = True
 
     def make() -> Held:
