@@ -154,16 +154,23 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 def explain(error: Exception) -> str:
     """One readable message for what Hydra or OmegaConf found wrong while composing."""
-    text = str(error)
-    cause = f"{text}\n{error.__cause__}" if error.__cause__ else text
-    if found := re.search(r"Could not override '([^']+)'", text):
-        if "Key '" in cause or "not in" in cause:
-            return unknown_key(found[1], known_keys())
-        lines = [line for line in str(error.__cause__ or text).splitlines() if line.strip()]
-        return f"{found[1]}: {lines[0]}"
-    if found := re.search(r"full_key: (\S+)", cause):
-        return f"{found[1]}: {cause.splitlines()[0]}" if "Key '" not in cause else unknown_key(found[1], known_keys())
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+    text = f"{error}\n{error.__cause__ or ''}"
+    found = re.search(r"Could not override '([^']+)'", text) or re.search(r"full_key: (\S+)", text)
+    noise = (
+        "Error merging override",
+        "Could not override",
+        "full_key:",
+        "reference_type=",
+        "object_type=",
+        "provider=",
+    )
+    said = [line.strip() for line in text.splitlines() if line.strip()]
+    useful = list(dict.fromkeys(line for line in said if not line.startswith(noise)))
+    if found and ("not in" in text or "Key '" in text):
+        return unknown_key(found[1], known_keys())
+    return (f"{found[1]}: {useful[0]}" if found and useful else " ".join(useful or said)).removesuffix(
+        " Config search path:"
+    )
 
 
 def _value(hint: object, value: object, path: str) -> object:

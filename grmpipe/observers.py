@@ -42,8 +42,9 @@ class Observers:
     @staticmethod
     def open(config: RunConfig, run_dir: Path, wandb_run_id: str | None) -> Observers:
         console = ConsoleSink(config.train.num_steps) if config.tracking.console else None
-        wandb = WandbSink(config.tracking, run_dir, dataclasses.asdict(config), wandb_run_id)
         setup_logging(run_dir, console.console if console else None)
+        wandb = WandbSink(config.tracking, run_dir, dataclasses.asdict(config), wandb_run_id)
+        setup_logging(run_dir, console.console if console else None)  # again: W&B brings handlers of its own
         metrics = JsonlSink(run_dir / "metrics.jsonl")
         sinks: list[Sink] = [metrics, wandb]
         return Observers(

@@ -30,7 +30,7 @@ from grmpipe.observe.sample_rows import SampleRow, sample_row
 from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
 from grmpipe.observers import FILES, Observers
 from grmpipe.pipeline import Interrupted, Pipeline
-from grmpipe.run_state import Checkpoints, RunState, find_kept
+from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import batch_metrics, flow_metrics
 from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.learner import NonFiniteGradients
@@ -108,7 +108,8 @@ class TrainingRun:
         self._pipeline = Pipeline(self._parts(running), self._flow_config(), self._after_step, cut, kept)
         self._restore_tally(self._pipeline)
         if not self._progress.eval_initial:
-            first = await self._look(cut.version)
+            first = await self._look(cut.version, None)
+            self._log_look(cut.version, first)
             self._progress.eval_initial = first.metrics
         loop = asyncio.get_running_loop()
         for stop in (signal.SIGINT, signal.SIGTERM):
@@ -126,8 +127,10 @@ class TrainingRun:
 
     async def _finish(self, running: Running) -> None:
         assert self._pipeline is not None
-        last = await self._look(self._pipeline.version, name="final")
-        self._progress.eval_final = last.metrics
+        if not self._progress.eval_final:  # the prompts were over before the steps
+            looked = await self._look(self._pipeline.version, None)
+            self._log_look(self._pipeline.version, looked)
+            self._progress.eval_final = looked.metrics
         await self._checkpoint()
         await running.learner.export(str(self._run_dir / "policy"))
 
@@ -186,16 +189,21 @@ class TrainingRun:
             "groups/in_flight": float(len(self._pipeline.admission.in_flight)),
             **{f"groups/dropped_{cause}": float(n) for cause, n in self._pipeline.admission.dropped.items()},
         }
-        every = self._config.judge.anchor_every
-        if report.step % every == 0 and report.step < self._config.train.num_steps:
-            looked = await self._look(report.step, self._config.judge.anchors)
+        last = report.step == self._config.train.num_steps
+        if last or report.step % self._config.judge.anchor_every == 0:
+            looked = await self._look(report.step, None if last else self._config.judge.anchors)
             metrics |= {f"eval/{name}": value for name, value in looked.metrics.items()}
+            self._progress.eval_final = looked.metrics if last else {}
         metrics["alarm/hacking"] = float(bool(self._progress.alarms))
         self._observers.tracker.log(report.step, metrics)
         self._observers.tracker.table(report.step, self._progress.rows)
         every = self._config.train.checkpoint_every
-        if every and report.step % every == 0 and report.step < self._config.train.num_steps:
+        if every and report.step % every == 0 and not last:
             await self._checkpoint()
+
+    def _log_look(self, step: int, looked: Evaluation) -> None:
+        """A look that belongs to no step."""
+        self._observers.tracker.log(step, {f"eval/{name}": value for name, value in looked.metrics.items()})
 
     def _truth(self, groups: tuple[JudgedGroup, ...]) -> Metrics:
         """How much of the batch is right by the rule: shown, never trained on."""
@@ -211,16 +219,14 @@ class TrainingRun:
             return {}
         return {"train/true_accuracy": sum(right) / len(right)} if right else {}
 
-    async def _look(self, step: int, limit: int | None = None, name: str = "look") -> Evaluation:
+    async def _look(self, step: int, limit: int | None) -> Evaluation:
         """Held-out problems, and with them the alarm: does the judge like what is wrong?"""
-        looked = await self._evaluator.look(f"{name}-{step}", limit)
+        looked = await self._evaluator.look(f"look{step}", limit)
         self._progress.rows = [
             sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
             for one in looked.rollouts
         ]
         log.info("held-out at step %d: %s", step, looked.metrics)
-        if limit is None:
-            self._observers.tracker.log(step, {f"eval/{key}": value for key, value in looked.metrics.items()})
         if {"grm_score", "true_accuracy"} <= looked.metrics.keys():
             self._sound_alarm(step, looked.metrics["grm_score"], looked.metrics["true_accuracy"])
         return looked
@@ -246,7 +252,7 @@ class TrainingRun:
             cut=pipeline.cut(),
             wall_s=self._wall_s(),
             eval_initial=self._progress.eval_initial,
-            totals=asdict(pipeline.tally.total),
+            totals=pipeline.tally.saved(),
             busy_s=self._busy_s(),
             alarms=tuple(self._progress.alarms),
             wandb_run_id=self._observers.wandb.run_id,
@@ -270,6 +276,7 @@ class TrainingRun:
         for step, score, gold in state.hacking_readings:
             self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
         kept = find_kept(self._run_dir, state.cut)
+        void_group_ends(self._run_dir, state.cut)
         self._observers.metrics.truncate_after(state.cut.version)
         return state.cut, kept
 

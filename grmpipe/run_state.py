@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grmpipe.flow import Cut, Kept
+from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import RecordedRollout, load_rollouts, load_verdicts
 from grmpipe.types import JudgeReport, Metrics
 
@@ -101,6 +102,14 @@ def find_kept(run_dir: Path, cut: Cut) -> dict[int, Kept]:
     wanted = {line.rollout.group_id for lines in recorded.values() for line in lines}
     reports = {key: report for key, report in load_verdicts(run_dir / "judgements.jsonl") if key[0] in wanted}
     return {draw: _kept(lines, reports, cut) for draw, lines in recorded.items()}
+
+
+def void_group_ends(run_dir: Path, cut: Cut) -> None:
+    """Take out of groups.jsonl what ended beyond the cut: those draws are in flight again, or not yet drawn."""
+    path = run_dir / "groups.jsonl"
+    if path.exists():
+        ended = [line for line in read_journal(path) if line["draw"] < cut.next_draw]
+        replace_journal(path, [line for line in ended if line["draw"] not in cut.in_flight])
 
 
 def _kept(lines: list[RecordedRollout], reports: Mapping[tuple[str, int], JudgeReport], cut: Cut) -> Kept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
 
@@ -58,8 +58,14 @@ class Tally:
         self.total.add(closed)
         return closed
 
+    def saved(self) -> dict[str, object]:
+        """Totals for a checkpoint."""
+        return {spec.name: getattr(self.total, spec.name) for spec in fields(Counts)} | {
+            "failed": dict(self.total.failed)
+        }
+
     def restore(self, saved: Mapping[str, object]) -> None:
-        """Totals from a checkpoint, as `dataclasses.asdict` wrote them."""
+        """Totals from a checkpoint."""
         self.total = Counts(**{**saved, "failed": Counter(saved["failed"])})  # type: ignore[call-overload]
 
 

@@ -1,0 +1,100 @@
+"""What survives a kill: the cut, and finished work in the journals that is valid at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grmpipe.flow import Cut
+from grmpipe.observe.recorder import Recorder, load_group_ends
+from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
+from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
+from models.types import Completion, Message, VersionSpan
+
+PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
+VERDICT = Verdict(
+    rewards=(RewardSpan(turn=0, start=0, end=2, value=0.5),), score=5.0, breakdown={}, agreement=0.0, num_judgements=1
+)
+
+
+def rollout(group_id: str, sibling: int, *versions: int) -> Rollout:
+    spans = tuple(VersionSpan(model="policy", version=v, start=i, end=i + 1) for i, v in enumerate(versions))
+    completion = Completion(
+        token_ids=(5,) * len(versions), logprobs=(-0.5,) * len(versions), text="x", finish_reason="stop", versions=spans
+    )
+    return Rollout(
+        group_id=group_id, sibling=sibling, turns=(Turn(prompt_ids=(1,), completion=completion),), status="finished"
+    )
+
+
+def state(version: int = 2) -> RunState:
+    cut = Cut(version=version, next_draw=3, in_flight={1: "g000001", 2: "g000002"}, dropped={"stale": 1})
+    return RunState(cut=cut, wall_s=1.0, eval_initial={"a": 0.5}, totals={}, busy_s={"policy": 1.0}, alarms=("x",))
+
+
+def test_a_run_state_survives_its_file() -> None:
+    assert RunState.from_json(state().to_json()) == state()
+
+
+def test_the_latest_checkpoint_is_a_whole_one_and_old_ones_are_forgotten(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(directory=tmp_path, keep=2)
+    assert checkpoints.latest() is None
+    for step in (2, 4, 10):
+        checkpoints.publish(checkpoints.draft(step), state(step))
+    torn = checkpoints.draft(12)
+    (torn / "weights").write_text("half")
+    assert checkpoints.latest() == tmp_path / "step_10"
+    assert checkpoints.load(tmp_path / "step_10").cut.version == 10
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_10", "step_12.draft", "step_4"]
+
+
+def test_rollouts_up_to_the_cut_are_kept_with_their_verdicts(tmp_path: Path) -> None:
+    journal = Recorder(tmp_path)
+    for sibling in (0, 1):
+        journal.rollout(1, PROMPT, rollout("g000001", sibling, 1, 2))
+    journal.judged(rollout("g000001", 1, 1), JudgeReport(verdict=VERDICT))
+    journal.close()
+    kept = find_kept(tmp_path, state().cut)[1]
+    assert (kept.group_id, kept.renamed) == ("g000001", False)
+    assert [r.sibling for r in kept.rollouts] == [0, 1]
+    assert kept.reports[1].verdict == VERDICT
+    assert 0 not in kept.reports
+
+
+def test_work_beyond_the_cut_is_void_and_its_group_goes_on_under_a_new_name(tmp_path: Path) -> None:
+    journal = Recorder(tmp_path)
+    journal.rollout(2, PROMPT, rollout("g000002", 0, 2))
+    journal.rollout(2, PROMPT, rollout("g000002", 1, 2, 3))
+    journal.judged(rollout("g000002", 0, 2), JudgeReport(verdict=VERDICT))
+    journal.close()
+    kept = find_kept(tmp_path, state().cut)[2]
+    assert kept.renamed
+    assert kept.group_id != "g000002"
+    assert [(r.sibling, r.group_id) for r in kept.rollouts] == [(0, kept.group_id)]
+    assert kept.reports[0].verdict == VERDICT
+
+
+def test_a_third_life_of_a_group_has_a_third_name(tmp_path: Path) -> None:
+    journal = Recorder(tmp_path)
+    journal.rollout(2, PROMPT, rollout("g000002", 0, 3))
+    journal.rollout(2, PROMPT, rollout("g000002~1", 0, 3))
+    journal.close()
+    names = {"g000002", "g000002~1", find_kept(tmp_path, state().cut)[2].group_id}
+    assert len(names) == 3
+
+
+def test_groups_that_ended_before_the_cut_are_left_alone_and_drawn_ones_beyond_it_are_kept(tmp_path: Path) -> None:
+    journal = Recorder(tmp_path)
+    journal.rollout(0, PROMPT, rollout("g000000", 0, 1))  # ended before the cut
+    journal.rollout(7, PROMPT, rollout("g000007", 0, 2))  # opened after it, by a version that still counts
+    journal.close()
+    assert set(find_kept(tmp_path, state().cut)) == {7}
+
+
+def test_ends_beyond_the_cut_leave_the_record(tmp_path: Path) -> None:
+    journal = Recorder(tmp_path)
+    journal.group_ended("g000000", 0, "p0", "trained", step=1, version=0)
+    journal.group_ended("g000001", 1, "p1", "trained", step=3, version=2)
+    journal.group_ended("g000005", 5, "p5", "dropped", cause="stale")
+    journal.close()
+    void_group_ends(tmp_path, state().cut)
+    assert [end.group_id for end in load_group_ends(tmp_path / "groups.jsonl")] == ["g000000"]
