@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,30 +28,49 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from models.logprobs import chosen_logprobs
 
 PACKED_ATTENTION = "packed_sdpa"
+ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained sets the process-wide default device and dtype meanwhile
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """The model in a Hugging Face directory (or of a hub name), in eval mode. Raises ValueError for anything else."""
     transformers.utils.logging.disable_progress_bar()
-    local = Path(path).is_dir()
-    if not local and not HUB_NAME.fullmatch(path):
-        raise ValueError(f"path: no directory {path!r}; give a Hugging Face directory (config.json, *.safetensors)")
+    config = _read_config(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=local)
-        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise ValueError(f"path: {path!r} holds a {config.model_type!r} model, which is no causal language model")
         model = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=PACKED_ATTENTION,
-            local_files_only=local,
+            local_files_only=Path(path).is_dir(),
         )
     except OSError as error:
-        raise ValueError(f"path: {path!r} can't be loaded as a causal language model: {error}") from error
+        raise ValueError(f"path: the weights in {path!r} can't be loaded: {error}") from error
     nn.Module.to(model, device)
     return model.eval()
+
+
+def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
+    """The same model without its numbers, on the meta device: to be sharded first and filled then."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            _read_config(path), dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
+        )
+    return model.eval()
+
+
+def _read_config(path: str) -> PreTrainedConfig:
+    local = Path(path).is_dir()
+    # Anything else would be looked up on the hub, with retries that take most of a minute.
+    if not local and not HUB_NAME.fullmatch(path):
+        raise ValueError(f"path: no directory {path!r}; give a Hugging Face directory (config.json, *.safetensors)")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=local)
+    except OSError as error:
+        raise ValueError(f"path: {path!r} holds no model: {error}") from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"path: {path!r} holds a {config.model_type!r} model, which is no causal language model")
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
+COPIED_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja",
+    "generation_config.json",
+)  # fmt: skip
 
 
 def save_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> None:
@@ -41,7 +44,7 @@ def export_hf(directory: str, model: PreTrainedModel, source: str) -> None:
     weights = get_model_state_dict(model, options=whole)
     if not dist.is_initialized() or dist.get_rank() == 0:
         model.save_pretrained(directory, state_dict=weights)
-        for pattern in TOKENIZER_FILES:
+        for pattern in COPIED_FILES:
             for file in Path(source).glob(pattern):
                 shutil.copy(file, directory)
     if dist.is_initialized():

@@ -7,10 +7,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from models.causal_lm import load_causal_lm, outline_causal_lm
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -41,10 +44,34 @@ def join_ranks(rank: int, world_size: int, init_method: str | None, device: torc
     return init_device_mesh(device.type, (world_size,))
 
 
+def load_parallel(
+    path: str, mesh: DeviceMesh, device: torch.device, master_dtype: str, dtype: str, activation_checkpointing: bool
+) -> PreTrainedModel:
+    """A sharded model. Rank 0 alone reads the weights, into host memory; no other ever holds more than its shards.
+
+    A collective. Parameters are kept in `master_dtype`; compute happens in `dtype`.
+    """
+    whole = load_causal_lm(path, master_dtype) if dist.get_rank() == 0 else None
+    model = outline_causal_lm(path, master_dtype)
+    parallelize(model, mesh, dtype, activation_checkpointing)
+    model.to_empty(device=device)
+    set_model_state_dict(
+        model,
+        whole.state_dict() if whole else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    # No state dict holds the rotary frequencies, and to_empty left them at 0: wrong logits, and no error.
+    read = dict(whole.named_buffers()) if whole else {}
+    for name, buffer in model.named_buffers():
+        if name in read:
+            buffer.copy_(read[name])
+        dist.broadcast(buffer, src=0)
+    return model
+
+
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, dtype: str, activation_checkpointing: bool = False) -> None:
     """Shard each layer and then the root, in place. Parameters keep their type; compute happens in `dtype`.
 
-    A model that comes in host memory moves to the device a layer at a time: the whole never has to fit there.
     Gradients are averaged over ranks, in float32 where compute is in bfloat16.
     """
     if activation_checkpointing:

@@ -19,9 +19,9 @@ from grmpipe.train.objective import TokenLogprobs, summed_loss
 from grmpipe.train.schedule import learning_rate
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import BatchTotals, Metrics, MicroBatch
-from models.causal_lm import PackedLogprobs, load_causal_lm, packed_logprobs
+from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import export_hf, load_sharded, save_sharded
-from models.parallelize import choose_device, join_ranks, parallelize
+from models.parallelize import choose_device, join_ranks, load_parallel
 from models.types import WeightBucket
 from models.weight_stream import WeightStream
 
@@ -95,14 +95,16 @@ class Learner:
             torch.cuda.set_device(self._device)
         mesh = join_ranks(rank, world_size, init_method, self._device)
         self._world_size = world_size
-        self._model = load_causal_lm(spec.model_path, spec.master_dtype)
-        parallelize(self._model, mesh, spec.train.dtype, spec.train.activation_checkpointing)
-        self._reference = _frozen_reference(spec, mesh) if spec.algorithm.kl_coefficient > 0 else None
+        train = spec.train
+        self._model = load_parallel(
+            spec.model_path, mesh, self._device, spec.master_dtype, train.dtype, train.activation_checkpointing
+        )
+        self._reference = self._load_reference(mesh) if spec.algorithm.kl_coefficient > 0 else None
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
-            lr=spec.train.lr,
-            betas=(spec.train.adam_betas[0], spec.train.adam_betas[1]),
-            weight_decay=spec.train.weight_decay,
+            lr=train.lr,
+            betas=(train.adam_betas[0], train.adam_betas[1]),
+            weight_decay=train.weight_decay,
             fused=True,
         )
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes)
@@ -211,6 +213,13 @@ class Learner:
             temperature=self._spec.temperature,
         )
 
+    def _load_reference(self, mesh: DeviceMesh) -> PreTrainedModel:
+        """The model that training started from. Nothing updates it, so it is held in the type it computes in."""
+        spec = self._spec
+        master_dtype = "bfloat16" if spec.train.dtype == "bfloat16" else spec.master_dtype
+        reference = load_parallel(spec.model_path, mesh, self._device, master_dtype, spec.train.dtype, False)
+        return reference.requires_grad_(False)
+
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:
         if self._reference is None:
             return None
@@ -225,11 +234,3 @@ class Learner:
     def _clip(self, max_norm: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-
-
-def _frozen_reference(spec: LearnerSpec, mesh: DeviceMesh) -> PreTrainedModel:
-    """The model that training started from. Nothing updates it, so it is held in the type it computes in."""
-    dtype = "bfloat16" if spec.train.dtype == "bfloat16" else spec.master_dtype
-    reference = load_causal_lm(spec.model_path, dtype).requires_grad_(False)
-    parallelize(reference, mesh, spec.train.dtype)
-    return reference
