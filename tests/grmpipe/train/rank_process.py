@@ -16,7 +16,7 @@ from grmpipe.train.samples import count
 
 
 def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:
-    spec, batches, max_tokens = pickle.loads(Path(job_path).read_bytes())
+    spec, batches, max_tokens, rotary_path = pickle.loads(Path(job_path).read_bytes())
     learner = Learner(spec, rank, world_size, init_method)
     out: dict = {"metrics": [], "gradients": {}, "rounds": [], "sums": []}
     for step, samples in enumerate(batches):
@@ -34,6 +34,9 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out["weights"] = weights(learner)
     out["score"] = learner.score((1, 2, 3, 4, 5))
     learner.export(f"{out_dir}/export")
+
+    rotary = replace(spec, model_path=rotary_path, master_dtype="float32", sync_dtype="float32")
+    out["rotary_score"] = Learner(rotary, rank, world_size).score((1, 2, 3, 4, 5))
 
     # One rank alone sees a nan; all must refuse the step.
     bad = rounds[0].micro_batches[rank]

@@ -70,15 +70,15 @@ def batches(make_samples) -> list:
 
 
 @pytest.fixture(scope="module")
-def one(spec: LearnerSpec, batches: list, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def one(spec: LearnerSpec, batches: list, qwen_path: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One rank, each batch in a single micro-batch."""
-    return run(tmp_path_factory.mktemp("one"), (spec, batches, WHOLE_BATCH), 1)
+    return run(tmp_path_factory.mktemp("one"), (spec, batches, WHOLE_BATCH, qwen_path), 1)
 
 
 @pytest.fixture(scope="module")
-def two(spec: LearnerSpec, batches: list, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def two(spec: LearnerSpec, batches: list, qwen_path: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks, each batch in several rounds, the last of them with an idle rank."""
-    return run(tmp_path_factory.mktemp("two"), (spec, batches, PIECES), 2)
+    return run(tmp_path_factory.mktemp("two"), (spec, batches, PIECES, qwen_path), 2)
 
 
 def test_gradients_in_pieces_on_two_ranks_equal_the_whole_batch(one: Run, two: Run) -> None:
@@ -108,6 +108,15 @@ def test_weights_of_two_ranks_equal_those_of_one(one: Run, two: Run) -> None:
 def test_score_is_the_same_on_every_rank(one: Run, two: Run) -> None:
     for rank in two.ranks:
         assert rank["score"] == pytest.approx(one.ranks[0]["score"], abs=1e-9)
+
+
+def test_every_rank_got_the_rotary_frequencies(one: Run, two: Run, qwen_path: str) -> None:
+    """No state dict holds them: a rank that doesn't read the checkpoint must get them another way."""
+    for rank in (*one.ranks, *two.ranks):
+        model = AutoModelForCausalLM.from_pretrained(qwen_path)
+        ids = torch.tensor([[1, 2, 3, 4, 5]])
+        plain = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        assert rank["rotary_score"] == pytest.approx(plain.tolist(), abs=1e-5)
 
 
 def test_a_nan_on_one_rank_stops_all_and_changes_no_weight(two: Run) -> None:
