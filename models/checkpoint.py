@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from transformers import PreTrainedModel
 
@@ -25,17 +26,25 @@ COPIED_FILES = (
 
 def save_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> None:
     """Each rank writes its shards. A collective. The schedule is a function of `version`, so that is its state."""
-    dcp.save(_state(model, optimizer, version), checkpoint_id=directory)
+    dcp.save({"version": torch.tensor(version), **_state(model, optimizer, version)}, checkpoint_id=directory)
 
 
 def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
     """Fill model and optimizer in place from a checkpoint of any number of ranks; return its version. A collective."""
     if not (Path(directory) / ".metadata").is_file():
         raise ValueError(f"resume: {directory!r} holds no checkpoint of a learner (no .metadata)")
-    state = _state(model, optimizer, 0)
+    saved = torch.tensor(0)
+    dcp.load({"version": saved}, checkpoint_id=directory)
+    version = int(saved)
+    optimizer.zero_grad()  # open gradients would keep torch from laying out the optimizer's state
+    state = _state(model, optimizer, version)
     dcp.load(state, checkpoint_id=directory)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return int(state["version"])
+    set_model_state_dict(model, state["model"])
+    if version > 0:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    else:
+        optimizer.state.clear()
+    return version
 
 
 def export_hf(directory: str, model: PreTrainedModel, source: str) -> None:
@@ -52,5 +61,8 @@ def export_hf(directory: str, model: PreTrainedModel, source: str) -> None:
 
 
 def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "version": torch.tensor(version)}
+    """Before the first step there is no optimizer state. Asked for it, torch makes one up by a step that counts."""
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if version > 0:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state

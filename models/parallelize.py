@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -84,6 +86,19 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, dtype: str, activation
         layer.training = activation_checkpointing
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@contextmanager
+def without_gradient(model: nn.Module) -> Iterator[None]:
+    """For forward passes that no backward follows.
+
+    Such a pass leaves the root gathered, and the next one would reuse it, also after an optimizer step: stale embedding
+    and head, and no error. So it's given up here.
+    """
+    with torch.no_grad():
+        yield
+    assert isinstance(model, FSDPModule)
+    model.reshard()
 
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:

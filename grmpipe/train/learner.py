@@ -21,7 +21,7 @@ from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import BatchTotals, Metrics, MicroBatch
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import export_hf, load_sharded, save_sharded
-from models.parallelize import choose_device, join_ranks, load_parallel
+from models.parallelize import choose_device, join_ranks, load_parallel, without_gradient
 from models.types import WeightBucket
 from models.weight_stream import WeightStream
 
@@ -140,7 +140,7 @@ class Learner:
     def logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
         """pi_old for batches that are updated on more than once: [T] float32, 0 where nothing is trained."""
         batch = DeviceBatch.of(micro_batch, self._device)
-        with torch.no_grad():
+        with without_gradient(self._model):
             return self._forward(self._model, batch).logprobs_T.float().cpu().numpy()
 
     def step(self, totals: BatchTotals) -> Metrics:
@@ -184,7 +184,7 @@ class Learner:
         ids_T = torch.tensor(token_ids, device=self._device)
         lengths_S = torch.tensor([len(token_ids)], device=self._device)
         positions_T = torch.arange(len(token_ids), device=self._device)
-        with torch.no_grad():
+        with without_gradient(self._model):
             return tuple(packed_logprobs(self._model, ids_T, positions_T, lengths_S).logprobs_T[1:].tolist())
 
     def save(self, directory: str) -> None:
@@ -223,7 +223,7 @@ class Learner:
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:
         if self._reference is None:
             return None
-        with torch.no_grad():
+        with without_gradient(self._reference):
             return self._forward(self._reference, batch).logprobs_T
 
     def _scale_gradients(self, factor: float) -> None:

@@ -219,3 +219,72 @@ def test_learning_raises_the_log_probs_of_what_was_good(qwen_path: str, make_sam
         learner.accumulate(batch)
         learner.step(totals)
     assert (learner.logprobs(batch) * batch.advantages_T).sum() > before + 1.0
+
+
+def test_looking_at_an_open_batch_changes_nothing(qwen_path: str, make_samples) -> None:
+    """A pass without a backward leaves the root gathered, which must not outlive the step."""
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    undisturbed, watched = make_learner(qwen_path, master="float32"), make_learner(qwen_path, master="float32")
+    for _ in range(2):
+        undisturbed.accumulate(batch)
+        undisturbed.step(totals)
+        watched.accumulate(batch)
+        watched.score((1, 2, 3))
+        watched.logprobs(batch)
+        watched.step(totals)
+        assert watched.score((1, 2, 3)) == undisturbed.score((1, 2, 3))
+    assert weights(watched) == weights(undisturbed)
+
+
+def test_saving_before_the_first_step_changes_no_step(qwen_path: str, make_samples, tmp_path) -> None:
+    """The optimizer has no state yet; what makes one up for the file must not count as a step."""
+    samples = make_samples()
+    learners = [make_learner(qwen_path, master="float32") for _ in range(3)]
+    learners[1].save(str(tmp_path / "closed"))
+    assert learners[2].load(str(tmp_path / "closed")) == 0
+    learners[0].accumulate(pack(samples))
+    learners[0].save(str(tmp_path / "open"))
+    learners[0].discard()
+    assert make_learner(qwen_path, master="float32").load(str(tmp_path / "open")) == 0
+    for learner in learners:
+        learner.accumulate(pack(samples))
+        learner.step(count(samples, 0))
+    assert weights(learners[0]) == weights(learners[1]) == weights(learners[2])
+
+
+def test_saving_with_an_open_batch_keeps_it_open(qwen_path: str, make_samples, tmp_path) -> None:
+    samples = make_samples()
+    plain, saving = make_learner(qwen_path, master="float32"), make_learner(qwen_path, master="float32")
+    for learner in (plain, saving):
+        for _ in range(3):
+            learner.accumulate(pack(samples))
+            if learner is saving:
+                learner.save(str(tmp_path / str(learner.version)))
+            learner.step(count(samples, 0))
+    assert weights(plain) == weights(saving)
+
+
+def test_score_is_what_transformers_says(qwen_path: str) -> None:
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    log_softmax = AutoModelForCausalLM.from_pretrained(qwen_path)(ids).logits[0, :-1].log_softmax(-1)
+    plain = log_softmax.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    assert make_learner(qwen_path, master="float32").score((1, 2, 3, 4, 5)) == pytest.approx(plain, abs=1e-5)
+
+
+def test_loading_goes_back_to_what_was_saved(qwen_path: str, make_samples, tmp_path) -> None:
+    """Whatever the learner did before, a load is where a fresh one that loads is, also at version 0."""
+    samples = make_samples()
+    learner = make_learner(qwen_path, master="float32")
+    expected = []
+    for version in range(3):
+        learner.save(str(tmp_path / str(version)))
+        learner.accumulate(pack(samples))
+        learner.step(count(samples, 0))
+        expected.append(weights(learner))
+    for version in (2, 0, 1):
+        learner.accumulate(pack(samples))
+        assert learner.load(str(tmp_path / str(version))) == version
+        learner.accumulate(pack(samples))
+        learner.step(count(samples, 0))
+        assert weights(learner) == expected[version]
