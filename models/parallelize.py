@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models.causal_lm import load_causal_lm, outline_causal_lm
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # ranks wait this long for the first to read a large checkpoint
 
 
 def choose_device(device: str, rank: int) -> torch.device:
@@ -25,6 +25,8 @@ def choose_device(device: str, rank: int) -> torch.device:
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind != "cuda":
         return torch.device(kind)
+    if not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for and torch sees no GPU; use cpu, or install torch for CUDA")
     # A Ray actor sees its own GPU only, as number 0; torchrun's ranks see all of them.
     return torch.device("cuda", rank % torch.cuda.device_count())
 
