@@ -49,11 +49,10 @@ def near(value: int, rng: random.Random) -> int:
 
 def elsewhere(value: int, rng: random.Random) -> int:
     """Another number, more often a close one."""
-    while (
-        other := rng.choice((near(value, rng), max(0, value + rng.randint(-6, 6)), rng.randint(0, MAX_TOTAL)))
-    ) == value:
-        pass
-    return other
+    while True:
+        other = rng.choice((near(value, rng), max(0, value + rng.randint(-6, 6)), rng.randint(0, MAX_TOTAL)))
+        if other != value:
+            return other
 
 
 def wrong_answer(solution: Solution, rng: random.Random) -> Solution:
@@ -89,7 +88,7 @@ def step_missing(solution: Solution, rng: random.Random) -> Solution:
     if len(solution.steps) == 1:
         return wrong_from_here(solution, rng)
     at = rng.randrange(len(solution.steps))
-    return carried_on(solution.steps[:at] or (), solution.steps[at + 1 :])
+    return carried_on(solution.steps[:at], solution.steps[at + 1 :])
 
 
 def step_added(solution: Solution, rng: random.Random) -> Solution:
