@@ -11,23 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from models.engines.embedded import EmbeddedEngine
-from models.renderer import Renderer
-
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.prompts import disjoint, load_prompts
 from grmpipe.data.stream import PromptStream
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluate import Evaluator
-from grmpipe.flow import Play
+from grmpipe.flow import Parts, Play
+from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.rule import RULES, RuleJudge
+from grmpipe.judge.rule import RULES, Rule, RuleJudge
+from grmpipe.judge.watch import FailureGate
+from grmpipe.observers import Observers
 from grmpipe.rollout.play import Seat, play
+from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.types import Env, Judge, Prompt, Rollout
+from models.engines.embedded import EmbeddedEngine
+from models.renderer import Renderer
 from models.settings import ModelConfig
 from models.tiny.resolve import resolve_model
 from models.types import Engine, SamplingParams
@@ -62,6 +65,11 @@ class Prepared:
     prompts: PromptStream
     held_out: tuple[Prompt, ...]
     placement: Placement
+
+    @property
+    def is_right(self) -> Rule:
+        """The rule that training never sees (unless the user makes it the judge)."""
+        return RULES[self.config.judge.rule]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +255,27 @@ def learner_spec(prepared: Prepared) -> LearnerSpec:
     )
 
 
+def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Parts:
+    """What the pipeline runs on."""
+    config = prepared.config
+    gate = FailureGate(
+        max_failure_rate=config.judge.max_failure_rate,
+        window=config.judge.failure_window,
+        pause_s=config.judge.pause_s,
+    )
+    return Parts(
+        prompts=prepared.prompts,
+        too_long=too_long(prepared),
+        play=make_play(prepared, running.policy, config.rollout.temperature),
+        judge=running.judge,
+        watch=JudgeFitness(gate),
+        trainer=BatchTrainer(running.learner, config.train, config.algorithm),
+        push_weights=make_push(prepared, running),
+        journal=observers.recorder,
+        events=observers.timeline,
+    )
+
+
 def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
     """Playing one episode, with everything but the seat and the prompt filled in."""
     rollout, make_env = prepared.config.rollout, ENVS[prepared.config.env.kind]
@@ -265,7 +294,7 @@ def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
         play_sampled=make_play(prepared, running.policy, 1.0),
         play_greedy=make_play(prepared, running.policy, 0.0),
         judge=running.judge,
-        is_right=RULES[prepared.config.judge.rule],
+        is_right=prepared.is_right,
         seed=prepared.config.seed,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from grmpipe.observe.console import ConsoleSink
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.recorder import Recorder
+from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.timeline import Timeline
 from grmpipe.observe.tracker import Sink, Tracker
 from grmpipe.observe.wandb_sink import WandbSink
@@ -63,6 +65,12 @@ class Observers:
     def alarm(self, text: str) -> None:
         if self.console:
             self.console.alarm(text)
+
+    def show_end(self, run_dir: Path, rows: Sequence[SampleRow], files: Mapping[str, str]) -> None:
+        """Some rollouts with their critiques, and where the files are."""
+        if self.console:
+            self.console.print_samples(rows)
+            self.console.print_files(run_dir, {name: what for name, what in files.items() if (run_dir / name).exists()})
 
     def close(self) -> None:
         self.tracker.close()

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
+from grmpipe.flow import StepReport
+from grmpipe.judge.rule import Rule
 from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
+from scheduler.admission import Admission
 
 
 @dataclass(slots=True)
@@ -58,6 +61,13 @@ class Tally:
         self.total.add(closed)
         return closed
 
+    def total_so_far(self) -> Counts:
+        """With the open step."""
+        counts = Counts()
+        counts.add(self.total)
+        counts.add(self.step)
+        return counts
+
     def saved(self) -> dict[str, object]:
         """Totals for a checkpoint."""
         return {spec.name: getattr(self.total, spec.name) for spec in fields(Counts)} | {
@@ -67,6 +77,37 @@ class Tally:
     def restore(self, saved: Mapping[str, object]) -> None:
         """Totals from a checkpoint."""
         self.total = Counts(**{**saved, "failed": Counter(saved["failed"])})  # type: ignore[call-overload]
+
+
+def step_metrics(report: StepReport, counts: Counts, ledger: Admission, is_right: Rule) -> Metrics:
+    """Everything that one step is told by."""
+    return {
+        **flow_metrics(counts, report.step_s),
+        **batch_metrics(report.groups, report.step - 1),
+        **truth_metrics(report.groups, is_right),
+        **report.learner,
+        "time/step_s": report.step_s,
+        "time/learner_s": report.learner_busy_s,
+        "wait/learner_for_groups_s": report.wait_for_groups_s,
+        "wait/engines_for_learner_s": report.policy_idle_s,
+        "sync/push_s": report.sync.seconds,
+        "sync/pause_s": report.sync.pause_seconds,
+        "sync/bytes": float(report.sync.num_bytes),
+        "sync/probe_error_nats": report.sync.probe_error,
+        "groups/in_flight": float(len(ledger.in_flight)),
+        **{f"groups/dropped_{cause}": float(count) for cause, count in ledger.dropped.items()},
+    }
+
+
+def truth_metrics(groups: Sequence[JudgedGroup], is_right: Rule) -> Metrics:
+    """How much of a batch is right by the rule: shown, never trained on. Empty where there are no references."""
+    right = [
+        is_right(rollout.text, group.prompt.reference)
+        for group in groups
+        if group.prompt.reference is not None
+        for rollout in group.rollouts
+    ]
+    return {"train/true_accuracy": statistics.fmean(right)} if right else {}
 
 
 def flow_metrics(counts: Counts, seconds: float) -> Metrics:

@@ -1,0 +1,78 @@
+"""Looks at held-out problems before, during and after the steps; sounds the alarm when the judge is being fooled."""
+
+from __future__ import annotations
+
+import logging
+
+from grmpipe.evaluate import Evaluator
+from grmpipe.judge.watch import HackingAlarm
+from grmpipe.observe.sample_rows import SampleRow, sample_row
+from grmpipe.observers import Observers
+from grmpipe.types import Metrics
+
+log = logging.getLogger(__name__)
+
+Reading = tuple[int, float, float]  # step, the GRM's score, gold accuracy
+
+
+class Lookout:
+    """The first and the last look are on all held-out problems, those between on the anchors only."""
+
+    def __init__(
+        self, evaluator: Evaluator, alarm: HackingAlarm, observers: Observers, *, anchors: int, every: int
+    ) -> None:
+        self.initial: Metrics = {}
+        self.final: Metrics = {}
+        self.alarms: list[str] = []
+        self.readings: list[Reading] = []
+        self.rows: list[SampleRow] = []  # of the last look
+        self._evaluator = evaluator
+        self._alarm = alarm
+        self._observers = observers
+        self._anchors = anchors
+        self._every = every
+
+    async def first(self, step: int) -> None:
+        self.initial = await self._look(step, None)
+        self._observers.tracker.log(step, named(self.initial))
+
+    async def after_step(self, step: int, last: bool) -> Metrics:
+        """What a step's metrics gain by a look, if one is due."""
+        if last:
+            self.final = await self._look(step, None)
+            return named(self.final)
+        return named(await self._look(step, self._anchors)) if step % self._every == 0 else {}
+
+    async def last(self, step: int) -> None:
+        """For a run that ended before its last step."""
+        if not self.final:
+            self.final = await self._look(step, None)
+            self._observers.tracker.log(step, named(self.final))
+
+    def restore(self, initial: Metrics, alarms: tuple[str, ...], readings: tuple[Reading, ...]) -> None:
+        """Go on where a checkpoint left off: the alarm compares with the start of the run, not of the session."""
+        self.initial, self.alarms, self.readings = initial, list(alarms), list(readings)
+        for step, score, gold in readings:
+            self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
+
+    async def _look(self, step: int, limit: int | None) -> Metrics:
+        looked = await self._evaluator.look(f"look{step}", limit)
+        self.rows = [
+            sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
+            for one in looked.rollouts
+        ]
+        log.info("held-out at step %d: %s", step, looked.metrics)
+        if {"grm_score", "true_accuracy"} <= looked.metrics.keys():
+            self._sound_alarm(step, looked.metrics["grm_score"], looked.metrics["true_accuracy"])
+        return looked.metrics
+
+    def _sound_alarm(self, step: int, score: float, gold: float) -> None:
+        self.readings.append((step, score, gold))
+        told = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
+        if told is not None:
+            self.alarms.append(told)
+            self._observers.alarm(told)
+
+
+def named(metrics: Metrics) -> Metrics:
+    return {f"eval/{name}": value for name, value in metrics.items()}
