@@ -35,7 +35,10 @@ class PolicyQuality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeQuality:
-    """At temperature 1, over the policy's, corrupted and right answers in equal parts; malformed texts stand apart."""
+    """At temperature 1, over the policy's, corrupted and right answers in equal parts; malformed texts stand apart.
+
+    A critique without a score agrees with nothing.
+    """
 
     accuracy: float  # passes if and only if the final answer is right
     policy_accuracy: float  # the same over the policy's answers alone
@@ -61,6 +64,10 @@ class Judged:
     @property
     def right(self) -> bool:
         return is_right(self.problem, self.text)
+
+    @property
+    def agrees(self) -> bool:
+        return self.score is not None and self.passed == self.right
 
 
 class Speaker:
@@ -115,22 +122,25 @@ def measure_judge(directory: Path, policy_directory: Path) -> JudgeQuality:
     right = judge_all(judge, problems, [str(problem.solution) for problem in problems])
     malformed = judge_all(judge, problems, [malformed_text(problem, rng) for problem in problems])
     everything = [*from_policy, *corrupted, *right]
-    scored = [judged for judged in everything if judged.score is not None]
     return JudgeQuality(
         accuracy=agreement(everything),
         policy_accuracy=agreement(from_policy),
         malformed_accuracy=agreement(malformed),
-        false_pass_rate=1 - agreement([judged for judged in everything if not judged.right]),
-        false_fail_rate=1 - agreement([judged for judged in everything if judged.right]),
-        correlation=correlation(
-            [judged.score or 0 for judged in scored], [score_label(judged.problem, judged.text) for judged in scored]
-        ),
-        unparseable_rate=1 - len(scored) / len(everything),
+        false_pass_rate=fmean(one.passed for one in everything if not one.right),
+        false_fail_rate=fmean(not one.passed for one in everything if one.right),
+        correlation=correlation_with_labels(everything),
+        unparseable_rate=fmean(one.score is None for one in everything),
     )
 
 
+def correlation_with_labels(judged: Sequence[Judged]) -> float:
+    pairs = [(one.score, score_label(one.problem, one.text)) for one in judged if one.score is not None]
+    scores, labels = zip(*pairs, strict=True)
+    return correlation(scores, labels)
+
+
 def agreement(judged: Sequence[Judged]) -> float:
-    return fmean(one.passed == one.right for one in judged)
+    return fmean(one.agrees for one in judged)
 
 
 def judge_all(judge: Speaker, problems: Sequence[Problem], texts: Sequence[str], seed: int = 2) -> list[Judged]:
