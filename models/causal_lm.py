@@ -37,13 +37,14 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> Pr
     transformers.utils.logging.disable_progress_bar()
     config = _read_config(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=PACKED_ATTENTION,
-            local_files_only=Path(path).is_dir(),
-        )
+        with ONE_LOAD_AT_A_TIME:
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=PACKED_ATTENTION,
+                local_files_only=Path(path).is_dir(),
+            )
     except OSError as error:
         raise ValueError(f"path: the weights in {path!r} can't be loaded: {error}") from error
     nn.Module.to(model, device)
@@ -52,9 +53,10 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> Pr
 
 def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
     """The same model without its numbers, on the meta device: to be sharded first and filled then."""
-    with torch.device("meta"):
+    config = _read_config(path)
+    with ONE_LOAD_AT_A_TIME, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            _read_config(path), dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
+            config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
         )
     return model.eval()
 
