@@ -100,6 +100,7 @@ class SlotLayer(CacheLayerMixin):
         return self._slots.tokens_per_row
 
 
+@torch.no_grad()
 def open_decoder(model: PreTrainedModel, max_rows: int, max_tokens: int) -> tuple[Decoder, KvSlots]:
     """The fastest decoder whose logits equal the model's own; ValueError where there is none."""
     expected_NV = torch.stack([model(torch.tensor([ids], device=model.device)).logits[0, -1] for ids in PROBE])

@@ -121,8 +121,7 @@ class EmbeddedEngine:
         self._vocab_size = renderer.vocab_size
         self._context_tokens = _window(config, renderer)
         self._model = load_causal_lm(model_path, dtype, device)
-        with torch.no_grad():
-            decoder, slots = open_decoder(self._model, config.max_batch_rows, self._context_tokens)
+        decoder, slots = open_decoder(self._model, config.max_batch_rows, self._context_tokens)
         endings = Endings(renderer.decode, renderer.stop_token_ids)
         self._batch = Batch(
             decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step

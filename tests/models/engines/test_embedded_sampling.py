@@ -1,0 +1,53 @@
+"""Draws follow the distribution whose log-probs they report."""
+
+from __future__ import annotations
+
+import torch
+
+from models.engines.sampling import draw, keep_top_p, uniforms
+
+
+def test_uniforms_fill_the_unit_interval_and_depend_on_seed_and_counter_alone() -> None:
+    seeds, counters = torch.arange(20_000) * 2**40, torch.zeros(20_000, dtype=torch.int64)
+    for values in (uniforms(seeds, counters), uniforms(counters, torch.arange(20_000))):
+        assert values.min() >= 0 and values.max() < 1
+        share_per_tenth = torch.histc(values, 10, 0, 1) / len(values)
+        torch.testing.assert_close(share_per_tenth, torch.full((10,), 0.1, dtype=torch.float64), atol=0.01, rtol=0)
+    neighbours = torch.stack([uniforms(seeds, counters), uniforms(seeds, counters + 1)])
+    assert abs(torch.corrcoef(neighbours)[0, 1]) < 0.03
+    assert torch.equal(uniforms(seeds[7:8], counters[7:8]), uniforms(seeds, counters)[7:8])
+
+
+def test_draws_follow_temperature_and_top_p() -> None:
+    logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
+    num_rows = 20_000
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (2.0, 0.7)):
+        token_ids, logprobs = draw(
+            logits_V.expand(num_rows, -1),
+            torch.full((num_rows,), temperature),
+            torch.full((num_rows,), top_p),
+            uniforms(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64)),
+        )
+        shares_V = torch.bincount(token_ids, minlength=5) / num_rows
+        expected_V = keep_top_p(logits_V[None] / temperature, torch.tensor([top_p]))[0].softmax(-1)
+        torch.testing.assert_close(shares_V, expected_V, atol=0.012, rtol=0)
+        torch.testing.assert_close(logprobs, expected_V.log()[token_ids])
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_it() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    for top_p, kept in ((0.4, 1), (0.6, 2), (0.79, 2), (0.81, 3), (0.96, 4)):
+        assert int((keep_top_p(logits, torch.tensor([top_p])) > -torch.inf).sum()) == kept
+
+
+def test_a_row_without_top_p_is_untouched_by_its_neighbours() -> None:
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(0)) * 9
+    assert torch.equal(keep_top_p(logits, torch.tensor([1.0, 0.3]))[0], logits[0])
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]] * 3)
+    edges = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    token_ids, logprobs = draw(logits, torch.ones(3), None, edges)
+    assert token_ids.tolist() == [1, 3, 3]
+    torch.testing.assert_close(logprobs, torch.full((3,), 0.5).log())

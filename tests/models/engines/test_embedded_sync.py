@@ -1,0 +1,185 @@
+"""Weights move in flight: what is delivered, applied, echoed, and what kept requests make of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.causal_lm import load_causal_lm
+from models.engines.embedded import EmbeddedEngine
+from models.types import Completion, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
+from models.weight_stream import WeightStream, checksums
+
+
+def buckets_of(path: str) -> list[WeightBucket]:
+    stream = WeightStream(load_causal_lm(path), "float32", bucket_bytes=8192)
+    buckets = [stream.bucket(index) for index in range(stream.num_buckets)]
+    return [bucket for bucket in buckets if bucket is not None]
+
+
+async def push(engine: EmbeddedEngine, path: str, version: int) -> WeightReceipt:
+    await engine.pause()
+    for bucket in buckets_of(path):
+        await engine.load_bucket(bucket)
+    receipt = await engine.commit_weights(version)
+    await engine.resume()
+    return receipt
+
+
+def one_tensor(name: str, shape: tuple[int, ...]) -> WeightBucket:
+    data = np.ones(shape, dtype=np.float32).reshape(-1).view(np.uint8)
+    return WeightBucket(tensors=(WeightTensor(name=name, dtype="float32", shape=shape, data=data),))
+
+
+def test_a_sync_reaches_decoding_and_scoring(
+    engine: EmbeddedEngine, ask: Any, prompt_of: Any, next_version_path: str, next_plain: Any
+) -> None:
+    async def run() -> None:
+        await ask(engine, prompt_of(30), "before")
+        await push(engine, next_version_path, version=3)
+        completion = await ask(engine, prompt_of(30), "after", max_new_tokens=30)
+        expected = next_plain.logprobs(prompt_of(30), completion)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-3)
+        assert completion.oldest_version == engine.version == 3
+        scores = await engine.score((*prompt_of(30), *completion.token_ids))
+        assert scores[29:] == pytest.approx(expected, abs=1e-3)
+
+    asyncio.run(run())
+
+
+def test_the_receipt_echoes_the_hashes_of_what_was_sent(engine: EmbeddedEngine, next_version_path: str) -> None:
+    sent: dict[str, str] = {}
+    for bucket in buckets_of(next_version_path):
+        sent |= checksums(bucket)
+    receipt = asyncio.run(push(engine, next_version_path, version=7))
+    assert receipt == WeightReceipt(version=7, checksums=sent)
+
+    async def commit_nothing() -> WeightReceipt:
+        await engine.pause()
+        return await engine.commit_weights(8)
+
+    assert asyncio.run(commit_nothing()).checksums == {}
+
+
+def test_read_only_and_bfloat16_bytes_are_taken(engine: EmbeddedEngine, prompt_of: Any, next_version_path: str) -> None:
+    """What lies in a shared store may not be written to."""
+
+    async def run() -> None:
+        await engine.pause()
+        stream = WeightStream(load_causal_lm(next_version_path), "bfloat16", bucket_bytes=1 << 20)
+        bucket = stream.bucket(0)
+        assert bucket is not None
+        for tensor in bucket.tensors:
+            tensor.data.flags.writeable = False
+        before = await engine.score(prompt_of(8))
+        await engine.load_bucket(bucket)
+        assert await engine.score(prompt_of(8)) != before
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("model.layers.9.mlp.up_proj.weight", (64, 32)), ("model.norm.weight", (33,))]
+)
+def test_a_tensor_that_does_not_fit_is_named_and_nothing_of_its_bucket_is_loaded(
+    engine: EmbeddedEngine, prompt_of: Any, name: str, shape: tuple[int, ...]
+) -> None:
+    async def run() -> None:
+        await engine.pause()
+        before = await engine.score(prompt_of(8))
+        fitting = one_tensor("model.layers.0.input_layernorm.weight", (32,))
+        with pytest.raises(ValueError, match=name):
+            await engine.load_bucket(WeightBucket(tensors=fitting.tensors + one_tensor(name, shape).tensors))
+        assert await engine.score(prompt_of(8)) == before
+
+    asyncio.run(run())
+
+
+def test_a_tied_head_has_both_its_names(engine: EmbeddedEngine, prompt_of: Any) -> None:
+    async def run() -> None:
+        await engine.pause()
+        scores = []
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            await engine.load_bucket(one_tensor(name, (272, 32)))
+            scores.append(await engine.score(prompt_of(8)))
+        assert scores[0] == scores[1]
+        assert scores[0] == pytest.approx([-np.log(272)] * 7)  # all embeddings alike: no token is likelier
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_runs_takes_no_weights(engine: EmbeddedEngine) -> None:
+    with pytest.raises(RuntimeError, match="paused"):
+        asyncio.run(engine.load_bucket(one_tensor("model.norm.weight", (32,))))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_kept_requests_go_on_under_the_new_version(
+    open_engine: Any, ask: Any, prompt_of: Any, plain: Any, next_plain: Any, next_version_path: str, recompute: bool
+) -> None:
+    """Five tokens under version 0, the rest under version 1; recomputed keys and values are all of version 1."""
+    engine = open_engine(recompute_kv_on_sync=recompute, prefill_tokens_per_step=60)
+    prompts = [prompt_of(20), prompt_of(35), prompt_of(35), prompt_of(50)]
+    pause_after(engine, num_tokens=5 * len(prompts))
+
+    async def run() -> list[Completion]:
+        asked = [
+            asyncio.create_task(ask(engine, ids, i, max_new_tokens=12, temperature=0.0))
+            for i, ids in enumerate(prompts)
+        ]
+        await paused(engine)
+        await push(engine, next_version_path, version=1)
+        return await asyncio.gather(*asked)
+
+    for prompt_ids, completion in zip(prompts, asyncio.run(run()), strict=True):
+        cut = completion.versions[0].end
+        assert completion.versions == (
+            VersionSpan(model="policy", version=0, start=0, end=cut),
+            VersionSpan(model="policy", version=1, start=cut, end=12),
+        )
+        assert completion.logprobs[:cut] == pytest.approx(plain.logprobs(prompt_ids, completion)[:cut], abs=1e-3)
+        under_new = pytest.approx(next_plain.logprobs(prompt_ids, completion)[cut:], abs=1e-3)
+        assert (completion.logprobs[cut:] == under_new) == recompute
+
+
+def test_a_newcomer_never_takes_a_prompt_cached_under_older_weights(
+    engine: EmbeddedEngine, ask: Any, prompt_of: Any, next_plain: Any, next_version_path: str
+) -> None:
+    pause_after(engine, num_tokens=5)
+
+    async def run() -> None:
+        kept = asyncio.create_task(ask(engine, prompt_of(40), 0, max_new_tokens=60, temperature=0.0))
+        await paused(engine)
+        newcomers = [asyncio.create_task(ask(engine, prompt_of(40), i, max_new_tokens=10)) for i in (1, 2)]
+        await asyncio.sleep(0)
+        await push(engine, next_version_path, version=1)
+        for completion in await asyncio.gather(*newcomers):
+            assert completion.logprobs == pytest.approx(next_plain.logprobs(prompt_of(40), completion), abs=1e-3)
+        await kept
+
+    asyncio.run(run())
+    assert engine.stats().prefilled_tokens == 2 * 39
+
+
+def pause_after(engine: EmbeddedEngine, num_tokens: int) -> None:
+    """Pauses the engine from within, once, when it has sampled at least this much."""
+    step, done = engine._batch.step, False
+
+    def step_and_pause() -> Any:
+        nonlocal done
+        changes = step()
+        if not done and engine.stats().sampled_tokens >= num_tokens:
+            done = True
+            engine._set_paused(True)
+        return changes
+
+    engine._batch.step = step_and_pause  # type: ignore[method-assign]
+
+
+async def paused(engine: EmbeddedEngine) -> None:
+    async with asyncio.timeout(20):
+        while not engine._paused:
+            await asyncio.sleep(0.001)

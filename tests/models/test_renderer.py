@@ -1,0 +1,169 @@
+"""Text inside a message stays text, whatever it spells."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from models.renderer import Renderer
+from models.tiny.tokenizer import build_tokenizer
+from models.types import Message
+
+MARKERS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|pad|>",
+    "<think>",
+    "</think>",
+    "  ",
+    "user\n",
+    "assistant",
+    "<|im_",
+    "\ufffd",
+]
+texts = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(max_size=8)), max_size=8).map("".join)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The tiny one, with added tokens that aren't special (like Qwen3's thoughts) and a run of spaces."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>", "  ")])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def path(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(path)
+    Qwen3Config(vocab_size=600, max_position_embeddings=512).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def renderer(path: Path) -> Renderer:
+    return Renderer.load(str(path))
+
+
+def user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+def markup_in(tokenizer: PreTrainedTokenizerFast, token_ids: tuple[int, ...]) -> list[int]:
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    return [token_id for token_id in token_ids if token_id in added]
+
+
+@given(texts, texts)
+def test_no_content_becomes_markup(
+    renderer: Renderer, tokenizer: PreTrainedTokenizerFast, first: str, second: str
+) -> None:
+    full = renderer.render([Message(role="system", content=first), user(second)])
+    empty = renderer.render([Message(role="system", content=""), user("")])
+    assert markup_in(tokenizer, full) == markup_in(tokenizer, empty) != []
+
+
+@given(texts)
+def test_ids_are_markup_then_content_then_markup(
+    renderer: Renderer, tokenizer: PreTrainedTokenizerFast, content: str
+) -> None:
+    before = tuple(tokenizer.encode("<|im_start|>user\n", add_special_tokens=False))
+    after = tuple(tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False))
+    token_ids = renderer.render([user(content)])
+    assert token_ids[: len(before)] == before
+    assert token_ids[-len(after) :] == after
+    content_ids = token_ids[len(before) : -len(after)]
+    assert tokenizer.decode(content_ids, clean_up_tokenization_spaces=False) == content
+    if "think>" not in content:
+        plain = tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        assert content_ids == tuple(plain)
+
+
+def test_decoding_leaves_special_tokens_out(renderer: Renderer) -> None:
+    assert renderer.decode(renderer.render([user("Ida has 6 coins.")])) == "user\nIda has 6 coins.\nassistant\n"
+
+
+def test_extending_a_conversation_equals_rendering_the_whole(
+    renderer: Renderer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """What was sampled stands between, its stop token included."""
+    prompt, reply = user("2 + 2"), user("wrong <|im_end|>")
+    sampled = (*tokenizer.encode("5", add_special_tokens=False), *renderer.stop_token_ids)
+    whole = renderer.render([prompt, Message(role="assistant", content="5"), reply])
+    assert renderer.render([prompt]) + sampled + renderer.extend([reply]) == whole
+
+
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(path: Path, tmp_path: Path) -> None:
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    end = Renderer.load(str(tmp_path)).stop_token_ids
+    assert len(end) == 1
+    GenerationConfig(eos_token_id=[5, 7]).save_pretrained(tmp_path)
+    assert Renderer.load(str(tmp_path)).stop_token_ids == tuple(sorted({5, 7, *end}))
+
+
+def test_window_and_vocabulary_are_the_models(renderer: Renderer) -> None:
+    assert (renderer.context_tokens, renderer.vocab_size) == (512, 600)
+
+
+def test_a_tokenizer_without_a_template_is_refused_unless_one_is_given(
+    path: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    for file in path.iterdir():
+        if file.suffix != ".jinja":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match=r"policy\.path.*chat_template"):
+        Renderer.load(str(tmp_path))
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    assert Renderer.load(str(tmp_path), str(template)).render([user("1"), user("<think>")]) == tuple(
+        token_id
+        for piece in ("[", "1", "][", "<th", "ink>", "]")
+        for token_id in tokenizer.encode(piece, add_special_tokens=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "exactly once"),
+        ("{{ messages[0].content }}", "the assistant message exactly once"),
+        ("{{ messages[1].content }}{{ messages[0].content }}", "in its place"),
+        ("{{ raise_exception('only users') }}", "user, assistant: only users"),
+    ],
+)
+def test_a_template_that_loses_or_repeats_a_message_is_an_error(
+    path: Path, tmp_path: Path, template: str, complaint: str
+) -> None:
+    file = tmp_path / "odd.jinja"
+    file.write_text(template)
+    renderer = Renderer.load(str(path), str(file))
+    with pytest.raises(ValueError, match=complaint):
+        renderer.render([user("a"), Message(role="assistant", content="b")])
+
+
+def test_what_is_missing_is_named(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        Renderer.load(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"chat_template: .*none\.jinja"):
+        Renderer.load(str(path), str(tmp_path / "none.jinja"))
+    Qwen3Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer"):
+        Renderer.load(str(tmp_path))
+
+
+def test_a_short_prompt_is_rendered_in_a_third_of_a_millisecond(renderer: Renderer) -> None:
+    """The fastest of many, so that a busy machine doesn't count."""
+    message = user("Q: Ida has 6 coins. She gives 4 to Max. She wins 6. How many coins does Ida have?")
+    durations_s = []
+    for _ in range(200):
+        started_s = time.perf_counter()
+        renderer.render([message])
+        durations_s.append(time.perf_counter() - started_s)
+    assert min(durations_s) < 0.3e-3
