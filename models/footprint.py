@@ -26,7 +26,7 @@ class Footprint:
         return 2 * self.num_layers * self.kv_width * BYTES[dtype]
 
     def activation_bytes_per_token(self, dtype: str) -> int:
-        """About 34 bytes per layer and hidden unit at 2 bytes each (arXiv 2205.05198, eq. 2, without the attention map)."""
+        """34 bytes per layer and hidden unit at 2 bytes a value (arXiv 2205.05198, eq. 2, less the attention map)."""
         return 17 * self.num_layers * self.hidden_size * BYTES[dtype]
 
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 RESOLUTION_S = 1e-6  # a shorter sleep may not move the clock at all
 
 

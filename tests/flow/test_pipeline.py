@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import looptime
 import pytest
@@ -214,7 +215,7 @@ def test_a_rollout_that_spans_a_sync_knows_both_versions() -> None:
     bench.run()
     spans = [r.turns[0].completion.versions for r in bench.journal.rollouts]
     assert any(len(stretch) > 1 for stretch in spans)
-    assert all(a.end == b.start and a.version < b.version for s in spans for a, b in zip(s, s[1:], strict=False))
+    assert all(a.end == b.start and a.version < b.version for s in spans for a, b in pairwise(s))
 
 
 def test_judging_starts_before_the_last_rollout_of_the_batch_ends() -> None:
