@@ -31,6 +31,7 @@ class Lookout:
         self._observers = observers
         self._anchors = anchors
         self._every = every
+        self.ringing = False  # told once, until a look finds nothing
 
     async def first(self, step: int) -> None:
         self.initial = await self._look(step, None)
@@ -53,7 +54,7 @@ class Lookout:
         """Go on where a checkpoint left off: the alarm compares with the start of the run, not of the session."""
         self.initial, self.alarms, self.readings = initial, list(alarms), list(readings)
         for step, score, gold in readings:
-            self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
+            self.ringing = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold) is not None
 
     async def _look(self, step: int, limit: int | None) -> Metrics:
         looked = await self._evaluator.look(f"look{step}", limit)
@@ -69,9 +70,11 @@ class Lookout:
     def _sound_alarm(self, step: int, score: float, gold: float) -> None:
         self.readings.append((step, score, gold))
         told = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
-        if told is not None:
+        if told is not None and not self.ringing:
             self.alarms.append(told)
+            log.info("alarm: %s", told)
             self._observers.alarm(told)
+        self.ringing = told is not None
 
 
 def named(metrics: Metrics) -> Metrics:

@@ -105,7 +105,7 @@ class TrainingRun:
         counts = pipeline.tally.close_step()
         metrics = step_metrics(report, counts, pipeline.admission, self._prepared.is_right)
         metrics |= await lookout.after_step(report.step, last)
-        metrics["alarm/hacking"] = float(bool(lookout.alarms))
+        metrics["alarm/hacking"] = float(lookout.ringing)
         self._observers.tracker.log(report.step, metrics)
         self._observers.tracker.table(report.step, lookout.rows)
         every = self._config.train.checkpoint_every
