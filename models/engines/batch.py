@@ -17,6 +17,7 @@ from torch import Tensor
 from models.engines.decoder import Decoder
 from models.engines.endings import Endings
 from models.engines.kv_slots import KvSlots
+from models.engines.packing import groups_of_like_length
 from models.engines.sampling import draw, uniforms
 from models.types import Completion, FinishReason, SamplingParams, VersionSpan
 
@@ -241,13 +242,13 @@ class Batch:
         self._slots.reserve(len(self._running) + len(joining), max(longest, self._slots.tokens_per_row))
 
     def _prefill(self, rows: Sequence[Row]) -> None:
-        rows = [row for row in rows if row.position > 0]
-        if rows:
-            cached = [row.cached_ids for row in rows]
-            self._decoder.prefill(cached, [row.index for row in rows])
-            self.num_prefilled_tokens += sum(len(ids) for ids in cached)
+        """One forward pass for rows of about one length: a long prompt must not pad the short ones."""
         for row in rows:
             row.prompt_epoch = self._weights_epoch
+        rows = [row for row in rows if row.position > 0]
+        for group in groups_of_like_length([row.position for row in rows]):
+            self._decoder.prefill([rows[i].cached_ids for i in group], [rows[i].index for i in group])
+        self.num_prefilled_tokens += sum(row.position for row in rows)
 
     def _copy_from_siblings(self, rows: Sequence[Row]) -> None:
         if rows:

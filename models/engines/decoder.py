@@ -46,18 +46,23 @@ class ModuleDecoder:
         token_ids_NQ = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
         positions_Q = torch.arange(longest, device=device)
         causal_QQ = positions_Q[:, None] >= positions_Q
-        self._call(token_ids_NQ, positions_Q.expand_as(token_ids_NQ), torch.tensor(rows, device=device), causal_QQ)
+        rows_N = torch.tensor(rows, device=device)
+        places_NQ = rows_N[:, None] * self._slots.tokens_per_row + positions_Q
+        self._call(token_ids_NQ, positions_Q.expand_as(token_ids_NQ), places_NQ, rows_N, causal_QQ)
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
-        rows_B = torch.arange(len(token_ids_B), device=token_ids_B.device)
-        seen_BT = torch.arange(num_attended, device=token_ids_B.device) <= positions_B[:, None]
-        return self._call(token_ids_B[:, None], positions_B[:, None], rows_B, seen_BT[:, None, None])[:, 0]
+        num_rows, device = len(token_ids_B), token_ids_B.device
+        places_B = torch.arange(num_rows, device=device) * self._slots.tokens_per_row + positions_B
+        seen_B11T = (torch.arange(num_attended, device=device) <= positions_B[:, None])[:, None, None]
+        return self._call(token_ids_B[:, None], positions_B[:, None], places_B, slice(num_rows), seen_B11T)[:, 0]
 
-    def _call(self, token_ids_NQ: Tensor, positions_NQ: Tensor, rows_N: Tensor, seen_NHQT: Tensor) -> Tensor:
+    def _call(
+        self, token_ids_NQ: Tensor, positions_NQ: Tensor, places: Tensor, rows: slice | Tensor, seen_NHQT: Tensor
+    ) -> Tensor:
         num_rows, num_queries = token_ids_NQ.shape
         seen_NHQT = seen_NHQT.expand(num_rows, 1, num_queries, -1)
         for layer in self._layers:
-            layer.aim(rows_N, positions_NQ, seen_NHQT.shape[-1])
+            layer.aim(places.flatten(), rows, seen_NHQT.shape[-1])
         logits = self._model(
             input_ids=token_ids_NQ,
             position_ids=positions_NQ,
@@ -78,14 +83,13 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
         self._slots, self._index = slots, index
 
-    def aim(self, rows_N: Tensor, positions_NQ: Tensor, num_attended: int) -> None:
-        self._rows_N, self._num_attended = rows_N, num_attended
-        self._places_P = (rows_N[:, None] * self._slots.tokens_per_row + positions_NQ).flatten()
+    def aim(self, places_P: Tensor, rows: slice | Tensor, num_attended: int) -> None:
+        self._places_P, self._rows, self._num_attended = places_P, rows, num_attended
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         kv_NQ2GD = torch.stack([key_states, value_states], 1).permute(0, 3, 1, 2, 4)
         self._slots.write(self._index, self._places_P, kv_NQ2GD.flatten(0, 1).flatten(1))
-        return self._slots.read(self._index, self._rows_N, self._num_attended)
+        return self._slots.read(self._index, self._rows, self._num_attended)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         return None
@@ -109,7 +113,7 @@ def open_decoder(model: PreTrainedModel, max_rows: int, max_tokens: int) -> tupl
     if FusedDecoder.supports(model):
         kinds.insert(0, FusedDecoder)
     for kind in kinds:
-        slots = KvSlots(shape, max(max_rows, len(PROBE)), max_tokens)
+        slots = KvSlots(shape, max(max_rows, len(PROBE)), max(max_tokens, *map(len, PROBE)))
         decoder = kind(model, slots)
         if _probe_error(decoder, slots, expected_NV) <= PROBE_TOLERANCE[shape.dtype]:
             return decoder, slots

@@ -10,18 +10,20 @@ when it runs, no token is being sampled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
 from models.causal_lm import load_causal_lm
 from models.engines.batch import Batch, Row
+from models.engines.calls import Answer, Command, Ticket, Waiter, copy_of
 from models.engines.decoder import open_decoder
 from models.engines.endings import Endings
 from models.engines.weight_loading import WeightInbox
@@ -54,51 +56,10 @@ class EngineStats:
     running: int
 
 
-class Answer(Generic[T]):
-    """A future of some event loop that another thread settles. Once settled or cancelled, it stays so."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[T] = self._loop.create_future()
-
-    def call(self, function: Callable[[], None]) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function)
-
-    def give(self, result: T) -> None:
-        self.call(lambda: None if self.future.done() else self.future.set_result(result))
-
-    def fail(self, error: BaseException) -> None:
-        self.call(lambda: None if self.future.done() else self.future.set_exception(error))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Waiter:
-    """One call of generate."""
-
-    answer: Answer[Completion]
-    on_first_token: Callable[[], None]
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request in flight, and all who wait for it."""
-
-    request_id: str
-    row: Row
-    waiters: list[Waiter] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What the thread does between two steps. `fail` tells the caller that it won't be done."""
-
-    run: Callable[[], None]
-    fail: Callable[[BaseException], None]
-
-
 class EmbeddedEngine:
     """Continuous batching for any causal LM with full attention, on the CPU or one GPU.
+
+    Deadlines are the callers': they cancel. Raises ValueError for a model that it can't run.
 
     seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
     version: of the weights in `model_path`.
@@ -170,7 +131,7 @@ class EmbeddedEngine:
         try:
             return await waiter.answer.future
         except asyncio.CancelledError:
-            if self._death is None:
+            with contextlib.suppress(EngineDied):
                 self._post(Command(partial(self._give_up, context.request_id, waiter), lambda error: None))
             raise
 
@@ -191,7 +152,11 @@ class EmbeddedEngine:
         return await self._do(partial(self._commit, version))
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return await self._do(partial(self._score, tuple(token_ids)))
+        ids = tuple(token_ids)
+        self._refuse_unknown_ids(ids)
+        if len(ids) > self._context_tokens:
+            raise EngineRefused(f"{len(ids)} tokens exceed the window of {self._context_tokens} of {self.model_name}")
+        return await self._do(partial(self._score, ids))
 
     def close(self) -> None:
         """End the thread; whoever still waits gets EngineDied. Blocks for a step at most."""
@@ -227,10 +192,14 @@ class EmbeddedEngine:
                 f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the window of "
                 f"{self._context_tokens} tokens of {self.model_name}"
             )
-        if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab_size:
-            raise EngineRefused(f"a prompt must be ids from 0 to {self._vocab_size - 1}, at least one")
+        self._refuse_unknown_ids(prompt_ids)
         if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
             raise EngineRefused(f"these sampling parameters can't be served: {params}")
+
+    def _refuse_unknown_ids(self, token_ids: tuple[int, ...]) -> None:
+        """Before they reach the model, where they would end the engine for everybody."""
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            raise EngineRefused(f"one or more ids from 0 to {self._vocab_size - 1} are needed")
 
     @torch.inference_mode()
     def _work(self) -> None:
@@ -264,7 +233,7 @@ class EmbeddedEngine:
         self._busy_s += time.perf_counter() - started_s
         for row in changes.begun:
             for waiter in self._tickets_by_row[row].waiters:
-                _tell_first_token(waiter)
+                waiter.tell_first_token()
         for row in changes.finished:
             self._answer(self._tickets_by_row[row])
 
@@ -277,7 +246,7 @@ class EmbeddedEngine:
             ticket = Ticket(context.request_id, row)
             self._tickets[context.request_id] = self._tickets_by_row[row] = ticket
         elif ticket.row.token_ids:
-            _tell_first_token(waiter)
+            waiter.tell_first_token()
         ticket.waiters.append(waiter)
 
     def _give_up(self, request_id: str, waiter: Waiter) -> None:
@@ -317,11 +286,9 @@ class EmbeddedEngine:
         return WeightReceipt(version=version, checksums=self._inbox.collect_checksums())
 
     def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        if not 2 <= len(token_ids) <= self._context_tokens:
-            raise EngineRefused(f"2 to {self._context_tokens} tokens can be scored, not {len(token_ids)}")
         token_ids_1T = torch.tensor([token_ids], device=self._model.device)
-        logits_TV = self._model(token_ids_1T[:, :-1], use_cache=False).logits[0]
-        logprobs_T, _ = chosen_logprobs(logits_TV, token_ids_1T[0, 1:])
+        logits_TV = self._model(token_ids_1T, use_cache=False).logits[0]
+        logprobs_T, _ = chosen_logprobs(logits_TV[:-1], token_ids_1T[0, 1:])
         return tuple(logprobs_T.tolist())
 
     def _die(self, death: EngineDied) -> None:
@@ -329,21 +296,9 @@ class EmbeddedEngine:
             self._death = death
         for ticket in self._tickets.values():
             for waiter in ticket.waiters:
-                waiter.answer.fail(_copy_of(death))
+                waiter.answer.fail(copy_of(death))
         while not self._commands.empty():
-            self._commands.get().fail(_copy_of(death))
-
-
-def _tell_first_token(waiter: Waiter) -> None:
-    if waiter.on_first_token is not ignore_first_token:
-        waiter.answer.call(waiter.on_first_token)
-
-
-def _copy_of(death: EngineDied) -> EngineDied:
-    """Each who waits gets an exception of its own: tracebacks grow on it."""
-    copy = EngineDied(str(death))
-    copy.__cause__ = death.__cause__
-    return copy
+            self._commands.get().fail(copy_of(death))
 
 
 def _window(config: EmbeddedConfig, renderer: Renderer) -> int:

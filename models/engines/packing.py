@@ -1,4 +1,4 @@
-"""Prompts packed end to end, each with a slot row to go to. Pure.
+"""Prompts packed end to end, each with a slot row to go to; which to pack together. Pure.
 
 N: prompts, P: packed tokens, T: positions of the longest.
 """
@@ -49,3 +49,13 @@ class PackedPrompts:
 
     def unpad(self, x_NTHD: Tensor) -> Tensor:
         return x_NTHD.flatten(0, 1)[self.padded_P]
+
+
+def groups_of_like_length(lengths_N: Sequence[int]) -> list[list[int]]:
+    """Indices by rising length, cut wherever padding to the longest would cost more than a quarter (or 16 tokens)."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths_N)), key=lengths_N.__getitem__):
+        if not groups or lengths_N[index] > 1.25 * lengths_N[groups[-1][0]] + 16:
+            groups.append([])
+        groups[-1].append(index)
+    return groups

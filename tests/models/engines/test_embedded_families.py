@@ -21,6 +21,7 @@ from transformers import (
 from models.engines.decoder import Decoder, ModuleDecoder, open_decoder
 from models.engines.fused_decoder import FusedDecoder
 from models.engines.kv_slots import KvSlots
+from models.engines.packing import groups_of_like_length
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -115,3 +116,17 @@ def test_slots_keep_what_they_hold_when_they_grow() -> None:
     slots.reserve(40, 60)
     assert torch.equal(slots.kv_NRT2GD[:, :3, :10], held)
     assert slots.kv_NRT2GD.shape[1:3] >= (40, 60)
+
+
+def test_a_long_prompt_never_pads_the_short_ones() -> None:
+    lengths = [30, 6000, 62, 109, 4, 5900]
+    groups = groups_of_like_length(lengths)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    assert [[lengths[index] for index in group] for group in groups] == [[4], [30], [62], [109], [5900, 6000]]
+
+
+@torch.no_grad()
+def test_bfloat16_decodes_by_hand_as_well() -> None:
+    decoder, slots = open_decoder(random_model("qwen 3").bfloat16(), max_rows=2, max_tokens=64)
+    assert type(decoder) is FusedDecoder
+    assert slots.kv_NRT2GD.dtype == torch.bfloat16
