@@ -4,73 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from grmpipe.config import ConfigError, RunConfig
-from grmpipe.data.prompts import disjoint, load_prompts
-from grmpipe.data.stream import PromptStream
+from grmpipe.config import RunConfig
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluate import Evaluator
 from grmpipe.flow import Parts, Play
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.mixed import MixedJudge
-from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.rule import RULES, Rule, RuleJudge
+from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.watch import FailureGate
 from grmpipe.observers import Observers
+from grmpipe.prepare import Model, Prepared, options_of
 from grmpipe.rollout.play import Seat, play
 from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.types import Env, Judge, Prompt, Rollout
 from models.engines.embedded import EmbeddedEngine
-from models.renderer import Renderer
-from models.settings import ModelConfig
-from models.tiny.resolve import resolve_model
 from models.types import Engine, SamplingParams
 from scheduler.actors import Cluster, InProcessCluster
 from scheduler.events import EventSink
-from scheduler.placement import NodeCapacity, Placement, check_capacity, place
+from scheduler.placement import Placement
 from scheduler.router import Router
 from scheduler.weight_sync import SyncReport, push
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-Progress = Callable[[str, float], None]  # (what, share done)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A role's model, found and checked."""
-
-    name: str  # the role's: policy, grm
-    path: str
-    renderer: Renderer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """All that can be known, and refused, before anything starts."""
-
-    config: RunConfig
-    policy: Model
-    grm: Model | None
-    prompts: PromptStream
-    held_out: tuple[Prompt, ...]
-    placement: Placement
-
-    @property
-    def is_right(self) -> Rule:
-        """The rule that training never sees (unless the user makes it the judge)."""
-        return RULES[self.config.judge.rule]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
@@ -89,7 +49,7 @@ class Running:
 
 
 def embedded_engine(model: Model, config: RunConfig, placement: Placement) -> Callable[[], Engine]:
-    options = config.policy if model.name == "policy" else config.grm
+    options = options_of(model.name, config)
     return functools.partial(
         EmbeddedEngine,
         model.path,
@@ -104,8 +64,8 @@ def embedded_engine(model: Model, config: RunConfig, placement: Placement) -> Ca
 def generative_judge(prepared: Prepared, grm: Engine | None) -> Judge:
     assert grm is not None
     assert prepared.grm is not None
-    renderer, config = prepared.grm.renderer, prepared.config
-    return GenerativeJudge(grm, renderer, config.judge, prepared.grm.name, config.seed, renderer.context_tokens)
+    model, config = prepared.grm, prepared.config
+    return GenerativeJudge(grm, model.renderer, config.judge, model.name, config.seed, model.context_tokens)
 
 
 def rule_judge(prepared: Prepared, grm: Engine | None) -> Judge:
@@ -140,78 +100,12 @@ CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {
 }
 
 
-# -- before anything starts ----------------------------------------------------------------------------------------
-
-
-def prepare(config: RunConfig, progress: Progress) -> Prepared:
-    """Find models, read data, seat roles. Raises ConfigError naming the key and what to type."""
-    placement = section("", lambda: place(config.placement, config.roles))
-    if config.cluster.kind == "ray" and config.cluster.address is None:
-        section("", lambda: check_capacity(placement, [this_machine()]))
-    prompts = section("data.", lambda: load_prompts(config.data.path, num_tiny_prompts=config.data.num_prompts))
-    held_out = section("data.", lambda: load_held_out(config))
-    train_prompts, num_shared = disjoint(prompts, held_out)
-    if num_shared:
-        log.warning("%d prompts are in the held-out set as well: they are not trained", num_shared)
-    if not train_prompts:
-        raise ConfigError(f"data.path: every prompt of {config.data.path} is in the held-out set as well")
-    if config.judge.kind != "rule":
-        section("judge.", lambda: JudgePrompt.load(config.judge.template))
-    return Prepared(
-        config=config,
-        policy=find_model("policy", config.policy, progress),
-        grm=find_model("grm", config.grm, progress) if "grm" in config.roles else None,
-        prompts=PromptStream(
-            train_prompts, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs
-        ),
-        held_out=held_out,
-        placement=placement,
-    )
-
-
-def find_model(name: str, options: ModelConfig, progress: Progress) -> Model:
-    """Make a tiny model if need be, and check that the tokenizer can chat."""
-    path = section(f"{name}.", lambda: resolve_model(options.path, progress))
-    return Model(name=name, path=path, renderer=section(f"{name}.", lambda: Renderer.load(path, options.chat_template)))
-
-
-def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
-    path = config.data.eval_path
-    if path == "auto":
-        path = "tiny://held_out" if config.data.path == "tiny://train" else None
-    if path is None:
-        return ()
-    count = config.data.num_eval_prompts
-    prompts = load_prompts(path, num_tiny_prompts=count)[:count]
-    for prompt in prompts:
-        if prompt.reference is not None:
-            RULES[config.judge.rule]("", prompt.reference)  # raises for a reference that the rule can't read
-    return prompts
-
-
-def section(path: str, check: Callable[[], T]) -> T:
-    """Run a check; its ValueError gets the section's key in front, unless it names its section itself."""
-    try:
-        return check()
-    except ConfigError:
-        raise
-    except ValueError as error:
-        text = str(error)
-        raise ConfigError(text if text.startswith(path) else f"{path}{text}") from error
-
-
-def this_machine() -> NodeCapacity:
-    import torch
-
-    return NodeCapacity(name="this machine", cpus=os.cpu_count() or 1, gpus=torch.cuda.device_count())
+# -- starting ------------------------------------------------------------------------------------------------------
 
 
 def device_of(role: str, placement: Placement) -> str:
     pool = placement.seats[role][0].pool
     return "cuda" if placement.pools[pool].resource == "gpu" else "cpu"
-
-
-# -- starting ------------------------------------------------------------------------------------------------------
 
 
 async def start(prepared: Prepared, events: EventSink) -> Running:
@@ -233,7 +127,7 @@ async def start(prepared: Prepared, events: EventSink) -> Running:
 
 
 async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, events: EventSink) -> Router:
-    options = prepared.config.policy if model.name == "policy" else prepared.config.grm
+    options = options_of(model.name, prepared.config)
     make_engine = ENGINES[options.engine](model, prepared.config, prepared.placement)
     return Router(model.name, await cluster.start_engines(model.name, make_engine), events)
 
@@ -311,10 +205,10 @@ def make_push(prepared: Prepared, running: Running) -> Callable[[int], Awaitable
 
 def too_long(prepared: Prepared) -> Callable[[Prompt], bool]:
     """Whether a prompt leaves no room for an answer in the policy's window."""
-    renderer, max_new_tokens = prepared.policy.renderer, prepared.config.rollout.max_new_tokens
+    policy, max_new_tokens = prepared.policy, prepared.config.rollout.max_new_tokens
 
     def check(prompt: Prompt) -> bool:
-        return len(renderer.render(prompt.messages)) + max_new_tokens > renderer.context_tokens
+        return len(policy.renderer.render(prompt.messages)) + max_new_tokens > policy.context_tokens
 
     return check
 

@@ -12,13 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from grmpipe.accounts import Accounts
-from grmpipe.assemble import Prepared, Running, make_evaluator, make_parts, start
+from grmpipe.assemble import Running, make_evaluator, make_parts, start
 from grmpipe.flow import Cut, FlowConfig, Kept, StepReport
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.lookout import Lookout
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.observers import FILES, Observers
 from grmpipe.pipeline import Interrupted, Pipeline
+from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import step_metrics
 from grmpipe.train.learner import NonFiniteGradients

@@ -1,4 +1,4 @@
-"""How large a model is, from its config alone: parameters, weights, KV cache, activations. Loads no weights."""
+"""How large a model is, from its sizes alone: weights, KV cache, learner, activations. Loads no weights."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.settings import ModelShape
+
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Sizes of one copy of a model."""
+    """Sizes of one copy of a decoder. `num_root_parameters`: those of no layer, the embedding and the output head."""
 
     num_parameters: int
+    num_root_parameters: int
     num_layers: int
     hidden_size: int
+    intermediate_size: int
+    query_width: int  # query heads x head dim
     kv_width: int  # key heads x head dim
+    vocab_size: int
 
     def weight_bytes(self, dtype: str) -> int:
         return self.num_parameters * BYTES[dtype]
@@ -25,22 +31,66 @@ class Footprint:
     def kv_bytes_per_token(self, dtype: str) -> int:
         return 2 * self.num_layers * self.kv_width * BYTES[dtype]
 
-    def activation_bytes_per_token(self, dtype: str) -> int:
-        """34 bytes per layer and hidden unit at 2 bytes a value (arXiv 2205.05198, eq. 2, less the attention map)."""
-        return 17 * self.num_layers * self.hidden_size * BYTES[dtype]
+    def learner_state_bytes(self, num_ranks: int, *, reference: bool = False) -> int:
+        """Of one rank: float32 weights, gradients and Adam's two moments, and the reference's weights, all sharded."""
+        return self.num_parameters * 4 * (4 + reference) // num_ranks
+
+    def gathered_bytes(self, dtype: str) -> int:
+        """What a rank holds whole while it computes: two layers (one comes early), and the root with its gradient.
+
+        Gradients are reduced in float32. FSDP2 keeps the root gathered from forward to backward.
+        """
+        layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
+        return 2 * layer * BYTES[dtype] + self.num_root_parameters * (2 * BYTES[dtype] + 4)
+
+    def activation_bytes_per_token(self, dtype: str, *, checkpointing: bool = False) -> int:
+        """What backward needs of forward, counted on a Llama-like layer with a fused attention.
+
+        A layer keeps 9 values per hidden unit, 7 per query and key unit, 4 per unit of the MLP; with checkpointing
+        all layers keep their input, and one the rest. The head keeps the logits, and gets as large a gradient.
+        """
+        attention = 9 * self.hidden_size + 7 * (self.query_width + self.kv_width)
+        layer = attention + 4 * self.intermediate_size
+        layers = self.num_layers * self.hidden_size + layer if checkpointing else self.num_layers * layer
+        return (layers + 2 * self.vocab_size) * BYTES[dtype]
 
 
 def footprint_of(path: str) -> Footprint:
-    """Raises OSError when there is no config at `path`."""
+    """Of a model directory. Raises OSError when there is no config at `path`."""
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()
     with torch.device("meta"):
-        num_parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads  # not every architecture names it
+        model = AutoModelForCausalLM.from_config(config)
+    # Not every architecture names these.
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
     return Footprint(
-        num_parameters=num_parameters,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_root_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        query_width=text.num_attention_heads * head_dim,
+        kv_width=kv_heads * head_dim,
+        vocab_size=text.vocab_size,
+    )
+
+
+def footprint_of_shape(shape: ModelShape) -> Footprint:
+    """Of a declared shape: a decoder with a gated MLP and without biases (Llama, Qwen, Mistral)."""
+    query_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = 2 * shape.hidden_size * (query_width + kv_width) + 3 * shape.hidden_size * shape.intermediate_size
+    norms = 2 * shape.hidden_size
+    root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+    return Footprint(
+        num_parameters=root + shape.num_layers * (layer + norms) + shape.hidden_size,
+        num_root_parameters=root,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        query_width=query_width,
+        kv_width=kv_width,
+        vocab_size=shape.vocab_size,
     )

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 DTYPES = ("float32", "bfloat16")
 ENGINES = ("embedded",)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes as in a model's config.json: to plan a run where the model isn't at hand. Declared whole or not at all."""
+
+    num_layers: int = 0  # 0: not declared
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    vocab_size: int = 0
+    context_tokens: int = 0
+    tied: bool = False  # the output head is the embedding
+
+    def __post_init__(self) -> None:
+        sizes = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "tied"}
+        lacking = [name for name, size in sizes.items() if size < 1]
+        if any(sizes.values()) and lacking:
+            raise ValueError(f"{lacking[0]}: must be at least 1; a shape is declared whole, as in config.json")
+
+    @property
+    def declared(self) -> bool:
+        return self.num_layers > 0
 
 
 @dataclass(frozen=True)
@@ -13,12 +38,14 @@ class ModelConfig:
     """A model with a role (`policy` or `grm`).
 
     path: a Hugging Face directory or hub name, or `tiny://<name>` for a model that the project makes itself.
+    shape: what task=plan reckons with where `path` isn't at hand; a run never looks at it.
     """
 
     path: str = "tiny://policy"
     engine: str = "embedded"
     dtype: str = "float32"
     chat_template: str | None = None  # a Jinja file, for a tokenizer without one (or with an unfit one)
+    shape: ModelShape = field(default_factory=ModelShape)
 
     def __post_init__(self) -> None:
         if not self.path:

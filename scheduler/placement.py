@@ -16,10 +16,13 @@ class PoolConfig:
     slots: int = 1
     resource: str = "cpu"
     strategy: str = "PACK"  # over nodes, in Ray's words
+    memory_gb: float | None = None  # of one slot; task=plan warns of what won't fit
 
     def __post_init__(self) -> None:
         if self.slots < 1:
             raise ValueError(f"slots: must be at least 1, got {self.slots}")
+        if self.memory_gb is not None and not self.memory_gb > 0:
+            raise ValueError(f"memory_gb: must be above 0, or null where it isn't known, got {self.memory_gb}")
         if self.resource not in RESOURCES:
             raise ValueError(f"resource: unknown resource {self.resource!r}; known: {', '.join(RESOURCES)}")
         if self.strategy not in STRATEGIES:
