@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from grmpipe.config import RunConfig
 from grmpipe.envs.single_turn import SingleTurn
@@ -31,6 +30,7 @@ from scheduler.events import EventSink
 from scheduler.placement import Placement
 from scheduler.router import Router
 from scheduler.weight_sync import SyncReport, push
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
@@ -211,9 +211,3 @@ def too_long(prepared: Prepared) -> Callable[[Prompt], bool]:
         return len(policy.renderer.render(prompt.messages)) + max_new_tokens > policy.context_tokens
 
     return check
-
-
-def names_of_models(prepared: Prepared) -> Mapping[str, str]:
-    """Role -> path, for people."""
-    models = [prepared.policy] + ([prepared.grm] if prepared.grm else [])
-    return {model.name: str(Path(model.path)) for model in models}

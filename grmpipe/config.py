@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
 
 from grmpipe.data.settings import DataConfig
 from grmpipe.judge.settings import JudgeConfig
@@ -25,9 +26,15 @@ from models.settings import EngineConfig, ModelConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.weight_sync import SyncConfig
 
-TASKS = ("train", "plan", "evaluate", "doctor")
+TASKS = ("train", "plan", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
+# What to type for a key that only the user can know.
+WANTED = {
+    "data.path": "a .jsonl or .parquet file of prompts",
+    "policy.path": "a Hugging Face model directory or hub name",
+    "grm.path": "a Hugging Face model directory or hub name",
+}
 # What may differ between a run and its resumption: none of it changes what is trained.
 FREE_ON_RESUME = ("task", "resume", "run_dir", "objective", "tracking", "cluster", "placement")
 
@@ -98,6 +105,9 @@ def build(config: DictConfig) -> RunConfig:
     """The checked configuration. Raises ConfigError naming the key."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = str(error.full_key)
+        raise ConfigError(f"{key}: missing; give {WANTED.get(key, 'a value')}: {key}=...") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return from_values(RunConfig, typing.cast(Mapping[str, object], values))
@@ -125,7 +135,10 @@ def to_yaml(config: RunConfig) -> str:
 
 def read_yaml(path: Path) -> RunConfig:
     """A run's own config.yaml."""
-    return build(typing.cast(DictConfig, OmegaConf.load(path)))
+    try:
+        return build(typing.cast(DictConfig, OmegaConf.load(path)))
+    except (ConfigError, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{path} can't be read: {str(error).splitlines()[0]}") from error
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:

@@ -1,71 +1,203 @@
-"""What goes where, its memory, and the arithmetic of a batch: read off a configuration. Starts nothing."""
+"""What goes where, its memory, the arithmetic of a batch: read off a configuration. Starts nothing, needs no GPU."""
 
 from __future__ import annotations
 
-from grmpipe.assemble import Prepared
-from models.footprint import Footprint, footprint_of
-from scheduler.placement import describe
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.prepare import (
+    Data,
+    Model,
+    ModelNotHere,
+    Progress,
+    check_grm,
+    check_machine,
+    check_policy,
+    find_model,
+    options_of,
+    read_data,
+    seat_roles,
+)
+from models.footprint import Footprint, footprint_of, footprint_of_shape
+from scheduler.placement import Placement, describe
+
+GB = 1e9
 
 
-def plan(prepared: Prepared) -> str:
-    """Three blocks of text: placement, memory, arithmetic."""
-    return "\n\n".join([describe(prepared.placement), memory(prepared), arithmetic(prepared)])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """A role's model as far as it is known here: by its files, or by the shape that the configuration declares."""
+
+    role: str
+    model: Model | None  # None: its files aren't here
+    footprint: Footprint | None
+    context_tokens: int  # 0: not known
 
 
-def memory(prepared: Prepared) -> str:
-    """Bytes per process of each role, by part."""
-    config, lines = prepared.config, ["memory per process"]
-    for model in [prepared.policy] + ([prepared.grm] if prepared.grm else []):
-        options = config.policy if model.name == "policy" else config.grm
-        footprint = footprint_of(model.path)
-        rows = config.engine.embedded.max_batch_rows
-        tokens = config.engine.embedded.max_context_tokens or model.renderer.context_tokens
-        weights, cache = (
-            footprint.weight_bytes(options.dtype),
-            rows * tokens * footprint.kv_bytes_per_token(options.dtype),
-        )
-        lines.append(
-            f"  {model.name:<8} weights {size(weights)}, KV at most {size(cache)} ({rows} rows x {tokens} tokens)"
-        )
-    lines.append(learner_line(prepared, footprint_of(prepared.policy.path)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """All that a plan is made of. `unchecked` says what only the run's own machines can tell."""
+
+    config: RunConfig
+    placement: Placement
+    data: Data
+    models: Mapping[str, Sized]  # by role: policy, grm
+    unchecked: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some of a process's memory."""
+
+    what: str
+    num_bytes: float
+
+
+def plan(config: RunConfig, progress: Progress) -> str:
+    """Blocks of text: placement, memory, arithmetic, warnings, what could not be checked. Raises ConfigError."""
+    survey = survey_run(config, progress)
+    parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
+    blocks = [describe(survey.placement), memory(survey, parts), arithmetic(survey)]
+    blocks += listed("warnings", overfull_slots(survey.placement, parts))
+    blocks += listed("not checked here", survey.unchecked)
+    return "\n\n".join(blocks)
+
+
+def survey_run(config: RunConfig, progress: Progress) -> Survey:
+    """The checks of a run; those that need its machines are put off, the others still refuse."""
+    placement = seat_roles(config)
+    data = read_data(config)
+    unchecked = []
+    try:
+        check_machine(config, placement)
+    except ConfigError as error:
+        unchecked.append(f"{error}, or run where they are")
+    models: dict[str, Sized] = {}
+    for role in ("policy", "grm"):
+        if role in config.roles:
+            models[role], lacking = size_model(role, config, progress)
+            unchecked += lacking
+    if (policy := models["policy"].model) is not None:
+        check_policy(config, policy, data)
+    if "grm" in models and (grm := models["grm"].model) is not None:
+        check_grm(config, grm, data)
+    return Survey(config=config, placement=placement, data=data, models=models, unchecked=tuple(unchecked))
+
+
+def size_model(role: str, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
+    """A model's sizes, and what is not known of it."""
+    shape = options_of(role, config).shape
+    try:
+        model = find_model(role, config, progress, weights=False)
+    except ModelNotHere as error:
+        lacking = [f"{error} (its chat template, and whether prompts fit its window)"]
+        if not shape.declared:
+            lacking.append(f"memory of {role}: declare {role}.shape, as in conf/policy/qwen3_8b.yaml")
+            return Sized(role=role, model=None, footprint=None, context_tokens=0), lacking
+        window = config.engine.embedded.max_context_tokens or shape.context_tokens
+        return Sized(role=role, model=None, footprint=footprint_of_shape(shape), context_tokens=window), lacking
+    sized = Sized(role=role, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens)
+    return sized, []
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def memory_parts(survey: Survey, role: str) -> list[Part]:
+    """What one process of a role holds at most; empty where the model's size isn't known."""
+    sized = survey.models["policy" if role == "learner" else role]
+    if sized.footprint is None:
+        return []
+    if role == "learner":
+        return learner_parts(survey, sized.footprint)
+    dtype = options_of(role, survey.config).dtype
+    rows, tokens = survey.config.engine.embedded.max_batch_rows, sized.context_tokens
+    cache = rows * tokens * sized.footprint.kv_bytes_per_token(dtype)
+    return [
+        Part(what="weights", num_bytes=sized.footprint.weight_bytes(dtype)),
+        # It grows by copying: for a moment the old one and the new one are held.
+        Part(what=f"KV of {rows} rows x {tokens} tokens, twice while it grows,", num_bytes=2 * cache),
+    ]
+
+
+def learner_parts(survey: Survey, footprint: Footprint) -> list[Part]:
+    train, ranks = survey.config.train, len(survey.placement.seats["learner"])
+    state = footprint.learner_state_bytes(ranks, reference=survey.config.algorithm.kl_coefficient > 0)
+    activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.activation_checkpointing)
+    return [
+        Part(what=f"weights, gradients and moments over {ranks} rank{'s' * (ranks > 1)}", num_bytes=state),
+        Part(what="gathered layers", num_bytes=footprint.gathered_bytes(train.dtype)),
+        Part(what=f"activations of {train.micro_batch_tokens} tokens",
+             num_bytes=activations * train.micro_batch_tokens),
+    ]  # fmt: skip
+
+
+def memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
+    lines = ["memory per process, at most, by estimate"]
+    for role, held in parts.items():
+        if not held:
+            lines.append(f"  {role:<8} not known")
+            continue
+        lines.append(f"  {role:<8} {size(sum(part.num_bytes for part in held))}")
+        lines += [f"           {size(part.num_bytes):>8}  {part.what.rstrip(',')}" for part in held]
     return "\n".join(lines)
 
 
-def learner_line(prepared: Prepared, footprint: Footprint) -> str:
-    ranks = len(prepared.placement.seats["learner"])
-    reference = prepared.config.algorithm.kl_coefficient > 0
-    state = (
-        footprint.num_parameters * 4 * (4 + reference)
-    )  # fp32 weights, gradients, two moments; the reference's weights
-    tokens = prepared.config.train.micro_batch_tokens
-    activations = footprint.activation_bytes_per_token(prepared.config.train.dtype) * tokens
-    return (
-        f"  learner  weights, gradients and moments {size(state / ranks)} on each of {ranks} "
-        f"rank{'s' * (ranks > 1)}, activations about {size(activations)} ({tokens} tokens)"
-    )
+def overfull_slots(placement: Placement, parts: Mapping[str, list[Part]]) -> list[str]:
+    """Slots whose processes want more than the pool's `memory_gb`."""
+    warnings = []
+    everybody = [seat for seats in placement.seats.values() for seat in seats]
+    for name, pool in placement.pools.items():
+        for slot in range(pool.slots if pool.memory_gb else 0):
+            here = [seat for seat in everybody if seat.pool == name and slot in seat.slots]
+            wanted = sum(part.num_bytes for seat in here for part in parts[seat.role])
+            if pool.memory_gb and wanted > pool.memory_gb * GB:
+                who = ", ".join(seat.name for seat in here)
+                warnings.append(
+                    f"{name} {slot}: {who} may want {size(wanted)} of {pool.memory_gb:g} GB "
+                    f"(placement.pools.{name}.memory_gb); {remedy({seat.role for seat in here})}"
+                )
+    return warnings
 
 
-def arithmetic(prepared: Prepared) -> str:
-    config = prepared.config
+def remedy(roles: set[str]) -> str:
+    learner = "lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add learner ranks"
+    engines = "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens"
+    if len(roles) > 1:
+        return "give the roles pools of their own"
+    return learner if "learner" in roles else engines
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def arithmetic(survey: Survey) -> str:
+    config, num_prompts = survey.config, len(survey.data.train)
     train, judge = config.train, config.judge
     rollouts = train.groups_per_batch * train.group_size
     in_flight = (train.max_staleness + 1) * train.groups_per_batch
-    judgements = rollouts * judge.num_judgements if prepared.grm else 0
-    lines = [
+    wanted = train.num_steps * train.groups_per_batch
+    judgements = rollouts * judge.num_judgements if "grm" in survey.models else 0
+    judged = (
+        f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements, "
+        f"at most {judgements * judge.max_new_tokens} tokens"
+    )
+    return "\n".join([
         "a step",
         f"  {train.groups_per_batch} groups x {train.group_size} siblings = {rollouts} rollouts, "
         f"at most {rollouts * config.rollout.max_new_tokens} tokens",
-        f"  {rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements, "
-        f"at most {judgements * judge.max_new_tokens} tokens"
-        if judgements
-        else "  judged by a rule",
+        f"  {judged if judgements else 'judged by a rule'}",
         f"  in flight: at most {in_flight} groups, {in_flight * train.group_size} rollouts "
         f"(max_staleness {train.max_staleness})",
-        f"the run: {train.num_steps} steps, {train.num_steps * train.groups_per_batch} prompts "
-        f"({train.num_steps * train.groups_per_batch / len(prepared.prompts):.2f} epochs of {len(prepared.prompts)}), "
-        f"{len(prepared.held_out)} held out",
-    ]
-    return "\n".join(lines)
+        f"the run: {train.num_steps} steps, {wanted} prompts ({wanted / num_prompts:.2f} epochs of {num_prompts}), "
+        f"{len(survey.data.held_out)} held out",
+    ])  # fmt: skip
+
+
+def listed(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
+    """A block, or none where there is nothing to say."""
+    return ["\n".join([title, *(f"  {line}" for line in lines)])] if lines else []
 
 
 def size(num_bytes: float) -> str:

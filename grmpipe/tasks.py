@@ -1,115 +1,90 @@
-"""The tasks of launch.py: train, evaluate, plan, doctor. Each prepares, runs to its end and says how it ended."""
+"""The tasks of launch.py: train, plan, doctor. Each runs to its end and says how it ended."""
 
 from __future__ import annotations
 
 import asyncio
-import datetime
-import os
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from grmpipe import assemble
-from grmpipe.config import ConfigError, RunConfig, changed_keys, read_yaml, to_yaml
+from grmpipe import prepare
+from grmpipe.config import ConfigError, RunConfig, to_yaml
 from grmpipe.doctor import doctor
 from grmpipe.failures import RunFailed, RunInterrupted
 from grmpipe.plan import plan
 from grmpipe.run import train
-from grmpipe.run_state import Checkpoints
-
-TASKS_WITHOUT_RUN = {"plan": plan}
+from grmpipe.run_dir import Place, find_place, point_latest
 
 
 def run_task(config: RunConfig) -> float | None:
     """The objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted."""
-    # Before transformers is imported: a missing directory must not cost 45 s of retries against a hub.
-    if config.task == "doctor":
-        print(doctor())
-        return None
+    return TASKS[config.task](config)
+
+
+def run_train(config: RunConfig) -> float | None:
+    place = find_place(config)
+    if place.complete:
+        print(f"{place.run_dir} is complete; see {place.run_dir}/summary.json")
+        return objective_of(place.run_dir)
     with model_progress() as progress:
-        prepared = assemble.prepare(config, progress)
-    if config.task == "plan":
-        print(plan(prepared))
-        return None
-    return run_train(prepared)
-
-
-def run_train(prepared: assemble.Prepared) -> float | None:
-    config = prepared.config
-    run_dir, resumed = find_run_dir(config)
-    if resumed is None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    point_latest(run_dir)
-    summary = asyncio.run(train(prepared, run_dir, resumed))
+        prepared = prepare.prepare(config, progress)
+    for note in notes(prepared):
+        print(f"grmpipe: note: {note}", file=sys.stderr)
+    open_run_dir(place, config)
+    summary = asyncio.run(train(prepared, place.run_dir, place.checkpoint))
     if summary.status == "failed":
-        raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
+        raise RunFailed(f"{summary.failure}\nSee {place.run_dir}/run.log")
     if summary.status == "interrupted":
-        raise RunInterrupted(f"interrupted at step {summary.steps}; go on with resume=auto run_dir={run_dir}")
+        raise RunInterrupted(f"interrupted at step {summary.steps}; go on with resume=auto run_dir={place.run_dir}")
     return summary.objective
 
 
-def find_run_dir(config: RunConfig) -> tuple[Path, Path | None]:
-    """Where the run's files go, and the checkpoint to go on from.
-
-    A new run never writes into an old one's files; a resumed one never changes what is trained.
-    """
-    home = Path("runs") / config.experiment
-    if config.resume == "auto":
-        run_dir = Path(config.run_dir) if config.run_dir else home / "latest"
-        if (run_dir / "config.yaml").exists():
-            return run_dir.resolve(), checkpoint_of(run_dir.resolve(), config)
-        return (Path(config.run_dir) if config.run_dir else new_run_dir(home)), None
-    if config.run_dir is None:
-        return new_run_dir(home), None
-    run_dir = Path(config.run_dir)
-    if (run_dir / "config.yaml").exists():
-        raise ConfigError(
-            f"run_dir: {run_dir} holds a run already; type resume=auto to go on with it, or another run_dir"
-        )
-    return run_dir, None
+def show_plan(config: RunConfig) -> None:
+    with model_progress() as progress:
+        text = plan(config, progress)
+    print(text)
 
 
-def new_run_dir(home: Path) -> Path:
-    name = datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
-    candidates = (home / (name if n == 0 else f"{name}_{n}") for n in range(1000))
-    return next(path for path in candidates if not path.exists())
+def show_doctor(config: RunConfig) -> None:
+    print(doctor())
 
 
-def checkpoint_of(run_dir: Path, config: RunConfig) -> Path | None:
-    """The last whole checkpoint; None for a run that has none yet: it starts over."""
-    changed = changed_keys(read_yaml(run_dir / "config.yaml"), config)
-    if changed:
-        raise ConfigError(
-            f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; "
-            "undo it, or start a new run with resume=never"
-        )
-    checkpoint = Checkpoints(directory=run_dir / "checkpoints", keep=1).latest()
-    if checkpoint is not None and (run_dir / "summary.json").exists():
-        state = Checkpoints(directory=run_dir / "checkpoints", keep=1).load(checkpoint)
-        if state.cut.version >= config.train.num_steps:
-            raise AlreadyDone(f"{run_dir} is complete: {state.cut.version} steps; see {run_dir}/summary.json")
-    return checkpoint
+TASKS = {"train": run_train, "plan": show_plan, "doctor": show_doctor}
 
 
-class AlreadyDone(ConfigError):
-    """There is nothing to resume."""
+def objective_of(run_dir: Path) -> float | None:
+    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["objective"]
 
 
-def point_latest(run_dir: Path) -> None:
-    """runs/<experiment>/latest -> this run; a run elsewhere has no such link."""
-    link = run_dir.parent / "latest"
-    draft = run_dir.parent / f".latest-{os.getpid()}"
-    draft.symlink_to(run_dir.name)
-    draft.replace(link)
+def notes(prepared: prepare.Prepared) -> list[str]:
+    """What is allowed, and maybe not meant."""
+    objective = prepared.config.objective
+    if objective.startswith("eval.") and not prepared.held_out:
+        return [f"objective: {objective} is null without held-out prompts; give data.eval_path=..."]
+    return []
+
+
+def open_run_dir(place: Place, config: RunConfig) -> None:
+    """The first things on disk."""
+    try:
+        if place.checkpoint is None:
+            place.run_dir.mkdir(parents=True, exist_ok=True)
+            (place.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        point_latest(place.run_dir, config)
+    except OSError as error:
+        raise ConfigError(f"run_dir: {place.run_dir} can't be written to ({error}); type another") from error
 
 
 @contextmanager
-def model_progress() -> Iterator[assemble.Progress]:
+def model_progress() -> Iterator[prepare.Progress]:
     """A bar for each model that has to be made; nothing where all are at hand."""
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True) as bars:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True, console=Console(stderr=True)) as bars:
         tasks = {}
 
         def advance(what: str, share: float) -> None:

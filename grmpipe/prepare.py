@@ -1,0 +1,267 @@
+"""All that can be known of a run, and refused, before anything starts. Writes nothing, starts nothing.
+
+Every refusal is a ConfigError that names the key and what to type.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.data.prompts import disjoint, load_prompts
+from grmpipe.data.stream import PromptStream
+from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.judge.rule import RULES, Rule
+from grmpipe.judge.scale import Scale
+from grmpipe.types import Prompt
+from models.hub import NotHere, find_files
+from models.renderer import Renderer
+from models.settings import ModelConfig
+from models.tiny.resolve import SCHEME, resolve_model
+from models.types import Message
+from scheduler.placement import NodeCapacity, Placement, check_capacity, place
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]  # (what, share done)
+CORES_ARE_SHARED = 1 << 20  # threads of one process, as many as one likes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A role's model, found and checked.
+
+    path:           what its processes load.
+    context_tokens: prompt and new tokens together: the model's window, or the engine's where that is smaller.
+    """
+
+    name: str  # the role's: policy, grm
+    path: str
+    renderer: Renderer
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Prompts to train on and prompts to look at; none is both."""
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that may start."""
+
+    config: RunConfig
+    policy: Model
+    grm: Model | None
+    prompts: PromptStream
+    held_out: tuple[Prompt, ...]
+    placement: Placement
+
+    @property
+    def is_right(self) -> Rule:
+        """The rule that training never sees (unless the user makes it the judge)."""
+        return RULES[self.config.judge.rule]
+
+
+def prepare(config: RunConfig, progress: Progress) -> Prepared:
+    """Seat roles, read data, find models, and see that they fit each other."""
+    placement = seat_roles(config)
+    check_machine(config, placement)
+    data = read_data(config)
+    policy = find_model("policy", config, progress)
+    grm = find_model("grm", config, progress) if "grm" in config.roles else None
+    check_policy(config, policy, data)
+    if grm is not None:
+        check_grm(config, grm, data)
+    prompts = PromptStream(data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs)
+    return Prepared(config=config, policy=policy, grm=grm, prompts=prompts, held_out=data.held_out, placement=placement)
+
+
+# -- places --------------------------------------------------------------------------------------------------------
+
+
+def seat_roles(config: RunConfig) -> Placement:
+    """Every role on its slots, whatever this machine has."""
+    with section(""):
+        placement = place(config.placement, config.roles)
+    for role, seats in placement.seats.items():
+        if placement.pools[seats[0].pool].resource == "gpu" and len(seats[0].slots) > 1:
+            raise ConfigError(
+                f"placement.roles.{role}.slots_per_replica: a process of {role} uses one GPU, "
+                f"{len(seats[0].slots) - 1} of {len(seats[0].slots)} would idle; "
+                f"type placement.roles.{role}.slots_per_replica=1, and replicas for more"
+            )
+    return placement
+
+
+def check_machine(config: RunConfig, placement: Placement) -> None:
+    """Does this machine have the slots? A cluster that is joined is asked when it is joined."""
+    if config.cluster.address is None:
+        with section(""):
+            check_capacity(placement, [this_machine(config.cluster.kind)])
+
+
+def this_machine(cluster_kind: str) -> NodeCapacity:
+    import torch
+
+    cores = CORES_ARE_SHARED if cluster_kind == "inprocess" else os.cpu_count() or 1
+    return NodeCapacity(name="this machine", cpus=cores, gpus=torch.cuda.device_count())
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+def read_data(config: RunConfig) -> Data:
+    """Prompts of both kinds; what the judge and the rule can't do without is there."""
+    with section("data.path: "):
+        prompts = load_prompts(config.data.path, num_tiny_prompts=config.data.num_prompts)
+    with section("data.eval_path: "):
+        held_out = load_held_out(config)
+    train, num_shared = disjoint(prompts, held_out)
+    if not train:
+        raise ConfigError(f"data.path: every prompt of {config.data.path} is in data.eval_path as well; give others")
+    if num_shared:
+        log.warning("%d prompts are in the held-out set as well: they are not trained", num_shared)
+    check_amount(config, len(train))
+    if config.judge.kind == "rule" or "rule" in config.judge.mix:
+        with section("data.path: "):
+            for prompt in train:
+                check_reference(config, prompt)
+    return Data(train=train, held_out=held_out)
+
+
+def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
+    path = config.data.eval_path
+    if path == "auto":
+        path = "tiny://held_out" if config.data.path == "tiny://train" else None
+    if path is None:
+        return ()
+    count = config.data.num_eval_prompts
+    prompts = load_prompts(path, num_tiny_prompts=count)[:count]
+    for prompt in prompts:
+        if prompt.reference is not None:
+            check_reference(config, prompt)
+    return prompts
+
+
+def check_reference(config: RunConfig, prompt: Prompt) -> None:
+    """Can the rule work with it? Raises ValueError."""
+    if prompt.reference is None:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} has no reference, and the rule {config.judge.rule} judges by it; "
+            "add the field reference, or type judge=generative"
+        )
+    try:
+        RULES[config.judge.rule]("", prompt.reference)
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
+
+
+def check_amount(config: RunConfig, num_prompts: int) -> None:
+    """Is there a batch in it?"""
+    epochs, batch = config.data.max_epochs, config.train.groups_per_batch
+    if epochs is not None and epochs * num_prompts < batch:
+        raise ConfigError(
+            f"data.max_epochs: {epochs} x {num_prompts} prompts fill no batch of train.groups_per_batch={batch}; "
+            f"type train.groups_per_batch={epochs * num_prompts} or less, or data.max_epochs=null"
+        )
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def find_model(name: str, config: RunConfig, progress: Progress, *, weights: bool = True) -> Model:
+    """Make a tiny model or fetch one from the hub if need be; its tokenizer can chat.
+
+    Raises NotHere for a hub name that can't be had now; any other mistake is a ConfigError.
+    """
+    options = options_of(name, config)
+    with section(f"{name}."):
+        directory = find_files(resolve_model(options.path, progress), weights=weights)
+        renderer = Renderer.load(directory, options.chat_template)
+    window = config.engine.embedded.max_context_tokens or renderer.context_tokens
+    if window > renderer.context_tokens:
+        raise ConfigError(
+            f"engine.embedded.max_context_tokens: {window} exceeds the window of {name} ({options.path}); "
+            f"type engine.embedded.max_context_tokens={renderer.context_tokens} or less, 0 for all of it"
+        )
+    # The machines of a joined cluster have caches of their own: they go by the hub name.
+    path = directory if config.cluster.address is None or options.path.startswith(SCHEME) else options.path
+    return Model(name=name, path=path, renderer=renderer, context_tokens=window)
+
+
+def options_of(name: str, config: RunConfig) -> ModelConfig:
+    return config.policy if name == "policy" else config.grm
+
+
+def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
+    """Its chat template takes the prompts, and its window takes at least one of them with an answer."""
+    kinds = {tuple(message.role for message in prompt.messages): prompt for prompt in (*data.held_out, *data.train)}
+    with section("policy."):
+        for prompt in kinds.values():
+            policy.renderer.render(prompt.messages)
+
+    def render(prompt: Prompt) -> tuple[int, ...]:
+        return policy.renderer.render(prompt.messages)
+
+    check_window(policy, "rollout.max_new_tokens", config.rollout.max_new_tokens, data.train, render)
+
+
+def check_grm(config: RunConfig, grm: Model, data: Data) -> None:
+    """Its template takes the prompts, and its window takes at least one of them with a critique."""
+    scale = Scale(low=config.judge.score_min, high=config.judge.score_max)
+    with section("judge."):
+        template = JudgePrompt.load(config.judge.template, scale)
+        for prompt in [prompt for prompt in (*data.train, *data.held_out) if prompt.reference is None][:1]:
+            template.render(prompt, "")
+
+    def render(prompt: Prompt) -> tuple[int, ...]:
+        return grm.renderer.render((Message(role="user", content=template.render(prompt, "")),))
+
+    with section("grm."):
+        render(data.train[0])
+    check_window(grm, "judge.max_new_tokens", config.judge.max_new_tokens, data.train, render)
+
+
+def check_window(
+    model: Model, key: str, new_tokens: int, prompts: Sequence[Prompt], render: Callable[[Prompt], tuple[int, ...]]
+) -> None:
+    """At least one prompt leaves room for `new_tokens`: the loop ends at the first that does. Others are skipped."""
+    window = model.context_tokens
+    shortest, length = prompts[0].prompt_id, window + 1
+    for prompt in prompts:
+        num_tokens = len(render(prompt))
+        if num_tokens + new_tokens <= window:
+            return
+        if num_tokens < length:
+            shortest, length = prompt.prompt_id, num_tokens
+    way_out = f"type {key}={window - length} or less" if length < window else "give shorter prompts, or another model"
+    raise ConfigError(
+        f"{key}: {new_tokens} new tokens after even the shortest prompt ({shortest}: {min(length, window)}"
+        f"{'' if length <= window else ' or more'} tokens) exceed the {window} tokens of {model.name}; {way_out}"
+    )
+
+
+@contextmanager
+def section(path: str) -> Iterator[None]:
+    """A ValueError of what is checked inside gets the section's key in front, unless it names its section itself."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except NotHere as error:
+        raise ModelNotHere(f"{path}{error}") from error
+    except ValueError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith(path) else f"{path}{text}") from error
+
+
+class ModelNotHere(ConfigError):
+    """A hub name that can't be had now. task=plan goes on without it."""

@@ -1,0 +1,77 @@
+"""Where a run's files go, and whether there is a run to go on with. Looks and names; `point_latest` alone writes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.config import ConfigError, RunConfig, changed_keys, read_yaml
+from grmpipe.run_state import Checkpoints
+
+HOME = Path("runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A run's directory. checkpoint: what to go on from. complete: there is nothing left to do."""
+
+    run_dir: Path
+    checkpoint: Path | None = None
+    complete: bool = False
+
+
+def find_place(config: RunConfig) -> Place:
+    """A new run never writes into an old one's files; a resumed one never changes what is trained."""
+    named, home = config.run_dir, HOME / config.experiment
+    if config.resume == "auto":
+        run_dir = Path(named) if named else home / "latest"
+        if holds_run(run_dir):
+            return resumed(run_dir.resolve() if named is None else run_dir, config)
+    if named is None:
+        return Place(run_dir=new_run_dir(home))
+    if config.resume == "never" and holds_run(Path(named)):
+        raise ConfigError(
+            f"run_dir: {named} holds a run already; type resume=auto to go on with it, or another run_dir"
+        )
+    return Place(run_dir=Path(named))
+
+
+def holds_run(run_dir: Path) -> bool:
+    return (run_dir / "config.yaml").exists()
+
+
+def new_run_dir(home: Path) -> Path:
+    name = datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
+    candidates = (home / (name if n == 0 else f"{name}_{n}") for n in range(1000))
+    return next(path for path in candidates if not path.exists())
+
+
+def resumed(run_dir: Path, config: RunConfig) -> Place:
+    """The run at its last whole checkpoint; one that has none yet starts over."""
+    changed = changed_keys(read_yaml(run_dir / "config.yaml"), config)
+    if changed:
+        raise ConfigError(
+            f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; "
+            "undo it, or start a new run with resume=never"
+        )
+    checkpoint = Checkpoints(directory=run_dir / "checkpoints", keep=1).latest()
+    return Place(run_dir=run_dir, checkpoint=checkpoint, complete=status_of(run_dir) == "completed")
+
+
+def status_of(run_dir: Path) -> str | None:
+    """How the run's last session ended; None for one that was killed."""
+    summary = run_dir / "summary.json"
+    return json.loads(summary.read_text(encoding="utf-8"))["status"] if summary.exists() else None
+
+
+def point_latest(run_dir: Path, config: RunConfig) -> None:
+    """runs/<experiment>/latest -> this run; a run elsewhere has no such link."""
+    home = HOME / config.experiment
+    if run_dir.resolve().parent != home.resolve():
+        return
+    draft = home / f".latest-{os.getpid()}"
+    draft.symlink_to(run_dir.name)
+    draft.replace(home / "latest")

@@ -1,0 +1,50 @@
+"""Where a model's files are on this machine: a directory as it is, a hub name in the cache. Reads none of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+ANSWER_TIMEOUT_S = 5.0  # of the hub, when it's asked what there is
+
+
+class NotHere(ValueError):
+    """A hub name whose files are neither in the cache nor to be had now. Another machine may have them."""
+
+
+def find_files(path: str, *, weights: bool) -> str:
+    """The directory of a model. A hub name is fetched (without `weights`, its small files only), or found in the cache.
+
+    HF_HUB_OFFLINE is respected; an unreachable hub is noticed within seconds. Raises NotHere, or ValueError for a path
+    that is neither a directory with a model nor a hub name.
+    """
+    directory = path if Path(path).is_dir() else _fetched(path, weights)
+    if not (Path(directory) / "config.json").is_file():
+        raise ValueError(f"path: {path!r} holds no config.json; give a Hugging Face model directory")
+    if weights and not any(list(Path(directory).glob(pattern)) for pattern in WEIGHT_FILES):
+        kind = ValueError if directory == path else NotHere
+        raise kind(f"path: {path!r} holds no weights here (*.safetensors){'' if directory == path else how(path)}")
+    return directory
+
+
+def _fetched(path: str, weights: bool) -> str:
+    if not HUB_NAME.fullmatch(path):
+        raise ValueError(f"path: no directory {path!r}; give a Hugging Face model directory or a hub name")
+    patterns = [*SMALL_FILES, "*.safetensors"] if weights else list(SMALL_FILES)
+    try:
+        return snapshot_download(path, allow_patterns=patterns, etag_timeout=ANSWER_TIMEOUT_S)
+    except LocalEntryNotFoundError as error:
+        raise NotHere(f"path: no directory {path!r}, and the hub can't be asked for it now{how(path)}") from error
+    except HfHubHTTPError as error:
+        said = next(line for line in str(error).splitlines() if line.strip())
+        raise NotHere(f"path: no directory {path!r}, and the hub refuses it ({said}); give another path") from error
+
+
+def how(path: str) -> str:
+    return f"; where there is a network, type `hf download {path}`, or give the model's directory"
