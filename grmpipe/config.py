@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grmpipe.data.settings import DataConfig
@@ -29,12 +29,6 @@ from scheduler.weight_sync import SyncConfig
 TASKS = ("train", "plan", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
-# What to type for a key that only the user can know.
-WANTED = {
-    "data.path": "a .jsonl or .parquet file of prompts",
-    "policy.path": "a Hugging Face model directory or hub name",
-    "grm.path": "a Hugging Face model directory or hub name",
-}
 # What may differ between a run and its resumption: none of it changes what is trained.
 FREE_ON_RESUME = ("task", "resume", "run_dir", "objective", "tracking", "cluster", "placement")
 
@@ -105,9 +99,6 @@ def build(config: DictConfig) -> RunConfig:
     """The checked configuration. Raises ConfigError naming the key."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        key = str(error.full_key)
-        raise ConfigError(f"{key}: missing; give {WANTED.get(key, 'a value')}: {key}=...") from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return from_values(RunConfig, typing.cast(Mapping[str, object], values))
@@ -158,10 +149,9 @@ def known_keys() -> list[str]:
 
 def unknown_key(key: str, known: list[str]) -> str:
     """The message for a key that doesn't exist, with the nearest ones that do."""
-    near = difflib.get_close_matches(key, known, n=2, cutoff=0.5)
     # The right leaf in the wrong section is the commonest slip of all.
     same_leaf = [other for other in known if other.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    hints = list(dict.fromkeys(same_leaf + near))[:3]
+    hints = same_leaf[:3] or difflib.get_close_matches(key, known, n=2, cutoff=0.5)
     return f"unknown key {key!r}" + (f"; did you mean {' or '.join(hints)}?" if hints else "")
 
 

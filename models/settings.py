@@ -49,7 +49,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ValueError("path: is empty; give a Hugging Face directory, a hub name or tiny://policy")
+            raise ValueError("path: missing; give a Hugging Face directory, a hub name or tiny://policy")
         if self.engine not in ENGINES:
             raise ValueError(f"engine: unknown engine {self.engine!r}; known: {', '.join(ENGINES)}")
         if self.dtype not in DTYPES:

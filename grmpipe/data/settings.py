@@ -21,7 +21,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ValueError("path: is empty; give a .jsonl or .parquet file, or type data.path=tiny://train")
+            raise ValueError("path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
         if self.eval_path == "":
             raise ValueError("eval_path: is empty; give a file, or type data.eval_path=null to evaluate on nothing")
         for key, count in (("num_prompts", self.num_prompts), ("num_eval_prompts", self.num_eval_prompts)):
