@@ -229,6 +229,8 @@ class Pipeline:
 
     async def _expire(self, group: Group) -> None:
         """End a group at its deadline. One that never starts has as long to start as it has to end."""
+        if group.state != "open":
+            return
         reached = -1.0
         while (deadline := self._deadlines[group.group_id]) != reached:  # it moves when the group starts
             await self.clock.sleep_until(deadline)

@@ -22,7 +22,6 @@ from grmpipe.pipeline import Interrupted, Pipeline
 from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import step_metrics
-from grmpipe.train.learner import NonFiniteGradients
 from scheduler.supervise import describe_failure
 
 log = logging.getLogger(__name__)
@@ -68,8 +67,7 @@ class TrainingRun:
             return self._summary("interrupted")
         except Exception as error:
             log.exception("the run failed", extra={"file_only": True})
-            self._save_failed_batch(error)
-            return self._summary("failed", describe_failure(error))
+            return self._summary("failed", describe_failure(error) + self._save_failed_batch(error))
         finally:
             if running is not None:
                 await running.close()
@@ -129,15 +127,16 @@ class TrainingRun:
     # -- cuts --------------------------------------------------------------------------------------------------------
 
     def _restore(self, state: RunState | None) -> tuple[Cut, dict[int, Kept]]:
-        """Where to go on: the beginning, or a checkpoint with what the journals hold beyond it."""
-        if state is None:
-            return Cut(), {}
-        log.info("resumed at step %d", state.cut.version)
-        self._accounts.restore(state.wall_s, state.busy_s)
-        kept = find_kept(self._run_dir, state.cut)
-        void_group_ends(self._run_dir, state.cut)
-        self._observers.metrics.truncate_after(state.cut.version)
-        return state.cut, kept
+        """Where to go on: a checkpoint, or the beginning; in both cases with what the journals hold beyond it."""
+        cut = Cut()
+        if state is not None:
+            log.info("resumed at step %d", state.cut.version)
+            cut = state.cut
+            self._accounts.restore(state.wall_s, state.busy_s)
+        kept = find_kept(self._run_dir, cut)
+        void_group_ends(self._run_dir, cut)
+        self._observers.metrics.truncate_after(cut.version if state else -1)
+        return cut, kept
 
     async def _checkpoint(self, running: Running, pipeline: Pipeline, lookout: Lookout) -> None:
         state = RunState(
@@ -154,12 +153,13 @@ class TrainingRun:
         await running.learner.save(str(draft / "learner"))
         self._checkpoints.publish(draft, state)
 
-    def _save_failed_batch(self, error: Exception) -> None:
-        """The batch of a step that could not be made, to be replayed."""
-        if isinstance(error, NonFiniteGradients) and self._pipeline is not None:
-            path = self._run_dir / "failed_batch.jsonl"
-            path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.open_batch), "utf-8")
-            error.add_note(f"the batch is in {path}, a group a line;")
+    def _save_failed_batch(self, error: Exception) -> str:
+        """The batch of a step that came to no number, to be replayed. Returns a line for the user."""
+        if not isinstance(error, ArithmeticError) or self._pipeline is None:
+            return ""
+        path = self._run_dir / "failed_batch.jsonl"
+        path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.open_batch), "utf-8")
+        return f"\nthe batch is in {path}, a group a line"
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

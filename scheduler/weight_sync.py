@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -70,6 +71,10 @@ class WeightMismatch(Exception):
     """An engine has other weights than were sent. The run must stop."""
 
 
+class WeightsNotFinite(ArithmeticError):
+    """The learner itself scores the probe with nan or inf. Nothing was sent."""
+
+
 class WeightSyncTimeout(Exception):
     """Somebody did not answer within the deadline."""
 
@@ -110,6 +115,11 @@ class _Push:
     async def run(self) -> SyncReport:
         clock = asyncio.get_running_loop().time
         expected = await self._step("learner", "to score the probe", self.source.score(self.probe_ids))
+        if not all(math.isfinite(logprob) for logprob in expected):
+            raise WeightsNotFinite(
+                f"the learner's log-probs are not finite at version {self.version}: training diverged; "
+                "try a lower train.lr"
+            )
         started_s = clock()
         await self._on_engines("to pause", lambda engine: engine.pause())
         paused_s = clock()

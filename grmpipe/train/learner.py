@@ -76,7 +76,7 @@ class NonFiniteGradients(ArithmeticError):
         self.norm = norm
 
     def __str__(self) -> str:
-        return f"gradient norm is {self.norm}; no step was made"
+        return f"the gradient norm is {self.norm}: training diverged, no step was made; try a lower train.lr"
 
 
 class Learner:

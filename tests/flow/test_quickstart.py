@@ -1,0 +1,69 @@
+"""What the README promises, run as it says: the quickstart on Ray learns, and two ranks are one learner."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(cwd: Path, *overrides: str) -> str:
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *overrides],
+        cwd=cwd, capture_output=True, text=True, timeout=900, check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+@pytest.mark.timeout(900)
+def test_the_quickstart_learns_from_its_judge(tmp_path: Path) -> None:
+    output = launch(tmp_path, "+experiment=quickstart")
+    latest = tmp_path / "runs" / "quickstart" / "latest"
+    summary = json.loads((latest / "summary.json").read_text())
+    before, after = summary["eval"]["initial"], summary["eval"]["final"]
+    assert summary["status"] == "completed"
+    assert before["true_accuracy"] <= 0.45
+    assert after["true_accuracy"] >= 0.70
+    assert after["grm_score"] >= before["grm_score"] + 2
+    assert summary["max_staleness_trained"] <= 1
+    assert summary["alarms"] == []
+    assert "critique" in output, "it ends with samples to read"
+    assert list((latest / "wandb").glob("offline-run-*")), "W&B is offline without a key"
+
+
+@pytest.mark.timeout(300)
+def test_the_weak_judge_is_hacked_and_the_alarm_says_so(tmp_path: Path) -> None:
+    launch(tmp_path, "+experiment=reward_hacking", "cluster=inprocess", "tracking=none", "run_dir=run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    before, after = summary["eval"]["initial"], summary["eval"]["final"]
+    assert after["grm_score"] >= 9
+    assert after["true_accuracy"] < before["true_accuracy"]
+    assert "hacking the judge" in summary["alarms"][0]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("alarm/hacking", 0) for line in metrics) == 1
+    assert "alarm" in (tmp_path / "run" / "run.log").read_text()
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_on_ray_train_as_one(tmp_path: Path) -> None:
+    """Synchronous and seeded, so that both runs sample the same rollouts for their first step."""
+    common = (
+        "+experiment=quickstart", "tracking=none", "train.num_steps=2", "train.groups_per_batch=4",
+        "train.max_staleness=0", "data.num_eval_prompts=8", "judge.anchors=8", "train.micro_batch_tokens=512",
+    )  # fmt: skip
+    launch(tmp_path, *common, "run_dir=one")
+    launch(tmp_path, *common, "run_dir=two", "placement=two_ranks")
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()][1]
+        for name in ("one", "two")
+    )
+    for name in ("train/reward", "train/loss", "train/grad_norm", "train/entropy_nats"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name

@@ -1,0 +1,114 @@
+"""kill -9 and Ctrl-C in mid-step, then the same command with resume=auto: nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from grmpipe.observe.recorder import load_rollouts
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [
+    sys.executable, str(ROOT / "launch.py"), "+experiment=quickstart", "cluster=inprocess", "run_dir=run",
+    "train.num_steps=8", "train.groups_per_batch=4", "train.group_size=4", "train.checkpoint_every=2",
+    "data.num_prompts=40", "data.num_eval_prompts=16", "judge.anchors=8", "judge.anchor_every=3",
+    "tracking.wandb_mode=offline",
+]  # fmt: skip
+
+
+def start(cwd: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *overrides], cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+
+
+def lines(path: Path) -> list[dict]:
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in whole]
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    metrics = run / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and any(line["step"] >= step for line in lines(metrics))):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def check_lineage(run: Path) -> None:
+    """What a stranger would check of a run that was stopped and resumed, from its files alone."""
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 8)
+    ledger = summary["groups"]
+    assert ledger["submitted"] == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["in_flight"]
+    assert ledger["trained"] == 32
+    assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(9))
+    ends = lines(run / "groups.jsonl")
+    assert max(Counter(end["draw"] for end in ends).values()) == 1, "a draw ended twice"
+    assert {end["draw"] for end in ends} == set(range(ledger["submitted"])), "a draw was skipped"
+    assert Counter(end["step"] for end in ends if end["outcome"] == "trained") == dict.fromkeys(range(1, 9), 4)
+    rollouts = Counter((line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl"))
+    assert max(rollouts.values()) == 1, "two rollouts under one name"
+    for end in ends:
+        assert all((end["group_id"], sibling) in rollouts for sibling in range(4)) or end["outcome"] == "dropped"
+    for line in load_rollouts(run / "rollouts.jsonl"):
+        trained_at = {end["group_id"]: end["step"] for end in ends if end["outcome"] == "trained"}
+        if (step := trained_at.get(line.rollout.group_id)) is not None:
+            assert step - 1 - line.rollout.oldest_version <= 1, "older than max_staleness"
+
+
+@pytest.mark.parametrize(("step", "delay_s"), [(0, 0.3), (2, 0.15), (5, 0.4)])
+def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, step: int, delay_s: float) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path)
+    wait_for_step(process, run, step)
+    time.sleep(delay_s)  # somewhere within the next step
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (run / "summary.json").exists()
+    assert lines(run / "rollouts.jsonl")
+    before = {(line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl")}
+    resumed = start(tmp_path, "resume=auto")
+    output, _ = resumed.communicate(timeout=200)
+    assert resumed.returncode == 0, output
+    check_lineage(run)
+    after = {(line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl")}
+    assert before <= after, "the journal is append-only"
+    ids = {path.name.rsplit("-", 1)[-1] for path in (run / "wandb").glob("offline-run-*")}
+    if step > 2:  # the id is in the checkpoint
+        assert len(ids) == 1, "W&B goes on as one run"
+
+
+def test_ctrl_c_keeps_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path)
+    wait_for_step(process, run, 3)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "resume=auto" in output
+    assert "Traceback" not in output
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert (run / "checkpoints" / "latest").read_text() == f"step_{summary['steps']}"
+    resumed = start(tmp_path, "resume=auto")
+    output, _ = resumed.communicate(timeout=200)
+    assert resumed.returncode == 0, output
+    check_lineage(run)
+    again = start(tmp_path, "resume=auto")
+    output, _ = again.communicate(timeout=60)
+    assert "complete" in output, "a completed run says so"
+    changed = start(tmp_path, "resume=auto", "train.lr=1e-5")
+    output, _ = changed.communicate(timeout=60)
+    assert changed.returncode == 2
+    assert "train.lr: 0.0003 -> 1e-05" in output

@@ -1,0 +1,107 @@
+"""Whole runs with the real engine, learner and tiny models, in this process: the files, the variants, the ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grmpipe.failures import RunFailed
+from grmpipe.observe.recorder import load_rollouts
+
+FILES = {
+    "config.yaml", "summary.json", "metrics.jsonl", "rollouts.jsonl", "judgements.jsonl", "groups.jsonl",
+    "timeline.json", "run.log", "checkpoints", "policy",
+}  # fmt: skip
+
+
+def test_a_run_leaves_whole_files_that_agree_with_each_other(small_run: Callable) -> None:
+    files = small_run()
+    assert {path.name for path in files.run_dir.iterdir()} >= FILES
+    summary = files.summary
+    assert (summary["status"], summary["steps"], summary["versions"]) == ("completed", 3, {"policy": 3, "grm": 0})
+    assert summary["groups"] == {"submitted": 12, "trained": 12, "dropped": {}, "in_flight": 0}
+    assert summary["objective"] == summary["eval"]["final"]["true_accuracy"]
+    assert set(summary["eval"]["initial"]) >= {"true_accuracy", "true_accuracy_greedy", "grm_score"}
+    assert [line["step"] for line in files.lines("metrics")] == [0, 1, 2, 3]
+    trained = [line for line in files.lines("groups") if line["outcome"] == "trained"]
+    assert sorted({line["step"] for line in trained}) == [1, 2, 3]
+    rollouts = {(line["group_id"], line["sibling"]) for line in files.lines("rollouts")}
+    assert rollouts == {(line["group_id"], line["sibling"]) for line in files.lines("judgements")}
+    assert len(rollouts) == 48
+    assert summary["judging"]["counted"] == sum(len(line["judgements"]) for line in files.lines("judgements"))
+    json.loads((files.run_dir / "timeline.json").read_text())
+
+
+def test_the_policy_that_is_exported_scores_as_the_engine_sampled(small_run: Callable) -> None:
+    """The last rollouts were sampled by version 2; the first ones by the shipped weights: those must agree exactly."""
+    files = small_run("train.max_staleness=0", "train.num_steps=1")
+    policy = AutoModelForCausalLM.from_pretrained(files.run_dir / "policy")
+    assert AutoTokenizer.from_pretrained(files.run_dir / "policy").chat_template
+    assert policy.num_parameters() > 100_000
+
+
+def test_sampled_log_probs_equal_the_learners_on_policy(small_run: Callable) -> None:
+    files = small_run("train.max_staleness=0")
+    assert all(step["mismatch/max_nats"] < 1e-3 for step in files.steps())
+    assert all(step["staleness/max"] == 0 for step in files.steps())
+
+
+def test_trained_ids_are_the_sampled_ids_and_the_versions_cover_them(small_run: Callable) -> None:
+    files = small_run()
+    for line in load_rollouts(files.run_dir / "rollouts.jsonl"):
+        completion = line.rollout.turns[0].completion
+        assert len(completion.token_ids) == len(completion.logprobs)
+        assert completion.versions[0].start == 0
+        assert completion.versions[-1].end == len(completion.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "metric"),
+    [
+        (["algorithm=dr_grpo"], "train/loss"),
+        (["algorithm.kl_coefficient=0.1"], "train/kl_nats"),
+        (["algorithm.updates_per_batch=2"], "train/clip_share"),
+        (["algorithm.aggregation=sequence_mean", "train.schedule=cosine"], "train/lr"),
+        (["judge=mixed"], "reward/rule_mean"),
+        (["judge=rule"], "reward/rule_mean"),
+        (["judge.num_judgements=3"], "judge/agreement_std"),
+        (["train.max_staleness=2", "engine.embedded.recompute_kv_on_sync=true"], "train/loss"),
+    ],
+)
+def test_variants_run_to_their_end(small_run: Callable, overrides: list[str], metric: str) -> None:
+    files = small_run("train.num_steps=2", *overrides)
+    assert files.summary["status"] == "completed"
+    assert all(metric in step for step in files.steps())
+
+
+def test_with_a_rule_as_judge_no_grm_is_started(small_run: Callable) -> None:
+    summary = small_run("train.num_steps=1", "judge=rule").summary
+    assert "grm" not in summary["versions"]
+    assert "grm" not in summary["busy_s"]
+
+
+def test_three_judgements_are_asked_for_each_rollout(small_run: Callable) -> None:
+    judging = small_run("train.num_steps=1", "train.max_staleness=0", "judge.num_judgements=3").summary["judging"]
+    assert judging["counted"] + sum(judging["failed"].values()) == judging["asked"] >= 3 * 16
+
+
+def test_a_diverged_step_fails_with_its_cause_and_keeps_the_batch(small_run: Callable, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"train\.lr"):
+        small_run("train.lr=1e30", "train.warmup_steps=0", "train.max_grad_norm=1e30")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "train.lr" in summary["failure"]
+    batch = (tmp_path / "run" / "failed_batch.jsonl").read_text().splitlines()
+    assert len(batch) == 4
+    assert all(json.loads(line)["rollouts"] for line in batch)
+
+
+def test_a_planted_secret_is_in_no_file(small_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-0123456789abcdef0123456789abcdef01")
+    files = small_run("train.num_steps=1", "tracking=wandb", "tracking.wandb_mode=offline")
+    for path in files.run_dir.rglob("*"):
+        assert not path.is_file() or b"s3cret-0123456789" not in path.read_bytes(), path
