@@ -6,8 +6,8 @@ copying from a sibling and prefilling again after a sync are the same thing, and
 
 from __future__ import annotations
 
-import heapq
 import itertools
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -114,7 +114,7 @@ class Batch:
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
         self._arrivals = itertools.count()
         self._families: dict[tuple[int, ...], Family] = {}
-        self._waiting: list[Row] = []
+        self._waiting: list[Row] = []  # sorted
         self._running: list[Row] = []
         self._columns: Columns | None = None
         self._weights_epoch = 0
@@ -131,7 +131,7 @@ class Batch:
         family = self._families.setdefault(prompt_ids, Family(prompt_ids))
         family.num_members += 1
         row = Row(family, params, priority, next(self._arrivals))
-        heapq.heappush(self._waiting, row)
+        insort(self._waiting, row)
         return row
 
     def abort(self, row: Row) -> None:
@@ -140,7 +140,6 @@ class Batch:
             self._drop_running([row])
         else:
             self._waiting.remove(row)
-            heapq.heapify(self._waiting)
         self._finish(row, "abort")
 
     def step(self) -> Changes:
@@ -225,7 +224,7 @@ class Batch:
             row.prompt_epoch = self._weights_epoch
             row.version_starts.append((self.version, 0))
             row.family.running.append(row)
-            joining.append(heapq.heappop(self._waiting))
+            joining.append(self._waiting.pop(0))
         if joining:
             self._make_room(joining)
             self._prefill(to_prefill)

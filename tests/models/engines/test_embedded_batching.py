@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ def test_logprobs_equal_a_plain_forward_over_joins_leaves_and_siblings(
     assert (stats.finished, stats.waiting, stats.running) == (40, 0, 0)
     assert stats.sampled_tokens == sum(len(completion.token_ids) for completion in completions)
     assert stats.busy_s > 0
+    assert not engine._batch._families  # nothing is remembered of requests that ended
 
 
 def test_a_seed_draws_the_same_tokens_alone_and_in_company(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> None:
@@ -113,6 +115,31 @@ def test_waiting_requests_go_by_priority_then_arrival(open_engine: Any, ask: Any
     assert order == ["a", "c", "d"]
 
 
+def test_prompts_join_within_the_prefill_budget_and_the_first_one_always(
+    open_engine: Any, ask: Any, prompt_of: Any
+) -> None:
+    engine = open_engine(prefill_tokens_per_step=50)
+    step, prefilled = engine._batch.step, [0]
+
+    def counted_step() -> Any:
+        changes = step()
+        prefilled.append(engine.stats().prefilled_tokens)
+        return changes
+
+    engine._batch.step = counted_step
+
+    async def run() -> None:
+        await engine.pause()
+        asked = [asyncio.create_task(ask(engine, prompt_of(n), n, temperature=0.0)) for n in (20, 21, 22, 90, 23, 24)]
+        await asyncio.sleep(0)
+        await engine.resume()
+        await asyncio.gather(*asked)
+
+    asyncio.run(run())
+    joined = [after - before for before, after in pairwise(prefilled) if after > before]
+    assert joined == [19 + 20, 21, 89, 22 + 23]
+
+
 def test_what_exceeds_the_window_is_refused_with_its_lengths(open_engine: Any, ask: Any, prompt_of: Any) -> None:
     engine = open_engine(max_context_tokens=32)
     assert len(asyncio.run(ask(engine, prompt_of(20), max_new_tokens=12, temperature=0.0)).token_ids) <= 12
@@ -178,6 +205,24 @@ def test_a_request_id_in_flight_is_answered_once_for_all_who_ask(
         assert first is second
         assert sorted(begun) == ["first", "second"]
         assert engine.stats().sampled_tokens == len(first.token_ids)
+
+    asyncio.run(run())
+
+
+def test_who_asks_again_after_the_first_token_is_told_of_it(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> None:
+    stop_after(engine, num_tokens=3)
+
+    async def run() -> None:
+        first = asyncio.create_task(ask(engine, prompt_of(6), max_new_tokens=20, temperature=0.0))
+        await paused(engine)
+        told = asyncio.Event()
+        again = asyncio.create_task(
+            ask(engine, prompt_of(6), on_first_token=told.set, max_new_tokens=20, temperature=0.0)
+        )
+        async with asyncio.timeout(20):
+            await told.wait()
+        await engine.resume()
+        assert await again is await first
 
     asyncio.run(run())
 
