@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -207,45 +207,54 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
     with section("policy."):
         for prompt in kinds.values():
             policy.renderer.render(prompt.messages)
-
-    def render(prompt: Prompt) -> tuple[int, ...]:
-        return policy.renderer.render(prompt.messages)
-
-    check_window(policy, "rollout.max_new_tokens", config.rollout.max_new_tokens, data.train, render)
+    check_window(
+        model=policy,
+        key="rollout.max_new_tokens",
+        new_tokens=config.rollout.max_new_tokens,
+        lengths=((prompt, len(policy.renderer.render(prompt.messages))) for prompt in data.train),
+        what="prompt",
+    )
 
 
 def check_grm(config: RunConfig, grm: Model, data: Data) -> None:
-    """Its template takes the prompts, and its window takes at least one of them with a critique."""
+    """Its template takes the prompts, and its window takes at least one of them with a full answer and a critique.
+
+    A full one: who could write what the judge can't read would escape it.
+    """
     scale = Scale(low=config.judge.score_min, high=config.judge.score_max)
     with section("judge."):
         template = JudgePrompt.load(config.judge.template, scale)
         for prompt in [prompt for prompt in (*data.train, *data.held_out) if prompt.reference is None][:1]:
             template.render(prompt, "")
 
-    def render(prompt: Prompt) -> tuple[int, ...]:
-        return grm.renderer.render((Message(role="user", content=template.render(prompt, "")),))
+    def length(prompt: Prompt) -> int:
+        text = template.render(prompt, "")
+        return len(grm.renderer.render((Message(role="user", content=text),))) + config.rollout.max_new_tokens
 
     with section("grm."):
-        render(data.train[0])
-    check_window(grm, "judge.max_new_tokens", config.judge.max_new_tokens, data.train, render)
+        length(data.train[0])
+    check_window(
+        model=grm,
+        key="judge.max_new_tokens",
+        new_tokens=config.judge.max_new_tokens,
+        lengths=((prompt, length(prompt)) for prompt in data.train),
+        what="question with an answer of rollout.max_new_tokens",
+    )
 
 
-def check_window(
-    model: Model, key: str, new_tokens: int, prompts: Sequence[Prompt], render: Callable[[Prompt], tuple[int, ...]]
-) -> None:
-    """At least one prompt leaves room for `new_tokens`: the loop ends at the first that does. Others are skipped."""
-    window = model.context_tokens
-    shortest, length = prompts[0].prompt_id, window + 1
-    for prompt in prompts:
-        num_tokens = len(render(prompt))
-        if num_tokens + new_tokens <= window:
+def check_window(*, model: Model, key: str, new_tokens: int, lengths: Iterable[tuple[Prompt, int]], what: str) -> None:
+    """At least one prompt leaves room for `new_tokens`: it ends at the first that does. A run skips the others."""
+    too_long = []
+    for prompt, num_tokens in lengths:
+        if num_tokens + new_tokens <= model.context_tokens:
             return
-        if num_tokens < length:
-            shortest, length = prompt.prompt_id, num_tokens
-    way_out = f"type {key}={window - length} or less" if length < window else "give shorter prompts, or another model"
+        too_long.append((num_tokens, prompt.prompt_id))
+    length, prompt_id = min(too_long)
+    room = model.context_tokens - length
+    way_out = f"type {key}={room} or less" if room > 0 else "give shorter prompts, or a model with a larger window"
     raise ConfigError(
-        f"{key}: {new_tokens} new tokens after even the shortest prompt ({shortest}: {min(length, window)}"
-        f"{'' if length <= window else ' or more'} tokens) exceed the {window} tokens of {model.name}; {way_out}"
+        f"{key}: {new_tokens} new tokens after even the shortest {what} ({prompt_id}: {length} tokens) exceed the "
+        f"{model.context_tokens} tokens of {model.name}; {way_out}"
     )
 
 

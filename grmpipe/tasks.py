@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from grmpipe import prepare
 from grmpipe.config import ConfigError, RunConfig, to_yaml
@@ -83,13 +83,19 @@ def open_run_dir(place: Place, config: RunConfig) -> None:
 @contextmanager
 def model_progress() -> Iterator[prepare.Progress]:
     """A bar for each model that has to be made; nothing where all are at hand."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True, console=Console(stderr=True)) as bars:
-        tasks = {}
+    bars = Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True, console=Console(stderr=True)
+    )
+    tasks: dict[str, TaskID] = {}
 
-        def advance(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=1.0)
-            bars.update(tasks[what], completed=share)
+    def advance(what: str, share: float) -> None:
+        if what not in tasks:
+            bars.start()
+            tasks[what] = bars.add_task(what, total=1.0)
+        bars.update(tasks[what], completed=share)
 
+    try:
         yield advance
+    finally:
+        if tasks:  # stopping what never started prints an empty line
+            bars.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -142,6 +143,7 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"path: no tokenizer could be loaded from {path!r}: {error}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    tokenizer.model_max_length = sys.maxsize  # who renders looks to the window; a warning to stderr helps nobody
     return tokenizer
 
 

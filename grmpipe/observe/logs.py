@@ -70,4 +70,5 @@ class BriefFormatter(MaskingFormatter):
 def _console_handler(console: Console) -> logging.Handler:
     handler = RichHandler(logging.WARNING, console, show_time=False, show_path=False, markup=False)
     handler.setFormatter(BriefFormatter("%(message)s"))
+    handler.addFilter(lambda record: not record.__dict__.get("file_only"))  # what the console hears anyway
     return handler

@@ -1,0 +1,139 @@
+"""What a user may get wrong: told in one message that names the key, before anything starts or is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config import ConfigError
+from models.tiny.resolve import SHIPPED
+
+ROOT = Path(__file__).parents[2]
+LONG = "word " * 700  # the tiny policy's window has 512 tokens
+
+
+def write_rows(path: Path, *rows: dict) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """The files that the cases below name."""
+    write_rows(tmp_path / "good.jsonl", {"prompt": "What is 6 x 7?", "reference": 42})
+    write_rows(tmp_path / "bare.jsonl", {"prompt": "What is 6 x 7?"})
+    write_rows(tmp_path / "words.jsonl", {"prompt": "Who?", "reference": "nobody"})
+    write_rows(tmp_path / "long.jsonl", {"prompt": LONG + LONG}, {"prompt": LONG})
+    write_rows(tmp_path / "system.jsonl", {"messages": [{"role": "robot", "content": "x"}]})
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "fine"}\n{"prompt": "torn\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "hides.jinja").write_text("Score {{ question }} from {{ score_min }} to {{ score_max }}.")
+    (tmp_path / "compares.jinja").write_text("{{ question }} {{ reference }}\n{{ response }}")
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    (tmp_path / "empty_directory").mkdir()
+    shutil.copytree(SHIPPED / "policy", tmp_path / "mute")
+    settings = json.loads((tmp_path / "mute" / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (tmp_path / "mute" / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copytree(SHIPPED / "policy", tmp_path / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.path=nope.jsonl"], r"^data\.path: nope.jsonl: no such file"),
+        (["data.path=torn.jsonl"], r"^data\.path: torn.jsonl, line 2: no JSON"),
+        (["data.path=system.jsonl"], r"^data\.path: system.jsonl, line 1: messages\[0\].role: expected one of system"),
+        (["data.path=empty.jsonl"], r"^data\.path: empty.jsonl: holds no prompts"),
+        (["data.path=good.jsonl", "data.eval_path=nope.jsonl"], r"^data\.eval_path: nope.jsonl: no such file"),
+        (["data.path=good.jsonl", "data.eval_path=good.jsonl"], r"^data\.path: every prompt .* in data\.eval_path"),
+        (["data.eval_path=words.jsonl"], r"^data\.eval_path: prompt words.jsonl:1: .*contains_reference"),
+        (["data.path=good.jsonl", "data.max_epochs=1"], r"^data\.max_epochs: 1 x 1 prompts fill no batch"),
+        (["data.path=long.jsonl"], r"^rollout\.max_new_tokens: 64 new .* shortest prompt \(long.jsonl:2: \d+ tok"),
+        (["rollout.max_new_tokens=512", "rollout.group_deadline_s=999"],
+         r"^rollout\.max_new_tokens: 512 new .*type rollout.max_new_tokens=4\d\d or less"),
+        (["policy.path=./nope"], r"^policy\.path: no directory './nope'; give a Hugging Face model directory"),
+        (["grm.path=/nope/nope"], r"^grm\.path: no directory '/nope/nope'"),
+        (["policy.path=empty_directory"], r"^policy\.path: 'empty_directory' holds no config.json"),
+        (["policy.path=hollow"], r"^policy\.path: 'hollow' holds no weights"),
+        (["grm.path=Nobody/Nothing"], r"^grm\.path: no directory 'Nobody/Nothing', and the hub .*hf download"),
+        (["policy.path=tiny://polizy"], r"^policy\.path: there is no tiny model .*tiny://policy"),
+        (["policy.path=mute"], r"^policy\.chat_template: the tokenizer in 'mute' has none; set"),
+        (["policy.path=mute", "policy.chat_template=nope.jinja"], r"^policy\.chat_template: 'nope.jinja' can't"),
+        (["policy.path=mute", "policy.chat_template=broken.jinja"], r"^policy\.chat_template: "),
+        (["judge.template=hides.jinja"], r"^judge\.template hides.jinja: doesn't use the field response"),
+        (["judge.template=broken.jinja"], r"^judge\.template broken.jinja, line 1"),
+        (["judge.template=nope.jinja"], r"^judge\.template: no file 'nope.jinja'"),
+        (["judge.template=compares.jinja", "data.path=bare.jsonl"], r"^judge\.template .*'reference' is undefined"),
+        (["judge.max_new_tokens=440"], r"^judge\.max_new_tokens: 440 new tokens .* exceed the 512 tokens of grm; type"),
+        (["judge.max_new_tokens=2000"], r"^judge\.timeout_s: 120 s is less than max_new_tokens / min_tokens_per_s"),
+        (["judge=rule", "data.path=bare.jsonl"], r"^data\.path: prompt bare.jsonl:1 has no reference"),
+        (["judge=rule", "data.path=words.jsonl"], r"^data\.path: prompt words.jsonl:1: .*contains_reference"),
+        (["engine.embedded.max_context_tokens=600"], r"^engine\.embedded\.max_context_tokens: 600 exceeds the window"),
+        (["cluster=ray", "placement.pools.train.slots=4096"], r"^placement\.pools\.train: wants 4096 cpu slots"),
+        (["placement=eight_gpus"], r"^placement\.pools\.train: wants 4 gpu slots.*placement=laptop"),
+        (["placement.pools.judging.resource=gpu", "placement.pools.judging.slots=2",
+          "placement.roles.grm.slots_per_replica=2"], r"^placement\.roles\.grm\.slots_per_replica: .* would idle"),
+        (["placement.pools.train.slots=2", "placement.pools.train.resource=gpu",
+          "placement.roles.learner.slots_per_replica=2"], r"^placement\.roles\.learner\.slots_per_replica: .*share"),
+        (["run_dir=good.jsonl/run"], r"^run_dir: good.jsonl/run can't be written to"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_by_its_key_and_leaves_nothing(
+    inputs: Path, small_run: Callable, overrides: list[str], message: str
+) -> None:
+    before = sorted(inputs.rglob("*"))
+    with pytest.raises(ConfigError, match=message) as told:
+        small_run(*overrides)
+    assert "\n" not in str(told.value).strip()
+    assert sorted(inputs.rglob("*")) == before
+
+
+def test_one_too_long_prompt_is_skipped_counted_and_named(inputs: Path, small_run: Callable) -> None:
+    write_rows(inputs / "mixed.jsonl", {"prompt": "What is 2 + 2?"}, {"prompt": LONG, "prompt_id": "the-long-one"})
+    files = small_run("data.path=mixed.jsonl", "data.shuffle=false", "train.num_steps=1", "train.groups_per_batch=2")
+    assert files.summary["groups"]["dropped"]["prompt_too_long"] >= 1
+    assert "prompt the-long-one" in (files.run_dir / "run.log").read_text()
+
+
+def launch(cwd: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), "+experiment=quickstart", "cluster=inprocess", *overrides],
+        cwd=cwd, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_a_hub_that_cannot_be_reached_is_noticed_at_once_by_a_user_who_meant_to_be_online(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    result = launch(
+        tmp_path,
+        "policy.path=Nobody/Nothing",
+        HF_HUB_OFFLINE="0",
+        HF_ENDPOINT="http://127.0.0.1:9",
+        HF_HOME=str(tmp_path),
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("grmpipe: policy.path: no directory 'Nobody/Nothing'")
+    assert len(result.stderr.splitlines()) == 1
+    assert time.monotonic() - began_s < 20
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_fails_within_the_run_exits_1_with_one_message(inputs: Path) -> None:
+    """Weights that are no weights are found when they are read."""
+    shutil.copytree(SHIPPED / "policy", inputs / "torn")
+    (inputs / "torn" / "model.safetensors").write_bytes(b"no tensors")
+    result = launch(inputs, "policy.path=torn", "tracking=none", "tracking.console=false")
+    assert result.returncode == 1
+    said = result.stderr.strip().splitlines()
+    assert said[0].startswith("grmpipe: ")
+    assert said[-1].startswith("See runs/quickstart/")
+    assert "Traceback" not in result.stderr
