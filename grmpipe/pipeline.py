@@ -33,6 +33,8 @@ from scheduler.weight_sync import SyncReport
 
 log = logging.getLogger(__name__)
 
+SHOWN_FROM_S = 1e-3  # a group that only waits to be packed costs the learner no time worth a span
+
 
 class Interrupted(Exception):
     """Somebody asked the run to stop between two optimizer steps."""
@@ -51,6 +53,7 @@ class Pipeline:
     ) -> None:
         """`kept` holds, by draw, the work that a resume found."""
         cut = cut or Cut()
+        self._loop = asyncio.get_running_loop()
         self.parts = parts
         self.config = config
         self.clock = ActiveClock()
@@ -74,8 +77,7 @@ class Pipeline:
         self.max_staleness_trained = cut.max_staleness_trained
         self._after_step = after_step
         self._kept = dict(kept or {})
-        self._restored_draws = sorted(cut.in_flight)
-        self._restored_ids = dict(cut.in_flight)
+        self._to_restore = dict(sorted(cut.in_flight.items()))  # draw -> group_id
         self._next_draw = cut.next_draw
         self._groups: dict[str, Group] = {}  # open or ready or in the batch: all that are in flight
         self._deadlines: dict[str, float] = {}
@@ -102,7 +104,7 @@ class Pipeline:
         return Cut(
             version=self.version,
             next_draw=self._next_draw,
-            in_flight={group.draw: group.group_id for group in self._groups.values()},
+            in_flight=self._to_restore | {group.draw: group.group_id for group in self._groups.values()},
             dropped=dict(self.admission.dropped),
             max_staleness_trained=self.max_staleness_trained,
         )
@@ -128,8 +130,8 @@ class Pipeline:
     # -- admit -------------------------------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        for draw in self._restored_draws:
-            await self._open(draw, self.parts.prompts.at(draw), self._restored_ids[draw])
+        for draw in list(self._to_restore):
+            await self._open(draw, self.parts.prompts.at(draw), self._to_restore[draw])
         while True:
             await self._until_room()
             try:
@@ -157,12 +159,12 @@ class Pipeline:
             size=self.config.group_size,
             min_valid_siblings=self.config.min_valid_siblings,
         )
+        self._to_restore.pop(draw, None)
         self.admission.open(group.group_id, version=min((r.oldest_version for r in kept.rollouts), default=None))
         self._groups[group.group_id] = group
         if self.parts.too_long(prompt):
             log.warning("prompt %s is longer than the model's window: skipped", prompt.prompt_id)
-            group.fail("prompt_too_long")
-            self._ended(group)
+            self._fail(group, "prompt_too_long")
             return
         self._set_deadline(group)
         await self.expiring.put(group)
@@ -195,8 +197,7 @@ class Pipeline:
             rollout = await self.parts.play(seat, group.prompt, lambda: self._started(group))
         except (EngineRefused, EngineDied) as error:
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
-            group.fail("rollout_refused" if isinstance(error, EngineRefused) else "rollout_died")
-            self._ended(group)
+            self._fail(group, "rollout_refused" if isinstance(error, EngineRefused) else "rollout_died")
             return
         if group.add_rollout(rollout):
             self.tally.rollout(rollout)
@@ -239,6 +240,11 @@ class Pipeline:
         group.expire()
         self._ended(group)
 
+    def _fail(self, group: Group, cause: str) -> None:
+        if group.state == "open":  # siblings may fail at the same moment, with their engine
+            group.fail(cause)
+            self._ended(group)
+
     def _ended(self, group: Group) -> None:
         """A group left `open`: end all work on it, hand it to the learner or drop it."""
         for stage in (self.playing, self.judging, self.expiring):
@@ -261,7 +267,7 @@ class Pipeline:
     # -- train -------------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         while self.version < self.config.num_steps:
             began, waited_s, played_s = loop.time(), 0.0, self.playing.meter.busy_s
             while len(self._batch) < self.config.groups_per_batch:
@@ -269,13 +275,14 @@ class Pipeline:
                 group = await self._next_group()
                 waited_s += loop.time() - asked
                 self._batch.append(group)
-                await self.parts.trainer.take(group)
+                await self._take(group)
+            filled = loop.time()
             metrics = await self.parts.trainer.step()
             learned = loop.time()
             sync = await self._push()
             batch = self._release_batch()
             ended = loop.time()
-            self.parts.events.span("learner", f"step {self.version}", began, learned, waited_s=round(waited_s, 3))
+            self.parts.events.span("learner", f"step {self.version}", filled, learned)
             self.parts.events.span("weight sync", f"version {self.version}", learned, ended, bytes=sync.num_bytes)
             await self._after_step(
                 StepReport(
@@ -289,6 +296,12 @@ class Pipeline:
                     policy_idle_s=max(0.0, ended - began - (self.playing.meter.busy_s - played_s)),
                 )
             )
+
+    async def _take(self, group: JudgedGroup) -> None:
+        began = self._loop.time()
+        await self.parts.trainer.take(group)
+        if (ended := self._loop.time()) - began > SHOWN_FROM_S:
+            self.parts.events.span("learner", "accumulate", began, ended, last_group=group.group_id)
 
     async def _next_group(self) -> JudgedGroup:
         """The oldest group that may enter the open batch. Stale ones are dropped on the way."""

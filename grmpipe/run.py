@@ -26,18 +26,21 @@ from scheduler.supervise import describe_failure
 
 log = logging.getLogger(__name__)
 
+SUMMARY = "summary.json"
+
 
 async def train(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
     """Run to an end of any kind; show at the end what a person wants to see. `resumed`: a checkpoint to go on from."""
     checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=prepared.config.train.keep_checkpoints)
     state = checkpoints.load(resumed) if resumed else None
+    (run_dir / SUMMARY).unlink(missing_ok=True)  # of an earlier session: untrue from now on
     observers = Observers.open(prepared.config, run_dir, state.wandb_run_id if state else None)
     run = TrainingRun(prepared, run_dir, observers, checkpoints)
     try:
         summary = await run.execute(state, resumed)
     finally:
         observers.close()
-    summary.write(run_dir / "summary.json")
+    summary.write(run_dir / SUMMARY)
     observers.show_end(run_dir, run.lookout.rows if run.lookout else [], FILES)
     return summary
 
