@@ -324,9 +324,8 @@ class Pipeline:
             self._ready.remove(group)
             self._drop(group.group_id, "stale")
         taken = {group.group_id for group in self._batch}
-        young_allowed = self.admission.places_for_young(taken) > 0
         for group in sorted(self._ready, key=lambda group: group.version):  # stable: first come, first taken
-            if young_allowed or self.admission.last_chance(group.group_id):
+            if self.admission.may_take(group.group_id, taken):
                 self._ready.remove(group)
                 return group
         return None

@@ -1,7 +1,7 @@
 """How many groups may be in flight, and which must be trained now. Pure: counts and versions, no waiting, no clock.
 
 The pace is AReaL's (arXiv 2505.24298, section 5.1): (max_staleness + version + 1) * groups_per_batch groups may have
-been submitted in all, dropped ones aside. The bound itself is held on taking: see `places_for_young`.
+been submitted in all, dropped ones aside. The bound itself is held on taking: see `may_take`.
 """
 
 from __future__ import annotations
@@ -60,18 +60,25 @@ class Admission:
         """Whether tokens of `version` are too old for the batch that is open now."""
         return self.version - version > self.max_staleness
 
-    def last_chance(self, group_id: str) -> bool:
-        """Whether a group might be too old for the next batch, judged by when it was opened (so never too late)."""
-        return self.version + 1 - self.in_flight[group_id] > self.max_staleness
+    def may_take(self, group_id: str, taken: Collection[str]) -> bool:
+        """Whether the open batch, which has `taken`, may take this group without making another one stale.
 
-    def places_for_young(self, taken: Collection[str]) -> int:
-        """Places of the open batch left for groups that can also wait for the next one.
-
-        The others are reserved. They always fit: at most (version + 1) * groups_per_batch groups were opened by
-        version - max_staleness, and version * groups_per_batch of them are trained.
+        A group is due at the last version whose batch it is not too old for. A place is given to a group only if all
+        that are due before it still fit into the batches up to then (earliest due date first, with places reserved for
+        those that are not ready). What `capacity` admits always fits, so nothing that ends in time grows stale.
         """
-        reserved = sum(1 for group_id in self.in_flight if group_id not in taken and self.last_chance(group_id))
-        return self.groups_per_batch - len(taken) - reserved
+        due = self._due(group_id)
+        waiting = Counter(self._due(other) for other in self.in_flight if other != group_id and other not in taken)
+        due_so_far = sum(count for version, count in waiting.items() if version < self.version)
+        for ahead in range(due - self.version):
+            due_so_far += waiting[self.version + ahead]
+            if due_so_far > (ahead + 1) * self.groups_per_batch - len(taken) - 1:
+                return False
+        return True
+
+    def _due(self, group_id: str) -> int:
+        """Judged by when it was opened, which is never too late."""
+        return self.in_flight[group_id] + self.max_staleness
 
     def check(self) -> None:
         """Promise 2: nothing is lost."""

@@ -1,0 +1,118 @@
+"""Active time stands still in pauses; stages keep their width, cancel by key and fail as their work fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import looptime
+import pytest
+
+from scheduler.clock import ActiveClock
+from scheduler.stream import Stage
+
+
+def virtually(go: Callable[[], Coroutine]) -> object:
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        return runner.run(go())
+
+
+def test_a_deadline_moves_by_the_length_of_the_pauses_overlapping_ones_counted_once() -> None:
+    async def go() -> float:
+        clock, loop = ActiveClock(), asyncio.get_running_loop()
+
+        async def pause(after_s: float, for_s: float) -> None:
+            await asyncio.sleep(after_s)
+            with clock.paused():
+                await asyncio.sleep(for_s)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pause(1, 4))
+            tasks.create_task(pause(2, 5))  # together: from 1 to 7
+            start = loop.time()
+            await clock.sleep_until(clock.now() + 3)
+            return loop.time() - start
+
+    assert virtually(go) == pytest.approx(9, abs=1e-3)
+
+
+def test_now_stands_still_in_a_pause() -> None:
+    async def go() -> None:
+        clock = ActiveClock()
+        with clock.paused():
+            before = clock.now()
+            await asyncio.sleep(5)
+            assert clock.now() == before
+
+    virtually(go)
+
+
+def test_a_stage_never_exceeds_its_width_and_knows_how_long_it_was_busy() -> None:
+    async def go() -> None:
+        running: list[int] = []
+        most = 0
+
+        async def work(item: int) -> None:
+            nonlocal most
+            running.append(item)
+            most = max(most, len(running))
+            await asyncio.sleep(1)
+            running.remove(item)
+
+        stage: Stage[int] = Stage("s", work, str, width=3, bound=0)
+        runner = asyncio.create_task(stage.run())
+        for item in range(7):
+            await stage.put(item)
+        await asyncio.sleep(10)
+        assert most == 3
+        assert stage.meter.busy_s == pytest.approx(3, abs=1e-3)
+        runner.cancel()
+
+    virtually(go)
+
+
+def test_a_full_inbox_holds_its_producer_back() -> None:
+    async def go() -> None:
+        stage: Stage[int] = Stage("s", lambda item: asyncio.sleep(1), str, width=1, bound=2)
+        for item in range(2):
+            await stage.put(item)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await stage.put(2)
+
+    virtually(go)
+
+
+def test_cancel_ends_the_work_of_one_key_even_before_it_began_and_frees_its_place() -> None:
+    async def go() -> None:
+        done: list[str] = []
+
+        async def work(item: str) -> None:
+            await asyncio.sleep(1)
+            done.append(item)
+
+        stage: Stage[str] = Stage("s", work, lambda item: item[0], width=2, bound=0)
+        runner = asyncio.create_task(stage.run())
+        for item in ("a1", "a2", "b1", "b2"):
+            await stage.put(item)
+        await asyncio.sleep(0)  # both places are given to a's tasks, which have not run yet
+        stage.cancel("a")
+        await asyncio.sleep(5)
+        assert done == ["b1", "b2"]
+        runner.cancel()
+
+    virtually(go)
+
+
+def test_a_crash_of_the_work_ends_the_stage_as_itself() -> None:
+    async def go() -> None:
+        async def work(item: int) -> None:
+            raise ValueError("the first cause")
+
+        stage: Stage[int] = Stage("s", work, str, width=2, bound=0)
+        await stage.put(1)
+        await stage.put(2)
+        with pytest.raises(ValueError, match="the first cause"):
+            await stage.run()
+
+    virtually(go)
