@@ -1,0 +1,184 @@
+"""What is counted is true, what is unknown is left out, and the alarm rings once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from grmpipe.evaluate import Evaluator
+from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
+from grmpipe.judge.rule import is_right
+from grmpipe.judge.watch import FailureGate, HackingAlarm
+from grmpipe.lookout import Lookout
+from grmpipe.rollout.play import Seat
+from grmpipe.tally import Counts, Tally, batch_metrics, flow_metrics, truth_metrics
+from grmpipe.types import (
+    Failed,
+    FailedJudgement,
+    JudgedGroup,
+    Judgement,
+    JudgeReport,
+    Prompt,
+    RewardSpan,
+    Rollout,
+    Turn,
+    Verdict,
+)
+from models.types import Completion, EngineDied, Message, VersionSpan
+from scheduler.clock import ActiveClock
+
+LOST = Failed(stage="judge", cause="timeout", attempts=1)
+
+
+def completion(num_tokens: int, version: int = 0, text: str = "") -> Completion:
+    span = VersionSpan(model="policy", version=version, start=0, end=num_tokens)
+    return Completion(
+        token_ids=(1,) * num_tokens, logprobs=(0.0,) * num_tokens, text=text, finish_reason="stop", versions=(span,)
+    )
+
+
+def rollout(sibling: int, num_tokens: int = 4, version: int = 0, text: str = "", status: str = "finished") -> Rollout:
+    turn = Turn(prompt_ids=(1,), completion=completion(num_tokens, version, text))
+    return Rollout(group_id="g", sibling=sibling, turns=(turn,), status=status)  # type: ignore[arg-type]
+
+
+def verdict(score: float, **breakdown: float) -> Verdict:
+    span = RewardSpan(turn=0, start=0, end=1, value=(score - 1) / 9)
+    return Verdict(rewards=(span,), score=score, breakdown=breakdown, agreement=0.0, num_judgements=1)
+
+
+def prompt(reference: str | None = None) -> Prompt:
+    return Prompt(prompt_id="p", messages=(Message(role="user", content="?"),), reference=reference)
+
+
+def group(*verdicts: Verdict | Failed, version: int = 0, reference: str | None = None, text: str = "") -> JudgedGroup:
+    rollouts = tuple(rollout(sibling, 4 + sibling, version, text) for sibling in range(len(verdicts)))
+    return JudgedGroup(group_id="g", prompt=prompt(reference), rollouts=rollouts, verdicts=verdicts)
+
+
+def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> None:
+    tally = Tally()
+    judgement = Judgement(
+        group_id="g", siblings=(0,), scores=(5,), prompt_ids=(1,), completion=completion(7), grm="grm", version=0
+    )
+    unparseable = FailedJudgement(
+        stage="judge", cause="unparseable", attempts=1, prompt_ids=(1,), completion=completion(3)
+    )
+    tally.rollout(rollout(0, 4))
+    tally.rollout(rollout(1, 6, status="cut"))
+    tally.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
+    step = tally.close_step()
+    assert (step.rollouts, step.cut, step.policy_tokens) == (2, 1, 10)
+    assert (step.asked, step.counted, step.judge_tokens) == (3, 1, 10)
+    assert step.failed == {"unparseable": 1, "timeout": 1}
+    restored = Tally()
+    restored.restore(tally.saved())
+    restored.rollout(rollout(2, 5))
+    assert restored.total_so_far().policy_tokens == 15
+    assert flow_metrics(step, 2.0)["rollout/tokens_per_s"] == 5
+    assert flow_metrics(Counts(), 1.0)["rollout/cut_share"] == 0
+
+
+def test_failed_siblings_are_in_no_mean() -> None:
+    metrics = batch_metrics([group(verdict(10, rule=1.0), LOST, verdict(4, rule=0.0), version=3)], version=4)
+    assert metrics["train/grm_score"] == 7
+    assert metrics["train/siblings_without_verdict"] == 1
+    assert metrics["reward/rule_mean"] == 0.5
+    assert metrics["staleness/max"] == 1
+    assert metrics["judge/score_length_correlation"] == pytest.approx(-1)
+
+
+def test_a_group_of_equal_rewards_has_no_signal_and_no_correlation_is_made_up() -> None:
+    metrics = batch_metrics([group(verdict(5), verdict(5), LOST)], version=0)
+    assert metrics["train/groups_without_signal_share"] == 1
+    assert "judge/score_length_correlation" not in metrics
+
+
+def test_truth_needs_references() -> None:
+    assert truth_metrics([group(verdict(5), verdict(5))], is_right) == {}
+    known = group(verdict(5), verdict(5), reference="12", text="Answer: 12")
+    assert truth_metrics([known], is_right) == {"train/true_accuracy": 1.0}
+
+
+class Judge:
+    def __init__(self, score: Callable[[Rollout], Verdict | Failed]) -> None:
+        self._score = score
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        return JudgeReport(verdict=self._score(rollout))
+
+
+async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    index = int(seat.group_id.rsplit("-", 1)[1])
+    if index == 3:
+        raise EngineDied("gone")
+    return rollout(0, text=f"Answer: {index}")
+
+
+def evaluator(score: Callable[[Rollout], Verdict | Failed], references: tuple[str | None, ...]) -> Evaluator:
+    return Evaluator(
+        prompts=[prompt(reference) for reference in references],
+        play_sampled=played, play_greedy=played, judge=Judge(score), is_right=is_right, seed=0,
+    )  # fmt: skip
+
+
+def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
+    def score(rollout: Rollout) -> Verdict | Failed:
+        return LOST if "0" in rollout.text else verdict(8)
+
+    looked = asyncio.run(evaluator(score, ("0", "7", None, "3")).look("look"))
+    assert looked.metrics["true_accuracy"] == 0.5  # of two with a reference; the fourth could not be played
+    assert looked.metrics["grm_score"] == 8
+    assert len(looked.rollouts) == 3
+
+
+def test_without_references_there_is_no_accuracy() -> None:
+    assert "true_accuracy" not in asyncio.run(evaluator(lambda r: verdict(5), (None, None)).look("look")).metrics
+
+
+def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() -> None:
+    rung: list[str] = []
+    observers = SimpleNamespace(alarm=rung.append, tracker=SimpleNamespace(log=lambda step, metrics: None))
+    looks = [(4.0, "Answer: 1"), (9.0, "Answer: 5"), (9.5, "Answer: 5"), (4.0, "Answer: 1"), (9.0, "Answer: 5")]
+    now = SimpleNamespace(score=0.0, text="")
+
+    async def play(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        return rollout(0, text=now.text)
+
+    judge = Judge(lambda rollout: verdict(now.score))
+    looker = Evaluator(
+        prompts=[prompt("1")], play_sampled=play, play_greedy=play, judge=judge, is_right=is_right, seed=0
+    )
+    alarm = HackingAlarm(min_score_rise=1, min_gold_fall=0.1)
+    lookout = Lookout(looker, alarm, observers, anchors=1, every=10)  # type: ignore[arg-type]
+    ringing = []
+    for step, (now.score, now.text) in enumerate(looks):
+        asyncio.run(lookout.first(0) if step == 0 else lookout.after_step(step * 10, last=False))
+        ringing.append(lookout.ringing)
+    assert ringing == [False, True, True, False, True]
+    assert len(rung) == len(lookout.alarms) == 2
+    again = Lookout(looker, HackingAlarm(min_score_rise=1, min_gold_fall=0.1), observers, anchors=1, every=10)  # type: ignore[arg-type]
+    again.restore(lookout.initial, tuple(lookout.alarms), tuple(lookout.readings))
+    assert again.ringing
+    assert again.initial["grm_score"] == 4
+
+
+def test_an_unfit_judge_pauses_and_the_deadlines_with_it() -> None:
+    async def go() -> None:
+        fitness = JudgeFitness(FailureGate(max_failure_rate=0.5, window=4, pause_s=0.05))
+        clock = ActiveClock()
+        before = clock.now()
+        for _ in range(2):
+            fitness.verdict(JudgeReport(verdict=LOST))
+        paused = asyncio.get_running_loop().time()
+        await fitness.until_fit(clock)
+        assert asyncio.get_running_loop().time() - paused >= 0.04
+        assert clock.now() - before < 0.04
+        with pytest.raises(JudgeUnfit, match="timeout"):
+            for _ in range(4):
+                fitness.verdict(JudgeReport(verdict=LOST))
+
+    asyncio.run(go())
