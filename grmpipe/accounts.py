@@ -1,4 +1,4 @@
-"""What a run took and came to, over all its sessions: time by role, and the summary. It changes nothing."""
+"""What a run took and came to, resumes included: time by role, and the summary. It changes nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Accounts:
         self._busy_before_s: Mapping[str, float] = {}
 
     @property
-    def session_s(self) -> float:
+    def since_start_s(self) -> float:
         return time.monotonic() - self._began_s
 
     @property
     def wall_s(self) -> float:
-        return round(self._wall_before_s + self.session_s, 3)
+        return round(self._wall_before_s + self.since_start_s, 3)
 
     def restore(self, wall_s: float, busy_s: Mapping[str, float]) -> None:
         self._wall_before_s, self._busy_before_s = wall_s, busy_s

@@ -51,7 +51,7 @@ class Lookout:
             self._observers.tracker.log(step, named(self.final))
 
     def restore(self, initial: Metrics, alarms: tuple[str, ...], readings: tuple[Reading, ...]) -> None:
-        """Go on where a checkpoint left off: the alarm compares with the start of the run, not of the session."""
+        """Go on where a checkpoint left off: the alarm compares with the start of the run, not of the resumption."""
         self.initial, self.alarms, self.readings = initial, list(alarms), list(readings)
         for step, score, gold in readings:
             self.ringing = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold) is not None

@@ -33,7 +33,7 @@ async def train(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summ
     """Run to an end of any kind; show at the end what a person wants to see. `resumed`: a checkpoint to go on from."""
     checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=prepared.config.train.keep_checkpoints)
     state = checkpoints.load(resumed) if resumed else None
-    (run_dir / SUMMARY).unlink(missing_ok=True)  # of an earlier session: untrue from now on
+    (run_dir / SUMMARY).unlink(missing_ok=True)  # of before a resume: untrue from now on
     observers = Observers.open(prepared.config, run_dir, state.wandb_run_id if state else None)
     run = TrainingRun(prepared, run_dir, observers, checkpoints)
     try:
@@ -61,10 +61,11 @@ class TrainingRun:
     async def execute(self, state: RunState | None, resumed: Path | None) -> Summary:
         running: Running | None = None
         try:
+            self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
             running = await start(self._prepared, self._observers.timeline)
             if state is not None and resumed is not None:
                 await running.learner.load(str(resumed / "learner"))
-            self._observers.note(f"ready after {self._accounts.session_s:.0f} s; files in {self._run_dir}")
+            self._observers.note(f"ready after {self._accounts.since_start_s:.0f} s; files in {self._run_dir}")
             return self._summary(await self._train(running, state))
         except asyncio.CancelledError:
             return self._summary("interrupted")

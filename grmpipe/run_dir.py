@@ -62,7 +62,7 @@ def resumed(run_dir: Path, config: RunConfig) -> Place:
 
 
 def status_of(run_dir: Path) -> str | None:
-    """How the run's last session ended; None for one that was killed."""
+    """How the run ended; None for one that runs, or was killed."""
     summary = run_dir / "summary.json"
     return json.loads(summary.read_text(encoding="utf-8"))["status"] if summary.exists() else None
 

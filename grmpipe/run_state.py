@@ -23,7 +23,7 @@ class RunState:
     """One atomic cut. Seeds are derived from names, so there is no random state to keep."""
 
     cut: Cut
-    wall_s: float  # of all sessions so far
+    wall_s: float  # so far, resumes included
     eval_initial: Metrics
     totals: Mapping[str, object]  # the tally's
     busy_s: Mapping[str, float]
