@@ -162,12 +162,11 @@ def tokens_per_s(way: Way, workload: Workload) -> float:
     return num_tokens / wall_s
 
 
-def measure(ways: dict[str, Way], workload: Workload, repeats: int) -> dict[str, float]:
-    """Median tokens/s by way, the ways taking turns; a warm-up each first."""
+def measure(ways: dict[str, Way], workload: Workload, repeats: int) -> list[dict[str, float]]:
+    """Tokens/s by way, a round after the other, the ways of a round taking turns; a warm-up each first."""
     for way in ways.values():
         way(workload)
-    runs = [{name: tokens_per_s(way, workload) for name, way in ways.items()} for _ in range(repeats)]
-    return {name: statistics.median(run[name] for run in runs) for name in ways}
+    return [{name: tokens_per_s(way, workload) for name, way in ways.items()} for _ in range(repeats)]
 
 
 def open_ways(directory: str) -> tuple[dict[str, Way], list[str]]:
@@ -186,16 +185,17 @@ def open_ways(directory: str) -> tuple[dict[str, Way], list[str]]:
     return ways, []
 
 
-def table(rows: dict[str, dict[str, float]]) -> list[str]:
-    """Tokens/s by workload and way, and how many times faster the embedded engine is than generate."""
-    names = list(next(iter(rows.values())))
+def table(rounds_by_label: dict[str, list[dict[str, float]]]) -> list[str]:
+    """Median tokens/s by workload and way; and the median, over rounds, of embedded / generate within a round."""
+    names = list(next(iter(rounds_by_label.values()))[0])
     lines = [
         f"| requests | {' | '.join(names)} | embedded / generate |",
         "|---" * (len(names) + 2) + "|",
     ]
-    for label, speeds in rows.items():
-        cells = " | ".join(f"{speeds[name]:,.0f}" for name in names)
-        lines.append(f"| {label} | {cells} | {speeds['embedded'] / speeds['generate']:.2f} |")
+    for label, rounds in rounds_by_label.items():
+        cells = " | ".join(f"{statistics.median(speeds[name] for speeds in rounds):,.0f}" for name in names)
+        ratio = statistics.median(speeds["embedded"] / speeds["generate"] for speeds in rounds)
+        lines.append(f"| {label} | {cells} | {ratio:.2f} |")
     return lines
 
 
@@ -207,10 +207,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         save_model(directory)
         ways, notes = open_ways(directory)
-        rows = {}
+        rounds = {}
         for num_requests in NUM_REQUESTS:
-            rows[str(num_requests)] = measure(ways, draw_workload(num_requests, siblings=1), repeats)
-        rows["128 (16 x 8 siblings)"] = measure(ways, draw_workload(128, siblings=8), repeats)
+            rounds[str(num_requests)] = measure(ways, draw_workload(num_requests, siblings=1), repeats)
+        rounds["128 (16 x 8 siblings)"] = measure(ways, draw_workload(128, siblings=8), repeats)
     workload = draw_workload(128, siblings=1)
     lines = [
         "# Embedded engine beside transformers, tokens/s",
@@ -220,8 +220,9 @@ def main() -> None:
         f"{transformers.__version__}. Random Qwen3 of 372 576 parameters, float32, temperature 1;",
         f"128 answers of {min(workload.lengths)} to {max(workload.lengths)} tokens (median "
         f"{statistics.median(workload.lengths):.0f}), the same for all. Only embedded reports log-probs.",
+        "The machine was shared: compare within a row. Continuous batching needs psutil on the CPU.",
         "",
-        *table(rows),
+        *table(rounds),
         *(f"\n{note}" for note in notes),
     ]
     OUTPUT.write_text("\n".join(lines) + "\n", encoding="utf-8")
