@@ -3,6 +3,7 @@
 python launch.py +experiment=quickstart                          # train
 python launch.py -m +experiment=quickstart train.lr=1e-4,3e-4    # sweep
 python launch.py +experiment=quickstart task=plan                # what goes where; starts nothing
+python launch.py task=doctor                                     # what is installed, what is missing, what to type
 
 Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept).
 """
@@ -17,6 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 
 from grmpipe import config as run_config
+from grmpipe.doctor import doctor
 from grmpipe.failures import RunFailed, RunInterrupted
 
 # Without it Hydra prints its own report and exits 1 before we can explain.
@@ -28,17 +30,23 @@ ConfigStore.instance().store(name="schema", node=run_config.schema())
 def compose_and_run(config) -> float | None:  # type: ignore[no-untyped-def]  # a DictConfig; config.py is its door
     # SystemExit passes through Hydra unreported, where any other exception gets a report of Hydra's on top of ours.
     try:
-        run = run_config.build(config)
-        # Late: a misspelt key should not wait for torch to load.
-        from grmpipe.tasks import run_task
-
-        return run_task(run)
+        return run_task(run_config.build(config))
     except run_config.ConfigError as error:
         sys.exit(complain(str(error), 2))
     except RunFailed as error:
         sys.exit(complain(str(error), 1))
     except (RunInterrupted, KeyboardInterrupt) as error:
         sys.exit(complain(str(error) or "interrupted", 130))
+
+
+def run_task(config: run_config.RunConfig) -> float | None:
+    if config.task == "doctor":  # for where nothing else can be imported
+        print(doctor())
+        return None
+    # Late: a misspelt key should not wait for torch to load.
+    from grmpipe import tasks
+
+    return tasks.run_task(config)
 
 
 def main() -> int:

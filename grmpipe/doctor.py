@@ -20,16 +20,27 @@ NEEDED = (
 
 
 def doctor() -> str:
-    """A line for each part."""
-    import torch
-
+    """A line for each part. Works without any of them."""
     lines = [line_of(package) for package in NEEDED]
-    cores, gpus = os.cpu_count() or 1, torch.cuda.device_count()
-    lines.append(f"cores           {cores}")
-    lines.append(f"GPUs            {gpus}" + ("" if gpus else "; placements with resource=gpu are refused"))
+    lines.append(f"cores           {os.cpu_count() or 1}")
+    lines.append(f"GPUs            {gpus()}")
     wandb_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline; set WANDB_API_KEY to go online"
     lines.append(f"W&B             {wandb_mode}")
+    offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
+    lines.append(f"Hugging Face    {'offline: HF_HUB_OFFLINE is set' if offline else 'asked for hub names'}")
     return "\n".join(lines)
+
+
+def gpus() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "unknown without torch"
+    count = torch.cuda.device_count()
+    if not count:
+        return "0; placements with resource=gpu are refused"
+    name, memory_gb = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / 1e9
+    return f"{count} x {name}, {memory_gb:.0f} GB"
 
 
 def line_of(package: str) -> str:

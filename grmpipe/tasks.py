@@ -1,4 +1,4 @@
-"""The tasks of launch.py: train, plan, doctor. Each runs to its end and says how it ended."""
+"""The tasks of launch.py that need torch: train, plan. Each runs to its end and says how it ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from grmpipe import prepare
 from grmpipe.config import ConfigError, RunConfig, to_yaml
-from grmpipe.doctor import doctor
 from grmpipe.failures import RunFailed, RunInterrupted
 from grmpipe.plan import plan
 from grmpipe.run import train
@@ -50,11 +49,7 @@ def show_plan(config: RunConfig) -> None:
     print(text)
 
 
-def show_doctor(config: RunConfig) -> None:
-    print(doctor())
-
-
-TASKS = {"train": run_train, "plan": show_plan, "doctor": show_doctor}
+TASKS = {"train": run_train, "plan": show_plan}
 
 
 def objective_of(run_dir: Path) -> float | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 @pytest.fixture
-def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFiles]:
+def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunFiles]]:
     """Run the small quickstart with overrides; returns its files."""
     monkeypatch.chdir(tmp_path)
 
@@ -54,4 +55,5 @@ def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         run_task(composed(*SMALL, f"run_dir={run_dir}", *overrides))
         return RunFiles(tmp_path / run_dir)
 
-    return run
+    yield run
+    logging.captureWarnings(False)  # a run takes them for itself

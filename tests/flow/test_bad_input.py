@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def inputs(tmp_path: Path) -> Path:
         (["grm.path=/nope/nope"], r"^grm\.path: no directory '/nope/nope'"),
         (["policy.path=empty_directory"], r"^policy\.path: 'empty_directory' holds no config.json"),
         (["policy.path=hollow"], r"^policy\.path: 'hollow' holds no weights"),
-        (["grm.path=Nobody/Nothing"], r"^grm\.path: no directory 'Nobody/Nothing', and the hub .*hf download"),
+        (["grm.path=Nobody/Nothing"], r"^grm\.path: no directory 'Nobody/Nothing', and the hub "),
         (["policy.path=tiny://polizy"], r"^policy\.path: there is no tiny model .*tiny://policy"),
         (["policy.path=mute"], r"^policy\.chat_template: the tokenizer in 'mute' has none; set"),
         (["policy.path=mute", "policy.chat_template=nope.jinja"], r"^policy\.chat_template: 'nope.jinja' can't"),
@@ -104,6 +103,21 @@ def test_one_too_long_prompt_is_skipped_counted_and_named(inputs: Path, small_ru
     assert "prompt the-long-one" in (files.run_dir / "run.log").read_text()
 
 
+def test_a_complete_run_is_neither_overwritten_nor_gone_on_with(
+    small_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_step = ("train.num_steps=1", "data.num_eval_prompts=4")
+    files = small_run(*one_step)
+    before = {path: path.stat().st_mtime_ns for path in files.run_dir.rglob("*")}
+    with pytest.raises(ConfigError, match=r"^run_dir: run holds a run already; type resume=auto"):
+        small_run(*one_step)
+    with pytest.raises(ConfigError, match=r"^resume: .*train\.lr: 0\.0003 -> 0\.5"):
+        small_run(*one_step, "resume=auto", "train.lr=0.5")
+    small_run(*one_step, "resume=auto")
+    assert "run is complete; see run/summary.json" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in files.run_dir.rglob("*")} == before
+
+
 def launch(cwd: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "launch.py"), "+experiment=quickstart", "cluster=inprocess", *overrides],
@@ -112,7 +126,6 @@ def launch(cwd: Path, *overrides: str, **environment: str) -> subprocess.Complet
 
 
 def test_a_hub_that_cannot_be_reached_is_noticed_at_once_by_a_user_who_meant_to_be_online(tmp_path: Path) -> None:
-    began_s = time.monotonic()
     result = launch(
         tmp_path,
         "policy.path=Nobody/Nothing",
@@ -122,8 +135,7 @@ def test_a_hub_that_cannot_be_reached_is_noticed_at_once_by_a_user_who_meant_to_
     )
     assert result.returncode == 2
     assert result.stderr.startswith("grmpipe: policy.path: no directory 'Nobody/Nothing'")
-    assert len(result.stderr.splitlines()) == 1
-    assert time.monotonic() - began_s < 20
+    assert len(result.stderr.splitlines()) == 1, "no retries, which would take half a minute"
     assert not (tmp_path / "runs").exists()
 
 

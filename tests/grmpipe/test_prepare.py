@@ -1,0 +1,74 @@
+"""What is put together before anything starts: models, windows, data. Refusals are told in tests/flow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config import ConfigError, RunConfig, from_values
+from grmpipe.prepare import find_model, prepare, read_data, section
+from models.tiny.resolve import SHIPPED
+
+PLACES = {
+    "pools": {"all": {"slots": 1}},
+    "roles": {"policy": {"pool": "all"}, "learner": {"pool": "all"}, "grm": {"pool": "all"}},
+}
+
+
+def config(**sections: object) -> RunConfig:
+    return from_values(RunConfig, {"cluster": {"kind": "inprocess"}, "placement": PLACES, **sections})
+
+
+def no_progress(what: str, share: float) -> None:
+    raise AssertionError(f"{what} is shipped and needn't be built")
+
+
+def test_the_defaults_are_a_run_that_may_start() -> None:
+    prepared = prepare(config(data={"num_prompts": 20, "num_eval_prompts": 5}), no_progress)
+    assert (len(prepared.prompts), len(prepared.held_out)) == (20, 5)
+    assert prepared.grm is not None
+    assert prepared.policy.path == str(SHIPPED / "policy")
+    assert prepared.policy.context_tokens == prepared.policy.renderer.context_tokens == 512
+
+
+def test_a_run_judged_by_a_rule_has_no_grm() -> None:
+    prepared = prepare(config(judge={"kind": "rule"}, data={"num_prompts": 20}), no_progress)
+    assert prepared.grm is None
+    assert set(prepared.placement.seats) == {"policy", "learner"}
+
+
+def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None:
+    prepared = prepare(config(engine={"embedded": {"max_context_tokens": 400}}), no_progress)
+    assert prepared.grm is not None
+    assert prepared.policy.context_tokens == prepared.grm.context_tokens == 400
+
+
+def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their caches are not ours; this machine alone loads what it has found."""
+    monkeypatch.setattr("grmpipe.prepare.find_files", lambda path, weights: str(SHIPPED / "policy"))
+    for cluster, path in (({"address": "10.0.0.1:6379"}, "Some/Model"), ({}, str(SHIPPED / "policy"))):
+        found = find_model("policy", config(policy={"path": "Some/Model"}, cluster=cluster), no_progress)
+        assert found.path == path
+
+
+def test_held_out_prompts_are_not_trained(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(20)), ("held_out", range(15, 40))):
+        rows = [{"prompt": f"{number} + 1?", "reference": number + 1} for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "held_out.jsonl")}
+    data = read_data(config(data={**paths, "num_eval_prompts": 10}))
+    assert (len(data.train), len(data.held_out)) == (15, 10)
+    assert not {prompt.messages for prompt in data.train} & {prompt.messages for prompt in data.held_out}
+
+
+def test_own_prompts_are_not_evaluated_on_problems_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "What is 6 x 7?"}\n')
+    assert read_data(config(data={"path": str(tmp_path / "train.jsonl")})).held_out == ()
+
+
+def test_a_section_puts_its_key_in_front_once() -> None:
+    for said, told in (("path: no", "data.path: no"), ("data.path: no", "data.path: no")):
+        with pytest.raises(ConfigError, match=f"^{told}$"), section("data."):
+            raise ValueError(said)

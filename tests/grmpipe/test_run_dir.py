@@ -1,0 +1,82 @@
+"""Where a run's files go: never into another run's, and never on with another configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config import ConfigError, RunConfig, from_values, to_yaml
+from grmpipe.run_dir import Place, find_place, point_latest
+from grmpipe.tasks import run_task
+
+CONFIG = RunConfig(experiment="x")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def auto(config: RunConfig = CONFIG) -> RunConfig:
+    return dataclasses.replace(config, resume="auto")
+
+
+def leave_run(run_dir: Path, status: str | None = None, objective: float | None = 0.5) -> None:
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(to_yaml(CONFIG))
+    if status is not None:
+        (run_dir / "summary.json").write_text(json.dumps({"status": status, "objective": objective}))
+
+
+def test_two_runs_of_one_second_have_a_directory_each() -> None:
+    first = find_place(CONFIG).run_dir
+    first.mkdir(parents=True)
+    second = find_place(CONFIG).run_dir
+    assert first != second
+    assert first.parent == second.parent == Path("runs/x")
+
+
+def test_a_directory_that_holds_a_run_is_refused_with_the_way_out() -> None:
+    leave_run(Path("mine"))
+    with pytest.raises(ConfigError, match=r"^run_dir: mine holds a run already; type resume=auto"):
+        find_place(dataclasses.replace(CONFIG, run_dir="mine"))
+
+
+def test_a_resume_with_nothing_to_resume_is_a_new_run() -> None:
+    assert find_place(dataclasses.replace(auto(), run_dir="mine")) == Place(run_dir=Path("mine"))
+    assert find_place(auto()).run_dir.parent == Path("runs/x")
+
+
+def test_a_resume_follows_latest_and_names_what_changed() -> None:
+    leave_run(Path("runs/x/1"), "interrupted")
+    point_latest(Path("runs/x/1"), CONFIG)
+    assert find_place(auto()).run_dir == Path("runs/x/1").resolve()
+    changed = from_values(RunConfig, {"experiment": "x", "resume": "auto", "train": {"lr": 0.5}})
+    with pytest.raises(ConfigError, match=r"^resume: .*train\.lr: 0\.0003 -> 0\.5; undo it, or start a new run"):
+        find_place(changed)
+
+
+def test_a_configuration_that_cannot_be_read_back_is_named() -> None:
+    leave_run(Path("mine"))
+    Path("mine/config.yaml").write_text("train: [")
+    with pytest.raises(ConfigError, match=r"mine/config\.yaml can't be read"):
+        find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+def test_a_complete_run_says_so_and_gives_its_objective_again(capsys: pytest.CaptureFixture[str]) -> None:
+    leave_run(Path("mine"), "completed", objective=0.75)
+    before = {path: path.read_bytes() for path in Path("mine").iterdir()}
+    assert run_task(dataclasses.replace(auto(), run_dir="mine")) == 0.75
+    assert "mine is complete" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in Path("mine").iterdir()} == before
+
+
+def test_only_runs_of_the_experiments_own_directory_are_its_latest() -> None:
+    for run_dir in (Path("runs/x/1"), Path("runs/x/2"), Path("elsewhere/1")):
+        run_dir.mkdir(parents=True)
+        point_latest(run_dir, CONFIG)
+    assert Path("runs/x/latest").resolve() == Path("runs/x/2").resolve()
+    assert not Path("elsewhere/latest").exists()

@@ -1,0 +1,51 @@
+"""Where a model's files are found: directories, the hub's cache, and what is said where there is neither."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from models.hub import NotHere, find_files
+from models.tiny.resolve import SHIPPED
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without network, with the small files of Some/Model in the hub's cache; returns where they lie."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub/models--Some--Model/snapshots/abc"
+    shutil.copytree(SHIPPED / "policy", snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "hub/models--Some--Model/refs").mkdir()
+    (tmp_path / "hub/models--Some--Model/refs/main").write_text("abc")
+    return snapshot
+
+
+def test_a_directory_is_where_it_is() -> None:
+    assert find_files(str(SHIPPED / "policy"), weights=True) == str(SHIPPED / "policy")
+
+
+def test_a_cached_model_is_found_without_network(cached: Path) -> None:
+    assert find_files("Some/Model", weights=False) == str(cached)
+    shutil.copy(SHIPPED / "policy/model.safetensors", cached)
+    assert find_files("Some/Model", weights=True) == str(cached)
+
+
+def test_a_cached_model_without_its_weights_is_not_here(cached: Path) -> None:
+    with pytest.raises(NotHere, match=r"^path: 'Some/Model' holds no weights here .* `hf download Some/Model`"):
+        find_files("Some/Model", weights=True)
+
+
+def test_a_name_that_is_nowhere_says_how_to_get_it(cached: Path) -> None:
+    with pytest.raises(NotHere, match=r"^path: no directory 'Some/Other', .* `hf download Some/Other`"):
+        find_files("Some/Other", weights=False)
+
+
+@pytest.mark.parametrize("path", ["./nope", "/nope", "nope", "a/b/c"])
+def test_what_can_be_no_hub_name_is_never_looked_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("models.hub.snapshot_download")
+    with pytest.raises(ValueError, match=f"^path: no directory '{path}'; give") as told:
+        find_files(path, weights=False)
+    assert not isinstance(told.value, NotHere)
