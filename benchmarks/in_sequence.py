@@ -1,0 +1,189 @@
+"""The pipeline beside its own stages in sequence: the same running parts, by turns in blocks of steps. Starts no run.
+
+In sequence, every stage waits for the whole batch of the stage before it. That is the baseline which overlap must
+beat; quickstart.py measures and reports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from grmpipe.assemble import make_parts, start
+from grmpipe.config import RunConfig
+from grmpipe.flow import Cut, FlowConfig, Parts, StepReport
+from grmpipe.observers import Observers
+from grmpipe.pipeline import Pipeline
+from grmpipe.prepare import prepare
+from grmpipe.rollout.group import Group
+from grmpipe.rollout.play import Seat
+from grmpipe.run import flow_config
+from grmpipe.types import Rollout
+from models.seeds import derive_seed
+from models.types import ignore_first_token
+
+STEPS_PER_BLOCK = 6  # counted; a block has one more at each end, where the pipeline fills and drains
+STAGES = ("rollouts", "judgements", "micro-batches and step", "weight sync")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One optimizer step of either way."""
+
+    seconds: float
+    num_tokens: int  # that the policy sampled for it
+    stages_s: Mapping[str, float] = field(default_factory=dict)  # where they don't overlap
+
+
+Block = Callable[[Parts, FlowConfig, Cut], Awaitable[tuple[list[Step], Cut]]]
+Rounds = list[dict[str, list[Step]]]  # by round and way, the steps that count
+
+
+# -- the two ways --------------------------------------------------------------------------------------------------
+
+
+async def run_pipeline(parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[list[Step], Cut]:
+    """From the cut to flow.num_steps; nothing is in flight at either end."""
+    steps: list[Step] = []
+
+    async def count(report: StepReport) -> None:
+        rollouts = [rollout for group in report.groups for rollout in group.rollouts]
+        steps.append(Step(seconds=report.step_s, num_tokens=num_tokens(rollouts)))
+
+    pipeline = Pipeline(parts, flow, count, cut)
+    await pipeline.run()
+    return steps, pipeline.cut()
+
+
+async def run_in_sequence(parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[list[Step], Cut]:
+    """From the cut to flow.num_steps."""
+    steps: list[Step] = []
+    while cut.version < flow.num_steps:
+        step, cut = await step_in_sequence(parts, flow, cut)
+        steps.append(step)
+    return steps, cut
+
+
+async def step_in_sequence(parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[Step, Cut]:
+    """All requests of a stage go out at once: its engine may batch as well as it can."""
+    clock = asyncio.get_running_loop().time
+    draws = range(cut.next_draw, cut.next_draw + flow.groups_per_batch)
+    moments_s = [clock()]
+    groups = [open_group(parts, flow, draw) for draw in draws]
+    rollouts = await asyncio.gather(*(play(parts, flow, g, n) for g in groups for n in range(flow.group_size)))
+    moments_s.append(clock())
+    await asyncio.gather(*(judge(parts, group, rollout) for group in groups for rollout in group.rollouts))
+    moments_s.append(clock())
+    for group in groups:
+        if group.state != "failed":
+            await parts.trainer.take(group.judged())
+    await parts.trainer.step()
+    moments_s.append(clock())
+    await parts.push_weights(cut.version + 1)
+    moments_s.append(clock())
+    step = Step(
+        seconds=moments_s[-1] - moments_s[0],
+        num_tokens=num_tokens(rollouts),
+        stages_s={stage: moments_s[i + 1] - moments_s[i] for i, stage in enumerate(STAGES)},
+    )
+    return step, Cut(version=cut.version + 1, next_draw=draws.stop, dropped=cut.dropped)
+
+
+def open_group(parts: Parts, flow: FlowConfig, draw: int) -> Group:
+    return Group(
+        group_id=f"g{draw:06d}",
+        draw=draw,
+        prompt=parts.prompts.at(draw),
+        size=flow.group_size,
+        min_valid_siblings=flow.min_valid_siblings,
+    )
+
+
+async def play(parts: Parts, flow: FlowConfig, group: Group, sibling: int) -> Rollout:
+    seed = derive_seed(flow.seed, f"{group.group_id}/{sibling}")
+    seat = Seat(group_id=group.group_id, sibling=sibling, seed=seed)
+    rollout = await parts.play(seat, group.prompt, ignore_first_token)
+    group.add_rollout(rollout)
+    parts.journal.rollout(group.draw, group.prompt, rollout)
+    return rollout
+
+
+async def judge(parts: Parts, group: Group, rollout: Rollout) -> None:
+    report = await parts.judge.judge(group.prompt, rollout)
+    group.add_verdict(rollout.sibling, report.verdict)
+    parts.journal.judged(rollout, report)
+
+
+def num_tokens(rollouts: Iterable[Rollout]) -> int:
+    return sum(rollout.num_sampled_tokens for rollout in rollouts)
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+WAYS: Mapping[str, tuple[Block, int]] = {  # and its max_staleness; the first is the baseline
+    "stages in sequence": (run_in_sequence, 0),
+    "pipeline, max_staleness=0": (run_pipeline, 0),
+    "pipeline, max_staleness=1": (run_pipeline, 1),
+}
+BASELINE = next(iter(WAYS))
+
+
+async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds:
+    """Blocks of all ways by turns; who begins changes from round to round."""
+    prepared = prepare(config, lambda what, share: None)
+    observers = Observers.open(config, directory, None)
+    running = await start(prepared, observers.timeline)
+    try:
+        parts, flow, cut = make_parts(prepared, running, observers), flow_config(prepared), Cut()
+        await parts.push_weights(cut.version)
+        rounds: Rounds = []
+        for turn in range(num_rounds):
+            rounds.append({})
+            for way in [*WAYS][turn % len(WAYS) :] + [*WAYS][: turn % len(WAYS)]:
+                rounds[-1][way], cut = await run_block(way, parts, flow, cut)
+                print(f"round {turn}, {way}: {median_s(rounds[-1][way]):.3f} s a step", flush=True)
+        return rounds
+    finally:
+        await running.close()
+        observers.close()
+
+
+async def run_block(way: str, parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[list[Step], Cut]:
+    """The steps that count, and where to go on."""
+    run, max_staleness = WAYS[way]
+    num_steps = cut.version + STEPS_PER_BLOCK + 2
+    steps, cut = await run(parts, replace(flow, num_steps=num_steps, max_staleness=max_staleness), cut)
+    # How stale a way trained is no business of the next.
+    return steps[1:-1], replace(cut, max_staleness_trained=0)
+
+
+# -- telling -------------------------------------------------------------------------------------------------------
+
+
+def table_of_ways(rounds: Rounds) -> list[str]:
+    """Medians over all steps; how many times as fast as in sequence: each round's own ratio, their median and ends."""
+    lines = [
+        "| way | s a step (median) | times as fast (median of rounds) | lowest, highest round | tokens a step |",
+        "|---|---|---|---|---|",
+    ]
+    for way in WAYS:
+        steps = [step for by_way in rounds for step in by_way[way]]
+        ratios = [median_s(by_way[BASELINE]) / median_s(by_way[way]) for by_way in rounds]
+        ratio, ends = f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}, {max(ratios):.2f}"
+        tokens = statistics.median(step.num_tokens for step in steps)
+        lines.append(f"| {way} | {median_s(steps):.3f} | {ratio} | {ends} | {tokens:,.0f} |")
+    return lines
+
+
+def stages_in_sequence(rounds: Rounds) -> str:
+    """Medians of the baseline's stages."""
+    steps = [step for by_way in rounds for step in by_way[BASELINE]]
+    return ", ".join(f"{stage} {statistics.median(step.stages_s[stage] for step in steps):.3f} s" for stage in STAGES)
+
+
+def median_s(steps: Iterable[Step]) -> float:
+    return statistics.median(step.seconds for step in steps)

@@ -1,0 +1,255 @@
+"""What the quickstart teaches a policy, where its time goes, and what the overlap of its stages gains.
+
+    python benchmarks/quickstart.py runs/benchmark
+
+1. Seeds 0, 1 and 2 of `launch.py +experiment=quickstart`, one after another, into runs/benchmark/seed<N>; a run that
+   finished there is used again (delete the folder to measure anew).
+2. The same parts on the same placement, in alternating blocks of steps: the pipeline, and its stages in sequence.
+
+Writes benchmarks/quickstart.md and docs/learning_curve.png. Changes nothing that it measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from in_sequence import STEPS_PER_BLOCK, Rounds, measure, stages_in_sequence, table_of_ways
+
+from grmpipe.config import RunConfig, read_yaml
+from grmpipe.observe.journal import read_journal
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "benchmarks" / "quickstart.md"
+PICTURE = ROOT / "docs" / "learning_curve.png"
+SEEDS = (0, 1, 2)
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A run seen from outside; seconds since its process was started."""
+
+    checked_s: float  # configuration, data and models were found good; nothing was started yet
+    ready_s: float  # all parts were up
+    ended_s: float
+    load: float  # the machine's load average before the start
+    commit_date: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished run: its process and what its files say."""
+
+    run_dir: Path
+    process: Process
+    summary: Mapping[str, Any]
+    steps: Sequence[Mapping[str, float]]  # metrics.jsonl, without the look before the first step
+    steps_s: float  # from the beginning of the first step to the end of the last
+
+    def total(self, metric: str) -> float:
+        return sum(step[metric] for step in self.steps)
+
+    def median(self, metric: str) -> float:
+        return statistics.median(step[metric] for step in self.steps)
+
+
+def run_seed(folder: Path, seed: int) -> Run:
+    """Run the quickstart with this seed, unless a finished run is there."""
+    run_dir = folder / f"seed{seed}"
+    notes = folder / f"seed{seed}.process.json"
+    if not notes.exists():
+        process = launch([f"seed={seed}", f"run_dir={run_dir}"], run_dir)
+        notes.write_text(json.dumps(dataclasses.asdict(process)), encoding="utf-8")
+    return read_run(run_dir, Process(**json.loads(notes.read_text(encoding="utf-8"))))
+
+
+def launch(overrides: Sequence[str], run_dir: Path) -> Process:
+    """Exits where the run fails: its own words are on the screen."""
+    command = [sys.executable, "launch.py", "+experiment=quickstart", *overrides]
+    load, began_s, ready_s = os.getloadavg()[0], time.time(), 0.0
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="")
+            if "ready after" in line:
+                ready_s = time.time() - began_s
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(command)} ended with code {process.returncode}")
+    return Process(
+        checked_s=(run_dir / "config.yaml").stat().st_mtime - began_s,
+        ready_s=ready_s,
+        ended_s=time.time() - began_s,
+        load=load,
+        commit_date=commit_date(),
+    )
+
+
+def read_run(run_dir: Path, process: Process) -> Run:
+    return Run(
+        run_dir=run_dir,
+        process=process,
+        summary=json.loads((run_dir / "summary.json").read_text(encoding="utf-8")),
+        steps=[record for record in read_journal(run_dir / "metrics.jsonl") if "time/step_s" in record],
+        steps_s=span_of_steps_s(json.loads((run_dir / "timeline.json").read_text(encoding="utf-8"))),
+    )
+
+
+def span_of_steps_s(events: Iterable[Mapping[str, Any]]) -> float:
+    """A step is the learner's span "step N", then the weight sync's "version N"."""
+    spans = [event for event in events if event["ph"] == "X" and re.fullmatch(r"(step|version) \d+", event["name"])]
+    return (max(span["ts"] + span["dur"] for span in spans) - min(span["ts"] for span in spans)) / 1e6
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+Row = tuple[str, str, Callable[[Run], float]]  # label, format, value
+
+
+def evaluation(when: str, metric: str) -> Callable[[Run], float]:
+    return lambda run: run.summary["eval"][when][metric]
+
+
+def busy_share(role: str) -> Callable[[Run], float]:
+    return lambda run: run.summary["busy_s"][role] / run.steps_s
+
+
+def step_share(metric: str) -> Callable[[Run], float]:
+    return lambda run: run.total(metric) / run.total("time/step_s")
+
+
+LEARNING: tuple[Row, ...] = (
+    ("true accuracy at T = 1, before", ".3f", evaluation("initial", "true_accuracy")),
+    ("true accuracy at T = 1, after", ".3f", evaluation("final", "true_accuracy")),
+    ("true accuracy, greedy, before", ".3f", evaluation("initial", "true_accuracy_greedy")),
+    ("true accuracy, greedy, after", ".3f", evaluation("final", "true_accuracy_greedy")),
+    ("GRM score (1 to 10), before", ".2f", evaluation("initial", "grm_score")),
+    ("GRM score (1 to 10), after", ".2f", evaluation("final", "grm_score")),
+)
+WALL: tuple[Row, ...] = (
+    ("command to exit, s", ".1f", lambda run: run.process.ended_s),
+    ("start-up: command to ready, s", ".1f", lambda run: run.process.ready_s),
+    ("of it: imports, configuration, data and models checked, s", ".1f", lambda run: run.process.checked_s),
+    ("of it: processes up, models loaded, s", ".1f", lambda run: run.process.ready_s - run.process.checked_s),
+    ("all steps, s", ".1f", lambda run: run.steps_s),
+    ("one step (median), s", ".3f", lambda run: run.median("time/step_s")),
+)
+STAGES: tuple[Row, ...] = (
+    ("policy: a rollout in flight", ".0%", busy_share("policy")),
+    ("GRM: a judgement in flight", ".0%", busy_share("grm")),
+    ("learner: in its calls", ".0%", busy_share("learner")),
+    ("looks at held-out problems, between the steps", ".0%", lambda run: 1 - run.total("time/step_s") / run.steps_s),
+    ("learner waits for groups, share of the steps alone", ".0%", step_share("wait/learner_for_groups_s")),
+    ("no rollout in flight, share of the steps alone", ".0%", step_share("wait/engines_for_learner_s")),
+    ("weight syncs, share of the steps alone", ".1%", step_share("sync/push_s")),
+    ("one weight sync (median), ms", ".0f", lambda run: 1e3 * run.median("sync/push_s")),
+    ("of it: generation paused (median), ms", ".0f", lambda run: 1e3 * run.median("sync/pause_s")),
+)
+
+
+def table(rows: Sequence[Row], runs: Sequence[Run]) -> list[str]:
+    """A column per run, and their median."""
+    lines = [f"| | {' | '.join(run.run_dir.name for run in runs)} | median |", "|---" * (len(runs) + 2) + "|"]
+    for label, form, value in rows:
+        values = [value(run) for run in runs]
+        cells = [format(number, form) for number in (*values, statistics.median(values))]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+# -- report --------------------------------------------------------------------------------------------------------
+
+
+def report(runs: Sequence[Run], rounds: Rounds, load: float) -> list[str]:
+    loads = ", ".join(f"{number:.1f}" for number in (*(run.process.load for run in runs), load))
+    commits = " and ".join(sorted({run.process.commit_date for run in runs} | {commit_date()}))
+    return [
+        "# Quickstart",
+        "",
+        "`python benchmarks/quickstart.py runs/benchmark`: default settings on Ray, models at hand, W&B offline.",
+        f"{machine()}; code of {commits}. Load average before each measurement: {loads}.",
+        "Seconds on a small machine are noisy: trust the medians and ratios, and measure on yours.",
+        "",
+        "## Learning",
+        "",
+        "![The learning curve](../docs/learning_curve.png)",
+        "",
+        "Held-out problems, a column per seed. The rule behind the true accuracy is never trained on.",
+        "",
+        *table(LEARNING, runs),
+        "",
+        "## Time",
+        "",
+        *table(WALL, runs),
+        "",
+        "Where the time of the steps goes. `In flight` is not computing: on few cores the stages share them.",
+        "",
+        *table(STAGES, runs),
+        "",
+        "## The pipeline beside its stages in sequence",
+        "",
+        "In sequence: all rollouts of a batch, then all judgements, then all micro-batches and the step, then the",
+        "weight sync; with the same engines, judge, learner and placement as the pipeline, in one process, by turns:",
+        f"{len(rounds)} rounds of {STEPS_PER_BLOCK} steps each way. The step at either end of a block, where the",
+        "pipeline fills and drains, is not counted.",
+        "",
+        *table_of_ways(rounds),
+        "",
+        f"In sequence a step is: {stages_in_sequence(rounds)} (medians).",
+    ]
+
+
+def machine() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text(encoding="utf-8")) if info.exists() else None
+    return f"{os.cpu_count()} cores ({found[1] if found else 'CPU unknown'}), no GPU"
+
+
+def commit_date() -> str:
+    command = ["git", "log", "-1", "--format=%cd", "--date=format:%Y-%m-%d %H:%M"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def quiet(config: RunConfig) -> RunConfig:
+    """The run's own configuration, without its audience."""
+    tracking = dataclasses.replace(config.tracking, wandb_mode="disabled", console=False)
+    return dataclasses.replace(config, tracking=tracking)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
+    parser.add_argument("--rounds", type=int, default=4, help="of the pipeline beside its stages in sequence")
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [run_seed(folder, seed) for seed in SEEDS]
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as directory:
+        rounds = asyncio.run(measure(quiet(read_yaml(runs[0].run_dir / "config.yaml")), Path(directory), args.rounds))
+    plot = [sys.executable, "benchmarks/plot_learning_curve.py", *(str(run.run_dir) for run in runs)]
+    subprocess.run([*plot, "--out", str(PICTURE)], cwd=ROOT, check=True)
+    lines = report(runs, rounds, load)
+    REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
