@@ -47,7 +47,9 @@ def composed(*overrides: str) -> RunConfig:
 
 
 @pytest.fixture
-def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunFiles]]:
+def small_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logging: None
+) -> Iterator[Callable[..., RunFiles]]:
     """Run the small quickstart with overrides; returns its files."""
     monkeypatch.chdir(tmp_path)
 

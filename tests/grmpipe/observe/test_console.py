@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from grmpipe.observe.console import ConsoleSink, RunConsole
 from grmpipe.observe.gauges import failures_by_cause
-from grmpipe.observe.logs import NOISY, OURS, replace_handlers, setup_logging
+from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.sparkline import sparkline
 
@@ -168,21 +167,6 @@ def test_failures_are_named_by_cause_and_only_those_that_happened() -> None:
 def test_a_sparkline_stays_on_its_scale() -> None:
     assert sparkline([-1.0, 0.0, 0.5, 1.0, 2.0], 0.0, 1.0) == "▁▁▅██"
     assert sparkline([], 0.0, 1.0) == ""
-
-
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    names = ["", *NOISY, *OURS]
-    kept = {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).propagate) for name in names}
-    level = logging.getLogger().level
-    for name in names:
-        logging.getLogger(name).handlers = []
-    yield
-    logging.captureWarnings(False)
-    logging.getLogger().setLevel(level)
-    for name, (handlers, propagate) in kept.items():
-        replace_handlers(logging.getLogger(name), *handlers)
-        logging.getLogger(name).propagate = propagate
 
 
 @pytest.mark.usefixtures("restored_logging")
