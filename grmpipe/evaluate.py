@@ -15,6 +15,8 @@ from models.types import EngineDied, EngineRefused, ignore_first_token
 
 log = logging.getLogger(__name__)
 
+EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "response_tokens")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:

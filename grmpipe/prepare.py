@@ -5,23 +5,26 @@ Every refusal is a ConfigError that names the key and what to type.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.prompts import disjoint, load_prompts
 from grmpipe.data.stream import PromptStream
+from grmpipe.evaluate import EVAL_METRICS
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.rule import RULES, Rule
 from grmpipe.judge.scale import Scale
+from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
-from models.hub import NotHere, find_files
+from models.hub import NotHere, find_files, is_hub_name
 from models.renderer import Renderer
 from models.settings import ModelConfig
-from models.tiny.resolve import SCHEME, resolve_model
+from models.tiny.resolve import resolve_model
 from models.types import Message
 from scheduler.placement import NodeCapacity, Placement, check_capacity, place
 
@@ -75,6 +78,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     placement = seat_roles(config)
     check_machine(config, placement)
     data = read_data(config)
+    check_objective(config)
     policy = find_model("policy", config, progress)
     grm = find_model("grm", config, progress) if "grm" in config.roles else None
     check_policy(config, policy, data)
@@ -174,6 +178,19 @@ def check_amount(config: RunConfig, num_prompts: int) -> None:
         )
 
 
+def check_objective(config: RunConfig) -> None:
+    """Is it a number that summary.json can hold? Whether it will is known at the end."""
+    looks = [f"eval.{when}.{name}" for when in ("initial", "final") for name in EVAL_METRICS]
+    first = config.objective.split(".")[0]
+    known = config.objective in looks if first == "eval" else first in {spec.name for spec in fields(Summary)}
+    if not known:
+        near = difflib.get_close_matches(config.objective, looks, n=1) or looks[-2:-1]
+        raise ConfigError(
+            f"objective: {config.objective!r} is no number of summary.json; did you mean {near[0]}? "
+            f"Of eval there are {', '.join(looks)}"
+        )
+
+
 # -- models --------------------------------------------------------------------------------------------------------
 
 
@@ -193,8 +210,8 @@ def find_model(name: str, config: RunConfig, progress: Progress, *, weights: boo
             f"type engine.embedded.max_context_tokens={renderer.context_tokens} or less, 0 for all of it"
         )
     # The machines of a joined cluster have caches of their own: they go by the hub name.
-    path = directory if config.cluster.address is None or options.path.startswith(SCHEME) else options.path
-    return Model(name=name, path=path, renderer=renderer, context_tokens=window)
+    by_name = config.cluster.address is not None and is_hub_name(options.path)
+    return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)
 
 
 def options_of(name: str, config: RunConfig) -> ModelConfig:

@@ -101,13 +101,19 @@ def step_metrics(report: StepReport, counts: Counts, ledger: Admission, is_right
 
 def truth_metrics(groups: Sequence[JudgedGroup], is_right: Rule) -> Metrics:
     """How much of a batch is right by the rule: shown, never trained on. Empty where there are no references."""
-    right = [
-        is_right(rollout.text, group.prompt.reference)
-        for group in groups
-        if group.prompt.reference is not None
-        for rollout in group.rollouts
-    ]
+    right = [verdict for group in groups for verdict in ruled(group, is_right)]
     return {"train/true_accuracy": statistics.fmean(right)} if right else {}
+
+
+def ruled(group: JudgedGroup, is_right: Rule) -> list[bool]:
+    """Each sibling by the rule. Empty without a reference, or with one that it can't read: a rubric."""
+    reference = group.prompt.reference
+    if reference is None:
+        return []
+    try:
+        return [is_right(rollout.text, reference) for rollout in group.rollouts]
+    except ValueError:
+        return []
 
 
 def flow_metrics(counts: Counts, seconds: float) -> Metrics:

@@ -24,18 +24,29 @@ def find_files(path: str, *, weights: bool) -> str:
     HF_HUB_OFFLINE is respected; an unreachable hub is noticed within seconds. Raises NotHere, or ValueError for a path
     that is neither a directory with a model nor a hub name.
     """
-    directory = path if Path(path).is_dir() else _fetched(path, weights)
+    directory = _fetched(path, weights) if is_hub_name(path) else _directory(path)
     if not (Path(directory) / "config.json").is_file():
         raise ValueError(f"path: {path!r} holds no config.json; give a Hugging Face model directory")
     if weights and not any(list(Path(directory).glob(pattern)) for pattern in WEIGHT_FILES):
-        kind = ValueError if directory == path else NotHere
-        raise kind(f"path: {path!r} holds no weights here (*.safetensors){'' if directory == path else how(path)}")
+        if is_hub_name(path):
+            raise NotHere(f"path: {path!r} has no weights in the cache (*.safetensors){how(path)}")
+        raise ValueError(f"path: {path!r} holds no weights (*.safetensors); give a whole model")
     return directory
 
 
-def _fetched(path: str, weights: bool) -> str:
-    if not HUB_NAME.fullmatch(path):
+def is_hub_name(path: str) -> bool:
+    """A directory of the same name goes first."""
+    return HUB_NAME.fullmatch(path) is not None and not Path(path).is_dir()
+
+
+def _directory(path: str) -> str:
+    """Absolute: other processes may stand elsewhere."""
+    if not Path(path).is_dir():
         raise ValueError(f"path: no directory {path!r}; give a Hugging Face model directory or a hub name")
+    return str(Path(path).resolve())
+
+
+def _fetched(path: str, weights: bool) -> str:
     patterns = [*SMALL_FILES, "*.safetensors"] if weights else list(SMALL_FILES)
     try:
         return snapshot_download(path, allow_patterns=patterns, etag_timeout=ANSWER_TIMEOUT_S)

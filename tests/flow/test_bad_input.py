@@ -65,7 +65,7 @@ def inputs(tmp_path: Path) -> Path:
         (["policy.path=hollow"], r"^policy\.path: 'hollow' holds no weights"),
         (["grm.path=Nobody/Nothing"], r"^grm\.path: no directory 'Nobody/Nothing', and the hub "),
         (["policy.path=tiny://polizy"], r"^policy\.path: there is no tiny model .*tiny://policy"),
-        (["policy.path=mute"], r"^policy\.chat_template: the tokenizer in 'mute' has none; set"),
+        (["policy.path=mute"], r"^policy\.chat_template: the tokenizer in '.*mute' has none; set"),
         (["policy.path=mute", "policy.chat_template=nope.jinja"], r"^policy\.chat_template: 'nope.jinja' can't"),
         (["policy.path=mute", "policy.chat_template=broken.jinja"], r"^policy\.chat_template: "),
         (["judge.template=hides.jinja"], r"^judge\.template hides.jinja: doesn't use the field response"),
@@ -83,6 +83,8 @@ def inputs(tmp_path: Path) -> Path:
           "placement.roles.grm.slots_per_replica=2"], r"^placement\.roles\.grm\.slots_per_replica: .* would idle"),
         (["placement.pools.train.slots=2", "placement.pools.train.resource=gpu",
           "placement.roles.learner.slots_per_replica=2"], r"^placement\.roles\.learner\.slots_per_replica: .*share"),
+        (["objective=eval.final.true_acuracy"], r"^objective: .* did you mean eval\.final\.true_accuracy\?"),
+        (["objective=reward"], r"^objective: 'reward' is no number of summary.json"),
         (["run_dir=good.jsonl/run"], r"^run_dir: good.jsonl/run can't be written to"),
     ],
 )  # fmt: skip

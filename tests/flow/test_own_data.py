@@ -85,6 +85,13 @@ def test_without_references_the_default_objective_is_the_judges_score(tmp_path: 
     assert "true_accuracy" not in json.dumps(files.summary) + json.dumps(files.lines("metrics"))
 
 
+def test_references_that_are_rubrics_train_and_claim_no_truth(tmp_path: Path, small_run: Callable) -> None:
+    write_jsonl(tmp_path / "rubrics.jsonl", [row | {"reference": "It adds up."} for row in rows(8)])
+    files = small_run(*ONE_STEP, "data.path=rubrics.jsonl")
+    assert files.summary["status"] == "completed"
+    assert not any("train/true_accuracy" in line for line in files.lines("metrics"))
+
+
 def test_own_models_are_plain_directories_and_a_chat_template_may_be_a_file_of_its_own(
     tmp_path: Path, small_run: Callable
 ) -> None:

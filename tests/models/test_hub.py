@@ -27,6 +27,14 @@ def test_a_directory_is_where_it_is() -> None:
     assert find_files(str(SHIPPED / "policy"), weights=True) == str(SHIPPED / "policy")
 
 
+def test_a_relative_directory_is_found_from_anywhere_and_goes_before_a_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(SHIPPED / "policy", tmp_path / "my/policy")
+    monkeypatch.chdir(tmp_path)
+    assert find_files("my/policy", weights=True) == str(tmp_path / "my/policy")
+
+
 def test_a_cached_model_is_found_without_network(cached: Path) -> None:
     assert find_files("Some/Model", weights=False) == str(cached)
     shutil.copy(SHIPPED / "policy/model.safetensors", cached)
@@ -34,7 +42,7 @@ def test_a_cached_model_is_found_without_network(cached: Path) -> None:
 
 
 def test_a_cached_model_without_its_weights_is_not_here(cached: Path) -> None:
-    with pytest.raises(NotHere, match=r"^path: 'Some/Model' holds no weights here .* `hf download Some/Model`"):
+    with pytest.raises(NotHere, match=r"^path: 'Some/Model' has no weights in the cache .* `hf download Some/Model`"):
         find_files("Some/Model", weights=True)
 
 
