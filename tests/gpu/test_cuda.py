@@ -1,0 +1,119 @@
+"""The embedded engine and the learner on one GPU. Marked gpu: `make test` leaves them out, `pytest -m gpu` runs them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.packer import pack
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.types import BatchTotals, TrainingSample
+from models.causal_lm import load_causal_lm, packed_logprobs
+from models.engines.embedded import EmbeddedEngine
+from models.renderer import Renderer
+from models.settings import EmbeddedConfig
+from models.tiny.resolve import resolve_model
+from models.types import Completion, Message, RequestContext, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+POLICY = resolve_model("tiny://policy")
+QUESTION = Message(role="user", content="Ida has 6 coins. She gives 4 to Max. How many coins does Ida have?")
+TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
+
+
+def sampled(dtype: str) -> tuple[tuple[int, ...], list[Completion]]:
+    """The prompt and eight completions, drawn on the GPU."""
+
+    async def go() -> tuple[tuple[int, ...], list[Completion]]:
+        engine = EmbeddedEngine(POLICY, "policy", EmbeddedConfig(), dtype, "cuda")
+        prompt_ids = Renderer.load(POLICY).render((QUESTION,))
+        try:
+            return prompt_ids, list(
+                await asyncio.gather(
+                    *(
+                        engine.generate(
+                            prompt_ids,
+                            SamplingParams(max_new_tokens=32, seed=seed),
+                            RequestContext(request_id=str(seed), group_id="g", role="policy"),
+                        )
+                        for seed in range(8)
+                    )
+                )
+            )
+        finally:
+            engine.close()
+
+    return asyncio.run(go())
+
+
+def packed(prompt_ids: tuple[int, ...], completions: list[Completion]) -> list[TrainingSample]:
+    return [
+        TrainingSample(
+            group_id="g",
+            sibling=sibling,
+            segment=0,
+            token_ids=prompt_ids + completion.token_ids,
+            loss_mask=(0,) * len(prompt_ids) + (1,) * len(completion.token_ids),
+            sampler_logprobs=(0.0,) * len(prompt_ids) + completion.logprobs,
+            advantages=(0.0,) * len(prompt_ids) + (1.0 - sibling % 2 * 2,) * len(completion.token_ids),
+            versions=(),
+        )
+        for sibling, completion in enumerate(completions)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampled_log_probs_equal_a_plain_forward_pass(dtype: str) -> None:
+    prompt_ids, completions = sampled(dtype)
+    model = load_causal_lm(POLICY, dtype, "cuda")
+    micro_batch = pack(packed(prompt_ids, completions))
+    with torch.no_grad():
+        logprobs_T = packed_logprobs(
+            model,
+            torch.tensor(micro_batch.token_ids_T, device="cuda"),
+            torch.tensor(micro_batch.position_ids_T, device="cuda"),
+            torch.tensor(micro_batch.sample_lengths_S, device="cuda"),
+        ).logprobs_T.float().cpu()  # fmt: skip
+    trained_T = torch.tensor(micro_batch.loss_mask_T) > 0
+    error_T = (logprobs_T - torch.tensor(micro_batch.sampler_logprobs_T))[trained_T].abs()
+    assert error_T.max() < TOLERANCE_NATS[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_learner_steps_on_the_gpu_and_the_engine_takes_its_weights(dtype: str) -> None:
+    prompt_ids, completions = sampled("float32")
+    train = TrainConfig(lr=1e-3, warmup_steps=0, dtype=dtype)
+    spec = LearnerSpec(
+        model_path=POLICY,
+        train=train,
+        algorithm=AlgorithmConfig(),
+        max_new_tokens=32,
+        device="cuda",
+        sync_dtype="float32",
+    )
+    learner = Learner(spec)
+    before = learner.score(prompt_ids)
+    learner.accumulate(pack(packed(prompt_ids, completions)))
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    metrics = learner.step(BatchTotals(num_loss_tokens=num_tokens, num_sequences=8, num_groups=1, oldest_version=0))
+    assert metrics["train/grad_norm"] > 0
+    assert learner.score(prompt_ids) != before
+
+    async def take_weights() -> tuple[float, ...]:
+        engine = EmbeddedEngine(POLICY, "policy", EmbeddedConfig(), "float32", "cuda")
+        await engine.pause()
+        for index in range(learner.num_buckets()):
+            bucket = learner.bucket(index)
+            assert bucket is not None
+            await engine.load_bucket(bucket)
+        await engine.commit_weights(1)
+        await engine.resume()
+        scores = await engine.score(prompt_ids)
+        engine.close()
+        return scores
+
+    assert asyncio.run(take_weights()) == pytest.approx(learner.score(prompt_ids), abs=TOLERANCE_NATS[dtype])
