@@ -1,4 +1,4 @@
-"""The embedded engine and the learner on one GPU. Marked gpu: `make test` leaves them out, `pytest -m gpu` runs them."""
+"""Engine and learner on one GPU. Marked gpu: `make test` leaves them out, `pytest -m gpu` runs them."""
 
 from __future__ import annotations
 
