@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.flow import Cut, Kept
@@ -30,7 +30,6 @@ class RunState:
     alarms: tuple[str, ...] = ()
     wandb_run_id: str | None = None
     hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
-    generation: int = field(default=0)  # how often the run was resumed
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
