@@ -13,6 +13,7 @@ from grmpipe.prepare import (
     Progress,
     check_grm,
     check_machine,
+    check_objective,
     check_policy,
     find_model,
     options_of,
@@ -68,6 +69,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
     """The checks of a run; those that need its machines are put off, the others still refuse."""
     placement = seat_roles(config)
     data = read_data(config)
+    check_objective(config)
     unchecked = []
     try:
         check_machine(config, placement)
@@ -117,7 +119,7 @@ def memory_parts(survey: Survey, role: str) -> list[Part]:
     return [
         Part(what="weights", num_bytes=sized.footprint.weight_bytes(dtype)),
         # It grows by copying: for a moment the old one and the new one are held.
-        Part(what=f"KV of {rows} rows x {tokens} tokens, twice while it grows,", num_bytes=2 * cache),
+        Part(what=f"KV of {rows} rows x {tokens} tokens, twice while it grows", num_bytes=2 * cache),
     ]
 
 
@@ -140,7 +142,7 @@ def memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
             lines.append(f"  {role:<8} not known")
             continue
         lines.append(f"  {role:<8} {size(sum(part.num_bytes for part in held))}")
-        lines += [f"           {size(part.num_bytes):>8}  {part.what.rstrip(',')}" for part in held]
+        lines += [f"           {size(part.num_bytes):>8}  {part.what}" for part in held]
     return "\n".join(lines)
 
 

@@ -54,7 +54,7 @@ def _fetched(path: str, weights: bool) -> str:
         raise NotHere(f"path: no directory {path!r}, and the hub can't be asked for it now{how(path)}") from error
     except HfHubHTTPError as error:
         said = next(line for line in str(error).splitlines() if line.strip())
-        raise NotHere(f"path: no directory {path!r}, and the hub refuses it ({said}); give another path") from error
+        raise ValueError(f"path: no directory {path!r}, and the hub refuses it ({said}); give another path") from error
 
 
 def how(path: str) -> str:

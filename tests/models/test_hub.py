@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from models.hub import NotHere, find_files
 from models.tiny.resolve import SHIPPED
@@ -49,6 +51,17 @@ def test_a_cached_model_without_its_weights_is_not_here(cached: Path) -> None:
 def test_a_name_that_is_nowhere_says_how_to_get_it(cached: Path) -> None:
     with pytest.raises(NotHere, match=r"^path: no directory 'Some/Other', .* `hf download Some/Other`"):
         find_files("Some/Other", weights=False)
+
+
+def test_a_name_that_the_hub_refuses_is_wrong_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, **options: object) -> str:
+        response = httpx.Response(404, request=httpx.Request("GET", "https://hub/api"))
+        raise RepositoryNotFoundError("404 Client Error.\n\nRepository Not Found", response=response)
+
+    monkeypatch.setattr("models.hub.snapshot_download", refuse)
+    with pytest.raises(ValueError, match=r"^path: no directory 'Some/Typo', and the hub refuses it \(404") as told:
+        find_files("Some/Typo", weights=False)
+    assert not isinstance(told.value, NotHere)
 
 
 @pytest.mark.parametrize("path", ["./nope", "/nope", "nope", "a/b/c"])
