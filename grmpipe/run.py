@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ class TrainingRun:
             return "interrupted"
         await lookout.last(pipeline.version)
         await self._checkpoint(running, pipeline, lookout)
-        await running.learner.export(str(self._run_dir / "policy"))
+        await self._export(running)
         return "completed"
 
     async def _after_step(self, report: StepReport, running: Running, pipeline: Pipeline, lookout: Lookout) -> None:
@@ -127,6 +128,13 @@ class TrainingRun:
         if state is not None:
             self.lookout.restore(state.eval_initial, state.alarms, state.hacking_readings)
         return self.lookout
+
+    async def _export(self, running: Running) -> None:
+        """The trained policy as a Hugging Face directory, with the chat template that it was trained under."""
+        directory = self._run_dir / "policy"
+        await running.learner.export(str(directory))
+        if template := self._config.policy.chat_template:
+            shutil.copyfile(template, directory / "chat_template.jinja")
 
     # -- cuts --------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grmpipe.failures import RunFailed
 from grmpipe.observe.recorder import load_rollouts
+from models.tiny.resolve import resolve_model
 
 FILES = {
     "config.yaml", "summary.json", "metrics.jsonl", "rollouts.jsonl", "judgements.jsonl", "groups.jsonl",
@@ -36,12 +37,25 @@ def test_a_run_leaves_whole_files_that_agree_with_each_other(small_run: Callable
     json.loads((files.run_dir / "timeline.json").read_text())
 
 
-def test_the_policy_that_is_exported_scores_as_the_engine_sampled(small_run: Callable) -> None:
-    """The last rollouts were sampled by version 2; the first ones by the shipped weights: those must agree exactly."""
-    files = small_run("train.max_staleness=0", "train.num_steps=1")
+def test_the_exported_policy_scores_a_text_as_the_run_left_it(small_run: Callable) -> None:
+    """The run's last act is a sync of the final weights; a second run from the export starts with the same scores."""
+    files = small_run("train.num_steps=2", "train.lr=1e-3")
+    again = small_run(f"policy.path={files.run_dir / 'policy'}", "train.num_steps=1", run_dir="again")
+    assert again.summary["eval"]["initial"]["true_accuracy_greedy"] == pytest.approx(
+        files.summary["eval"]["final"]["true_accuracy_greedy"]
+    )
     policy = AutoModelForCausalLM.from_pretrained(files.run_dir / "policy")
-    assert AutoTokenizer.from_pretrained(files.run_dir / "policy").chat_template
-    assert policy.num_parameters() > 100_000
+    shipped = AutoModelForCausalLM.from_pretrained(resolve_model("tiny://policy"))
+    assert not policy.model.embed_tokens.weight.equal(shipped.model.embed_tokens.weight)
+
+
+def test_the_exported_policy_chats_by_the_template_that_it_was_trained_under(
+    small_run: Callable, tmp_path: Path
+) -> None:
+    shipped = AutoTokenizer.from_pretrained(resolve_model("tiny://policy")).chat_template
+    (tmp_path / "mine.jinja").write_text("{# mine #}" + shipped)
+    files = small_run("train.num_steps=1", "policy.chat_template=mine.jinja")
+    assert AutoTokenizer.from_pretrained(files.run_dir / "policy").chat_template.startswith("{# mine #}")
 
 
 def test_sampled_log_probs_equal_the_learners_on_policy(small_run: Callable) -> None:
