@@ -2,26 +2,31 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: quickstart test lint clean
 
-quickstart: $(STAMP)
+quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
 
-test: $(STAMP) lint
+test: lint
 	$(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term
 
-lint: $(STAMP)
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(STAMP): pyproject.toml
+# torch by itself first: a range in a later install would take the newest build, with gigabytes of CUDA.
+$(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
-	touch $(STAMP)
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e ".[dev]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info
