@@ -48,7 +48,7 @@ class Process:
     checked_s: float  # configuration, data and models were found good; nothing was started yet
     ready_s: float  # all parts were up
     ended_s: float
-    load: float  # the machine's load average before the start
+    busy_share: float  # of the machine's cores, with others' work, right before the start or after the end
     commit_date: str
 
 
@@ -82,7 +82,7 @@ def run_seed(folder: Path, seed: int) -> Run:
 def launch(overrides: Sequence[str], run_dir: Path) -> Process:
     """Exits where the run fails: its own words are on the screen."""
     command = [sys.executable, "launch.py", "+experiment=quickstart", *overrides]
-    load, began_s, ready_s = os.getloadavg()[0], time.time(), 0.0
+    busy_before, began_s, ready_s = busy_share_of_cores(), time.time(), 0.0
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -92,13 +92,29 @@ def launch(overrides: Sequence[str], run_dir: Path) -> Process:
                 ready_s = time.time() - began_s
     if process.returncode != 0:
         sys.exit(f"{' '.join(command)} ended with code {process.returncode}")
+    ended_s = time.time() - began_s
     return Process(
         checked_s=(run_dir / "config.yaml").stat().st_mtime - began_s,
         ready_s=ready_s,
-        ended_s=time.time() - began_s,
-        load=load,
+        ended_s=ended_s,
+        busy_share=max(busy_before, busy_share_of_cores()),
         commit_date=commit_date(),
     )
+
+
+def busy_share_of_cores(seconds: float = 2.0) -> float:
+    """Over the next `seconds`; 0 where the system doesn't tell."""
+    before = ticks()
+    time.sleep(seconds)
+    idle, total = (now - then for now, then in zip(ticks(), before, strict=True))
+    return 1 - idle / total if total else 0.0
+
+
+def ticks() -> tuple[int, int]:
+    """Idle, and in all, of all cores since the machine started (proc_stat(5))."""
+    path = Path("/proc/stat")
+    counts = [int(word) for word in path.read_text().split("\n")[0].split()[1:9]] if path.exists() else [0] * 8
+    return counts[3] + counts[4], sum(counts)
 
 
 def read_run(run_dir: Path, process: Process) -> Run:
@@ -156,9 +172,9 @@ STAGES: tuple[Row, ...] = (
     ("GRM: a judgement in flight", ".0%", busy_share("grm")),
     ("learner: in its calls", ".0%", busy_share("learner")),
     ("looks at held-out problems, between the steps", ".0%", lambda run: 1 - run.total("time/step_s") / run.steps_s),
-    ("learner waits for groups, share of the steps alone", ".0%", step_share("wait/learner_for_groups_s")),
-    ("no rollout in flight, share of the steps alone", ".0%", step_share("wait/engines_for_learner_s")),
-    ("weight syncs, share of the steps alone", ".1%", step_share("sync/push_s")),
+    ("learner waits for groups, share of the steps without looks", ".0%", step_share("wait/learner_for_groups_s")),
+    ("no rollout in flight, admission shut, share of them", ".0%", step_share("wait/engines_for_learner_s")),
+    ("weight syncs, share of them", ".1%", step_share("sync/push_s")),
     ("one weight sync (median), ms", ".0f", lambda run: 1e3 * run.median("sync/push_s")),
     ("of it: generation paused (median), ms", ".0f", lambda run: 1e3 * run.median("sync/pause_s")),
 )
@@ -177,15 +193,16 @@ def table(rows: Sequence[Row], runs: Sequence[Run]) -> list[str]:
 # -- report --------------------------------------------------------------------------------------------------------
 
 
-def report(runs: Sequence[Run], rounds: Rounds, load: float) -> list[str]:
-    loads = ", ".join(f"{number:.1f}" for number in (*(run.process.load for run in runs), load))
+def report(runs: Sequence[Run], rounds: Rounds, busy_share: float) -> list[str]:
+    others = ", ".join(f"{share:.0%}" for share in (*(run.process.busy_share for run in runs), busy_share))
     commits = " and ".join(sorted({run.process.commit_date for run in runs} | {commit_date()}))
     return [
         "# Quickstart",
         "",
         "`python benchmarks/quickstart.py runs/benchmark`: default settings on Ray, models at hand, W&B offline.",
-        f"{machine()}; code of {commits}. Load average before each measurement: {loads}.",
-        "Seconds on a small machine are noisy: trust the medians and ratios, and measure on yours.",
+        f"{machine()}; code of {commits}.",
+        f"Other work on the cores, right before or after each measurement: {others}.",
+        "Seconds are noisy, also on a machine that seems idle: trust the medians and the ratios, and measure on yours.",
         "",
         "## Learning",
         "",
@@ -206,9 +223,9 @@ def report(runs: Sequence[Run], rounds: Rounds, load: float) -> list[str]:
         "## The pipeline beside its stages in sequence",
         "",
         "In sequence: all rollouts of a batch, then all judgements, then all micro-batches and the step, then the",
-        "weight sync; with the same engines, judge, learner and placement as the pipeline, in one process, by turns:",
-        f"{len(rounds)} rounds of {STEPS_PER_BLOCK} steps each way. The step at either end of a block, where the",
-        "pipeline fills and drains, is not counted.",
+        "weight sync, with the engines, judge, learner and placement of the pipeline. All ways run in one process, by",
+        f"turns: {len(rounds)} rounds of {STEPS_PER_BLOCK} steps each. A block has one more step at either end, where",
+        "the pipeline fills and drains; these are not counted.",
         "",
         *table_of_ways(rounds),
         "",
@@ -219,7 +236,7 @@ def report(runs: Sequence[Run], rounds: Rounds, load: float) -> list[str]:
 def machine() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", info.read_text(encoding="utf-8")) if info.exists() else None
-    return f"{os.cpu_count()} cores ({found[1] if found else 'CPU unknown'}), no GPU"
+    return f"{os.cpu_count()} cores ({found[1] if found else 'CPU unknown'})"
 
 
 def commit_date() -> str:
@@ -236,17 +253,18 @@ def quiet(config: RunConfig) -> RunConfig:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
-    parser.add_argument("--rounds", type=int, default=4, help="of the pipeline beside its stages in sequence")
+    parser.add_argument("--rounds", type=int, default=5, help="of the pipeline beside its stages in sequence")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     runs = [run_seed(folder, seed) for seed in SEEDS]
-    load = os.getloadavg()[0]
+    busy_before = busy_share_of_cores()
     with tempfile.TemporaryDirectory() as directory:
         rounds = asyncio.run(measure(quiet(read_yaml(runs[0].run_dir / "config.yaml")), Path(directory), args.rounds))
+    busy_share = max(busy_before, busy_share_of_cores())
     plot = [sys.executable, "benchmarks/plot_learning_curve.py", *(str(run.run_dir) for run in runs)]
     subprocess.run([*plot, "--out", str(PICTURE)], cwd=ROOT, check=True)
-    lines = report(runs, rounds, load)
+    lines = report(runs, rounds, busy_share)
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 

@@ -24,7 +24,9 @@ from models.types import Completion, Message, VersionSpan  # noqa: E402
 from scheduler.events import NoEvents  # noqa: E402
 from scheduler.weight_sync import SyncReport  # noqa: E402
 
-PROCESS = quickstart.Process(checked_s=4.0, ready_s=10.0, ended_s=100.0, load=0.5, commit_date="2026-01-01 00:00")
+PROCESS = quickstart.Process(
+    checked_s=4.0, ready_s=10.0, ended_s=100.0, busy_share=0.02, commit_date="2026-01-01 00:00"
+)
 FLOW = FlowConfig(
     num_steps=2, groups_per_batch=3, group_size=2, min_valid_siblings=2, max_staleness=0, group_deadline_s=9.0,
     play_width=99, judge_width=99, seed=0,
@@ -62,7 +64,7 @@ class RecordingParts:
     async def play(self, seat: Seat, prompt: Prompt, on_first_token) -> Rollout:  # type: ignore[no-untyped-def]
         self.seats.append(seat)
         on_first_token()
-        await self.lasting("rollout", 0.001 * len(self.seats))
+        await self.lasting("rollout", 0.001 * (len(self.seats) % 4))
         spans = (VersionSpan(model="policy", version=self.log.count("sync ends"), start=0, end=2),)
         completion = Completion(token_ids=(1, 2), logprobs=(0, 0), text="", finish_reason="stop", versions=spans)
         turn = Turn(prompt_ids=(1,), completion=completion)
@@ -122,7 +124,7 @@ def test_shares_are_of_the_steps_and_not_of_the_looks_around_them(tmp_path: Path
     rows = {label: format(value(run), form) for label, form, value in (*quickstart.STAGES, *quickstart.WALL)}
     assert rows["policy: a rollout in flight"] == "80%"
     assert rows["learner: in its calls"] == "30%"
-    assert rows["learner waits for groups, share of the steps alone"] == "25%"
+    assert rows["learner waits for groups, share of the steps without looks"] == "25%"
     assert rows["looks at held-out problems, between the steps"] == "20%"
     assert rows["one weight sync (median), ms"] == "50"
     assert rows["of it: processes up, models loaded, s"] == "6.0"
@@ -186,7 +188,11 @@ def test_ratios_are_taken_within_rounds() -> None:
     _, _, *rows = in_sequence.table_of_ways([quick, busy])
     assert rows[1] == f"| {other} | 2.500 | 2.00 | 2.00, 2.00 | 1,000 |"
     assert rows[2] == f"| {third} | 2.000 | 2.50 | 1.00, 4.00 | 1,000 |"
-    assert "judgements 0.250 s" in in_sequence.stages_in_sequence([quick])
+
+
+def test_the_stages_of_the_baseline_are_told_one_by_one() -> None:
+    told = in_sequence.stages_in_sequence([{in_sequence.BASELINE: steps(1.0)}])
+    assert told == "rollouts 0.250 s, judgements 0.250 s, micro-batches and step 0.250 s, weight sync 0.250 s"
 
 
 def test_the_report_holds_every_table_and_names_no_path(tmp_path: Path) -> None:
