@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from grmpipe.rollout.play import Seat
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
-from models.types import EngineDied, EngineRefused, ignore_first_token
+from models.types import EngineRefused, ignore_first_token
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Evaluator:
         seat = Seat(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
         try:
             return await play(seat, prompt, ignore_first_token)
-        except (EngineRefused, EngineDied) as error:
+        except EngineRefused as error:
             log.warning("held-out prompt %s could not be played: %s", prompt.prompt_id, error)
             return None
 

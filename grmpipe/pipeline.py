@@ -24,7 +24,7 @@ from grmpipe.rollout.play import Seat
 from grmpipe.tally import Tally
 from grmpipe.types import JudgedGroup, Prompt, Rollout
 from models.seeds import derive_seed
-from models.types import EngineDied, EngineRefused
+from models.types import EngineRefused
 from scheduler.admission import Admission
 from scheduler.clock import ActiveClock
 from scheduler.stream import Stage
@@ -195,9 +195,9 @@ class Pipeline:
         seat = Seat(group_id=group.group_id, sibling=sibling, seed=seed)
         try:
             rollout = await self.parts.play(seat, group.prompt, lambda: self._started(group))
-        except (EngineRefused, EngineDied) as error:
+        except EngineRefused as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
-            self._fail(group, "rollout_refused" if isinstance(error, EngineRefused) else "rollout_died")
+            self._fail(group, "rollout_refused")
             return
         if group.add_rollout(rollout):
             self.tally.rollout(rollout)

@@ -30,8 +30,9 @@ from grmpipe.types import (
     Verdict,
 )
 from models.engines.simulated import Script, SimulatedEngine
-from models.types import Message, RequestContext, SamplingParams
+from models.types import EngineDied, Message, RequestContext, SamplingParams
 from scheduler.events import NoEvents
+from scheduler.router import Router
 from scheduler.weight_sync import SyncReport
 
 
@@ -126,6 +127,7 @@ class Bench:
     cut: Cut | None = None
     kept: dict[int, Kept] | None = None
     max_failure_rate: float = 1.0
+    num_engines: int = 1
     reports: list[StepReport] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
     ended_rollouts: list[float] = field(default_factory=list)
@@ -134,7 +136,11 @@ class Bench:
         def author(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
             return Script(token_ids=(7,) * self.lengths(context), text="Answer: 1")
 
-        self.engine = SimulatedEngine("policy", author, tokens_per_s=100, version=self.cut.version if self.cut else 0)
+        version = self.cut.version if self.cut else 0
+        self.engines = [
+            SimulatedEngine("policy", author, tokens_per_s=100, version=version) for _ in range(self.num_engines)
+        ]
+        self.policy = Router("policy", {f"policy-{n}": engine for n, engine in enumerate(self.engines)})
         gate = FailureGate(max_failure_rate=self.max_failure_rate, window=32, pause_s=5.0)
         parts = Parts(
             prompts=self.prompts,
@@ -151,15 +157,15 @@ class Bench:
 
     async def play(self, seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         params = SamplingParams(max_new_tokens=64)
-        rollout = await play(seat, SingleTurn(prompt), self.engine, Renderer(), params, 1, on_first_token)
+        rollout = await play(seat, SingleTurn(prompt), self.policy, Renderer(), params, 1, on_first_token)
         self.ended_rollouts.append(asyncio.get_running_loop().time())
         return rollout
 
     async def push(self, version: int) -> SyncReport:
-        await self.engine.pause()
+        await self.policy.pause()
         await asyncio.sleep(self.sync_s)
-        await self.engine.commit_weights(version)
-        await self.engine.resume()
+        await self.policy.commit_weights(version)
+        await self.policy.resume()
         return SyncReport(version=version, seconds=self.sync_s, pause_seconds=self.sync_s, num_bytes=0, probe_error=0.0)
 
     async def after_step(self, report: StepReport) -> None:
@@ -326,9 +332,41 @@ def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -
     assert ledger.submitted == ledger.trained == 32
 
 
+def test_a_dead_engine_is_survived_and_no_sample_is_altered_or_doubled() -> None:
+    quiet, struck = (Bench(flow(num_steps=8), lengths=long_tailed, num_engines=2) for _ in range(2))
+
+    async def strike(report: StepReport) -> None:
+        struck.reports.append(report)
+        if report.step == 3:
+            struck.engines[0].die("killed by signal 9")
+
+    struck.after_step = strike  # type: ignore[method-assign]
+    quiet.run()
+    ledger = struck.run().admission
+    assert (ledger.trained, ledger.dropped) == (32, {})
+    assert set(struck.policy.alive) == {"policy-1"}
+
+    def sampled(bench: Bench) -> dict[tuple[str, int], tuple[int, ...]]:
+        return {(r.group_id, r.sibling): r.turns[0].completion.token_ids for r in bench.journal.rollouts}
+
+    assert len(sampled(struck)) == len(struck.journal.rollouts), "doubled"
+    assert sampled(struck) == sampled(quiet)
+
+
+def test_when_no_engine_is_left_the_run_ends_with_the_cause_instead_of_dropping_for_ever() -> None:
+    bench = Bench(flow())
+
+    async def strike(report: StepReport) -> None:
+        bench.engines[0].die("killed by signal 9")
+
+    bench.after_step = strike  # type: ignore[method-assign]
+    with pytest.raises(EngineDied, match="killed by signal 9"):
+        bench.run()
+
+
 @pytest.mark.parametrize("seed", range(6))
-def test_chaos_of_lost_late_and_failed_answers_keeps_promises_1_to_3(seed: int) -> None:
-    """Judge answers are dropped, delayed and failed at random; rollouts hang at random."""
+def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(seed: int) -> None:
+    """Judge answers are dropped, delayed, doubled and failed at random; rollouts hang at random."""
     rng = random.Random(seed)
     lost = Failed(stage="judge", cause="died", attempts=1)
     bench = Bench(
@@ -339,7 +377,20 @@ def test_chaos_of_lost_late_and_failed_answers_keeps_promises_1_to_3(seed: int) 
         ),
         lengths=lambda context: 10**7 if rng.random() < 0.02 else 5 + int(rng.random() * 100),
     )
+    judge_once = bench.judge.judge
+    doubled = 0
+
+    async def judge_sometimes_twice(prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        nonlocal doubled
+        group = bench.pipeline._groups.get(rollout.group_id)
+        if group is not None and rng.random() < 0.1:
+            doubled += 1
+            await bench.pipeline.judging.put((group, rollout))
+        return await judge_once(prompt, rollout, priority)
+
+    bench.judge.judge = judge_sometimes_twice  # type: ignore[method-assign]
     pipeline = bench.run()
+    assert doubled > 10
     pipeline.admission.check()
     assert pipeline.version == 15
     for version, groups in enumerate(bench.trainer.steps):

@@ -27,7 +27,7 @@ from grmpipe.types import (
     Turn,
     Verdict,
 )
-from models.types import Completion, EngineDied, Message, VersionSpan
+from models.types import Completion, EngineRefused, Message, VersionSpan
 from scheduler.clock import ActiveClock
 
 LOST = Failed(stage="judge", cause="timeout", attempts=1)
@@ -114,7 +114,7 @@ class Judge:
 async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
     index = int(seat.group_id.rsplit("-", 1)[1])
     if index == 3:
-        raise EngineDied("gone")
+        raise EngineRefused("too long")
     return rollout(0, text=f"Answer: {index}")
 
 
