@@ -142,12 +142,17 @@ class TrainingRun:
         """Where to go on: a checkpoint, or the beginning; in both cases with what the journals hold beyond it."""
         cut = Cut()
         if state is not None:
-            log.info("resumed at step %d", state.cut.version)
             cut = state.cut
             self._accounts.restore(state.wall_s, state.busy_s)
         kept = find_kept(self._run_dir, cut)
         void_group_ends(self._run_dir, cut)
         self._observers.metrics.truncate_after(cut.version if state else -1)
+        if state is not None or kept:
+            rollouts = sum(len(work.rollouts) for work in kept.values())
+            verdicts = sum(len(work.reports) for work in kept.values())
+            told = f"resumed at step {cut.version}: {rollouts} rollouts kept, {verdicts} of them with verdicts"
+            log.info("%s", told)
+            self._observers.note(told)
         return cut, kept
 
     async def _checkpoint(self, running: Running, pipeline: Pipeline, lookout: Lookout) -> None:

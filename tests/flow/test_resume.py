@@ -81,6 +81,7 @@ def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, st
     resumed = start(tmp_path, "resume=auto")
     output, _ = resumed.communicate(timeout=200)
     assert resumed.returncode == 0, output
+    assert "rollouts kept" in output
     check_lineage(run)
     after = {(line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl")}
     assert before <= after, "the journal is append-only"
