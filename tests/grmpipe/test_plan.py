@@ -45,6 +45,13 @@ def test_the_quickstarts_plan_says_places_memory_and_batches() -> None:
     assert "not checked here" not in text
 
 
+def test_the_recipe_for_one_gpu_fits_it(big_run: tuple[str, ...]) -> None:
+    text = planned("+experiment=qwen3_one_gpu", *big_run[1:])
+    assert "all 0  gpu       policy-0 (33%), learner-0 (33%), grm-0 (33%)" in text
+    assert "1.19 GB  weights" in text  # 5.96e8 parameters in bfloat16, the head tied
+    assert "warnings" not in text
+
+
 def test_a_run_for_eight_gpus_is_planned_without_gpu_and_models(big_run: tuple[str, ...], tmp_path: Path) -> None:
     began_s = time.monotonic()
     text = planned(*big_run)
