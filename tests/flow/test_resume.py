@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,17 +33,18 @@ def start(cwd: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def lines(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
     whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [json.loads(line) for line in whole]
 
 
-def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    metrics = run / "metrics.jsonl"
+def wait_for(process: subprocess.Popen[str], state: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and any(line["step"] >= step for line in lines(metrics))):
+    while not state():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.005)
 
 
 def check_lineage(run: Path) -> None:
@@ -67,16 +69,16 @@ def check_lineage(run: Path) -> None:
             assert step - 1 - line.rollout.oldest_version <= 1, "older than max_staleness"
 
 
-@pytest.mark.parametrize(("step", "delay_s"), [(0, 0.3), (2, 0.15), (5, 0.4)])
-def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, step: int, delay_s: float) -> None:
+@pytest.mark.parametrize("step", [0, 2, 5])
+def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, step: int) -> None:
     run = tmp_path / "run"
     process = start(tmp_path)
-    wait_for_step(process, run, step)
-    time.sleep(delay_s)  # somewhere within the next step
+    wait_for(process, lambda: any(line["step"] >= step for line in lines(run / "metrics.jsonl")))
+    finished = len(lines(run / "rollouts.jsonl"))
+    wait_for(process, lambda: len(lines(run / "rollouts.jsonl")) > finished + 2)  # somewhere within the next step
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (run / "summary.json").exists()
-    assert lines(run / "rollouts.jsonl")
     before = {(line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl")}
     resumed = start(tmp_path, "resume=auto")
     output, _ = resumed.communicate(timeout=200)
@@ -93,7 +95,7 @@ def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, st
 def test_ctrl_c_keeps_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(tmp_path)
-    wait_for_step(process, run, 3)
+    wait_for(process, lambda: any(line["step"] >= 3 for line in lines(run / "metrics.jsonl")))
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
