@@ -57,7 +57,7 @@ class Lookout:
             self.ringing = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold) is not None
 
     async def _look(self, step: int, limit: int | None) -> Metrics:
-        looked = await self._evaluator.look(f"look{step}", limit)
+        looked = await self._evaluator.look(f"held-out-{step}", limit)
         self.rows = [
             sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
             for one in looked.rollouts
