@@ -25,7 +25,8 @@ def launch(cwd: Path, *overrides: str) -> str:
 
 @pytest.mark.timeout(900)
 def test_the_quickstart_learns_from_its_judge(tmp_path: Path) -> None:
-    output = launch(tmp_path, "+experiment=quickstart")
+    # Twice the held-out problems: 256 of them leave 3 points of chance in a figure that this test holds to a bound.
+    output = launch(tmp_path, "+experiment=quickstart", "data.num_eval_prompts=512")
     latest = tmp_path / "runs" / "quickstart" / "latest"
     summary = json.loads((latest / "summary.json").read_text())
     before, after = summary["eval"]["initial"], summary["eval"]["final"]
