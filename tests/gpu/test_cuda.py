@@ -18,7 +18,7 @@ from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import Completion, Message, RequestContext, SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 POLICY = resolve_model("tiny://policy")
 QUESTION = Message(role="user", content="Ida has 6 coins. She gives 4 to Max. How many coins does Ida have?")
