@@ -82,7 +82,7 @@ class Pipeline:
         self._groups: dict[str, Group] = {}  # open or ready or in the batch: all that are in flight
         self._deadlines: dict[str, float] = {}
         self._running: set[str] = set()  # groups whose first token came
-        self._ready: list[JudgedGroup] = []
+        self._ready: dict[str, JudgedGroup] = {}  # by group_id, in order of arrival
         self._batch: list[JudgedGroup] = []
         self._news = asyncio.Event()  # a group ended, or the run is to stop
         self._room = asyncio.Event()
@@ -254,7 +254,7 @@ class Pipeline:
         if group.state == "failed":
             self._drop(group.group_id, group.cause)
         else:
-            self._ready.append(group.judged())
+            self._ready[group.group_id] = group.judged()
         self._news.set()
 
     def _drop(self, group_id: str, cause: str) -> None:
@@ -320,15 +320,11 @@ class Pipeline:
                 self._report_wait()
 
     def _pick(self) -> JudgedGroup | None:
-        for group in [group for group in self._ready if self.admission.is_stale(group.version)]:
-            self._ready.remove(group)
-            self._drop(group.group_id, "stale")
-        taken = {group.group_id for group in self._batch}
-        for group in sorted(self._ready, key=lambda group: group.version):  # stable: first come, first taken
-            if self.admission.may_take(group.group_id, taken):
-                self._ready.remove(group)
-                return group
-        return None
+        for group_id in [id for id, group in self._ready.items() if self.admission.is_stale(group.version)]:
+            del self._ready[group_id]
+            self._drop(group_id, "stale")
+        urgent = self.admission.most_urgent(list(self._ready), {group.group_id for group in self._batch})
+        return None if urgent is None else self._ready.pop(urgent)
 
     async def _push(self) -> SyncReport:
         with self.clock.paused():
@@ -362,7 +358,7 @@ class Pipeline:
         log.warning("no more prompts: %d groups of an incomplete batch are dropped", len(self._groups))
         for group_id in list(self._groups):
             self._drop(group_id, "end_of_prompts")
-        self._batch, self._ready = [], []
+        self._batch, self._ready = [], {}
         self.admission.check()
 
     def _report_wait(self) -> None:

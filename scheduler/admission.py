@@ -1,13 +1,13 @@
 """How many groups may be in flight, and which must be trained now. Pure: counts and versions, no waiting, no clock.
 
 The pace is AReaL's (arXiv 2505.24298, section 5.1): (max_staleness + version + 1) * groups_per_batch groups may have
-been submitted in all, dropped ones aside. The bound itself is held on taking: see `may_take`.
+been submitted in all, dropped ones aside. The bound itself is held on taking: see `most_urgent`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 
 class Admission:
@@ -59,6 +59,11 @@ class Admission:
     def is_stale(self, version: int) -> bool:
         """Whether tokens of `version` are too old for the batch that is open now."""
         return self.version - version > self.max_staleness
+
+    def most_urgent(self, ready: Sequence[str], taken: Collection[str]) -> str | None:
+        """The ready group that is due first, first come first, if the open batch may take it; else it may take none."""
+        candidate = min(ready, key=self._due, default=None)
+        return candidate if candidate is not None and self.may_take(candidate, taken) else None
 
     def may_take(self, group_id: str, taken: Collection[str]) -> bool:
         """Whether the open batch, which has `taken`, may take this group without making another one stale.

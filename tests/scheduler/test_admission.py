@@ -83,7 +83,7 @@ def test_a_lost_group_is_noticed() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 2**32 - 1))
 def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, staleness: int, seed: int) -> None:
-    """Groups end in any order, some are dropped; the learner takes only what `may_take` allows."""
+    """Groups end in any order, some are dropped; the learner takes only what `most_urgent` gives it."""
     rng = random.Random(seed)
     ledger = Admission(groups_per_batch=batch, max_staleness=staleness, last_version=12)
     opened: dict[str, int] = {}
@@ -102,11 +102,11 @@ def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, stalen
                 ledger.drop(group, "failed")
             else:
                 ready.append(group)
-        for group in sorted(ready, key=opened.__getitem__):
-            assert not ledger.is_stale(opened[group]), "reserved places make sure that nothing grows stale"
-            if len(taken) < batch and ledger.may_take(group, taken):
-                ready.remove(group)
-                taken.append(group)
+        assert not any(ledger.is_stale(opened[group]) for group in ready), "reserved places: nothing grows stale"
+        while len(taken) < batch and (group := ledger.most_urgent(ready, taken)) is not None:
+            ready.remove(group)
+            taken.append(group)
+        assert len(taken) == batch or not any(ledger.may_take(group, taken) for group in ready), "no place left idle"
         if len(taken) == batch:
             assert all(ledger.version - opened[group] <= staleness for group in taken)
             ledger.stepped(taken)
