@@ -5,16 +5,30 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline import Pipeline
+from grmpipe.run_state import RunState
+from grmpipe.tally import Counts
 from grmpipe.types import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far the flow has come."""
+
+    version: int = 0
+    judging: JudgingSummary = field(default_factory=JudgingSummary)
+    groups: GroupsSummary = field(default_factory=GroupsSummary)
+    max_staleness_trained: int = 0
 
 
 class Accounts:
     """`grm` is the judge's model by name, or None where a rule judges."""
 
     def __init__(self, grm: str | None) -> None:
+        self.before = Standing()  # where a resume goes on from
         self.learner_busy_s = 0.0
         self._grm = grm
         self._began_s = time.monotonic()
@@ -29,8 +43,9 @@ class Accounts:
     def wall_s(self) -> float:
         return round(self._wall_before_s + self.since_start_s, 3)
 
-    def restore(self, wall_s: float, busy_s: Mapping[str, float]) -> None:
-        self._wall_before_s, self._busy_before_s = wall_s, busy_s
+    def restore(self, state: RunState, groups_per_batch: int) -> None:
+        self._wall_before_s, self._busy_before_s = state.wall_s, state.busy_s
+        self.before = standing_at(state, groups_per_batch)
 
     def busy_s(self, pipeline: Pipeline | None) -> dict[str, float]:
         """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""
@@ -51,29 +66,49 @@ class Accounts:
         eval_final: Metrics,
         alarms: tuple[str, ...],
     ) -> Summary:
-        version = pipeline.version if pipeline else 0
+        standing = standing_of(pipeline) if pipeline else self.before
         return Summary(
             status=status,
-            steps=version,
-            versions={"policy": version} | ({self._grm: 0} if self._grm else {}),
+            steps=standing.version,
+            versions={"policy": standing.version} | ({self._grm: 0} if self._grm else {}),
             wall_s=self.wall_s,
             eval=EvalSummary(initial=eval_initial, final=eval_final),
             busy_s=self.busy_s(pipeline),
-            judging=judging(pipeline) if pipeline else JudgingSummary(),
-            groups=groups(pipeline) if pipeline else GroupsSummary(),
-            max_staleness_trained=pipeline.max_staleness_trained if pipeline else 0,
+            judging=standing.judging,
+            groups=standing.groups,
+            max_staleness_trained=standing.max_staleness_trained,
             alarms=alarms,
             failure=failure,
         )
 
 
-def judging(pipeline: Pipeline) -> JudgingSummary:
-    total = pipeline.tally.total_so_far()
-    return JudgingSummary(asked=total.asked, counted=total.counted, failed=total.failed, tokens=total.judge_tokens)
-
-
-def groups(pipeline: Pipeline) -> GroupsSummary:
+def standing_of(pipeline: Pipeline) -> Standing:
     ledger = pipeline.admission
-    return GroupsSummary(
-        submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=len(ledger.in_flight)
+    return Standing(
+        version=pipeline.version,
+        judging=judging(pipeline.tally.total_so_far()),
+        groups=GroupsSummary(
+            submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=len(ledger.in_flight)
+        ),
+        max_staleness_trained=pipeline.max_staleness_trained,
     )
+
+
+def standing_at(state: RunState, groups_per_batch: int) -> Standing:
+    """Of a run that is resumed and has no pipeline yet: it may fail before it has one."""
+    cut, trained = state.cut, state.cut.version * groups_per_batch
+    return Standing(
+        version=cut.version,
+        judging=judging(Counts.restored(state.totals)),
+        groups=GroupsSummary(
+            submitted=trained + sum(cut.dropped.values()) + len(cut.in_flight),
+            trained=trained,
+            dropped=cut.dropped,
+            in_flight=len(cut.in_flight),
+        ),
+        max_staleness_trained=cut.max_staleness_trained,
+    )
+
+
+def judging(total: Counts) -> JudgingSummary:
+    return JudgingSummary(asked=total.asked, counted=total.counted, failed=total.failed, tokens=total.judge_tokens)

@@ -35,7 +35,7 @@ class Lookout:
 
     async def first(self, step: int) -> None:
         self.initial = await self._look(step, None)
-        self._observers.tracker.log(step, named(self.initial))
+        self._log(step, self.initial)
 
     async def after_step(self, step: int, last: bool) -> Metrics:
         """What a step's metrics gain by a look, if one is due."""
@@ -48,7 +48,12 @@ class Lookout:
         """For a run that ended before its last step."""
         if not self.final:
             self.final = await self._look(step, None)
-            self._observers.tracker.log(step, named(self.final))
+            self._log(step, self.final)
+
+    def _log(self, step: int, looked: Metrics) -> None:
+        """A look that belongs to no step has a line of its own; without held-out problems there is nothing to say."""
+        if looked:
+            self._observers.tracker.log(step, named(looked))
 
     def restore(self, initial: Metrics, alarms: tuple[str, ...], readings: tuple[Reading, ...]) -> None:
         """Go on where a checkpoint left off: the alarm compares with the start of the run, not of the resumption."""

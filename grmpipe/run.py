@@ -18,11 +18,12 @@ from grmpipe.flow import Cut, FlowConfig, Kept, StepReport
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.lookout import Lookout
 from grmpipe.observe.summary import Status, Summary
-from grmpipe.observers import FILES, Observers
+from grmpipe.observers import Observers
 from grmpipe.pipeline import Interrupted, Pipeline
 from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import step_metrics
+from grmpipe.types import Metrics
 from scheduler.supervise import describe_failure
 
 log = logging.getLogger(__name__)
@@ -36,20 +37,28 @@ async def train(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summ
     state = checkpoints.load(resumed) if resumed else None
     (run_dir / SUMMARY).unlink(missing_ok=True)  # of before a resume: untrue from now on
     observers = Observers.open(prepared.config, run_dir, state.wandb_run_id if state else None)
-    run = TrainingRun(prepared, run_dir, observers, checkpoints)
+    run = TrainingRun(prepared, run_dir, observers, checkpoints, state)
     try:
-        summary = await run.execute(state, resumed)
+        summary = await run.execute(resumed)
     finally:
         observers.close()
     summary.write(run_dir / SUMMARY)
-    observers.show_end(run_dir, run.lookout.rows if run.lookout else [], FILES)
+    observers.show_end(run_dir, run.lookout.rows if run.lookout else [])
     return summary
 
 
 class TrainingRun:
     """From prepared parts to a summary. What goes wrong within the run is not raised: the summary says it."""
 
-    def __init__(self, prepared: Prepared, run_dir: Path, observers: Observers, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        run_dir: Path,
+        observers: Observers,
+        checkpoints: Checkpoints,
+        state: RunState | None,
+    ) -> None:
+        """`state`: where a resume goes on from."""
         self.lookout: Lookout | None = None
         self._prepared = prepared
         self._config = prepared.config
@@ -58,16 +67,20 @@ class TrainingRun:
         self._checkpoints = checkpoints
         self._accounts = Accounts(prepared.grm.name if prepared.grm else None)
         self._pipeline: Pipeline | None = None
+        self._state = state
+        if state is not None:
+            self._accounts.restore(state, prepared.config.train.groups_per_batch)
 
-    async def execute(self, state: RunState | None, resumed: Path | None) -> Summary:
+    async def execute(self, resumed: Path | None) -> Summary:
+        """`resumed`: the checkpoint that holds the learner."""
         running: Running | None = None
         try:
             self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
             running = await start(self._prepared, self._observers.timeline)
-            if state is not None and resumed is not None:
+            if resumed is not None:
                 await running.learner.load(str(resumed / "learner"))
             self._observers.note(f"ready after {self._accounts.since_start_s:.0f} s; files in {self._run_dir}")
-            return self._summary(await self._train(running, state))
+            return self._summary(await self._train(running))
         except asyncio.CancelledError:
             return self._summary("interrupted")
         except Exception as error:
@@ -77,18 +90,18 @@ class TrainingRun:
             if running is not None:
                 await running.close()
 
-    async def _train(self, running: Running, state: RunState | None) -> Status:
+    async def _train(self, running: Running) -> Status:
         """All steps, between two looks at the held-out problems."""
-        cut, kept = self._restore(state)
-        lookout, parts = self._make_lookout(running, state), make_parts(self._prepared, running, self._observers)
+        cut, kept = self._restore()
+        lookout, parts = self._make_lookout(running), make_parts(self._prepared, running, self._observers)
         await parts.push_weights(cut.version)
 
         async def after_step(report: StepReport) -> None:
             await self._after_step(report, running, pipeline, lookout)
 
         self._pipeline = pipeline = Pipeline(parts, flow_config(self._prepared), after_step, cut, kept)
-        if state is not None:
-            pipeline.tally.restore(state.totals)
+        if self._state is not None:
+            pipeline.tally.restore(self._state.totals)
         if not lookout.initial:
             await lookout.first(cut.version)
         try:
@@ -116,7 +129,7 @@ class TrainingRun:
         if every and report.step % every == 0 and not last:
             await self._checkpoint(running, pipeline, lookout)
 
-    def _make_lookout(self, running: Running, state: RunState | None) -> Lookout:
+    def _make_lookout(self, running: Running) -> Lookout:
         judge = self._config.judge
         self.lookout = Lookout(
             make_evaluator(self._prepared, running),
@@ -125,7 +138,7 @@ class TrainingRun:
             anchors=judge.anchors,
             every=judge.anchor_every,
         )
-        if state is not None:
+        if (state := self._state) is not None:
             self.lookout.restore(state.eval_initial, state.alarms, state.hacking_readings)
         return self.lookout
 
@@ -138,16 +151,13 @@ class TrainingRun:
 
     # -- cuts --------------------------------------------------------------------------------------------------------
 
-    def _restore(self, state: RunState | None) -> tuple[Cut, dict[int, Kept]]:
+    def _restore(self) -> tuple[Cut, dict[int, Kept]]:
         """Where to go on: a checkpoint, or the beginning; in both cases with what the journals hold beyond it."""
-        cut = Cut()
-        if state is not None:
-            cut = state.cut
-            self._accounts.restore(state.wall_s, state.busy_s)
+        cut = self._state.cut if self._state else Cut()
         kept = find_kept(self._run_dir, cut)
         void_group_ends(self._run_dir, cut)
-        self._observers.metrics.truncate_after(cut.version if state else -1)
-        if state is not None or kept:
+        self._observers.metrics.truncate_after(cut.version if self._state else -1)
+        if self._state is not None or kept:
             rollouts = sum(len(work.rollouts) for work in kept.values())
             verdicts = sum(len(work.reports) for work in kept.values())
             told = f"resumed at step {cut.version}: {rollouts} rollouts kept, {verdicts} of them with verdicts"
@@ -202,8 +212,11 @@ class TrainingRun:
             listen_no_more()
 
     def _summary(self, status: Status, failure: str | None = None) -> Summary:
-        look = self.lookout
-        looked = (look.initial, look.final, tuple(look.alarms)) if look else ({}, {}, ())
+        looked: tuple[Metrics, Metrics, tuple[str, ...]] = ({}, {}, ())
+        if (look := self.lookout) is not None:
+            looked = (look.initial, look.final, tuple(look.alarms))
+        elif (state := self._state) is not None:
+            looked = (state.eval_initial, {}, state.alarms)
         summary = self._accounts.summary(status, failure, self._pipeline, *looked)
         try:
             return summary.with_objective(self._config.objective)

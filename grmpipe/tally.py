@@ -25,6 +25,11 @@ class Counts:
     judge_tokens: int = 0
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
 
+    @staticmethod
+    def restored(saved: Mapping[str, object]) -> Counts:
+        """From what `Tally.saved` gave a checkpoint."""
+        return Counts(**{**saved, "failed": Counter(saved["failed"])})  # type: ignore[call-overload]
+
     def add(self, other: Counts) -> None:
         self.rollouts += other.rollouts
         self.cut += other.cut
@@ -76,7 +81,7 @@ class Tally:
 
     def restore(self, saved: Mapping[str, object]) -> None:
         """Totals from a checkpoint."""
-        self.total = Counts(**{**saved, "failed": Counter(saved["failed"])})  # type: ignore[call-overload]
+        self.total = Counts.restored(saved)
 
 
 def step_metrics(report: StepReport, counts: Counts, ledger: Admission, is_right: Rule) -> Metrics:

@@ -114,6 +114,30 @@ def test_a_diverged_step_fails_with_its_cause_and_keeps_the_batch(small_run: Cal
     assert all(json.loads(line)["rollouts"] for line in batch)
 
 
+def test_a_resume_that_fails_to_start_keeps_what_the_run_had_come_to(
+    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = small_run("train.checkpoint_every=2")
+    whole = files.summary
+    checkpoints = files.run_dir / "checkpoints"
+    (checkpoints / "latest").write_text("step_2")  # as a kill after the second step would have left it
+    (files.run_dir / "summary.json").unlink()
+
+    async def no_start(*_: object) -> None:
+        raise OSError("no process could be started")
+
+    monkeypatch.setattr("grmpipe.run.start", no_start)
+    with pytest.raises(RunFailed, match="no process could be started"):
+        small_run("train.checkpoint_every=2", "resume=auto")
+    summary = files.summary
+    assert (summary["status"], summary["steps"]) == ("failed", 2)
+    assert summary["eval"]["initial"] == whole["eval"]["initial"]
+    assert summary["judging"]["counted"] >= 32
+    ledger = summary["groups"]
+    assert ledger["trained"] == 8
+    assert ledger["submitted"] == ledger["trained"] + sum(ledger["dropped"].values()) + ledger["in_flight"]
+
+
 def test_a_planted_secret_is_in_no_file(small_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-0123456789abcdef0123456789abcdef01")
     files = small_run("train.num_steps=1", "tracking=wandb", "tracking.wandb_mode=offline")
