@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from grmpipe.config import RunConfig
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluate import Evaluator
-from grmpipe.flow import Parts, Play
+from grmpipe.flow import Parts
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.mixed import MixedJudge
@@ -18,7 +18,7 @@ from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.watch import FailureGate
 from grmpipe.observers import Observers
 from grmpipe.prepare import Model, Prepared, options_of
-from grmpipe.rollout.play import Seat, play
+from grmpipe.rollout.play import Play, Seat, play
 from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_group import LearnerGroup

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grmpipe.rollout.play import Seat
+from grmpipe.judge.rule import Rule
+from grmpipe.rollout.play import Play, Seat
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
@@ -36,10 +37,6 @@ class Evaluation:
     rollouts: tuple[JudgedRollout, ...]
 
 
-Play = Callable[[Seat, Prompt, Callable[[], None]], Awaitable[Rollout]]
-IsRight = Callable[[str, str], bool]  # (text of the policy, reference)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged."""
@@ -48,7 +45,7 @@ class Evaluator:
     play_sampled: Play
     play_greedy: Play
     judge: Judge
-    is_right: IsRight
+    is_right: Rule
     seed: int
 
     async def look(self, name: str, limit: int | None = None) -> Evaluation:
@@ -94,5 +91,6 @@ def summarise(judged: Sequence[JudgedRollout], greedy_right: Sequence[bool]) -> 
         metrics["true_accuracy_greedy"] = statistics.fmean(greedy_right)
     if scores:
         metrics["grm_score"] = statistics.fmean(scores)
-    metrics["response_tokens"] = statistics.fmean(one.rollout.num_sampled_tokens for one in judged) if judged else 0.0
+    if judged:
+        metrics["response_tokens"] = statistics.fmean(one.rollout.num_sampled_tokens for one in judged)
     return metrics

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from grmpipe.rollout.play import Seat
+from grmpipe.rollout.play import Play
 from grmpipe.types import Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
@@ -54,9 +54,6 @@ class JudgeWatch(Protocol):
     def verdict(self, report: JudgeReport) -> None: ...
 
     async def until_fit(self, clock: ActiveClock) -> None: ...
-
-
-Play = Callable[[Seat, Prompt, Callable[[], None]], Awaitable[Rollout]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

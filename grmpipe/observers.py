@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,11 +66,11 @@ class Observers:
         if self.console:
             self.console.alarm(text)
 
-    def show_end(self, run_dir: Path, rows: Sequence[SampleRow], files: Mapping[str, str]) -> None:
+    def show_end(self, run_dir: Path, rows: Sequence[SampleRow]) -> None:
         """Some rollouts with their critiques, and where the files are."""
         if self.console:
             self.console.print_samples(rows)
-            self.console.print_files(run_dir, {name: what for name, what in files.items() if (run_dir / name).exists()})
+            self.console.print_files(run_dir, {name: what for name, what in FILES.items() if (run_dir / name).exists()})
 
     def close(self) -> None:
         self.tracker.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from models.hub import is_hub_name
 from models.logprobs import chosen_logprobs
 
 PACKED_ATTENTION = "packed_sdpa"
 ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained sets the process-wide default device and dtype meanwhile
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
@@ -64,7 +63,7 @@ def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
 def _read_config(path: str) -> PreTrainedConfig:
     local = Path(path).is_dir()
     # Anything else would be looked up on the hub, with retries that take most of a minute.
-    if not local and not HUB_NAME.fullmatch(path):
+    if not local and not is_hub_name(path):
         raise ValueError(f"path: no directory {path!r}; give a Hugging Face directory (config.json, *.safetensors)")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=local)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from grmpipe.types import Env, Rollout, Turn
+from grmpipe.types import Env, Prompt, Rollout, Turn
 from models.types import Engine, Message, RequestContext, SamplingParams, ignore_first_token
 
 
@@ -30,6 +30,10 @@ class Seat:
     sibling: int
     seed: int
     priority: int = 0
+
+
+# An episode with all but the seat, the prompt and whom to tell of the first token filled in.
+Play = Callable[[Seat, Prompt, Callable[[], None]], Awaitable[Rollout]]
 
 
 async def play(

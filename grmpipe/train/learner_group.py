@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
 from grmpipe.train.packer import Round
 from grmpipe.types import BatchTotals, Metrics
 from models.types import WeightBucket
-
-
-class Ranks(Protocol):
-    """Actors that each hold one rank's Learner. A crash of any of them raises."""
-
-    @property
-    def size(self) -> int: ...
-
-    async def call(self, rank: int, method: str, *args: object) -> object: ...
-
-    async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
-        """A call per rank, each with arguments of its own, all at once."""
-        ...
-
-    async def call_all(self, method: str, *args: object) -> list[object]:
-        """The same call on all ranks at once."""
-        ...
+from scheduler.actors import ActorGroup
 
 
 class LearnerGroup:
-    """Every method reaches all ranks at the same time: they are collectives. One call at a time."""
+    """Each actor holds one rank's Learner. Every method is a collective: it reaches all ranks, one call at a time."""
 
-    def __init__(self, actors: Ranks) -> None:
+    def __init__(self, actors: ActorGroup) -> None:
         self._actors = actors
         self._version = 0
 
