@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from dataclasses import replace
@@ -51,7 +52,10 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out["weights_after_refusal"] = weights(learner)
     out["version"] = learner.version
     Path(f"{out_dir}/rank{rank}.pkl").write_bytes(pickle.dumps(out))
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()  # neither leaves while the other still waits for it
+    # All is written. Without teardown, as a killed actor ends: gloo's threads now and then abort an orderly exit
+    # ("terminate called without an active exception").
+    os._exit(0)
 
 
 def gradients(learner: Learner, factor: float) -> dict:

@@ -39,7 +39,7 @@ def free_address() -> str:
 def run(directory: Path, job: tuple, world_size: int) -> Run:
     (directory / "job.pkl").write_bytes(pickle.dumps(job))
     address, env = free_address(), {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(directory / "job.pkl"), str(directory)]
+    command = [sys.executable, "-X", "faulthandler", str(SCRIPT), str(directory / "job.pkl"), str(directory)]
     processes = [
         subprocess.Popen([*command, str(rank), str(world_size), address], env=env, stderr=subprocess.PIPE)
         for rank in range(world_size)
