@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 DTYPES = ("float32", "bfloat16")
-ENGINES = ("embedded",)
+ENGINES = ("embedded", "vllm", "sglang", "openai")
+ENGINES_OF_THE_POLICY = ("embedded", "vllm", "sglang")  # they take weights and give log-probs
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,15 @@ class ModelShape:
 class ModelConfig:
     """A model with a role (`policy` or `grm`).
 
-    path: a Hugging Face directory or hub name, or `tiny://<name>` for a model that the project makes itself.
+    path: a Hugging Face directory or hub name, or `tiny://<name>` for a model that the project makes itself; for
+        engine=openai the model's name at the endpoint.
+    engine_options: of this role, where they differ from `engine.<engine>`.
     shape: what task=plan reckons with where `path` isn't at hand; a run never looks at it.
     """
 
     path: str = "tiny://policy"
     engine: str = "embedded"
+    engine_options: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     chat_template: str | None = None  # a Jinja file, for a tokenizer without one (or with an unfit one)
     shape: ModelShape = field(default_factory=ModelShape)
@@ -75,8 +80,84 @@ class EmbeddedConfig:
 
 
 @dataclass(frozen=True)
+class VllmConfig:
+    """vLLM's AsyncLLM, in an actor of ours. What isn't named here passes through `options`, as its own arguments."""
+
+    max_batch_rows: int = 256  # vLLM's max_num_seqs
+    max_context_tokens: int = 0  # vLLM's max_model_len; 0: the model's own window
+    kv_cache_mb: int = 0  # 0: on a GPU what gpu_memory_utilization leaves; on a CPU 256
+    gpu_memory_utilization: float = 0.85
+    enforce_eager: bool = False  # True starts sooner and decodes slower; a CPU is always eager
+    prefix_caching: bool = True
+    recompute_kv_on_sync: bool = False  # True: kept requests prefill again under new weights
+    sleep_mode: bool = False  # True: may lend its memory to a learner on the same GPU
+    cpu_threads: int = 1
+    options: dict[str, Any] = field(default_factory=dict)  # other arguments of vLLM's AsyncEngineArgs
+
+    def __post_init__(self) -> None:
+        for key in ("max_batch_rows", "cpu_threads"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
+        for key in ("max_context_tokens", "kv_cache_mb"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization: must be above 0 and at most 1, got {self.gpu_memory_utilization}")
+
+
+@dataclass(frozen=True)
+class SglangConfig:
+    """SGLang servers: started by us from an environment of their own, or joined by URL."""
+
+    python: str = ""  # the interpreter of SGLang's environment; empty: this one
+    urls: list[str] = field(default_factory=list)  # servers that run already, one per replica; empty: start our own
+    api_key_env: str = "SGLANG_API_KEY"  # the environment variable with a joined server's key; our own get a new one
+    max_batch_rows: int = 256  # SGLang's max-running-requests
+    max_context_tokens: int = 0  # SGLang's context-length; 0: the model's own window
+    mem_fraction: float = 0.8  # SGLang's mem-fraction-static
+    recompute_kv_on_sync: bool = False  # True: kept requests prefill again under new weights (pause mode retract)
+    sleep_mode: bool = False  # SGLang's enable-memory-saver: may lend its memory to a learner on the same GPU
+    start_timeout_s: float = 300.0  # until a server of ours answers
+    options: dict[str, Any] = field(default_factory=dict)  # other flags of SGLang's server, without the dashes
+
+    def __post_init__(self) -> None:
+        if self.max_batch_rows < 1:
+            raise ValueError(f"max_batch_rows: must be at least 1, got {self.max_batch_rows}")
+        if self.max_context_tokens < 0:
+            raise ValueError(f"max_context_tokens: must be 0 or more, got {self.max_context_tokens}")
+        if not 0 < self.mem_fraction < 1:
+            raise ValueError(f"mem_fraction: must be between 0 and 1, got {self.mem_fraction}")
+        if not self.start_timeout_s > 0:
+            raise ValueError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
+
+
+@dataclass(frozen=True)
+class OpenAIConfig:
+    """A judge behind an OpenAI-compatible endpoint; `grm.path` is the model's name there."""
+
+    base_url: str = "https://api.openai.com/v1"
+    api_key_env: str = "OPENAI_API_KEY"  # the environment variable with the key; empty: the endpoint wants none
+    max_context_tokens: int = 0  # 0: not known; what doesn't fit is refused by the endpoint
+    max_retries: int = 4  # of a call that was refused for now (429, 5xx) or got no answer
+    max_connections: int = 64  # calls under way at once
+    extra_body: dict[str, Any] = field(default_factory=dict)  # further fields of each request
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url: must begin with http:// or https://, got {self.base_url!r}")
+        for key in ("max_context_tokens", "max_retries"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
+        if self.max_connections < 1:
+            raise ValueError(f"max_connections: must be at least 1, got {self.max_connections}")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Options by engine; `kind` is the default that `engine=x` sets for every role."""
 
     kind: str = "embedded"
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+    sglang: SglangConfig = field(default_factory=SglangConfig)
+    openai: OpenAIConfig = field(default_factory=OpenAIConfig)

@@ -28,6 +28,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    pattern: str | None = None  # a regular expression that the whole text must match; not every engine can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class Completion:
     logprobs:  natural log, of the distribution really sampled from (after temperature and top-p); as long as token_ids.
     text:      the decoded ids without special tokens. For reading and judging; never tokenized again.
     versions:  spans that cover token_ids without gaps.
+    unseen_tokens: sampled by a model that shows no ids (an outside judge); token_ids and logprobs are empty then.
     """
 
     token_ids: tuple[int, ...]
@@ -55,6 +57,11 @@ class Completion:
     text: str
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]
+    unseen_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) or self.unseen_tokens
 
     @property
     def oldest_version(self) -> int:
@@ -74,24 +81,80 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTensor:
-    """One unsharded tensor under its Hugging Face name, as raw little-endian bytes (numpy has no bfloat16)."""
+    """One unsharded tensor under its Hugging Face name: what is said of it; its bytes are the payload's.
+
+    checksum: blake2b-64 hex of its raw little-endian bytes; empty where they never leave the device to be hashed.
+    """
 
     name: str
     dtype: str  # "float32", "bfloat16", "float16"
     shape: tuple[int, ...]
-    data: np.ndarray  # uint8, 1-D
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InlineBytes:
+    """The bytes themselves, as they cross process and node borders through the object store."""
+
+    data: tuple[np.ndarray, ...]  # uint8, 1-D (numpy has no bfloat16), one per tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """A file in this machine's memory: the tensors in order, each at the next multiple of 64 bytes."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsFile:
+    """A file that every receiver can open."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast:
+    """Rank 0 of the group that the engines joined sends the tensors in order, while they load the bucket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaHandles:
+    """Memory of a GPU that the receiver shares: one torch handle per tensor."""
+
+    handles: tuple[tuple[object, ...], ...]
+
+
+Payload = InlineBytes | SharedMemory | SafetensorsFile | Broadcast | CudaHandles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBucket:
-    """Some of a model's tensors: the unit that travels."""
+    """Some of a model's tensors, and where their bytes are: the unit that travels."""
 
     tensors: tuple[WeightTensor, ...]
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLink:
+    """How to join the process group that carries broadcasts. Rank 0 is the sender."""
+
+    name: str  # new for every new membership
+    backend: Literal["gloo", "nccl"]
+    address: str
+    port: int
+    rank: int  # the first one of whoever gets this; an engine of several GPUs takes as many
+    world_size: int
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """An engine's echo after a sync: what it was sent, hashed before loading. Name -> blake2b-64 hex."""
+    """An engine's echo after a sync: the tensors it was sent since `begin_weights`, hashed before loading.
+
+    checksums: name -> blake2b-64 hex, or empty where the engine has no way to hash what came (the probe stands in).
+    """
 
     version: int
     checksums: dict[str, str]
@@ -134,14 +197,43 @@ class Engine(Protocol):
         """Go on with all kept requests."""
         ...
 
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        """A push begins: forget what an earlier one left unfinished; join the group, if it comes by broadcast.
+
+        Paused engines only."""
+        ...
+
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        """Take some of the next version's tensors. Paused engines only."""
+        """Take some of the next version's tensors. ValueError names a tensor that doesn't fit."""
         ...
 
     async def commit_weights(self, version: int) -> WeightReceipt:
-        """All buckets were sent: adopt `version`, echo the checksums of what came since the last commit."""
+        """All buckets were sent: adopt `version`, echo what came. Tensors that weren't sent stay as they are."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs (temperature 1) of all tokens but the first under the loaded weights: len(token_ids) - 1 values."""
+        """Log-probs (temperature 1) of all tokens but the first under the loaded weights: len(token_ids) - 1 values.
+
+        Asked of an engine that isn't paused."""
+        ...
+
+
+class ChatEngine(Protocol):
+    """A judge outside: it takes messages, shows no token ids and has no weights of ours."""
+
+    async def chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
+        """Sample one completion. Raises EngineRefused, or EngineDied once its own retries are used up."""
+        ...
+
+
+class Sleeper(Protocol):
+    """An engine that can lend its device's memory to somebody else."""
+
+    async def sleep(self) -> int:
+        """Give back the memory of weights and KV; a paused engine without requests only. Returns the bytes that
+        really became free on the device: 0 where none did, whatever the backend says."""
+        ...
+
+    async def wake(self) -> None:
+        """Take it again. The weights are as they were; the KV cache is empty."""
         ...
