@@ -20,6 +20,7 @@ import numpy as np
 
 from models.types import Engine, EngineDied, WeightBucket, WeightReceipt
 from scheduler.supervise import run_together
+from scheduler.transport import TRANSPORTS
 
 T = TypeVar("T")
 HASH_SLICE_BYTES = 16 << 20  # hashed at one go: the event loop breathes in between
@@ -27,14 +28,21 @@ HASH_SLICE_BYTES = 16 << 20  # hashed at one go: the event loop breathes in betw
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """How long a push may take, and how close the engines must come to the learner on the probe."""
+    """How weights travel, how long a push may take, how close the engines must come to the learner on the probe."""
 
+    transport: str = "auto"  # one of TRANSPORTS; auto: by where learner and engines are
+    bucket_mb: int = 64  # of weights that travel at once; two such buckets are held at most
+    delta: bool = False  # send only the buckets that changed since an engine's last receipt, by checksum
     deadline_s: float = 60.0
     probe_tokens: int = 64
     probe_tolerance: float = 1e-3  # in nats per token, where float32 was sent
     probe_tolerance_16bit: float = 0.25  # where bfloat16 or float16 was sent: the learner scores in its own precision
 
     def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport: unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
+        if self.bucket_mb < 1:
+            raise ValueError(f"bucket_mb: must be at least 1, got {self.bucket_mb}")
         if self.probe_tokens < 2:
             raise ValueError(
                 f"probe_tokens: must be at least 2 (the first token has no log-prob), got {self.probe_tokens}"

@@ -1,0 +1,79 @@
+"""Which way weights take from the learner to the engines of a role. Pure: moves nothing, asks no machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRANSPORTS = ("auto", "object_store", "shared_memory", "disk", "gloo", "nccl", "cuda_ipc")
+BROADCASTS = ("gloo", "nccl")  # a process group carries them
+# What each kind of engine can take at all.
+TAKES: dict[str, tuple[str, ...]] = {
+    "embedded": ("object_store", "shared_memory", "disk", "gloo", "nccl", "cuda_ipc"),
+    "vllm": ("shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "object_store"),
+    "sglang": ("disk", "gloo", "nccl"),
+}
+WHY = {
+    "shared_memory": "needs learner and engines on one machine",
+    "gloo": "needs the engines in processes of their own (cluster=ray)",
+    "nccl": "needs learner and engines on GPUs of their own, in processes of their own",
+    "cuda_ipc": "needs a learner of one rank that shares its GPU with every engine, in another process",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """From the learner to the engines of a role.
+
+    same_gpu:     the learner has one rank, and every engine is on its GPU.
+    same_process: the engine's weights lie in the learner's own process (the in-process cluster).
+    """
+
+    learner: str  # "cpu" or "gpu"
+    engines: str
+    same_machine: bool
+    same_gpu: bool = False
+    same_process: bool = False
+
+    @property
+    def all_on_gpus(self) -> bool:
+        return self.learner == self.engines == "gpu"
+
+
+def choose_transport(wanted: str, engine: str, route: Route) -> str:
+    """The transport for `sync.transport=wanted` and engines of a kind. Raises ValueError naming what works instead."""
+    able = [transport for transport in TAKES[engine] if possible(transport, route)]
+    if wanted == "auto":
+        return _best(engine, route)
+    if wanted in able:
+        return wanted
+    reason = f"{wanted} {WHY[wanted]}" if wanted in TAKES[engine] else f"engine={engine} can't take {wanted}"
+    raise ValueError(f"sync.transport: {reason}; set sync.transport to {' or '.join(['auto', *able])}")
+
+
+def possible(transport: str, route: Route) -> bool:
+    """Whether the places allow it."""
+    if transport == "shared_memory":
+        return route.same_machine
+    if transport == "gloo":
+        return not route.same_process
+    if transport == "nccl":
+        # NCCL refuses two ranks on one device.
+        return route.all_on_gpus and not route.same_gpu and not route.same_process
+    if transport == "cuda_ipc":
+        # A process can't open a handle of its own.
+        return route.all_on_gpus and route.same_gpu and not route.same_process
+    return True
+
+
+def _best(engine: str, route: Route) -> str:
+    if route.same_process:
+        return "object_store"
+    if route.all_on_gpus:
+        if not route.same_gpu:
+            return "nccl"
+        return "cuda_ipc" if engine != "sglang" else "gloo"
+    if engine == "sglang":
+        return "gloo"
+    if route.same_machine:
+        return "shared_memory"
+    return "object_store" if engine == "embedded" else "gloo"
