@@ -1,50 +1,55 @@
-"""A model, sharded or not, as a stream of weight buckets under Hugging Face names. Never sends them anywhere."""
+"""A model, sharded or not, as a stream of unsharded tensors in buckets. Never keeps them, never sends them anywhere."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from models.types import WeightBucket, WeightTensor
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnshardedBucket:
+    """A bucket on its way out: which tensors it holds is known, they themselves are unsharded as they are asked for.
+
+    On several ranks they come in the type that travels; on one rank they may be the parameters themselves, in their
+    own type: whoever keeps one copies and casts it.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    tensors: Iterator[Tensor]
+
+    def drain(self) -> None:
+        """Take part in what is left of the collective, and keep nothing."""
+        for _ in self.tensors:
+            pass
 
 
 class WeightStream:
-    """Buckets of about `bucket_bytes`, in the order of the model. Only one is unsharded at a time.
+    """Buckets of about `bucket_bytes` of tensors under Hugging Face names, in the order of the model.
 
     A tied head is left out: it is the embedding, which the receiver ties as well.
     """
 
     def __init__(self, model: nn.Module, dtype: str, bucket_bytes: int) -> None:
-        self._dtype = dtype
-        self._buckets = list(_plan(list(_tensors(model)), getattr(torch, dtype).itemsize, bucket_bytes))
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._buckets = list(_plan(list(_tensors(model)), self._dtype.itemsize, bucket_bytes))
 
     @property
     def num_buckets(self) -> int:
         return len(self._buckets)
 
-    def bucket(self, index: int, keep: bool = True) -> WeightBucket | None:
-        """Unshard one bucket. A collective: all ranks call it with the same index; those that don't keep get None."""
-        tensors = []
-        for name, tensor in self._buckets[index]:
-            full = _unshard(tensor, getattr(torch, self._dtype))
-            if keep:
-                tensors.append(_to_bytes(name, full, self._dtype))
-        return WeightBucket(tensors=tuple(tensors)) if keep else None
-
-
-def checksum(data: np.ndarray | bytes) -> str:
-    """blake2b with 64 bits, in hex, of bytes or a numpy array."""
-    return hashlib.blake2b(data.data if isinstance(data, np.ndarray) else data, digest_size=8).hexdigest()
-
-
-def checksums(bucket: WeightBucket) -> dict[str, str]:
-    """Name -> checksum of the unsharded bytes, as they travel."""
-    return {tensor.name: checksum(tensor.data) for tensor in bucket.tensors}
+    def unsharded(self, index: int) -> UnshardedBucket:
+        """One bucket, a whole tensor at a time. A collective: every rank takes all its tensors, or drains it."""
+        bucket = self._buckets[index]
+        return UnshardedBucket(
+            names=tuple(name for name, _ in bucket),
+            shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
+            tensors=(_unshard(tensor, self._dtype) for _, tensor in bucket),
+        )
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -71,12 +76,11 @@ def _plan(tensors: list[tuple[str, Tensor]], itemsize: int, bucket_bytes: int) -
 
 @torch.no_grad()
 def _unshard(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast before gathering: half the traffic for bf16."""
-    cast = tensor.detach().to(dtype)
-    return cast.full_tensor() if isinstance(cast, DTensor) else cast
-
-
-def _to_bytes(name: str, tensor: Tensor, dtype: str) -> WeightTensor:
-    # copy: on one rank the unsharded tensor is the parameter itself, which the next step changes.
-    data = tensor.to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
-    return WeightTensor(name=name, dtype=dtype, shape=tuple(tensor.shape), data=data)
+    held = tensor.detach()
+    if not isinstance(held, DTensor):
+        return held
+    if held.device_mesh.size() == 1:
+        return held.to_local()
+    cast = held.to(dtype)  # before gathering: half the traffic for bf16
+    assert isinstance(cast, DTensor)
+    return cast.full_tensor()

@@ -22,7 +22,8 @@ from grmpipe.types import BatchTotals, Metrics, MicroBatch
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import export_hf, load_sharded, save_sharded
 from models.parallelize import choose_device, join_ranks, load_parallel, without_gradient
-from models.types import WeightBucket
+from models.types import GroupLink, WeightBucket
+from models.weight_sending import TRANSPORTS
 from models.weight_stream import WeightStream
 
 
@@ -31,6 +32,8 @@ class LearnerSpec:
     """All that a rank needs to build its learner.
 
     temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
+    transport: how weights leave rank 0, one of TRANSPORTS.
+    sync_dir: where transport=disk puts them; every engine can read it.
     """
 
     model_path: str
@@ -40,6 +43,8 @@ class LearnerSpec:
     device: str = ""  # "cpu" or "cuda"; empty: what torch finds
     sync_dtype: str = "float32"  # of the weights that engines get
     bucket_bytes: int = 64 << 20
+    transport: str = "object_store"
+    sync_dir: str = ""
     temperature: float = 1.0
     master_dtype: str = "float32"
 
@@ -108,6 +113,7 @@ class Learner:
             fused=True,
         )
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes)
+        self._transport = TRANSPORTS[spec.transport](spec.sync_dtype, spec.sync_dir) if rank == 0 else None
         self._meter = Meter(self._device)
         self._version = 0
 
@@ -175,9 +181,23 @@ class Learner:
     def num_buckets(self) -> int:
         return self._stream.num_buckets
 
+    def connect(self, link: GroupLink | None) -> None:
+        """Rank 0 alone: join the engines' group as its sender, leave an older one. Nothing, but for broadcasts."""
+        assert self._transport is not None, "rank 0 sends"
+        self._transport.connect(link)
+
     def bucket(self, index: int) -> WeightBucket | None:
-        """The weights that engines get, a piece at a time; None but on rank 0."""
-        return self._stream.bucket(index, keep=self._rank == 0)
+        """Unshard a piece of the weights that engines get, and post it; None but on rank 0."""
+        bucket = self._stream.unsharded(index)
+        try:
+            return self._transport.post(index, bucket) if self._transport is not None else None
+        finally:
+            bucket.drain()  # also where rank 0 failed: the others would wait for it
+
+    def deliver(self, index: int) -> None:
+        """Rank 0 alone: send a posted piece while the engines load it. Nothing, but for broadcasts."""
+        assert self._transport is not None, "rank 0 sends"
+        self._transport.deliver(index)
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (temperature 1) of all tokens but the first: what an engine with these weights must also say."""

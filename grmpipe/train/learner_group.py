@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import cast
 
 import numpy as np
 
 from grmpipe.train.packer import Round
 from grmpipe.types import BatchTotals, Metrics
-from models.types import WeightBucket
+from models.types import GroupLink, WeightBucket
 from scheduler.actors import ActorGroup
 
 
 class LearnerGroup:
-    """Each actor holds one rank's Learner. Every method is a collective: it reaches all ranks, one call at a time."""
+    """Each actor holds one rank's Learner. Every method is a collective: it reaches all ranks, one call at a time.
+
+    Calls of several tasks may overlap: each goes out to all ranks at once, so all ranks see the same order.
+    """
 
     def __init__(self, actors: ActorGroup) -> None:
         self._actors = actors
+        self._weights = asyncio.Lock()  # whoever changes them, or needs them to stay as they are
         self._version = 0
 
     @property
@@ -43,18 +49,42 @@ class LearnerGroup:
 
     async def step(self, totals: BatchTotals) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
-        metrics = await self._actors.call_all("step", totals)
-        self._version += 1
+        async with self._weights:
+            metrics = await self._actors.call_all("step", totals)
+            self._version += 1
         return cast(Metrics, metrics[0])
 
     async def discard(self) -> None:
         await self._actors.call_all("discard")
 
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        """The version, and nothing changes the weights meanwhile: steps and loads wait. Accumulating goes on.
+
+        num_buckets, bucket, deliver and score of a push are called within."""
+        async with self._weights:
+            yield self._version
+
+    async def connect(self, link: GroupLink | None) -> None:
+        """Rank 0 joins the engines' group, or leaves it. Engines join meanwhile."""
+        await self._actors.call(0, "connect", link)
+
+    async def num_buckets(self) -> int:
+        return cast(int, await self._actors.call(0, "num_buckets"))
+
+    async def bucket(self, index: int) -> WeightBucket:
+        """Unsharded by all ranks, posted by rank 0. At most two are alive: this one and the one before."""
+        posted, *_ = await self._actors.call_all("bucket", index)
+        return cast(WeightBucket, posted)
+
+    async def deliver(self, index: int) -> None:
+        """Rank 0 broadcasts, while the engines load it; nothing where the bytes are there already."""
+        await self._actors.call(0, "deliver", index)
+
     async def buckets(self) -> AsyncIterator[WeightBucket]:
         """The weights of this version, a bucket at a time. No other call may come in between."""
-        for index in range(cast(int, await self._actors.call(0, "num_buckets"))):
-            kept, *_ = await self._actors.call_all("bucket", index)
-            yield cast(WeightBucket, kept)
+        for index in range(await self.num_buckets()):
+            yield await self.bucket(index)
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (temperature 1) of all tokens but the first."""
@@ -66,9 +96,10 @@ class LearnerGroup:
 
     async def load(self, path: str) -> int:
         """Go on from a saved state of any number of ranks; returns its version."""
-        versions = cast(list[int], await self._actors.call_all("load", path))
-        self._version = versions[0]
-        return self._version
+        async with self._weights:
+            versions = cast(list[int], await self._actors.call_all("load", path))
+            self._version = versions[0]
+            return self._version
 
     async def export(self, path: str) -> None:
         await self._actors.call_all("export", path)

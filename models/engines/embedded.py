@@ -34,6 +34,7 @@ from models.types import (
     Completion,
     EngineDied,
     EngineRefused,
+    GroupLink,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -143,6 +144,10 @@ class EmbeddedEngine:
 
     async def resume(self) -> None:
         await self._do(partial(self._set_paused, False))
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        """Raises RuntimeError where not paused."""
+        await self._do(partial(self._begin, link))
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
         """Raises ValueError naming a tensor that doesn't fit (nothing is loaded), RuntimeError where not paused."""
@@ -274,6 +279,11 @@ class EmbeddedEngine:
 
     def _close(self) -> None:
         self._closing = True
+
+    def _begin(self, link: GroupLink | None) -> None:
+        if not self._paused:
+            raise RuntimeError("a push of weights may only begin on a paused engine")
+        self._inbox.begin(link)
 
     def _load(self, bucket: WeightBucket) -> None:
         if not self._paused:

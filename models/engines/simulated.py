@@ -14,6 +14,8 @@ from models.types import (
     Completion,
     EngineDied,
     FinishReason,
+    GroupLink,
+    InlineBytes,
     RequestContext,
     SamplingParams,
     VersionSpan,
@@ -89,11 +91,19 @@ class SimulatedEngine:
         self._pausing.clear()
         self._going.set()
 
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        if self._going.is_set():
+            raise RuntimeError("a push of weights may only begin on a paused engine")
+        self._checksums = {}
+
     async def load_bucket(self, bucket: WeightBucket) -> None:
+        """Takes bytes within the bucket only: on a virtual clock nothing may wait for other processes."""
         if self._going.is_set():
             raise RuntimeError("weights may only be loaded into a paused engine")
-        for tensor in bucket.tensors:
-            self._checksums[tensor.name] = hashlib.blake2b(tensor.data.tobytes(), digest_size=8).hexdigest()
+        if not isinstance(bucket.payload, InlineBytes):
+            raise ValueError(f"sync.transport: a simulated engine takes object_store only, not {bucket.payload!r}")
+        for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True):
+            self._checksums[tensor.name] = hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         self.version = version

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from models.types import WeightBucket, WeightTensor
-from models.weight_stream import checksums
+from models.types import GroupLink, WeightBucket, WeightTensor
+from models.weight_transport import checksums_of, received
 
 
 class WeightInbox:
@@ -16,17 +15,22 @@ class WeightInbox:
         self._model = model
         self._checksums: dict[str, str] = {}
 
+    def begin(self, link: GroupLink | None) -> None:
+        """A push begins: what an unfinished one brought counts no more."""
+        self._checksums = {}
+
     def load(self, bucket: WeightBucket) -> None:
         """All of a bucket or, with a ValueError that names the tensor, nothing. A tied weight has both its names."""
-        received = checksums(bucket)
         held = self._model.state_dict()
-        pairs = [(_held_tensor(held, tensor), _as_torch(tensor)) for tensor in bucket.tensors]
-        for target, source in pairs:
-            target.copy_(source)
-        self._checksums |= received
+        targets = [_held_tensor(held, tensor) for tensor in bucket.tensors]
+        with received(bucket) as tensors:
+            checksums = checksums_of(tensors)
+            for target, (_, source) in zip(targets, tensors, strict=True):
+                target.copy_(source)
+        self._checksums |= checksums
 
     def collect_checksums(self) -> dict[str, str]:
-        """Of all tensors since the last call."""
+        """Of all tensors since the push began."""
         collected, self._checksums = self._checksums, {}
         return collected
 
@@ -38,13 +42,3 @@ def _held_tensor(held: dict[str, Tensor], tensor: WeightTensor) -> Tensor:
     if tuple(target.shape) != tensor.shape:
         raise ValueError(f"weights: {tensor.name!r} came as {tensor.shape}, the engine holds {tuple(target.shape)}")
     return target
-
-
-def _as_torch(tensor: WeightTensor) -> Tensor:
-    dtype = getattr(torch, tensor.dtype)
-    num_bytes = dtype.itemsize * torch.Size(tensor.shape).numel()
-    if tensor.data.nbytes != num_bytes:
-        raise ValueError(f"weights: {tensor.name!r} came with {tensor.data.nbytes} bytes instead of {num_bytes}")
-    # torch wants memory that may be written; what lies in a shared store may not.
-    data = tensor.data if tensor.data.flags.writeable else tensor.data.copy()
-    return torch.from_numpy(data).view(dtype).view(tensor.shape)

@@ -106,6 +106,7 @@ def test_the_learner_steps_on_the_gpu_and_the_engine_takes_its_weights(dtype: st
     async def take_weights() -> tuple[float, ...]:
         engine = EmbeddedEngine(POLICY, "policy", EmbeddedConfig(), "float32", "cuda")
         await engine.pause()
+        await engine.begin_weights()
         for index in range(learner.num_buckets()):
             bucket = learner.bucket(index)
             assert bucket is not None

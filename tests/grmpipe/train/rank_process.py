@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from grmpipe.train.learner import Learner, NonFiniteGradients
 from grmpipe.train.packer import Packer
 from grmpipe.train.samples import count
+from models.types import InlineBytes
 
 
 def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:
@@ -68,8 +69,13 @@ def gradients(learner: Learner, factor: float) -> dict:
 
 def weights(learner: Learner) -> dict:
     """Name -> bytes; nothing but on rank 0."""
-    buckets = [learner.bucket(index) for index in range(learner.num_buckets())]
-    return {tensor.name: tensor.data for bucket in buckets if bucket is not None for tensor in bucket.tensors}
+    found = {}
+    for index in range(learner.num_buckets()):
+        bucket = learner.bucket(index)
+        if bucket is not None:
+            assert isinstance(bucket.payload, InlineBytes)
+            found |= {tensor.name: data for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True)}
+    return found
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from grmpipe.train.packer import Packer, pack
 from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import TrainingSample
+from models.types import InlineBytes
 
 MAX_NEW_TOKENS = 8
 
@@ -43,8 +44,8 @@ def gradients(learner: Learner) -> dict[str, Tensor]:
 
 def weights(learner: Learner) -> bytes:
     bucket = learner.bucket(0)
-    assert bucket is not None
-    return b"".join(tensor.data.tobytes() for tensor in bucket.tensors)
+    assert bucket is not None and isinstance(bucket.payload, InlineBytes)
+    return b"".join(data.tobytes() for data in bucket.payload.data)
 
 
 def naive_loss(model, samples: list[TrainingSample], algorithm: AlgorithmConfig) -> Tensor:

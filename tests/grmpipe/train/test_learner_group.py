@@ -14,6 +14,7 @@ from grmpipe.train.packer import Packer, Round, idle
 from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import BatchTotals
+from models.types import GroupLink
 
 
 class InProcess:
@@ -80,8 +81,9 @@ def test_a_batch_through_the_group(qwen_path: str, make_samples, tmp_path) -> No
         assert trained == count(samples, 0).num_loss_tokens
         metrics = await group.step(count(samples, 0))
         assert metrics["train/clip_share"] == 0 and group.version == 1
-        buckets = [bucket async for bucket in group.buckets()]
-        assert len(buckets) > 2
+        async with group.held() as version:
+            buckets = [await group.bucket(index) for index in range(await group.num_buckets())]
+        assert version == 1 and len(buckets) > 2
         score = await group.score([1, 2, 3])
         await group.save(str(tmp_path / "checkpoint"))
         await group.export(str(tmp_path / "export"))
@@ -104,14 +106,47 @@ def test_every_rank_gets_its_own_micro_batch() -> None:
     assert actors.asked[0][3] is old[0] and actors.asked[1][3] is old[1]
 
 
-def test_all_ranks_unshard_each_bucket_and_the_first_ones_is_kept() -> None:
-    actors = Recorded({"num_buckets": [2, 2], "bucket": ["kept", None]})
+def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() -> None:
+    actors = Recorded({"num_buckets": [2, 2], "bucket": ["posted", None], "deliver": [None], "connect": [None]})
+    link = GroupLink(name="a", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
 
-    async def collect() -> list[object]:
-        return [bucket async for bucket in LearnerGroup(actors).buckets()]
+    async def push() -> list[object]:
+        group = LearnerGroup(actors)
+        async with group.held() as version:
+            assert version == 0
+            await group.connect(link)
+            posted: list[object] = []
+            for index in range(await group.num_buckets()):
+                posted.append(await group.bucket(index))
+                await group.deliver(index)
+            return posted
 
-    assert asyncio.run(collect()) == ["kept", "kept"]
-    assert actors.asked[1:] == [(0, "bucket", 0), (1, "bucket", 0), (0, "bucket", 1), (1, "bucket", 1)]
+    assert asyncio.run(push()) == ["posted", "posted"]
+    assert actors.asked == [
+        (0, "connect", link), (0, "num_buckets"),
+        (0, "bucket", 0), (1, "bucket", 0), (0, "deliver", 0),
+        (0, "bucket", 1), (1, "bucket", 1), (0, "deliver", 1),
+    ]  # fmt: skip
+
+
+def test_steps_and_loads_wait_while_weights_are_held_and_accumulating_goes_on() -> None:
+    actors = Recorded({"step": [{}, {}], "load": [7, 7], "accumulate": [{}, {}]})
+    totals = BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0)
+
+    async def scenario() -> None:
+        group = LearnerGroup(actors)
+        async with group.held() as version:
+            changes = [asyncio.create_task(group.step(totals)), asyncio.create_task(group.load("somewhere"))]
+            await group.accumulate(Round(micro_batches=(idle(), idle())))
+            await asyncio.sleep(0)
+            assert version == group.version == 0
+            assert {ask[1] for ask in actors.asked} == {"accumulate"}
+        await asyncio.gather(*changes)
+        assert [ask[1] for ask in actors.asked[2:]] == ["step", "step", "load", "load"]
+        async with group.held() as version:
+            assert version == 7
+
+    asyncio.run(scenario())
 
 
 def test_a_failed_step_is_no_version() -> None:

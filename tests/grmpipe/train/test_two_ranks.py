@@ -19,6 +19,7 @@ from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.packer import Packer
 from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from models.types import InlineBytes
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 WHOLE_BATCH, PIECES = 10_000, 30  # packed tokens per micro-batch
@@ -136,10 +137,10 @@ def test_saved_on_two_ranks_goes_on_identically_on_one(two: Run, spec: LearnerSp
     assert metrics == pytest.approx(two.ranks[0]["metrics"][2], rel=1e-6, abs=1e-9)
     for index in range(learner.num_buckets()):
         bucket = learner.bucket(index)
-        assert bucket is not None
-        for tensor in bucket.tensors:
+        assert bucket is not None and isinstance(bucket.payload, InlineBytes)
+        for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True):
             theirs = two.ranks[0]["weights"][tensor.name].view(np.float64)
-            np.testing.assert_allclose(tensor.data.view(np.float64), theirs, atol=1e-9)
+            np.testing.assert_allclose(data.view(np.float64), theirs, atol=1e-9)
 
 
 def test_the_export_of_two_ranks_has_the_learners_logits(two: Run) -> None:

@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 
 from models.causal_lm import load_causal_lm
+from models.checksums import checksum
 from models.engines.embedded import EmbeddedEngine
-from models.types import Completion, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
-from models.weight_stream import WeightStream, checksums
+from models.types import Completion, InlineBytes, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
+from models.weight_sending import ObjectStore
+from models.weight_stream import WeightStream
 
 
-def buckets_of(path: str) -> list[WeightBucket]:
-    stream = WeightStream(load_causal_lm(path), "float32", bucket_bytes=8192)
-    buckets = [stream.bucket(index) for index in range(stream.num_buckets)]
-    return [bucket for bucket in buckets if bucket is not None]
+def buckets_of(path: str, dtype: str = "float32", bucket_bytes: int = 8192) -> list[WeightBucket]:
+    stream, store = WeightStream(load_causal_lm(path), dtype, bucket_bytes), ObjectStore(dtype)
+    return [store.post(index, stream.unsharded(index)) for index in range(stream.num_buckets)]
 
 
 async def push(engine: EmbeddedEngine, path: str, version: int) -> WeightReceipt:
     await engine.pause()
+    await engine.begin_weights()
     for bucket in buckets_of(path):
         await engine.load_bucket(bucket)
     receipt = await engine.commit_weights(version)
@@ -31,7 +33,17 @@ async def push(engine: EmbeddedEngine, path: str, version: int) -> WeightReceipt
 
 def one_tensor(name: str, shape: tuple[int, ...]) -> WeightBucket:
     data = np.ones(shape, dtype=np.float32).reshape(-1).view(np.uint8)
-    return WeightBucket(tensors=(WeightTensor(name=name, dtype="float32", shape=shape, data=data),))
+    tensor = WeightTensor(name=name, dtype="float32", shape=shape, checksum=checksum(data))
+    return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
+
+
+def joined(*buckets: WeightBucket) -> WeightBucket:
+    data: tuple[np.ndarray, ...] = ()
+    for bucket in buckets:
+        assert isinstance(bucket.payload, InlineBytes)
+        data += bucket.payload.data
+    tensors = tuple(tensor for bucket in buckets for tensor in bucket.tensors)
+    return WeightBucket(tensors=tensors, payload=InlineBytes(data=data))
 
 
 def test_a_sync_reaches_decoding_and_scoring(
@@ -51,9 +63,8 @@ def test_a_sync_reaches_decoding_and_scoring(
 
 
 def test_the_receipt_echoes_the_hashes_of_what_was_sent(engine: EmbeddedEngine, next_version_path: str) -> None:
-    sent: dict[str, str] = {}
-    for bucket in buckets_of(next_version_path):
-        sent |= checksums(bucket)
+    sent = {tensor.name: tensor.checksum for bucket in buckets_of(next_version_path) for tensor in bucket.tensors}
+    assert len(sent) > 10 and all(len(checksum) == 16 for checksum in sent.values())
     receipt = asyncio.run(push(engine, next_version_path, version=7))
     assert receipt == WeightReceipt(version=7, checksums=sent)
 
@@ -70,11 +81,10 @@ def test_read_only_and_bfloat16_bytes_are_taken(engine: EmbeddedEngine, prompt_o
 
     async def run() -> None:
         await engine.pause()
-        stream = WeightStream(load_causal_lm(next_version_path), "bfloat16", bucket_bytes=1 << 20)
-        bucket = stream.bucket(0)
-        assert bucket is not None
-        for tensor in bucket.tensors:
-            tensor.data.flags.writeable = False
+        (bucket,) = buckets_of(next_version_path, "bfloat16", 1 << 20)
+        assert isinstance(bucket.payload, InlineBytes)
+        for data in bucket.payload.data:
+            data.flags.writeable = False
         before = await engine.score(prompt_of(8))
         await engine.load_bucket(bucket)
         assert await engine.score(prompt_of(8)) != before
@@ -93,7 +103,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_of_its_bucket_is_loaded
         before = await engine.score(prompt_of(8))
         fitting = one_tensor("model.layers.0.input_layernorm.weight", (32,))
         with pytest.raises(ValueError, match=name):
-            await engine.load_bucket(WeightBucket(tensors=fitting.tensors + one_tensor(name, shape).tensors))
+            await engine.load_bucket(joined(fitting, one_tensor(name, shape)))
         assert await engine.score(prompt_of(8)) == before
 
     asyncio.run(run())
@@ -115,6 +125,20 @@ def test_a_tied_head_has_both_its_names(engine: EmbeddedEngine, prompt_of: Any) 
 def test_an_engine_that_runs_takes_no_weights(engine: EmbeddedEngine) -> None:
     with pytest.raises(RuntimeError, match="paused"):
         asyncio.run(engine.load_bucket(one_tensor("model.norm.weight", (32,))))
+    with pytest.raises(RuntimeError, match="paused"):
+        asyncio.run(engine.begin_weights())
+
+
+def test_what_an_unfinished_push_brought_is_in_no_receipt(engine: EmbeddedEngine) -> None:
+    async def run() -> WeightReceipt:
+        await engine.pause()
+        await engine.begin_weights()
+        await engine.load_bucket(one_tensor("model.norm.weight", (32,)))
+        await engine.begin_weights()
+        await engine.load_bucket(one_tensor("model.layers.0.input_layernorm.weight", (32,)))
+        return await engine.commit_weights(1)
+
+    assert asyncio.run(run()).checksums.keys() == {"model.layers.0.input_layernorm.weight"}
 
 
 @pytest.mark.parametrize("recompute", [True, False])
