@@ -1,8 +1,9 @@
-"""An outside judge over real HTTP: what is sent, what comes back, storms, drops, cancels, and that the key stays ours."""
+"""An outside judge over real HTTP: what is sent, what comes back, storms, drops, cancels; and the key stays ours."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import threading
@@ -343,7 +344,7 @@ def test_waits_double_with_jitter_and_end_in_died_after_max_retries() -> None:
     died, times = virtually([respond(error(503, "overloaded"))], chat, max_retries=4)
     assert isinstance(died, EngineDied)
     assert "in 5 tries" in str(died) and "HTTP 503: overloaded" in str(died)
-    waits = [after - before for before, after in zip(times, times[1:], strict=False)]
+    waits = [after - before for before, after in itertools.pairwise(times)]
     for wait, longest in zip(waits, (0.5, 1, 2, 4), strict=True):
         assert longest / 2 - 1e-3 <= wait <= longest + 1e-3
 
