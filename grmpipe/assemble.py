@@ -8,23 +8,27 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from grmpipe.config import RunConfig
+from grmpipe.engine_checks import window_of
+from grmpipe.engines import ENGINES, Model, device_of, engine_config_of, options_of
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluate import Evaluator
 from grmpipe.flow import Parts
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
+from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.watch import FailureGate
 from grmpipe.observers import Observers
-from grmpipe.prepare import Model, Prepared, options_of
+from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat, play
 from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.types import Env, Judge, Prompt, Rollout
-from models.engines.embedded import EmbeddedEngine
-from models.types import Engine, SamplingParams
+from models.engines.openai import OpenAIEngine
+from models.settings import OpenAIConfig
+from models.types import ChatEngine, Engine, SamplingParams
 from scheduler.actors import Cluster, InProcessCluster
 from scheduler.events import EventSink
 from scheduler.placement import Placement
@@ -40,39 +44,27 @@ class Running:
     policy: Router
     learner: LearnerGroup
     judge: Judge
+    outside: OpenAIEngine | None  # the judge's endpoint
 
     async def close(self) -> None:
+        if self.outside is not None:
+            await self.outside.close()
         await self.cluster.shutdown()
 
 
 # -- tables: a new kind is a file and a row ------------------------------------------------------------------------
 
 
-def embedded_engine(model: Model, config: RunConfig, placement: Placement) -> Callable[[], Engine]:
-    options = options_of(model.name, config)
-    return functools.partial(
-        EmbeddedEngine,
-        model.path,
-        model.name,
-        config.engine.embedded,
-        options.dtype,
-        device_of(model.name, placement),
-        chat_template=options.chat_template,
-    )
-
-
-def generative_judge(prepared: Prepared, grm: Engine | None) -> Judge:
+def generative_judge(prepared: Prepared, grm: Grm | None) -> Judge:
     assert grm is not None
-    assert prepared.grm is not None
-    model, config = prepared.grm, prepared.config
-    return GenerativeJudge(grm, model.renderer, config.judge, model.name, config.seed, model.context_tokens)
+    return GenerativeJudge(grm, prepared.config.judge, prepared.config.seed)
 
 
-def rule_judge(prepared: Prepared, grm: Engine | None) -> Judge:
+def rule_judge(prepared: Prepared, grm: Grm | None) -> Judge:
     return RuleJudge(prepared.config.judge.rule)
 
 
-def mixed_judge(prepared: Prepared, grm: Engine | None) -> Judge:
+def mixed_judge(prepared: Prepared, grm: Grm | None) -> Judge:
     mix = prepared.config.judge.mix
     return MixedJudge({name: (JUDGES[name](prepared, grm), weight) for name, weight in mix.items()})
 
@@ -87,8 +79,7 @@ async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
     return InProcessCluster(placement)
 
 
-ENGINES = {"embedded": embedded_engine}
-JUDGES: dict[str, Callable[[Prepared, Engine | None], Judge]] = {
+JUDGES: dict[str, Callable[[Prepared, Grm | None], Judge]] = {
     "generative": generative_judge,
     "rule": rule_judge,
     "mixed": mixed_judge,
@@ -101,11 +92,6 @@ CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {
 
 
 # -- starting ------------------------------------------------------------------------------------------------------
-
-
-def device_of(role: str, placement: Placement) -> str:
-    pool = placement.seats[role][0].pool
-    return "cuda" if placement.pools[pool].resource == "gpu" else "cpu"
 
 
 async def start(prepared: Prepared, events: EventSink) -> Running:
@@ -122,8 +108,9 @@ async def start(prepared: Prepared, events: EventSink) -> Running:
         await cluster.shutdown()
         raise
     assert policy is not None
-    judge = JUDGES[config.judge.kind](prepared, grm)
-    return Running(cluster=cluster, policy=policy, learner=LearnerGroup(ranks), judge=judge)
+    outside = outside_engine(config)
+    judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, grm, outside, events))
+    return Running(cluster=cluster, policy=policy, learner=LearnerGroup(ranks), judge=judge, outside=outside)
 
 
 async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, events: EventSink) -> Router:
@@ -134,6 +121,24 @@ async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, even
 
 async def no_engines() -> None:
     return None
+
+
+def outside_engine(config: RunConfig) -> OpenAIEngine | None:
+    """The client of a judge behind an endpoint; None where the judge is here, or a rule."""
+    if not config.judge_is_outside:
+        return None
+    options = engine_config_of("grm", config)
+    assert isinstance(options, OpenAIConfig)
+    return OpenAIEngine(config.grm.path, "grm", options)
+
+
+def grm_of(prepared: Prepared, here: Engine | None, outside: ChatEngine | None, events: EventSink) -> Grm | None:
+    """What a generative judge asks; None where no model judges."""
+    if outside is not None:
+        return GrmOutside("grm", outside, window_of("grm", prepared.config, 0), events)
+    if here is None or (model := prepared.grm) is None:
+        return None
+    return GrmHere(model.name, here, model.renderer, model.context_tokens)
 
 
 def learner_spec(prepared: Prepared) -> LearnerSpec:

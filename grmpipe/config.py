@@ -22,15 +22,23 @@ from grmpipe.judge.settings import JudgeConfig
 from grmpipe.observe.settings import TrackingConfig
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
-from models.settings import EngineConfig, ModelConfig
+from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
+from scheduler.health import HealthConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.weight_sync import SyncConfig
 
 TASKS = ("train", "plan", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
-# What may differ between a run and its resumption: none of it changes what is trained.
-FREE_ON_RESUME = ("task", "resume", "run_dir", "objective", "tracking", "cluster", "placement")
+# What may differ between a run and its resumption: none of it changes what is trained. Who samples may change, too:
+# every token brings its log-prob and its version along.
+FREE_ON_RESUME = (
+    "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health",
+    "engine", "policy.engine", "policy.engine_options", "grm.engine", "grm.engine_options",
+)  # fmt: skip
+# But not, of engines, what decides which prompts fit, or may make another model of the same files.
+ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
+BOUND_ON_RESUME = ("max_context_tokens", "options", "extra_body")
 
 
 class ConfigError(ValueError):
@@ -68,6 +76,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -79,12 +88,37 @@ class RunConfig:
             raise ValueError(f"resume: unknown value {self.resume!r}; known: {', '.join(RESUMES)}")
         if not re.fullmatch(r"[\w.-]+", self.experiment):
             raise ValueError(f"experiment: may hold letters, digits, '_', '.' and '-', got {self.experiment!r}")
+        if self.policy.engine not in ENGINES_OF_THE_POLICY:
+            raise ValueError(
+                f"policy.engine: {self.policy.engine} takes no weights and gives no log-probs, so it can't serve a "
+                f"model in training; type policy.engine={' or '.join(ENGINES_OF_THE_POLICY)}"
+            )
+        if self.judge_is_outside and self.grm.path.startswith("tiny://"):
+            raise ValueError(
+                f"grm.path: {self.grm.path} is a model of this project; with grm.engine=openai type the model's name "
+                "at engine.openai.base_url, as in grm.path=gpt-4.1-mini"
+            )
+        if self.judge.structured and self.judged_by_model and self.grm.engine not in ENGINES_WITH_GRAMMAR:
+            raise ValueError(
+                f"judge.structured: {self.grm.engine} can't hold a judgement to a form; "
+                f"type judge.structured=false, or grm.engine={' or '.join(ENGINES_WITH_GRAMMAR)}"
+            )
+
+    @property
+    def judged_by_model(self) -> bool:
+        """Is there a GRM, here or outside?"""
+        return self.judge.kind == "generative" or (self.judge.kind == "mixed" and "generative" in self.judge.mix)
+
+    @property
+    def judge_is_outside(self) -> bool:
+        """Does the GRM live behind somebody else's endpoint? It takes no place then, and no files."""
+        return self.judged_by_model and self.grm.engine == "openai"
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that need a place."""
-        judged_by_model = self.judge.kind == "generative" or "generative" in self.judge.mix
-        return ("policy", "learner", "grm") if judged_by_model else ("policy", "learner")
+        seated = self.judged_by_model and not self.judge_is_outside
+        return ("policy", "learner", "grm") if seated else ("policy", "learner")
 
 
 Config = TypeVar("Config")
@@ -120,6 +154,20 @@ def from_values(cls: type[Config], values: Mapping[str, object], path: str = "")
         raise ConfigError(f"{path}{error}") from error
 
 
+def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config:
+    """A section with some of its values replaced, typed and checked as if they had been set there."""
+    known = [spec.name for spec in dataclasses.fields(section)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise ConfigError(unknown_key(f"{path}{name}", [f"{path}{other}" for other in known]))
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(_thawed(type(section))), dataclasses.asdict(section), values)  # type: ignore[call-overload]
+        plain = OmegaConf.to_container(typed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}{error.full_key}: {str(error).splitlines()[0]}") from error
+    return from_values(type(section), typing.cast(Mapping[str, object], plain), path)
+
+
 def to_yaml(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
@@ -138,8 +186,14 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key.split(".")[0] not in FREE_ON_RESUME
+        if before.get(key) != after.get(key) and not free_on_resume(key)
     ]
+
+
+def free_on_resume(key: str) -> bool:
+    names = key.split(".")
+    under = any(names[: len(free)] == free for free in (section.split(".") for section in FREE_ON_RESUME))
+    return under and not (key.startswith(ENGINE_KEYS) and any(name in BOUND_ON_RESUME for name in names))
 
 
 def known_keys() -> list[str]:

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grmpipe.config import ConfigError, RunConfig
+from grmpipe.engine_checks import check_installed, window_of
+from grmpipe.engines import Model, options_of
 from grmpipe.prepare import (
     Data,
-    Model,
     ModelNotHere,
     Progress,
-    check_grm,
+    check_judge,
     check_machine,
     check_objective,
     check_policy,
     find_model,
-    options_of,
     read_data,
     seat_roles,
 )
@@ -71,10 +71,11 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
     data = read_data(config)
     check_objective(config)
     unchecked = []
-    try:
-        check_machine(config, placement)
-    except ConfigError as error:
-        unchecked.append(f"{error}, or run where they are")
+    for check in (lambda: check_machine(config, placement), lambda: check_installed(config)):
+        try:
+            check()
+        except ConfigError as error:
+            unchecked.append(f"{error}, or run where they are")
     models: dict[str, Sized] = {}
     for role in ("policy", "grm"):
         if role in config.roles:
@@ -82,8 +83,10 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
             unchecked += lacking
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
-    if "grm" in models and (grm := models["grm"].model) is not None:
-        check_grm(config, grm, data)
+    if config.judge_is_outside:
+        check_judge(config, None, data)
+    elif "grm" in models and (grm := models["grm"].model) is not None:
+        check_judge(config, grm, data)
     return Survey(config=config, placement=placement, data=data, models=models, unchecked=tuple(unchecked))
 
 
@@ -97,7 +100,7 @@ def size_model(role: str, config: RunConfig, progress: Progress) -> tuple[Sized,
         if not shape.declared:
             lacking.append(f"memory of {role}: declare {role}.shape, as in conf/policy/qwen3_8b.yaml")
             return Sized(role=role, model=None, footprint=None, context_tokens=0), lacking
-        window = config.engine.embedded.max_context_tokens or shape.context_tokens
+        window = window_of(role, config, shape.context_tokens)
         return Sized(role=role, model=None, footprint=footprint_of_shape(shape), context_tokens=window), lacking
     sized = Sized(role=role, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens)
     return sized, []

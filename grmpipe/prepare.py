@@ -15,12 +15,17 @@ from dataclasses import dataclass, fields
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.prompts import disjoint, load_prompts
 from grmpipe.data.stream import PromptStream
+from grmpipe.engine_checks import check_installed, check_options, check_tensor_parallel, window_of
+from grmpipe.engines import Model, options_of, tensor_parallel_of
 from grmpipe.evaluate import EVAL_METRICS
+from grmpipe.judge.grm import estimated_tokens
+from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.rule import RULES, Rule
 from grmpipe.judge.scale import Scale
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
+from models.footprint import heads_of
 from models.hub import NotHere, find_files, is_hub_name
 from models.renderer import Renderer
 from models.settings import ModelConfig
@@ -32,20 +37,6 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]  # (what, share done)
 CORES_ARE_SHARED = 1 << 20  # threads of one process, as many as one likes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A role's model, found and checked.
-
-    path:           what its processes load.
-    context_tokens: prompt and new tokens together: the model's window, or the engine's where that is smaller.
-    """
-
-    name: str  # the role's: policy, grm
-    path: str
-    renderer: Renderer
-    context_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +68,17 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     """Seat roles, read data, find models, and see that they fit each other."""
     placement = seat_roles(config)
     check_machine(config, placement)
+    check_installed(config)
     data = read_data(config)
     check_objective(config)
     policy = find_model("policy", config, progress)
     grm = find_model("grm", config, progress) if "grm" in config.roles else None
+    for model in (policy, grm) if grm is not None else (policy,):
+        if tensor_parallel_of(model.name, placement) > 1:
+            check_tensor_parallel(model.name, heads_of(model.path), placement)
     check_policy(config, policy, data)
-    if grm is not None:
-        check_grm(config, grm, data)
+    if config.judged_by_model:
+        check_judge(config, grm, data)
     prompts = PromptStream(data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs)
     return Prepared(config=config, policy=policy, grm=grm, prompts=prompts, held_out=data.held_out, placement=placement)
 
@@ -95,13 +90,7 @@ def seat_roles(config: RunConfig) -> Placement:
     """Every role on its slots, whatever this machine has."""
     with section(""):
         placement = place(config.placement, config.roles)
-    for role, seats in placement.seats.items():
-        if placement.pools[seats[0].pool].resource == "gpu" and len(seats[0].slots) > 1:
-            raise ConfigError(
-                f"placement.roles.{role}.slots_per_replica: a process of {role} uses one GPU, "
-                f"{len(seats[0].slots) - 1} of {len(seats[0].slots)} would idle; "
-                f"type placement.roles.{role}.slots_per_replica=1, and replicas for more"
-            )
+    check_options(config, placement)
     return placement
 
 
@@ -203,19 +192,21 @@ def find_model(name: str, config: RunConfig, progress: Progress, *, weights: boo
     with section(f"{name}."):
         directory = find_files(resolve_model(options.path, progress), weights=weights)
         renderer = Renderer.load(directory, options.chat_template)
-    window = config.engine.embedded.max_context_tokens or renderer.context_tokens
-    if window > renderer.context_tokens:
-        raise ConfigError(
-            f"engine.embedded.max_context_tokens: {window} exceeds the window of {name} ({options.path}); "
-            f"type engine.embedded.max_context_tokens={renderer.context_tokens} or less, 0 for all of it"
-        )
+    check_vocabulary(name, options, renderer)
+    window = window_of(name, config, renderer.context_tokens)
     # The machines of a joined cluster have caches of their own: they go by the hub name.
     by_name = config.cluster.address is not None and is_hub_name(options.path)
     return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)
 
 
-def options_of(name: str, config: RunConfig) -> ModelConfig:
-    return config.policy if name == "policy" else config.grm
+def check_vocabulary(name: str, options: ModelConfig, renderer: Renderer) -> None:
+    """A tokenizer that gives ids which the model has no row for is another model's."""
+    if renderer.num_token_ids > renderer.vocab_size:
+        raise ConfigError(
+            f"{name}.path: the tokenizer in {options.path} gives ids up to {renderer.num_token_ids - 1}, the model "
+            f"there has {renderer.vocab_size} rows (vocab_size in config.json): they don't belong together; give a "
+            "directory with the model's own tokenizer"
+        )
 
 
 def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
@@ -225,7 +216,8 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
         for prompt in kinds.values():
             policy.renderer.render(prompt.messages)
     check_window(
-        model=policy,
+        name="policy",
+        context_tokens=policy.context_tokens,
         key="rollout.max_new_tokens",
         new_tokens=config.rollout.max_new_tokens,
         lengths=((prompt, len(policy.renderer.render(prompt.messages))) for prompt in data.train),
@@ -233,25 +225,29 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
     )
 
 
-def check_grm(config: RunConfig, grm: Model, data: Data) -> None:
+def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
     """Its template takes the prompts, and its window takes at least one of them with a full answer and a critique.
 
-    A full one: who could write what the judge can't read would escape it.
+    A full one: who could write what the judge can't read would escape it. `grm` is None for a judge outside.
     """
     scale = Scale(low=config.judge.score_min, high=config.judge.score_max)
     with section("judge."):
         template = JudgePrompt.load(config.judge.template, scale)
         for prompt in [prompt for prompt in (*data.train, *data.held_out) if prompt.reference is None][:1]:
             template.render(prompt, "")
+        if config.judge.structured:
+            PATTERNS[config.judge.parser](scale)
 
     def length(prompt: Prompt) -> int:
         text = template.render(prompt, "")
-        return len(grm.renderer.render((Message(role="user", content=text),))) + config.rollout.max_new_tokens
+        weighed = len(grm.renderer.render((Message(role="user", content=text),))) if grm else estimated_tokens(text)
+        return weighed + config.rollout.max_new_tokens
 
     with section("grm."):
         length(data.train[0])
     check_window(
-        model=grm,
+        name="grm",
+        context_tokens=grm.context_tokens if grm else window_of("grm", config, 0),
         key="judge.max_new_tokens",
         new_tokens=config.judge.max_new_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),
@@ -259,19 +255,24 @@ def check_grm(config: RunConfig, grm: Model, data: Data) -> None:
     )
 
 
-def check_window(*, model: Model, key: str, new_tokens: int, lengths: Iterable[tuple[Prompt, int]], what: str) -> None:
-    """At least one prompt leaves room for `new_tokens`: it ends at the first that does. A run skips the others."""
+def check_window(
+    *, name: str, context_tokens: int, key: str, new_tokens: int, lengths: Iterable[tuple[Prompt, int]], what: str
+) -> None:
+    """At least one prompt leaves room for `new_tokens`: it ends at the first that does. A run skips the others.
+
+    A window of 0 isn't known, and takes all.
+    """
     too_long = []
     for prompt, num_tokens in lengths:
-        if num_tokens + new_tokens <= model.context_tokens:
+        if not context_tokens or num_tokens + new_tokens <= context_tokens:
             return
         too_long.append((num_tokens, prompt.prompt_id))
     length, prompt_id = min(too_long)
-    room = model.context_tokens - length
+    room = context_tokens - length
     way_out = f"type {key}={room} or less" if room > 0 else "give shorter prompts, or a model with a larger window"
     raise ConfigError(
         f"{key}: {new_tokens} new tokens after even the shortest {what} ({prompt_id}: {length} tokens) exceed the "
-        f"{model.context_tokens} tokens of {model.name}; {way_out}"
+        f"{context_tokens} tokens of {name}; {way_out}"
     )
 
 

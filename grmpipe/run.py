@@ -65,7 +65,7 @@ class TrainingRun:
         self._run_dir = run_dir
         self._observers = observers
         self._checkpoints = checkpoints
-        self._accounts = Accounts(prepared.grm.name if prepared.grm else None)
+        self._accounts = Accounts("grm" if prepared.config.judged_by_model else None)
         self._pipeline: Pipeline | None = None
         self._state = state
         if state is not None:

@@ -57,7 +57,7 @@ class Tally:
         generated += [judgement.completion for judgement in report.judgements]
         self.step.asked += len(report.judgements) + len(report.failures)
         self.step.counted += len(report.judgements)
-        self.step.judge_tokens += sum(len(completion.token_ids) for completion in generated)
+        self.step.judge_tokens += sum(completion.num_tokens for completion in generated)
         self.step.failed.update(failure.cause for failure in report.failures)
 
     def close_step(self) -> Counts:

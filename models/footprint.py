@@ -56,6 +56,22 @@ class Footprint:
         return (layers + 4 * self.hidden_size + 2 * self.vocab_size) * BYTES[dtype]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """What tensor parallelism divides."""
+
+    query: int
+    key: int
+
+
+def heads_of(path: str) -> Heads:
+    """Of a model directory."""
+    text = AutoConfig.from_pretrained(path).get_text_config()
+    return Heads(
+        query=text.num_attention_heads, key=getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    )
+
+
 def footprint_of(path: str) -> Footprint:
     """Of a model directory. Raises OSError when there is no config at `path`."""
     config = AutoConfig.from_pretrained(path)

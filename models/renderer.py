@@ -21,6 +21,7 @@ class Renderer:
     template that would edit contents (trim them, drop earlier thoughts) leaves them as they are.
 
     stop_token_ids: what ends a turn, of the tokenizer and of generation_config.json.
+    vocab_size:     rows of the model's embedding; num_token_ids: what the tokenizer may give, its highest id plus one.
     context_tokens: the model's window, prompt and new tokens together.
     """
 
@@ -35,6 +36,7 @@ class Renderer:
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
         self.stop_token_ids = stop_token_ids
+        self.num_token_ids = max(tokenizer.get_vocab().values()) + 1
         self._tokenizer = tokenizer
         self._markup_ids = _markup_ids(tokenizer)
         self._markup: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}

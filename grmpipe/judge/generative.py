@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.parse import PARSERS, scores_of
+from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import JudgeConfig
@@ -15,13 +16,7 @@ from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import VOTES
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout
 from models.seeds import derive_seed
-from models.types import Completion, Engine, EngineDied, EngineRefused, Message, RequestContext, SamplingParams
-
-
-class Renderer(Protocol):
-    """What judging needs of a tokenizer with a chat template."""
-
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
+from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,36 +24,24 @@ class Question:
     """What the GRM is asked, k times, about one rollout."""
 
     rollout: Rollout
-    prompt_ids: tuple[int, ...]
+    prompt: GrmPrompt
     priority: int
 
 
 class GenerativeJudge:
     """A pointwise judge: each rollout by itself.
 
-    engine:         serves the GRM; it may be a router of many.
-    grm_name, seed: stand in the journal, and make every judgement repeatable by its request_id.
-    context_tokens: the GRM's window; what doesn't fit is `too_long`, unsent.
+    seed: makes every judgement repeatable by its request_id.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        renderer: Renderer,
-        config: JudgeConfig,
-        grm_name: str,
-        seed: int,
-        context_tokens: int,
-    ) -> None:
-        self._engine = engine
-        self._renderer = renderer
+    def __init__(self, grm: Grm, config: JudgeConfig, seed: int) -> None:
+        self._grm = grm
         self._config = config
-        self._grm_name = grm_name
         self._seed = seed
-        self._context_tokens = context_tokens
         self._scale = Scale(low=config.score_min, high=config.score_max)
         self._prompt = JudgePrompt.load(config.template, self._scale)
         self._parser = PARSERS[config.parser]
+        self._pattern = PATTERNS[config.parser](self._scale) if config.structured else None
         self._vote = VOTES[config.vote]
         self._places = asyncio.Semaphore(config.width)
 
@@ -68,13 +51,11 @@ class GenerativeJudge:
             text = self._prompt.render(prompt, rollout.text)
         except ValueError as error:
             return unasked("refused", str(error))
-        prompt_ids = self._renderer.render((Message(role="user", content=text),))
-        needed_tokens = len(prompt_ids) + self._config.max_new_tokens
-        if needed_tokens > self._context_tokens:
-            return unasked(
-                "too_long", f"{needed_tokens} tokens; the window of {self._grm_name} has {self._context_tokens}"
-            )
-        question = Question(rollout=rollout, prompt_ids=prompt_ids, priority=priority)
+        asked_for = self._grm.prompt(text)
+        window, needed_tokens = self._grm.context_tokens, asked_for.num_tokens + self._config.max_new_tokens
+        if window and needed_tokens > window:
+            return unasked("too_long", f"{needed_tokens} tokens; the window of {self._grm.name} has {window}")
+        question = Question(rollout=rollout, prompt=asked_for, priority=priority)
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(self._ask(question, index)) for index in range(self._config.num_judgements)]
         return self._report(rollout, [result for task in asked for result in task.result()])
@@ -100,10 +81,11 @@ class GenerativeJudge:
             max_new_tokens=self._config.max_new_tokens,
             temperature=self._config.temperature,
             seed=derive_seed(self._seed, context.request_id),
+            pattern=self._pattern,
         )
         try:
             async with self._places, asyncio.timeout(self._config.timeout_s):
-                completion = await self._engine.generate(question.prompt_ids, params, context)
+                completion = await self._grm.ask(question.prompt, params, context)
         except TimeoutError:
             return failed("timeout", attempt, f"no answer within {self._config.timeout_s:g} s")
         except EngineRefused as error:
@@ -122,16 +104,16 @@ class GenerativeJudge:
                 cause=scores,
                 attempts=attempt + 1,
                 detail=f"it ends with {completion.text[-80:]!r}",
-                prompt_ids=question.prompt_ids,
+                prompt_ids=question.prompt.token_ids,
                 completion=completion,
             )
         return Judgement(
             group_id=question.rollout.group_id,
             siblings=(question.rollout.sibling,),
             scores=tuple(float(score) for score in scores),
-            prompt_ids=question.prompt_ids,
+            prompt_ids=question.prompt.token_ids,
             completion=completion,
-            grm=self._grm_name,
+            grm=self._grm.name,
             version=completion.oldest_version,
         )
 

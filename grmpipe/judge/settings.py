@@ -23,6 +23,7 @@ class JudgeConfig:
     temperature: float = 1.0
     template: str = "tiny"  # a shipped one (tiny, pointwise, boxed), or the path of a Jinja file
     parser: str = "score_line"
+    structured: bool = False  # the engine's grammar holds judgements to what the parser reads
     score_min: int = 1
     score_max: int = 10
     vote: str = "mean"

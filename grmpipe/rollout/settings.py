@@ -12,6 +12,7 @@ class RolloutConfig:
     max_new_tokens: int = 64
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0  # 0: all
     max_turns: int = 1
     group_deadline_s: float = 120.0  # from a group's first token to its last verdict; syncs don't count
     min_tokens_per_s: float = 10.0  # declared: the slowest speed of one rollout that is still fine
@@ -26,6 +27,8 @@ class RolloutConfig:
             )
         if self.top_p != 1.0:
             raise ValueError(f"top_p: must be 1 to train (the learner's log-probs know no nucleus), got {self.top_p}")
+        if self.top_k != 0:
+            raise ValueError(f"top_k: must be 0 to train (the learner's log-probs know all tokens), got {self.top_k}")
         if not self.min_tokens_per_s > 0:
             raise ValueError(f"min_tokens_per_s: must be above 0, got {self.min_tokens_per_s}")
         needed_s = self.max_turns * self.max_new_tokens / self.min_tokens_per_s

@@ -11,6 +11,7 @@ import looptime
 import pytest
 
 from grmpipe.judge.generative import GenerativeJudge
+from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.types import Prompt, Rollout, Turn
 from models.types import (
@@ -96,8 +97,8 @@ def prompt(question: str = "What is 6 x 2?", reference: str | None = "12") -> Pr
 
 def generative(author: Author, context_tokens: int = 10**6, **config: Any) -> tuple[GenerativeJudge, ScriptedEngine]:
     engine = ScriptedEngine(author)
-    judge = GenerativeJudge(engine, CodePoints(), JudgeConfig(**config), "tiny-grm", 11, context_tokens)
-    return judge, engine
+    grm = GrmHere("tiny-grm", engine, CodePoints(), context_tokens)
+    return GenerativeJudge(grm, JudgeConfig(**config), 11), engine
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -1,0 +1,133 @@
+"""What can be known, and refused, of a run's engines before anything starts. Starts none.
+
+Every refusal is a ConfigError that names the key and what to type.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.engines import EngineOptions, engine_config_of, option_key, options_of, tensor_parallel_of
+from models.engines.installed import sglang_missing, vllm_missing
+from models.footprint import Heads
+from models.settings import OpenAIConfig, SglangConfig, VllmConfig
+from scheduler.placement import Placement
+
+SEVERAL_GPUS = ("vllm", "sglang")  # engines that can lay one model over them
+
+
+def served_roles(config: RunConfig) -> tuple[str, ...]:
+    """Roles that an engine serves, here or outside."""
+    return ("policy", "grm") if config.judged_by_model else ("policy",)
+
+
+def check_options(config: RunConfig, placement: Placement) -> None:
+    """Options that exist, and places that their engines can fill. The same on every machine."""
+    for role in served_roles(config):
+        engine = engine_config_of(role, config)
+        if isinstance(engine, SglangConfig) and engine.urls:
+            check_urls(role, engine, config, placement)
+    for role in placement.seats:
+        check_slots(role, config, placement)
+
+
+def check_slots(role: str, config: RunConfig, placement: Placement) -> None:
+    """Does a process use all GPUs that its seat has?"""
+    num_gpus = tensor_parallel_of(role, placement)
+    if num_gpus == 1 or (role != "learner" and options_of(role, config).engine in SEVERAL_GPUS):
+        return
+    other_engine = "" if role == "learner" else f" or {role}.engine=vllm, which lays one model over several"
+    raise ConfigError(
+        f"placement.roles.{role}.slots_per_replica: a process of {role} uses one GPU, "
+        f"{num_gpus - 1} of {num_gpus} would idle; "
+        f"type placement.roles.{role}.slots_per_replica=1, and replicas for more{other_engine}"
+    )
+
+
+def check_urls(role: str, engine: SglangConfig, config: RunConfig, placement: Placement) -> None:
+    """One server per replica."""
+    replicas = len(placement.seats[role])
+    if len(engine.urls) != replicas:
+        key = option_key(role, config, "urls")
+        raise ConfigError(
+            f"{key}: {len(engine.urls)} servers for {replicas} replicas of {role}; give one each, "
+            f"or type placement.roles.{role}.replicas={len(engine.urls)}"
+        )
+
+
+def check_tensor_parallel(role: str, heads: Heads, placement: Placement) -> None:
+    """Each GPU gets the same number of attention heads, and whole key heads or copies of one."""
+    num_gpus = tensor_parallel_of(role, placement)
+    fits = heads.query % num_gpus == 0 and (heads.key % num_gpus == 0 or num_gpus % heads.key == 0)
+    if not fits:
+        fitting = [n for n in range(1, num_gpus) if heads.query % n == 0 and (heads.key % n == 0 or n % heads.key == 0)]
+        raise ConfigError(
+            f"placement.roles.{role}.slots_per_replica: {num_gpus} GPUs can't share {heads.query} attention heads "
+            f"and {heads.key} key heads evenly; type placement.roles.{role}.slots_per_replica={fitting[-1]}"
+        )
+
+
+def window_of(role: str, config: RunConfig, model_tokens: int) -> int:
+    """The window that a role's requests have: its engine's, which may not exceed the model's (0: not known)."""
+    window = engine_config_of(role, config).max_context_tokens or model_tokens
+    if window > model_tokens > 0:
+        key = option_key(role, config, "max_context_tokens")
+        raise ConfigError(
+            f"{key}: {window} exceeds the window of {role} ({options_of(role, config).path}); "
+            f"type {key}={model_tokens} or less, 0 for all of it"
+        )
+    return window
+
+
+# -- what only the machines of the run can tell --------------------------------------------------------------------
+
+
+def check_installed(config: RunConfig) -> None:
+    """Is what the engines need here? The machines of a joined cluster have environments of their own."""
+    for role in served_roles(config):
+        engine = engine_config_of(role, config)
+        if isinstance(engine, OpenAIConfig) or config.cluster.address is None:
+            NEEDS[options_of(role, config).engine](role, engine, config)
+
+
+def embedded_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
+    """Nothing that isn't here anyway."""
+
+
+def vllm_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
+    assert isinstance(engine, VllmConfig)
+    if missing := vllm_missing():
+        raise ConfigError(f"{role}.engine: {missing}")
+    # Late: it asks vLLM itself, which takes seconds to import.
+    from models.engines.vllm import check_vllm_options
+
+    try:
+        check_vllm_options(engine)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def sglang_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
+    assert isinstance(engine, SglangConfig)
+    if not engine.urls and (missing := sglang_missing(engine.python)):
+        raise ConfigError(missing if missing.startswith("engine.") else f"{role}.engine: {missing}")
+
+
+def openai_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
+    assert isinstance(engine, OpenAIConfig)
+    if engine.api_key_env and not os.environ.get(engine.api_key_env, "").strip():
+        key = option_key(role, config, "api_key_env")
+        raise ConfigError(
+            f"{key}: the environment variable {engine.api_key_env} is not set; set it, type {key}=<another variable>, "
+            f"or {key}='' for an endpoint that wants no key"
+        )
+
+
+NEEDS: dict[str, Callable[[str, EngineOptions, RunConfig], None]] = {
+    "embedded": embedded_needs,
+    "vllm": vllm_needs,
+    "sglang": sglang_needs,
+    "openai": openai_needs,
+}

@@ -1,0 +1,108 @@
+"""Which engine serves which role, with which options, how it is made. Its library is imported where it is made.
+
+A new engine is a file in models/engines/, a section in models/settings.py, a row in ENGINES.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grmpipe.config import RunConfig, overlaid
+from models.engines.embedded import EmbeddedEngine
+from models.renderer import Renderer
+from models.settings import EmbeddedConfig, ModelConfig, OpenAIConfig, SglangConfig, VllmConfig
+from models.types import Engine
+from scheduler.placement import Placement
+
+EngineOptions = EmbeddedConfig | VllmConfig | SglangConfig | OpenAIConfig
+MakeEngine = Callable[[int], Engine]  # by the rank of its seat; it travels to where the engine will live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A role's model, found and checked.
+
+    path:           what its processes load.
+    context_tokens: prompt and new tokens together: the model's window, or the engine's where that is smaller.
+    """
+
+    name: str  # the role's: policy, grm
+    path: str
+    renderer: Renderer
+    context_tokens: int
+
+
+def options_of(role: str, config: RunConfig) -> ModelConfig:
+    return config.policy if role == "policy" else config.grm
+
+
+def engine_config_of(role: str, config: RunConfig) -> EngineOptions:
+    """`engine.<kind>` with the role's own `engine_options` over it. ConfigError names an option that doesn't exist."""
+    model = options_of(role, config)
+    shared: dict[str, EngineOptions] = {
+        "embedded": config.engine.embedded,
+        "vllm": config.engine.vllm,
+        "sglang": config.engine.sglang,
+        "openai": config.engine.openai,
+    }
+    return overlaid(shared[model.engine], model.engine_options, f"{role}.engine_options.")
+
+
+def option_key(role: str, config: RunConfig, name: str) -> str:
+    """Where a user sets an option of the engine that serves a role, so that it counts."""
+    model = options_of(role, config)
+    return f"{role}.engine_options.{name}" if name in model.engine_options else f"engine.{model.engine}.{name}"
+
+
+def device_of(role: str, placement: Placement) -> str:
+    pool = placement.seats[role][0].pool
+    return "cuda" if placement.pools[pool].resource == "gpu" else "cpu"
+
+
+def tensor_parallel_of(role: str, placement: Placement) -> int:
+    """GPUs that share one model. On a CPU an engine of several cores has threads instead."""
+    return len(placement.seats[role][0].slots) if device_of(role, placement) == "cuda" else 1
+
+
+# -- factories -----------------------------------------------------------------------------------------------------
+
+
+def embedded_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEngine:
+    return functools.partial(make_embedded, model.path, model.name, config, device_of(model.name, placement))
+
+
+def make_embedded(path: str, role: str, config: RunConfig, device: str, rank: int = 0) -> Engine:
+    options, engine = options_of(role, config), engine_config_of(role, config)
+    assert isinstance(engine, EmbeddedConfig)
+    return EmbeddedEngine(path, role, engine, options.dtype, device, config.seed, options.chat_template)
+
+
+def vllm_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEngine:
+    device, num_gpus = device_of(model.name, placement), tensor_parallel_of(model.name, placement)
+    return functools.partial(make_vllm, model.path, model.name, config, device, num_gpus)
+
+
+def make_vllm(path: str, role: str, config: RunConfig, device: str, num_gpus: int, rank: int = 0) -> Engine:
+    from models.engines.vllm import VllmEngine
+
+    options, engine = options_of(role, config), engine_config_of(role, config)
+    assert isinstance(engine, VllmConfig)
+    return VllmEngine(
+        path,
+        role,
+        engine,
+        dtype=options.dtype,
+        device=device,
+        seed=config.seed,
+        chat_template=options.chat_template,
+        tensor_parallel=num_gpus,
+        takes_weights=role == "policy",
+    )
+
+
+ENGINES: dict[str, Callable[[Model, RunConfig, Placement], MakeEngine]] = {
+    "embedded": embedded_engine,
+    "vllm": vllm_engine,
+}

@@ -1,0 +1,91 @@
+"""A pattern lets through what its parser reads at the end, and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grmpipe.judge.parse import PARSERS
+from grmpipe.judge.pattern import PATTERNS
+from grmpipe.judge.scale import Scale
+from grmpipe.judge.settings import PARSERS as PARSERS_OF_THE_CONFIG
+
+SCALES = (Scale(), Scale(low=0, high=100), Scale(low=-3, high=3))
+NEAR_VERDICTS = st.text(alphabet="Score: 10-7\n\r\t >\\boxed{},*", max_size=30)
+FORMS = {"score_line": "Score: {}", "boxed": "\\boxed{{{}}}"}
+
+
+def matches(name: str, scale: Scale, text: str) -> bool:
+    return re.fullmatch(PATTERNS[name](scale), text) is not None
+
+
+def test_every_parser_has_a_pattern() -> None:
+    assert set(PATTERNS) == set(PARSERS) == set(PARSERS_OF_THE_CONFIG)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", sorted(PATTERNS))
+def test_what_the_pattern_lets_through_parses(name: str, scale: Scale) -> None:
+    @given(st.from_regex(PATTERNS[name](scale), fullmatch=True))
+    def holds(text: str) -> None:
+        assert PARSERS[name](text, 1, scale) != "unparseable"
+
+    holds()
+
+
+@given(noise=st.text() | NEAR_VERDICTS, score=st.integers(-200, 200), scale=st.sampled_from(SCALES))
+@pytest.mark.parametrize("name", sorted(PATTERNS))
+def test_a_verdict_in_the_last_line_passes_exactly_where_it_parses(
+    name: str, noise: str, score: int, scale: Scale
+) -> None:
+    text = f"{noise}\n{FORMS[name].format(score)}"
+    assert matches(name, scale, text) == (PARSERS[name](text, 1, scale) == (score,))
+    assert matches(name, scale, text) == (scale.low <= score <= scale.high)
+
+
+@given(text=NEAR_VERDICTS, name=st.sampled_from(sorted(PATTERNS)), scale=st.sampled_from(SCALES))
+def test_of_texts_like_verdicts_it_lets_none_through_that_does_not_parse(text: str, name: str, scale: Scale) -> None:
+    if matches(name, scale, text):
+        assert PARSERS[name](text, 1, scale) != "unparseable"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("score_line", "Score: 7"),
+        ("score_line", "fine\n\tScore: 10 \r\n\n"),
+        ("score_line", "> Score: 2\nScore: 99\nScore: 3\n"),
+        ("boxed", "\\boxed{7}"),
+        ("boxed", "So it is $\\boxed{ 10 }$.\n"),
+        ("boxed", "> \\boxed{2}\nNo: \\boxed{3}, rather than 2"),
+    ],
+)
+def test_it_lets_through(name: str, text: str) -> None:
+    assert matches(name, Scale(), text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("score_line", "Score: 11"),
+        ("score_line", "Score: 0"),
+        ("score_line", "> Score: 7"),
+        ("score_line", "Score: 7 of 10"),
+        ("score_line", "Score: 7\nThat is all."),
+        ("score_line", ""),
+        ("boxed", " > \\boxed{7}"),
+        ("boxed", "\\boxed{7} or rather \\boxed{"),
+        ("boxed", "\\boxed{7, 8}"),
+        ("boxed", "\\boxed{7"),
+    ],
+)
+def test_it_holds_back(name: str, text: str) -> None:
+    assert not matches(name, Scale(), text)
+
+
+def test_a_scale_too_long_to_list_is_refused_by_the_key() -> None:
+    with pytest.raises(ValueError, match=r"^structured: 1002 different scores"):
+        PATTERNS["boxed"](Scale(low=0, high=1001))
