@@ -177,6 +177,7 @@ class MicroBatch:
     loss_mask_T: np.ndarray  # float32, 0 or 1
     sampler_logprobs_T: np.ndarray  # float32
     advantages_T: np.ndarray  # float32
+    versions_T: np.ndarray  # int32, of the policy that sampled the token; -1 where none did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from grmpipe.train.settings import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a ratio beyond that is a fault, and must not become inf
 BAND_LOG_RATIO = 0.0953  # ln 1.1: a token's probability differs by more than a tenth
+OLDEST_AGE = 5  # and more, under one name
 
 Correction = Callable[[Tensor, Tensor, AlgorithmConfig], Tensor]
 
@@ -35,8 +36,8 @@ CORRECTIONS: dict[str, Correction] = {
 }
 
 
-def mismatch(abs_log_ratios_N: Tensor) -> dict[str, float]:
-    """|log pi_old - log mu| over a batch's N trained tokens: mean, 95th percentile, maximum, share beyond 10 %.
+def mismatch(abs_log_ratios_N: Tensor, area: str = "mismatch") -> dict[str, float]:
+    """|log pi_old - log mu| over N trained tokens: mean, 95th percentile, maximum, share beyond 10 %.
 
     A mean that grows is numerics or staleness; a maximum alone is one unlucky token; a share near 1 means that the
     engine has other weights than the learner.
@@ -45,8 +46,26 @@ def mismatch(abs_log_ratios_N: Tensor) -> dict[str, float]:
     if len(ordered_N) == 0:
         return {}
     return {
-        "mismatch/mean_nats": ordered_N.mean().item(),
-        "mismatch/p95_nats": ordered_N[int(0.95 * (len(ordered_N) - 1))].item(),
-        "mismatch/max_nats": ordered_N[-1].item(),
-        "mismatch/out_of_band_share": (ordered_N > BAND_LOG_RATIO).double().mean().item(),
+        f"{area}/mean_nats": ordered_N.mean().item(),
+        f"{area}/p95_nats": ordered_N[int(0.95 * (len(ordered_N) - 1))].item(),
+        f"{area}/max_nats": ordered_N[-1].item(),
+        f"{area}/out_of_band_share": (ordered_N > BAND_LOG_RATIO).double().mean().item(),
     }
+
+
+def mismatch_by_age(abs_log_ratios_N: Tensor, ages_N: Tensor) -> dict[str, float]:
+    """The same for the tokens of each age: batches trained since they were sampled. And the share that an age has.
+
+    Age 0 is numerics alone: an engine whose mismatch is large there computes something else than the learner. What
+    grows with age is staleness.
+    """
+    figures: dict[str, float] = {}
+    ages_N = ages_N.clamp(0, OLDEST_AGE)
+    for age in range(OLDEST_AGE + 1):
+        of_age_N = ages_N == age
+        if not of_age_N.any():
+            continue
+        area = f"mismatch/age_{age}" if age < OLDEST_AGE else f"mismatch/age_{OLDEST_AGE}_or_more"
+        figures |= mismatch(abs_log_ratios_N[of_age_N], area)
+        figures[f"{area}/token_share"] = of_age_N.double().mean().item()
+    return figures

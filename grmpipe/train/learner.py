@@ -59,6 +59,7 @@ class DeviceBatch:
     loss_mask_T: Tensor
     sampler_logprobs_T: Tensor
     advantages_T: Tensor
+    versions_T: Tensor
 
     @staticmethod
     def of(micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
@@ -70,6 +71,7 @@ class DeviceBatch:
             loss_mask_T=torch.tensor(micro_batch.loss_mask_T, device=device),
             sampler_logprobs_T=torch.tensor(micro_batch.sampler_logprobs_T, device=device),
             advantages_T=torch.tensor(micro_batch.advantages_T, device=device),
+            versions_T=torch.tensor(micro_batch.versions_T, device=device),
         )
 
 
@@ -122,6 +124,11 @@ class Learner:
         """Completed optimizer steps."""
         return self._version
 
+    @property
+    def policy_version(self) -> int:
+        """Completed batches: what engines call a version. Every batch has the same number of optimizer steps."""
+        return self._version // min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
+
     def accumulate(self, micro_batch: MicroBatch, old_logprobs_T: np.ndarray | None = None) -> Metrics:
         """Add the gradient of this micro-batch's summed loss; return its sums.
 
@@ -141,7 +148,7 @@ class Learner:
         )
         loss = summed_loss(logprobs, batch.advantages_T, batch.loss_mask_T, batch.sample_lengths_S, algorithm)
         loss.total.backward()
-        return self._meter.add(loss)
+        return self._meter.add(loss, (self.policy_version - batch.versions_T)[batch.loss_mask_T > 0])
 
     def logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
         """pi_old for batches that are updated on more than once: [T] float32, 0 where nothing is trained."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grmpipe.train.corrections import mismatch
+from grmpipe.train.corrections import mismatch, mismatch_by_age
 from grmpipe.train.objective import SummedLoss
 from grmpipe.types import BatchTotals, Metrics
 
@@ -17,15 +17,16 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sums: dict[str, float] = {}
-        self._abs_log_ratios: list[Tensor] = []
+        self._ratios_and_ages: list[Tensor] = []  # [N, 2] each
 
-    def add(self, loss: SummedLoss) -> Metrics:
-        """Take in a micro-batch; returns its sums on this rank."""
+    def add(self, loss: SummedLoss, ages_N: Tensor) -> Metrics:
+        """Take in a micro-batch with the ages of its N trained tokens; returns its sums on this rank."""
         named = {"loss": loss.total.detach(), **loss.sums}
         sums = dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
-        self._abs_log_ratios.append(loss.abs_log_ratios_N.detach())
+        ratios_N = loss.abs_log_ratios_N.detach()
+        self._ratios_and_ages.append(torch.stack([ratios_N, ages_N.to(ratios_N.dtype)], dim=1))
         return {f"train/{name}_sum": value for name, value in sums.items()}
 
     def read(self, totals: BatchTotals, denominator: float) -> Metrics:
@@ -38,15 +39,16 @@ class Meter:
         assert tokens == totals.num_loss_tokens, f"{tokens} tokens accumulated, {totals.num_loss_tokens} in the batch"
         loss = sums.pop("loss") / denominator
         means = {f"train/{name}": value / tokens for name, value in sums.items()}
-        return {"train/loss": loss, **means, **mismatch(_gather(torch.cat(self._abs_log_ratios)))}
+        ratios_N, ages_N = _gather(torch.cat(self._ratios_and_ages)).unbind(1)
+        return {"train/loss": loss, **means, **mismatch(ratios_N), **mismatch_by_age(ratios_N, ages_N)}
 
 
-def _gather(values_N: Tensor) -> Tensor:
-    """The values of all ranks, whose numbers differ: padded with nan to the longest."""
-    longest = torch.tensor(len(values_N), device=values_N.device)
+def _gather(rows_NC: Tensor) -> Tensor:
+    """The rows of all ranks, whose numbers differ: padded with nan to the longest. A row with a nan is no row."""
+    longest = torch.tensor(len(rows_NC), device=rows_NC.device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    padded = values_N.new_full((int(longest),), torch.nan)
-    padded[: len(values_N)] = values_N
-    everyone = padded.new_empty(dist.get_world_size() * len(padded))
+    padded = rows_NC.new_full((int(longest), rows_NC.shape[1]), torch.nan)
+    padded[: len(rows_NC)] = rows_NC
+    everyone = padded.new_empty(dist.get_world_size() * len(padded), rows_NC.shape[1])
     dist.all_gather_single(everyone, padded)
-    return everyone[~everyone.isnan()]
+    return everyone[~everyone.isnan().any(dim=1)]

@@ -9,6 +9,8 @@ import numpy as np
 
 from grmpipe.types import MicroBatch, TrainingSample
 
+NOT_SAMPLED = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
@@ -68,14 +70,26 @@ def pack(samples: Sequence[TrainingSample]) -> MicroBatch:
     lengths_S = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
     starts_S = lengths_S.cumsum() - lengths_S
     position_ids_T = np.arange(lengths_S.sum(), dtype=np.int64) - starts_S.repeat(lengths_S)
+    loss_mask_T = _join([sample.loss_mask for sample in samples], np.float32) * (position_ids_T > 0)
+    versions_T = np.concatenate([versions_of(sample) for sample in samples])
+    assert not (loss_mask_T * (versions_T == NOT_SAMPLED)).any(), "only what was sampled is trained"
     return MicroBatch(
         token_ids_T=_join([sample.token_ids for sample in samples], np.int64),
         position_ids_T=position_ids_T,
         sample_lengths_S=lengths_S,
-        loss_mask_T=_join([sample.loss_mask for sample in samples], np.float32) * (position_ids_T > 0),
+        loss_mask_T=loss_mask_T,
         sampler_logprobs_T=_join([sample.sampler_logprobs for sample in samples], np.float32),
         advantages_T=_join([sample.advantages for sample in samples], np.float32),
+        versions_T=versions_T,
     )
+
+
+def versions_of(sample: TrainingSample) -> np.ndarray:
+    """[T] int32: who sampled each token; NOT_SAMPLED where nobody did."""
+    versions_T = np.full(len(sample.token_ids), NOT_SAMPLED, dtype=np.int32)
+    for span in sample.versions:
+        versions_T[span.start : span.end] = span.version
+    return versions_T
 
 
 def idle() -> MicroBatch:
@@ -88,6 +102,7 @@ def idle() -> MicroBatch:
         loss_mask_T=nothing_T,
         sampler_logprobs_T=nothing_T,
         advantages_T=nothing_T,
+        versions_T=np.full(2, NOT_SAMPLED, dtype=np.int32),
     )
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grmpipe.train.corrections import mismatch, truncated_importance
+from grmpipe.train.corrections import mismatch, mismatch_by_age, truncated_importance
 from grmpipe.train.losses import AGGREGATIONS, k3_kl, ppo_clip
 from grmpipe.types import BatchTotals
 
@@ -69,6 +69,35 @@ def test_mismatch_reads_the_distribution() -> None:
         },
         abs=1e-6,
     )
+
+
+def test_mismatch_by_age_is_the_mismatch_of_the_tokens_of_an_age() -> None:
+    ratios = torch.tensor([0.1, 0.3, 0.0, 0.2, 0.05, 0.4, 0.6, 0.8])
+    ages = torch.tensor([0, 0, 0, 0, 1, 1, 5, 17])
+    assert mismatch_by_age(ratios, ages) == pytest.approx(
+        {
+            "mismatch/age_0/mean_nats": 0.15,
+            "mismatch/age_0/p95_nats": 0.2,  # of 4 values the third
+            "mismatch/age_0/max_nats": 0.3,
+            "mismatch/age_0/out_of_band_share": 0.75,
+            "mismatch/age_0/token_share": 0.5,
+            "mismatch/age_1/mean_nats": 0.225,
+            "mismatch/age_1/p95_nats": 0.05,
+            "mismatch/age_1/max_nats": 0.4,
+            "mismatch/age_1/out_of_band_share": 0.5,
+            "mismatch/age_1/token_share": 0.25,
+            "mismatch/age_5_or_more/mean_nats": 0.7,
+            "mismatch/age_5_or_more/p95_nats": 0.6,
+            "mismatch/age_5_or_more/max_nats": 0.8,
+            "mismatch/age_5_or_more/out_of_band_share": 1.0,
+            "mismatch/age_5_or_more/token_share": 0.25,
+        },
+        abs=1e-6,
+    )
+
+
+def test_of_no_tokens_there_is_no_mismatch_at_any_age() -> None:
+    assert mismatch_by_age(torch.zeros(0), torch.zeros(0)) == {}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from models.engines.embedded import EmbeddedEngine
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
-from models.types import Completion, Message, RequestContext, SamplingParams
+from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -60,7 +60,11 @@ def packed(prompt_ids: tuple[int, ...], completions: list[Completion]) -> list[T
             loss_mask=(0,) * len(prompt_ids) + (1,) * len(completion.token_ids),
             sampler_logprobs=(0.0,) * len(prompt_ids) + completion.logprobs,
             advantages=(0.0,) * len(prompt_ids) + (1.0 - sibling % 2 * 2,) * len(completion.token_ids),
-            versions=(),
+            versions=(
+                VersionSpan(
+                    model="policy", version=0, start=len(prompt_ids), end=len(prompt_ids) + len(completion.token_ids)
+                ),
+            ),
         )
         for sibling, completion in enumerate(completions)
     ]

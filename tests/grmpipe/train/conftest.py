@@ -11,6 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from grmpipe.types import TrainingSample
+from models.types import VersionSpan
 
 MakeSamples = Callable[..., list[TrainingSample]]
 
@@ -58,7 +59,7 @@ def make_samples() -> MakeSamples:
                     loss_mask=(0,) * prompt + (1,) * answer,
                     sampler_logprobs=(0.0,) * prompt + tuple(draw.normal(-4.2, 0.5, answer).tolist()),
                     advantages=(0.0,) * prompt + (float(draw.normal()),) * answer,
-                    versions=(),
+                    versions=(VersionSpan(model="policy", version=index % 2, start=prompt, end=prompt + answer),),
                 )
             )
         return samples

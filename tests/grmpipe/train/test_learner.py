@@ -142,6 +142,24 @@ def test_the_samplers_temperature_is_the_learners(gpt2_path: str, make_samples) 
     assert np.abs(learner.logprobs(batch) - make_learner(gpt2_path).logprobs(batch)).max() > 0.01
 
 
+@pytest.mark.parametrize("updates", [1, 3])
+def test_age_is_counted_in_batches_however_many_updates_each_has(gpt2_path: str, make_samples, updates: int) -> None:
+    """Half the tokens are of version 0, half of version 1."""
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    trained_T, versions_T = batch.loss_mask_T > 0, batch.versions_T
+    learner = make_learner(gpt2_path, AlgorithmConfig(updates_per_batch=updates))
+    for batches in range(3):
+        for _ in range(updates):
+            learner.accumulate(batch)
+            metrics = learner.step(totals)
+        ages, sizes = np.unique(np.maximum(0, batches - versions_T[trained_T]), return_counts=True)
+        shares = {name: share for name, share in metrics.items() if name.endswith("/token_share")}
+        assert shares == pytest.approx(
+            {f"mismatch/age_{age}/token_share": n / trained_T.sum() for age, n in zip(ages, sizes, strict=True)}
+        )
+
+
 def test_a_discarded_batch_leaves_no_trace(gpt2_path: str, make_samples) -> None:
     kept, dropped = pack(make_samples(seed=1)), pack(make_samples(seed=2))
     totals = count(make_samples(seed=1), 0)

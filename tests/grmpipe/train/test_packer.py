@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.train.packer import Packer, Round, idle, pack
 from grmpipe.train.samples import count
 from grmpipe.types import TrainingSample
+from models.types import VersionSpan
 
 
 def sample(index: int, length: int) -> TrainingSample:
@@ -18,7 +20,8 @@ def sample(index: int, length: int) -> TrainingSample:
     return TrainingSample(
         group_id="g", sibling=index, segment=0, token_ids=(index,) * length,
         loss_mask=(0, *(1,) * (length - 1)), sampler_logprobs=(0.0, *(-1.0,) * (length - 1)),
-        advantages=(0.0, *(0.5,) * (length - 1)), versions=(),
+        advantages=(0.0, *(0.5,) * (length - 1)),
+        versions=(VersionSpan(model="policy", version=index, start=0, end=length),),
     )  # fmt: skip
 
 
@@ -86,6 +89,7 @@ def test_packed_arrays_line_up() -> None:
     assert batch.loss_mask_T.tolist() == [0, 1, 1, 0, 1]
     assert batch.sampler_logprobs_T.tolist() == [0, -1, -1, 0, -1]
     assert batch.advantages_T.tolist() == [0, 0.5, 0.5, 0, 0.5]
+    assert batch.versions_T.tolist() == [7, 7, 7, 8, 8]
     assert batch.loss_mask_T.dtype == np.float32 and batch.token_ids_T.dtype == np.int64
 
 
@@ -93,6 +97,17 @@ def test_a_first_token_is_neither_trained_nor_counted() -> None:
     unprompted = replace(sample(0, 4), loss_mask=(1, 1, 1, 1))
     assert pack([unprompted]).loss_mask_T.tolist() == [0, 1, 1, 1]
     assert count([unprompted], oldest_version=0).num_loss_tokens == 3
+
+
+def test_every_sampled_token_knows_who_sampled_it_and_the_others_nobody() -> None:
+    spans = (
+        VersionSpan(model="policy", version=4, start=2, end=3),
+        VersionSpan(model="policy", version=5, start=3, end=5),
+    )
+    resumed = replace(sample(0, 6), loss_mask=(0, 0, 1, 1, 1, 0), versions=spans)
+    assert pack([resumed]).versions_T.tolist() == [-1, -1, 4, 5, 5, -1]
+    with pytest.raises(AssertionError, match="only what was sampled is trained"):
+        pack([replace(resumed, versions=spans[:1])])
 
 
 def test_an_idle_rank_trains_nothing() -> None:

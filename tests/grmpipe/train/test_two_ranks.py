@@ -99,6 +99,14 @@ def test_metrics_of_two_ranks_equal_those_of_one(one: Run, two: Run) -> None:
             assert metrics == pytest.approx(whole, rel=1e-6, abs=1e-9)
 
 
+def test_ages_are_those_of_all_ranks(two: Run) -> None:
+    """Half the tokens are of version 0, half of version 1; an idle rank has none."""
+    for step, ages in enumerate([{0}, {0, 1}, {1, 2}]):
+        found = {name: share for name, share in two.ranks[1]["metrics"][step].items() if name.endswith("/token_share")}
+        assert set(found) == {f"mismatch/age_{age}/token_share" for age in ages}
+        assert sum(found.values()) == pytest.approx(1.0)
+
+
 def test_weights_of_two_ranks_equal_those_of_one(one: Run, two: Run) -> None:
     mine, theirs = one.ranks[0]["weights"], two.ranks[0]["weights"]
     assert mine.keys() == theirs.keys() and two.ranks[1]["weights"] == {}
