@@ -23,7 +23,7 @@ from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import export_hf, load_sharded, save_sharded
 from models.parallelize import choose_device, join_ranks, load_parallel, without_gradient
 from models.types import GroupLink, WeightBucket
-from models.weight_sending import TRANSPORTS
+from models.weight_sending import TRANSPORTS, WeightTransport
 from models.weight_stream import WeightStream
 
 
@@ -115,7 +115,7 @@ class Learner:
             fused=True,
         )
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes)
-        self._transport = TRANSPORTS[spec.transport](spec.sync_dtype, spec.sync_dir) if rank == 0 else None
+        self._transport = _open_transport(spec, self._device) if rank == 0 else None
         self._meter = Meter(self._device)
         self._version = 0
 
@@ -206,6 +206,11 @@ class Learner:
         assert self._transport is not None, "rank 0 sends"
         self._transport.deliver(index)
 
+    def close(self) -> None:
+        """Give back the files and connections of the transport."""
+        if self._transport is not None:
+            self._transport.close()
+
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (temperature 1) of all tokens but the first: what an engine with these weights must also say."""
         ids_T = torch.tensor(token_ids, device=self._device)
@@ -261,3 +266,9 @@ class Learner:
     def _clip(self, max_norm: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def _open_transport(spec: LearnerSpec, device: torch.device) -> WeightTransport:
+    if spec.transport not in TRANSPORTS:
+        raise ValueError(f"sync.transport: unknown transport {spec.transport!r}; known: {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[spec.transport](spec.sync_dtype, device, spec.sync_dir)

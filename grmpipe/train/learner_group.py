@@ -86,6 +86,10 @@ class LearnerGroup:
         for index in range(await self.num_buckets()):
             yield await self.bucket(index)
 
+    async def close(self) -> None:
+        """Rank 0 removes its files and leaves its group. The actors live on."""
+        await self._actors.call(0, "close")
+
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (temperature 1) of all tokens but the first."""
         scores = await self._actors.call_all("score", tuple(token_ids))

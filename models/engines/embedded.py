@@ -89,7 +89,7 @@ class EmbeddedEngine:
             decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step
         )
         self._batch.version = version
-        self._inbox = WeightInbox(self._model)
+        self._inbox = WeightInbox(self._model, self._model.device)
         self._tickets: dict[str, Ticket] = {}
         self._tickets_by_row: dict[Row, Ticket] = {}
         self._paused = False
@@ -146,7 +146,7 @@ class EmbeddedEngine:
         await self._do(partial(self._set_paused, False))
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
-        """Raises RuntimeError where not paused."""
+        """Raises RuntimeError where not paused, ConnectionError where the group doesn't come together in time."""
         await self._do(partial(self._begin, link))
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
@@ -279,6 +279,7 @@ class EmbeddedEngine:
 
     def _close(self) -> None:
         self._closing = True
+        self._inbox.close()
 
     def _begin(self, link: GroupLink | None) -> None:
         if not self._paused:

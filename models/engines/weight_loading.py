@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from models.process_group import BroadcastGroup
 from models.types import GroupLink, WeightBucket, WeightTensor
 from models.weight_transport import checksums_of, received
 
@@ -11,28 +13,37 @@ from models.weight_transport import checksums_of, received
 class WeightInbox:
     """Loads buckets and remembers, until they are collected, the checksums of what came."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
+        self._group = BroadcastGroup(device)
         self._checksums: dict[str, str] = {}
 
     def begin(self, link: GroupLink | None) -> None:
-        """A push begins: what an unfinished one brought counts no more."""
+        """A push begins: what an unfinished one brought counts no more. Joins its group, leaves an older one."""
         self._checksums = {}
+        self._group.join(link)
 
     def load(self, bucket: WeightBucket) -> None:
         """All of a bucket or, with a ValueError that names the tensor, nothing. A tied weight has both its names."""
-        held = self._model.state_dict()
-        targets = [_held_tensor(held, tensor) for tensor in bucket.tensors]
-        with received(bucket) as tensors:
-            checksums = checksums_of(tensors)
-            for target, (_, source) in zip(targets, tensors, strict=True):
-                target.copy_(source)
+        try:
+            held = self._model.state_dict()
+            targets = [_held_tensor(held, tensor) for tensor in bucket.tensors]
+            with received(bucket, self._group) as tensors:
+                checksums = checksums_of(tensors)
+                for target, (_, source) in zip(targets, tensors, strict=True):
+                    target.copy_(source)
+        except BaseException:
+            self._group.leave()  # the sender would wait for us until its timeout
+            raise
         self._checksums |= checksums
 
     def collect_checksums(self) -> dict[str, str]:
         """Of all tensors since the push began."""
         collected, self._checksums = self._checksums, {}
         return collected
+
+    def close(self) -> None:
+        self._group.leave()
 
 
 def _held_tensor(held: dict[str, Tensor], tensor: WeightTensor) -> Tensor:

@@ -1,0 +1,127 @@
+"""Files that carry weights for a moment: named by their process, gone when it ends, swept up where it crashed."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+import shutil
+import socket
+import tempfile
+import weakref
+from collections.abc import Sequence
+from mmap import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SHARED_MEMORY = Path("/dev/shm")
+_numbers = itertools.count()
+
+
+class WeightFile:
+    """A name of our own in a folder, for as long as this process holds it."""
+
+    def __init__(self, folder: Path, suffix: str = "") -> None:
+        self.path = folder / f"grmpipe-weights-{_host()}-{os.getpid()}-{next(_numbers)}{suffix}"
+        # Also proof of life, where process ids don't tell (containers that share a folder): the lock dies with us.
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._end = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())  # at exit as well
+
+    def close(self) -> None:
+        self._end()
+
+
+class SharedArena:
+    """Memory that other processes of this machine can map by its path; grows to the largest bucket."""
+
+    def __init__(self) -> None:
+        self._file: WeightFile | None = None
+        self._memory_B = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def path(self) -> str:
+        assert self._file is not None, "room comes first"
+        return str(self._file.path)
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """At least so much of it, uint8. Raises ValueError where no folder has the room."""
+        if self._file is None or num_bytes > self._memory_B.numel():
+            self.close()
+            self._file, mapping = _mapped(max(num_bytes, 1))  # nothing can't be mapped
+            self._memory_B = torch.frombuffer(mapping, dtype=torch.uint8)
+        return self._memory_B
+
+    def close(self) -> None:
+        self._memory_B = torch.empty(0, dtype=torch.uint8)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def sweep(folder: Path) -> None:
+    """Remove what crashed processes of ours left in a folder of this machine."""
+    ours = re.compile(rf"grmpipe-weights-{re.escape(_host())}-(\d+)-\d+")
+    for path in folder.glob("grmpipe-weights-*"):
+        named = ours.match(path.name)
+        if named and not _alive(int(named[1])) and not _locked(path):
+            path.unlink(missing_ok=True)
+
+
+def folders_of_shared_memory() -> Sequence[Path]:
+    """Where it may lie, the better one first."""
+    return [folder for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) if os.access(folder, os.W_OK)]
+
+
+def _mapped(num_bytes: int) -> tuple[WeightFile, mmap]:
+    free = {}
+    for folder in folders_of_shared_memory():
+        free[folder] = shutil.disk_usage(folder).free
+        if free[folder] < num_bytes:
+            continue
+        file = WeightFile(folder)
+        try:
+            # Now, not at the first touch: that would end the process (SIGBUS) if the room went meanwhile.
+            os.posix_fallocate(file.descriptor, 0, num_bytes)
+            return file, mmap(file.descriptor, num_bytes)
+        except OSError:
+            file.close()
+    found = ", ".join(f"{folder} has {room >> 20} MB free" for folder, room in free.items())
+    raise ValueError(
+        f"sync.transport: shared_memory needs {num_bytes >> 20} MB more and {found or 'no folder can be written'}; "
+        "make /dev/shm larger (docker run --shm-size), or set sync.transport=disk or object_store"
+    )
+
+
+def _remove(path: Path, descriptor: int, owner: int) -> None:
+    if os.getpid() == owner:  # a fork has a copy of this object, and not the file
+        path.unlink(missing_ok=True)
+    os.close(descriptor)
+
+
+def _alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _host() -> str:
+    return socket.gethostname()
