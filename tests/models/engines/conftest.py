@@ -42,7 +42,7 @@ def tiny_qwen3(seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=WINDOW, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=WINDOW, tie_word_embeddings=True,
         initializer_range=0.2,  # wide: attention and the next token then depend on the context
     )  # fmt: skip
     return Qwen3ForCausalLM(config).eval()
