@@ -100,18 +100,16 @@ class BroadcastGroup:
 
 
 def _failure(backend: _Backend, tensors: Sequence[Tensor], timeout: timedelta) -> tuple[int, str] | None:
-    """Broadcast all; which one failed, and why.
+    """Broadcast all, one after another; which one failed, and why.
 
-    An answer and no exception: its traceback would keep the backend, and so the connections, alive.
+    One at a time: what is queued behind a failed one would keep connections open until its own timeout. An answer and
+    no exception: its traceback would keep the backend, and so the connections, alive.
     """
-    done = 0
-    try:
-        works = [backend.broadcast(tensor, 0, timeout) for tensor in tensors]
-        for work in works:
-            work.wait(timeout)
-            done += 1
-    except RuntimeError as error:
-        return done, _plain(error)
+    for index, tensor in enumerate(tensors):
+        try:
+            backend.broadcast(tensor, 0, timeout).wait(timeout)
+        except RuntimeError as error:
+            return index, _plain(error)
     return None
 
 

@@ -1,0 +1,89 @@
+"""A receiver of weights in a process of its own: commands come pickled by stdin. Run by test_weight_transport.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models.process_group import BroadcastGroup
+from models.types import GroupLink, WeightBucket
+from models.weight_transport import checksums_of, received
+
+group = BroadcastGroup()
+native: list[dist.ProcessGroup] = []
+
+
+def load(bucket: WeightBucket) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    with received(bucket, group) as tensors:
+        return checksums_of(tensors), {announced.name: tensor.clone() for announced, tensor in tensors}
+
+
+def receive_some(bucket: WeightBucket, count: int, then: str) -> None:
+    """Take the first tensors of a broadcast only."""
+    some = bucket.tensors[:count]
+    group.receive(
+        [tensor.name for tensor in some],
+        [getattr(torch, tensor.dtype) for tensor in some],
+        [tensor.shape for tensor in some],
+    )
+    if then == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def join_as_sglang(link: GroupLink) -> None:
+    """What SGLang's `init_custom_process_group` does, in its words."""
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world, rendezvous
+
+    timeout = timedelta(seconds=link.timeout_s)
+    address = f"tcp://{link.address}:{link.port}"
+    store, rank, world_size = next(rendezvous(address, link.rank, link.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    store = dist.PrefixStore(link.name, store)
+    joined, _ = _new_process_group_helper(
+        world_size, rank, [], dist.Backend(link.backend), store, group_name=link.name, timeout=timeout
+    )
+    _world.pg_group_ranks[joined] = {i: i for i in range(world_size)}
+    native[:] = [joined]
+
+
+def load_as_sglang(bucket: WeightBucket) -> dict[str, torch.Tensor]:
+    came, works = {}, []
+    for tensor in bucket.tensors:
+        came[tensor.name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        works.append(dist.broadcast(came[tensor.name], src=0, group=native[0], async_op=True))
+    for work in works:
+        work.wait()
+    return came
+
+
+COMMANDS: dict[str, Any] = {
+    "join": group.join,
+    "load": load,
+    "receive_some": receive_some,
+    "join_as_sglang": join_as_sglang,
+    "load_as_sglang": load_as_sglang,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    while True:
+        try:
+            command, *arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            break
+        try:
+            answer = COMMANDS[command](*arguments)
+        except (ValueError, ConnectionError) as error:
+            answer = error
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+    os._exit(0)  # gloo's threads now and then abort an orderly exit
