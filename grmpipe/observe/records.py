@@ -41,12 +41,14 @@ def decode_messages(records: Sequence[Record]) -> tuple[Message, ...]:
 
 
 def encode_completion(completion: Completion) -> Record:
+    unseen = {"unseen_tokens": completion.unseen_tokens} if completion.unseen_tokens else {}
     return {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "token_ids": completion.token_ids,
         "logprobs": encode_logprobs(completion.logprobs),
         "versions": [encode_flat(span) for span in completion.versions],
+        **unseen,
     }
 
 
@@ -57,6 +59,7 @@ def decode_completion(record: Record) -> Completion:
         token_ids=tuple(record["token_ids"]),
         logprobs=decode_logprobs(record["logprobs"]),
         versions=tuple(VersionSpan(**span) for span in record["versions"]),
+        unseen_tokens=record.get("unseen_tokens", 0),
     )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from grmpipe.judge.pattern import PATTERNS
+from grmpipe.judge.scale import Scale
 from grmpipe.types import Failed, FailedJudgement, RewardSpan, Verdict
 from models.types import EngineDied, EngineRefused
 
@@ -146,3 +148,11 @@ def test_the_width_bounds_judgements_in_flight_and_waiting_for_a_place_is_no_tim
     report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
     assert engine.most_in_flight == 2
     assert report.verdict.num_judgements == 6
+
+
+def test_judgements_are_held_to_their_form_only_where_the_run_asks_for_it(bench: Any) -> None:
+    for structured in (False, True):
+        judge, engine = bench.generative(lambda prompt, context: bench.answer("Score: 9"), structured=structured)
+        bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+        ((_, params),) = engine.asked
+        assert params.pattern == (PATTERNS["score_line"](Scale()) if structured else None)

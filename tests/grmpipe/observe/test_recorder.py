@@ -45,6 +45,7 @@ COMPLETIONS = st.builds(
     text=TEXT,
     finish_reason=st.sampled_from(["stop", "length", "abort"]),
     versions=SPANS,
+    unseen_tokens=COUNTS,
 )
 PROMPTS = st.builds(Prompt, prompt_id=TEXT, messages=MESSAGES, source=TEXT, reference=st.none() | TEXT)
 TURNS = st.builds(Turn, prompt_ids=IDS, completion=COMPLETIONS, replies=MESSAGES)

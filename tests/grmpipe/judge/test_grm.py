@@ -1,0 +1,118 @@
+"""A judge outside is asked with messages, weighed by bytes, counted by what it says it sampled, and seen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from grmpipe.judge.generative import GenerativeJudge
+from grmpipe.judge.grm import GrmOutside, estimated_tokens
+from grmpipe.judge.settings import JudgeConfig
+from grmpipe.tally import Tally
+from grmpipe.types import FailedJudgement
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    Message,
+    RequestContext,
+    SamplingParams,
+    VersionSpan,
+)
+
+
+@dataclass
+class Endpoint:
+    """Says what its author says, in a second; shows no token ids."""
+
+    author: Callable[[str], str | Exception]
+    asked: list[tuple[tuple[Message, ...], SamplingParams]] = field(default_factory=list)
+
+    async def chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
+        self.asked.append((tuple(messages), params))
+        await asyncio.sleep(1.0)
+        answer = self.author(messages[-1].content)
+        if isinstance(answer, Exception):
+            raise answer
+        return Completion(
+            token_ids=(),
+            logprobs=(),
+            text=answer,
+            finish_reason="stop",
+            versions=(VersionSpan(model="grm", version=0, start=0, end=0),),
+            unseen_tokens=17,
+        )
+
+
+@dataclass
+class Spans:
+    seen: list[tuple[str, str, float, dict]] = field(default_factory=list)
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        self.seen.append((lane, name, end_s - start_s, args))
+
+
+def outside(
+    author: Callable[[str], str | Exception], context_tokens: int = 0, **config: Any
+) -> tuple[GenerativeJudge, Endpoint, Spans]:
+    endpoint, spans = Endpoint(author), Spans()
+    grm = GrmOutside("grm", endpoint, context_tokens, spans)
+    return GenerativeJudge(grm, JudgeConfig(**config), seed=11), endpoint, spans
+
+
+def test_it_gets_the_question_as_a_message_and_its_verdict_counts(bench: Any) -> None:
+    judge, endpoint, _ = outside(lambda text: "fine\nScore: 4")
+    report = bench.run(judge.judge(bench.prompt(), bench.rollout("Answer: 12")))
+    (asked,) = endpoint.asked
+    assert asked[0] == (Message(role="user", content="Q: What is 6 x 2?\nA:\n> Answer: 12"),)
+    (judgement,) = report.judgements
+    assert (judgement.scores, judgement.prompt_ids, judgement.grm, judgement.version) == ((4.0,), (), "grm", 0)
+    assert report.verdict.score == 4
+
+
+def test_its_tokens_are_counted_though_nobody_saw_them(bench: Any) -> None:
+    answers = iter(("hm", "Score: 4"))
+    judge, _, _ = outside(lambda text: next(answers))
+    report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+    (failure,) = report.failures
+    assert isinstance(failure, FailedJudgement) and failure.prompt_ids == ()
+    tally = Tally()
+    tally.report(report)
+    assert (tally.step.asked, tally.step.counted, tally.step.judge_tokens) == (2, 1, 34)
+
+
+def test_each_judgement_has_a_span_on_the_judges_lane(bench: Any) -> None:
+    judge, _, spans = outside(lambda text: "Score: 4", num_judgements=2)
+    bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+    assert [(lane, name) for lane, name, _, _ in spans.seen] == [("grm", "grm")] * 2
+    assert [seconds for *_, seconds, _ in spans.seen] == pytest.approx([1.0, 1.0])
+    assert spans.seen[0][3] == {"request": "g7/0/j0.0", "num_tokens": 17}
+
+
+@pytest.mark.parametrize(("error", "cause"), [(EngineDied("no answer"), "died"), (EngineRefused("no"), "refused")])
+def test_an_endpoint_that_fails_is_a_cause_and_never_a_number(bench: Any, error: Exception, cause: str) -> None:
+    judge, _, _ = outside(lambda text: error)
+    report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+    assert (report.verdict.cause, report.judgements) == (cause, ())
+
+
+def test_an_endpoint_that_hangs_is_given_up_in_time(bench: Any) -> None:
+    judge, _, _ = outside(lambda text: "Score: 4", timeout_s=0.5, min_tokens_per_s=1000)
+    assert bench.run(judge.judge(bench.prompt(), bench.rollout("12"))).verdict.cause == "timeout"
+
+
+def test_only_a_known_window_holds_a_question_back(bench: Any) -> None:
+    question = "Q: What is 6 x 2?\nA:\n> 12"
+    for window, num_asked in ((0, 1), (estimated_tokens(question) + 160, 1), (estimated_tokens(question) + 159, 0)):
+        judge, endpoint, _ = outside(lambda text: "Score: 9", window)
+        report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+        assert len(endpoint.asked) == num_asked
+    assert (report.verdict.cause, report.verdict.attempts) == ("too_long", 0)
+
+
+def test_a_token_is_reckoned_at_four_bytes() -> None:
+    assert [estimated_tokens(text) for text in ("", "a", "four", "fives", "你好")] == [0, 1, 1, 2, 2]
