@@ -209,6 +209,15 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key {key!r}" + (f"; did you mean {' or '.join(hints)}?" if hints else "")
 
 
+def not_there_yet(key: str) -> str:
+    """What to type for a key of a section whose keys are the user's own; empty for any other."""
+    for section, hint in _keys(RunConfig):
+        of_values = typing.get_origin(hint) is dict and not dataclasses.is_dataclass(typing.get_args(hint)[1])
+        if of_values and (key == section or key.startswith(f"{section}.")):
+            return f"{key}: {section} doesn't hold it yet; to add it type +{key}=..."
+    return ""
+
+
 def explain(error: Exception) -> str:
     """One readable message for what Hydra or OmegaConf found wrong while composing."""
     text = f"{error}\n{error.__cause__ or ''}"
@@ -224,7 +233,7 @@ def explain(error: Exception) -> str:
     said = [line.strip() for line in text.splitlines() if line.strip()]
     useful = list(dict.fromkeys(line for line in said if not line.startswith(noise)))
     if found and ("not in" in text or "Key '" in text):
-        return unknown_key(found[1], known_keys())
+        return not_there_yet(found[1]) or unknown_key(found[1], known_keys())
     return (f"{found[1]}: {useful[0]}" if found and useful else " ".join(useful or said)).removesuffix(
         " Config search path:"
     )

@@ -101,7 +101,7 @@ class JudgeConfig:
 
     def _check_mix(self) -> None:
         if self.kind == "mixed" and not self.mix:
-            raise ValueError("mix: is empty; for kind=mixed type judge.mix={generative:0.8,rule:0.2}")
+            raise ValueError("mix: is empty; for kind=mixed type +judge.mix={generative:0.8,rule:0.2}")
         for name, weight in self.mix.items():
             if name not in COMPONENTS:
                 raise ValueError(f"mix: unknown component {name!r}; known: {', '.join(COMPONENTS)}")
