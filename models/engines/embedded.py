@@ -198,6 +198,8 @@ class EmbeddedEngine:
                 f"{self._context_tokens} tokens of {self.model_name}"
             )
         self._refuse_unknown_ids(prompt_ids)
+        if params.pattern is not None:
+            raise EngineRefused("the embedded engine has no grammar: a pattern needs engine=vllm or engine=sglang")
         if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
             raise EngineRefused(f"these sampling parameters can't be served: {params}")
 
