@@ -81,11 +81,6 @@ class LearnerGroup:
         """Rank 0 broadcasts, while the engines load it; nothing where the bytes are there already."""
         await self._actors.call(0, "deliver", index)
 
-    async def buckets(self) -> AsyncIterator[WeightBucket]:
-        """The weights of this version, a bucket at a time. No other call may come in between."""
-        for index in range(await self.num_buckets()):
-            yield await self.bucket(index)
-
     async def close(self) -> None:
         """Rank 0 removes its files and leaves its group. The actors live on."""
         await self._actors.call(0, "close")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from models.causal_lm import load_causal_lm
 from models.checksums import checksum
 from models.engines.embedded import EmbeddedEngine
-from models.types import Completion, InlineBytes, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
-from models.weight_sending import ObjectStore
+from models.types import Completion, GroupLink, InlineBytes, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
+from models.weight_sending import TRANSPORTS, ObjectStore
 from models.weight_stream import WeightStream
 
 
@@ -35,6 +39,17 @@ def one_tensor(name: str, shape: tuple[int, ...]) -> WeightBucket:
     data = np.ones(shape, dtype=np.float32).reshape(-1).view(np.uint8)
     tensor = WeightTensor(name=name, dtype="float32", shape=shape, checksum=checksum(data))
     return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
+
+
+def group_of_two() -> tuple[GroupLink, GroupLink]:
+    """For a sender and one engine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    link = GroupLink(
+        name=f"weights-{port}", backend="gloo", address="127.0.0.1", port=port, rank=0, world_size=2, timeout_s=60.0
+    )
+    return link, replace(link, rank=1)
 
 
 def joined(*buckets: WeightBucket) -> WeightBucket:
@@ -107,6 +122,62 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_of_its_bucket_is_loaded
         assert await engine.score(prompt_of(8)) == before
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "disk", "gloo"])
+def test_weights_that_come_another_way_are_the_same(
+    engine: EmbeddedEngine, prompt_of: Any, next_version_path: str, next_plain: Any, transport: str, tmp_path: Path
+) -> None:
+    stream = WeightStream(load_causal_lm(next_version_path), "float32", 8192)
+    sender = TRANSPORTS[transport]("float32", torch.device("cpu"), str(tmp_path))
+    first, second = group_of_two() if transport == "gloo" else (None, None)
+
+    async def run() -> None:
+        await engine.pause()
+        await asyncio.gather(engine.begin_weights(second), asyncio.to_thread(sender.connect, first))
+        sent: dict[str, str] = {}
+        for index in range(stream.num_buckets):
+            bucket = sender.post(index, stream.unsharded(index))
+            await asyncio.gather(engine.load_bucket(bucket), asyncio.to_thread(sender.deliver, index))
+            sent |= {tensor.name: tensor.checksum for tensor in bucket.tensors}
+        assert await engine.commit_weights(1) == WeightReceipt(version=1, checksums=sent)
+        await engine.resume()
+        ids = prompt_of(20)
+        logprobs = next_plain.logits(ids)[:-1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert await engine.score(ids) == pytest.approx(logprobs.tolist(), abs=1e-3)
+
+    asyncio.run(run())
+    sender.close()
+
+
+def test_an_engine_that_refuses_a_broadcast_lets_the_sender_go_at_once_and_joins_again(
+    engine: EmbeddedEngine, next_version_path: str
+) -> None:
+    unfit = torch.nn.ParameterDict({"large": torch.nn.Parameter(torch.zeros(1 << 22))})
+    fit = WeightStream(load_causal_lm(next_version_path), "float32", 1 << 20)
+    sender = TRANSPORTS["gloo"]("float32", torch.device("cpu"), "")
+
+    async def begin() -> None:
+        first, second = group_of_two()
+        await asyncio.gather(engine.begin_weights(second), asyncio.to_thread(sender.connect, first))
+
+    async def run() -> None:
+        await engine.pause()
+        await begin()
+        refused = sender.post(0, WeightStream(unfit, "float32", 1 << 30).unsharded(0))
+        load = asyncio.create_task(engine.load_bucket(refused))
+        async with asyncio.timeout(10):  # the group's own timeout is a minute
+            with pytest.raises(ConnectionError, match="'large'"):
+                await asyncio.to_thread(sender.deliver, 0)
+        with pytest.raises(ValueError, match="has no tensor 'large'"):
+            await load
+        await begin()
+        bucket = sender.post(0, fit.unsharded(0))
+        await asyncio.gather(engine.load_bucket(bucket), asyncio.to_thread(sender.deliver, 0))
+        assert (await engine.commit_weights(1)).checksums == {t.name: t.checksum for t in bucket.tensors}
+
+    asyncio.run(run())
+    sender.close()
 
 
 def test_a_tied_head_has_both_its_names(engine: EmbeddedEngine, prompt_of: Any) -> None:
