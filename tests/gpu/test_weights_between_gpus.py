@@ -1,0 +1,77 @@
+"""Weights that stay on GPUs: memory of a shared one, NCCL between two. Marked gpu, like all here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.process_group import BroadcastGroup
+from models.types import GroupLink, WeightBucket
+from models.weight_sending import TRANSPORTS
+from models.weight_stream import WeightStream
+from models.weight_transport import checksums_of, received
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ParameterList(torch.randn(shape) for shape in ((1 << 20,), (3, 7), (0, 4), ()))
+
+
+def receive(device: str, link: GroupLink | None, buckets: Any, answers: Any) -> None:
+    """In a process of its own: what comes, back on the CPU; then a word on each bucket."""
+    group = BroadcastGroup(torch.device(device))
+    group.join(link)
+    while (bucket := buckets.get()) is not None:
+        with received(bucket, group) as tensors:
+            sums = checksums_of(tensors)
+            assert set(sums.values()) == {""} and all(tensor.is_cuda for _, tensor in tensors if tensor.numel())
+            answers.put({announced.name: tensor.cpu().numpy() for announced, tensor in tensors})
+    group.leave()
+
+
+def carried(transport: str, sender_device: str, receiver_device: str, links: Any) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    buckets, answers = spawn.Queue(), spawn.Queue()
+    receiver = spawn.Process(target=receive, args=(receiver_device, links[1], buckets, answers))
+    receiver.start()
+    model = Layers().to(sender_device)
+    stream = WeightStream(model, "float32", 1 << 10)
+    sender = TRANSPORTS[transport]("float32", torch.device(sender_device), "")
+    sender.connect(links[0])
+    expected, came = {name: tensor.cpu() for name, tensor in model.state_dict().items()}, {}
+    for index in range(stream.num_buckets):
+        bucket: WeightBucket = sender.post(index, stream.unsharded(index))
+        assert all(tensor.checksum == "" for tensor in bucket.tensors)
+        buckets.put(bucket)
+        sender.deliver(index)
+        came |= {name: torch.from_numpy(data) for name, data in answers.get(timeout=60).items()}
+    buckets.put(None)
+    receiver.join(60)
+    sender.close()
+    assert receiver.exitcode == 0 and came.keys() == expected.keys()
+    assert all(torch.equal(came[name], expected[name]) for name in came)
+
+
+def test_an_engine_on_the_learners_gpu_maps_its_memory() -> None:
+    carried("cuda_ipc", "cuda:0", "cuda:0", (None, None))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_nccl_broadcasts_from_one_gpu_to_another() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    link = GroupLink(
+        name=f"weights-{port}", backend="nccl", address="127.0.0.1", port=port, rank=0, world_size=2, timeout_s=60.0
+    )
+    carried("nccl", "cuda:0", "cuda:1", (link, replace(link, rank=1)))
