@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from grmpipe.pipeline import Pipeline
 from grmpipe.run_state import RunState
 from grmpipe.tally import Counts
 from grmpipe.types import Metrics
+from scheduler.health import RoleHealth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +31,12 @@ class Accounts:
     def __init__(self, grm: str | None) -> None:
         self.before = Standing()  # where a resume goes on from
         self.learner_busy_s = 0.0
+        self.health: tuple[RoleHealth, ...] = ()  # of the engines, once they are started
         self._grm = grm
         self._began_s = time.monotonic()
         self._wall_before_s = 0.0
         self._busy_before_s: Mapping[str, float] = {}
+        self._replaced_before: Mapping[str, int] = {}
 
     @property
     def since_start_s(self) -> float:
@@ -45,7 +48,15 @@ class Accounts:
 
     def restore(self, state: RunState, groups_per_batch: int) -> None:
         self._wall_before_s, self._busy_before_s = state.wall_s, state.busy_s
+        self._replaced_before = state.engines_replaced
         self.before = standing_at(state, groups_per_batch)
+
+    @property
+    def engines_replaced(self) -> dict[str, int]:
+        """By role."""
+        replaced = Counter(self._replaced_before)
+        replaced.update({health.role: health.num_replaced for health in self.health})
+        return dict(replaced)
 
     def busy_s(self, pipeline: Pipeline | None) -> dict[str, float]:
         """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""
@@ -77,6 +88,7 @@ class Accounts:
             judging=standing.judging,
             groups=standing.groups,
             max_staleness_trained=standing.max_staleness_trained,
+            engines_replaced=self.engines_replaced,
             alarms=alarms,
             failure=failure,
         )

@@ -6,10 +6,11 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from grmpipe.config import RunConfig
 from grmpipe.engine_checks import window_of
-from grmpipe.engines import ENGINES, Model, device_of, engine_config_of, options_of
+from grmpipe.engines import ENGINES, Model, device_of, engine_config_of, options_of, tensor_parallel_of
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluate import Evaluator
 from grmpipe.flow import Parts
@@ -26,14 +27,16 @@ from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.types import Env, Judge, Prompt, Rollout
+from grmpipe.weight_route import transport_of
 from models.engines.openai import OpenAIEngine
 from models.settings import OpenAIConfig
 from models.types import ChatEngine, Engine, SamplingParams
 from scheduler.actors import Cluster, InProcessCluster
 from scheduler.events import EventSink
+from scheduler.health import BringCurrent, RoleHealth, need_no_weights, push_to_living
 from scheduler.placement import Placement
 from scheduler.router import Router
-from scheduler.weight_sync import SyncReport, push
+from scheduler.weight_sync import SyncReport, WeightSync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Running:
     policy: Router
     learner: LearnerGroup
     judge: Judge
+    sync: WeightSync
+    health: tuple[RoleHealth, ...]  # of the roles that have engines here
     outside: OpenAIEngine | None  # the judge's endpoint
 
     async def close(self) -> None:
@@ -94,13 +99,15 @@ CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {
 # -- starting ------------------------------------------------------------------------------------------------------
 
 
-async def start(prepared: Prepared, events: EventSink) -> Running:
+async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running:
     """Bring up all processes at the same time. On failure what was started is ended."""
     config, placement = prepared.config, prepared.placement
     cluster = await CLUSTERS[config.cluster.kind](config, placement)
     try:
+        one_machine = len(cluster.machines("learner") | cluster.machines("policy")) == 1
+        transport = transport_of(config, placement, same_machine=one_machine)
         ranks, policy, grm = await asyncio.gather(
-            cluster.start_group("learner", functools.partial(Learner, learner_spec(prepared))),
+            cluster.start_group("learner", functools.partial(Learner, learner_spec(prepared, transport, run_dir))),
             start_engines(cluster, prepared.policy, prepared, events),
             start_engines(cluster, prepared.grm, prepared, events) if prepared.grm else no_engines(),
         )
@@ -110,7 +117,20 @@ async def start(prepared: Prepared, events: EventSink) -> Running:
     assert policy is not None
     outside = outside_engine(config)
     judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, grm, outside, events))
-    return Running(cluster=cluster, policy=policy, learner=LearnerGroup(ranks), judge=judge, outside=outside)
+    learner = LearnerGroup(ranks)
+    sync = make_sync(prepared, learner, cluster, transport)
+    health = [watch_over("policy", policy, cluster, config, events, sync.catch_up)]
+    if grm is not None:
+        health.append(watch_over("grm", grm, cluster, config, events, need_no_weights))
+    return Running(
+        cluster=cluster,
+        policy=policy,
+        learner=learner,
+        judge=judge,
+        sync=sync,
+        health=tuple(health),
+        outside=outside,
+    )
 
 
 async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, events: EventSink) -> Router:
@@ -121,6 +141,25 @@ async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, even
 
 async def no_engines() -> None:
     return None
+
+
+def watch_over(
+    role: str, router: Router, cluster: Cluster, config: RunConfig, events: EventSink, bring_current: BringCurrent
+) -> RoleHealth:
+    restart = functools.partial(cluster.restart_engine, role)
+    return RoleHealth(role, router, restart, config.health, bring_current, events)
+
+
+def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, transport: str) -> WeightSync:
+    config = prepared.config
+    return WeightSync(
+        learner,
+        prepared.policy.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],
+        config.sync,
+        transport=transport,
+        ranks_per_engine=tensor_parallel_of("policy", prepared.placement),
+        new_address=functools.partial(cluster.free_address, "learner"),
+    )
 
 
 def outside_engine(config: RunConfig) -> OpenAIEngine | None:
@@ -141,7 +180,7 @@ def grm_of(prepared: Prepared, here: Engine | None, outside: ChatEngine | None, 
     return GrmHere(model.name, here, model.renderer, model.context_tokens)
 
 
-def learner_spec(prepared: Prepared) -> LearnerSpec:
+def learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> LearnerSpec:
     config = prepared.config
     return LearnerSpec(
         model_path=prepared.policy.path,
@@ -150,6 +189,9 @@ def learner_spec(prepared: Prepared) -> LearnerSpec:
         max_new_tokens=config.rollout.max_new_tokens,
         device=device_of("learner", prepared.placement),
         sync_dtype=config.policy.dtype,
+        bucket_bytes=config.sync.bucket_mb << 20,
+        transport=transport,
+        sync_dir=str(run_dir.absolute() / "weights") if transport == "disk" else "",
         temperature=config.rollout.temperature,
     )
 
@@ -169,7 +211,7 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
         judge=running.judge,
         watch=JudgeFitness(gate),
         trainer=BatchTrainer(running.learner, config.train, config.algorithm),
-        push_weights=make_push(prepared, running),
+        push_weights=make_push(running),
         journal=observers.recorder,
         events=observers.timeline,
     )
@@ -198,14 +240,9 @@ def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
     )
 
 
-def make_push(prepared: Prepared, running: Running) -> Callable[[int], Awaitable[SyncReport]]:
-    """Weights of the learner to every policy engine, confirmed."""
-    probe_ids = prepared.policy.renderer.render(prepared.prompts.at(0).messages)[: prepared.config.sync.probe_tokens]
-
-    async def push_weights(version: int) -> SyncReport:
-        return await push(running.learner, running.policy.alive, version, probe_ids, prepared.config.sync)
-
-    return push_weights
+def make_push(running: Running) -> Callable[[int], Awaitable[SyncReport]]:
+    """Weights of the learner to every policy engine that lives, confirmed."""
+    return functools.partial(push_to_living, running.sync, running.policy)
 
 
 def too_long(prepared: Prepared) -> Callable[[Prompt], bool]:

@@ -25,6 +25,7 @@ from grmpipe.judge.rule import RULES, Rule
 from grmpipe.judge.scale import Scale
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
+from grmpipe.weight_route import transport_of
 from models.footprint import heads_of
 from models.hub import NotHere, find_files, is_hub_name
 from models.renderer import Renderer
@@ -91,6 +92,9 @@ def seat_roles(config: RunConfig) -> Placement:
     with section(""):
         placement = place(config.placement, config.roles)
     check_options(config, placement)
+    if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
+        with section(""):
+            transport_of(config, placement, same_machine=True)
     return placement
 
 

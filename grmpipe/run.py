@@ -24,7 +24,7 @@ from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import step_metrics
 from grmpipe.types import Metrics
-from scheduler.supervise import describe_failure
+from scheduler.supervise import describe_failure, run_until
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +76,13 @@ class TrainingRun:
         running: Running | None = None
         try:
             self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-            running = await start(self._prepared, self._observers.timeline)
+            running = await start(self._prepared, self._observers.timeline, self._run_dir)
             if resumed is not None:
                 await running.learner.load(str(resumed / "learner"))
             self._observers.note(f"ready after {self._accounts.since_start_s:.0f} s; files in {self._run_dir}")
-            return self._summary(await self._train(running))
+            self._accounts.health = running.health
+            looks = {f"the health of {health.role}": health.run() for health in running.health}
+            return self._summary(await run_until(self._train(running), **looks))
         except asyncio.CancelledError:
             return self._summary("interrupted")
         except Exception as error:
@@ -121,6 +123,7 @@ class TrainingRun:
         self._accounts.learner_busy_s += report.learner_busy_s
         counts = pipeline.tally.close_step()
         metrics = step_metrics(report, counts, pipeline.admission, self._prepared.is_right)
+        metrics |= {f"engines/replaced_{role}": float(n) for role, n in self._accounts.engines_replaced.items()}
         metrics |= await lookout.after_step(report.step, last)
         metrics["alarm/hacking"] = float(lookout.ringing)
         self._observers.tracker.log(report.step, metrics)
@@ -175,6 +178,7 @@ class TrainingRun:
             alarms=tuple(lookout.alarms),
             wandb_run_id=self._observers.wandb.run_id,
             hacking_readings=tuple(lookout.readings),
+            engines_replaced=self._accounts.engines_replaced,
         )
         draft = self._checkpoints.draft(pipeline.version)
         await running.learner.save(str(draft / "learner"))

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from grmpipe.flow import Cut, Kept
@@ -30,6 +30,7 @@ class RunState:
     alarms: tuple[str, ...] = ()
     wandb_run_id: str | None = None
     hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
+    engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)

@@ -98,6 +98,7 @@ def step_metrics(report: StepReport, counts: Counts, ledger: Admission, is_right
         "sync/push_s": report.sync.seconds,
         "sync/pause_s": report.sync.pause_seconds,
         "sync/bytes": float(report.sync.num_bytes),
+        "sync/skipped_bytes": float(report.sync.num_skipped_bytes),
         "sync/probe_error_nats": report.sync.probe_error,
         "groups/in_flight": float(len(ledger.in_flight)),
         **{f"groups/dropped_{cause}": float(count) for cause, count in ledger.dropped.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
@@ -13,7 +14,8 @@ from scheduler.placement import Placement
 
 # (rank, world_size, init_method) -> the member; init_method is what torch.distributed takes, None for a lone rank.
 MemberFactory = Callable[[int, int, str | None], object]
-EngineFactory = Callable[[], Engine]  # called on the event loop that will drive the engine
+EngineFactory = Callable[[int], Engine]  # by the rank of its seat, on the event loop that will drive the engine
+LOOPBACK = "127.0.0.1"
 
 
 class ActorDied(Exception):
@@ -60,14 +62,35 @@ class Cluster(Protocol):
         """One engine per replica of the role, under names such as `policy-0`."""
         ...
 
+    async def restart_engine(self, role: str, name: str) -> Engine:
+        """End what is left of an engine, with all that it started, and make it anew on the same seat."""
+        ...
+
+    def machines(self, role: str) -> frozenset[str]:
+        """Where the seats of a role are."""
+        ...
+
+    async def free_address(self, role: str) -> tuple[str, int]:
+        """An address of the machine of the role's first process, as all others reach it, and a port free there.
+
+        The next to bind gets it: ask right before use. The role must have been started as a group."""
+        ...
+
     async def shutdown(self) -> None: ...
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """An engine that holds a thread or a process and wants to hear when the run ends."""
+    """An engine or a member that holds a thread, a process or a file and wants to hear when the run ends."""
 
     def close(self) -> None: ...
+
+
+def free_port(host: str) -> int:
+    """A port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 class InProcessGroup:
@@ -107,6 +130,8 @@ class InProcessGroup:
         return [await self.call(0, method, *args)]
 
     async def close(self) -> None:
+        if not self._closed and isinstance(self._member, Closable):
+            await self.call(0, "close")
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -117,7 +142,8 @@ class InProcessCluster:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._groups: list[InProcessGroup] = []
-        self._engines: list[Engine] = []
+        self._factories: dict[str, EngineFactory] = {}
+        self._engines: dict[str, Engine] = {}
 
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
         seats = self._placement.seats[role]
@@ -131,12 +157,26 @@ class InProcessCluster:
         return group
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
-        engines = {seat.name: make_engine() for seat in self._placement.seats[role]}
-        self._engines.extend(engines.values())
+        engines = {seat.name: make_engine(seat.rank) for seat in self._placement.seats[role]}
+        self._factories[role] = make_engine
+        self._engines |= engines
         return engines
 
+    async def restart_engine(self, role: str, name: str) -> Engine:
+        (seat,) = (seat for seat in self._placement.seats[role] if seat.name == name)
+        if isinstance(old := self._engines.pop(name, None), Closable):
+            old.close()
+        self._engines[name] = engine = self._factories[role](seat.rank)
+        return engine
+
+    def machines(self, role: str) -> frozenset[str]:
+        return frozenset({"this machine"})
+
+    async def free_address(self, role: str) -> tuple[str, int]:
+        return LOOPBACK, free_port(LOOPBACK)
+
     async def shutdown(self) -> None:
-        for engine in self._engines:
+        for engine in self._engines.values():
             if isinstance(engine, Closable):
                 engine.close()
         for group in self._groups:

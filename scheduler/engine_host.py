@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from models.types import (
     Completion,
     Engine,
     EngineDied,
     EngineRefused,
+    GroupLink,
     RequestContext,
     SamplingParams,
+    Sleeper,
     WeightBucket,
     WeightReceipt,
 )
+from scheduler.actors import Closable, EngineFactory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +83,15 @@ class EngineHost:
     async def process_id(self) -> int:
         return os.getpid()
 
-    async def start(self, make_engine: Callable[[], Engine]) -> None:
+    async def start(self, make_engine: EngineFactory, rank: int) -> None:
         """Blocks the loop while the model loads: nothing else is asked of a host before."""
-        self._engine = make_engine()
+        self._engine = make_engine(rank)
+
+    async def close(self) -> None:
+        """Let the engine end what it started: threads, processes, servers."""
+        engine, self._engine = self._engine, None
+        if isinstance(engine, Closable):
+            engine.close()
 
     async def deliver(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -99,19 +111,28 @@ class EngineHost:
         return notices
 
     async def pause(self) -> None:
-        await self.engine.pause()
+        await _told(self.engine.pause())
 
     async def resume(self) -> None:
-        await self.engine.resume()
+        await _told(self.engine.resume())
+
+    async def begin_weights(self, link: GroupLink | None) -> None:
+        await _told(self.engine.begin_weights(link))
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self.engine.load_bucket(bucket)
+        await _told(self.engine.load_bucket(bucket))
 
     async def commit_weights(self, version: int) -> WeightReceipt:
-        return await self.engine.commit_weights(version)
+        return await _told(self.engine.commit_weights(version))
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return await self.engine.score(token_ids)
+        return await _told(self.engine.score(token_ids))
+
+    async def sleep(self) -> int:
+        return await _told(cast(Sleeper, self.engine).sleep())
+
+    async def wake(self) -> None:
+        await _told(cast(Sleeper, self.engine).wake())
 
     @property
     def engine(self) -> Engine:
@@ -138,8 +159,16 @@ class EngineHost:
         self._news.set()
 
 
+async def _told(answer: Awaitable[T]) -> T:
+    try:
+        return await answer
+    except Exception as error:
+        raise _portable(error) from None
+
+
 def _portable(error: Exception) -> Exception:
     """Errors that callers tell apart travel as they are; any other as its traceback (it may not be picklable)."""
-    if type(error) in (EngineDied, EngineRefused, ValueError):
-        return error
+    for kind in (EngineDied, EngineRefused, ValueError, ConnectionError):
+        if isinstance(error, kind):
+            return error if type(error) is kind else kind(str(error))
     return RuntimeError("the engine raised:\n" + "".join(traceback.format_exception(error)))

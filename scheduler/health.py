@@ -1,8 +1,33 @@
-"""Replaces dead engines of a role: DEAD, STARTING, STALE, current weights, HEALTHY. Starts no process itself."""
+"""Replaces dead engines of a role, within the run. Starts no process itself, moves no weights.
+
+    HEALTHY -> (it dies) -> DEAD -> STARTING -> STALE -> HEALTHY
+                             ^          |         |
+                             +----------+---------+  a try that failed; after the last one LOST
+
+STALE: it has the weights of its files and serves nobody, until it is brought to those of the others (policy) or needs
+no other (judge). What it held goes elsewhere meanwhile, or waits: the router sees to that.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import enum
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+
+from models.types import Engine, EngineDied
+from scheduler.events import EventSink, NoEvents
+from scheduler.router import Router
+from scheduler.weight_checks import WeightMismatch, WeightsNotFinite
+from scheduler.weight_push import EngineLost, SyncReport
+from scheduler.weight_sync import NoEngines, WeightSync
+
+log = logging.getLogger(__name__)
+
+NOBODY = "health look"  # no request has this id: an abort of it reaches a living engine, and changes nothing
+LOOK_TIMEOUT_S = 5.0  # one that is busy for longer isn't dead
+RETRY_AFTER_S = 2.0  # what the last try held may still be on its way out
 
 
 @dataclass(frozen=True)
@@ -19,3 +44,178 @@ class HealthConfig:
         for key in ("check_every_s", "start_deadline_s"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+
+
+class State(enum.Enum):
+    """What an engine is fit for. Only HEALTHY ones serve."""
+
+    HEALTHY = "healthy"
+    DEAD = "dead"
+    STARTING = "starting"
+    STALE = "stale"
+    LOST = "lost"
+
+
+Restart = Callable[[str], Awaitable[Engine]]  # an engine's name -> a new one on its seat, what was left of it ended
+# (name, engine, admit): bring an engine to the weights that the role serves, and call `admit` when it has them.
+BringCurrent = Callable[[str, Engine, Callable[[], None]], Awaitable[object]]
+
+
+async def need_no_weights(name: str, engine: Engine, admit: Callable[[], None]) -> None:
+    """Of roles that serve the weights of their files."""
+    admit()
+
+
+class RoleHealth:
+    """Watches the engines of one role, as long as `run` runs."""
+
+    def __init__(
+        self,
+        role: str,
+        router: Router,
+        restart: Restart,
+        config: HealthConfig,
+        bring_current: BringCurrent = need_no_weights,
+        events: EventSink | None = None,
+    ) -> None:
+        self.role = role
+        self.num_replaced = 0
+        self.states = dict.fromkeys(router.alive, State.HEALTHY)
+        self._router = router
+        self._restart = restart
+        self._config = config
+        self._bring_current = bring_current
+        self._events = events or NoEvents()
+        self._num_tries = 0
+        self._since_s: dict[str, float] = {}
+        self._dead: asyncio.Queue[str] = asyncio.Queue()
+        router.on_death = self._hear
+
+    async def run(self) -> None:
+        """Look after the dead, and for them; never returns. Raises what no replacement can mend."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._look_around())
+                while True:
+                    tasks.create_task(self._replace(await self._dead.get()))
+        except BaseExceptionGroup as crashes:
+            raise crashes.exceptions[0] from None
+
+    def _hear(self, name: str, death: EngineDied) -> bool:
+        """From the router. Will there be a replacement?"""
+        log.warning("%s died: %s", name, death)
+        self._enter(name, State.DEAD)
+        if self._num_tries >= self._config.max_replacements:
+            self._lose(name)
+            return False
+        self._num_tries += 1  # now: deaths of the same moment must not all count on the same try
+        self._dead.put_nowait(name)
+        return True
+
+    async def _replace(self, name: str) -> None:
+        """From DEAD to HEALTHY, or LOST. The first try is counted already."""
+        while (failure := await self._try(name)) is not None:
+            log.warning("%s could not be replaced (try %d of %d for role %s): %s", name, self._num_tries,
+                        self._config.max_replacements, self.role, failure)  # fmt: skip
+            self._enter(name, State.DEAD)
+            if self._num_tries >= self._config.max_replacements:
+                self._lose(name)
+                self._router.give_up(name)
+                return
+            self._num_tries += 1
+            await asyncio.sleep(RETRY_AFTER_S)
+
+    async def _try(self, name: str) -> Exception | None:
+        """One replacement; what it failed of, if it did. Wrong weights are no failure to try again after."""
+        try:
+            self._enter(name, State.STARTING)
+            async with asyncio.timeout(self._config.start_deadline_s):
+                engine = await self._restart(name)
+            self._enter(name, State.STALE)
+            await self._bring_current(name, engine, lambda: self._admit(name, engine))
+        except (WeightMismatch, WeightsNotFinite):
+            raise
+        except Exception as failure:
+            return failure
+        return None
+
+    def _admit(self, name: str, engine: Engine) -> None:
+        self._enter(name, State.HEALTHY)
+        self.num_replaced += 1
+        self._router.admit(name, engine)
+
+    def _lose(self, name: str) -> None:
+        self._enter(name, State.LOST)
+        log.warning("%s is not replaced: health.max_replacements=%d tries are used up for role %s", name,
+                    self._config.max_replacements, self.role)  # fmt: skip
+
+    def _enter(self, name: str, state: State) -> None:
+        """The state that ends becomes a span of the engine's lane; health itself is no news."""
+        now_s = asyncio.get_running_loop().time()
+        left = self.states[name]
+        if left not in (State.HEALTHY, state):
+            self._events.span(name, left.value, self._since_s[name], now_s, next=state.value)
+        log.info("%s: %s -> %s", name, left.value, state.value)
+        self.states[name], self._since_s[name] = state, now_s
+
+    async def _look_around(self) -> None:
+        """An engine that nobody asks for anything may be dead as well."""
+        while True:
+            await asyncio.sleep(self._config.check_every_s)
+            engines = self._router.alive
+            for name, death in (await dead_among(engines)).items():
+                self._router.bury(name, engines[name], death)
+
+
+async def dead_among(engines: Mapping[str, Engine]) -> dict[str, EngineDied]:
+    """Look at engines: an abort of nothing reaches the living."""
+    looks = {name: asyncio.ensure_future(engine.abort(NOBODY)) for name, engine in engines.items()}
+    if not looks:
+        return {}
+    try:
+        done, _ = await asyncio.wait(looks.values(), timeout=LOOK_TIMEOUT_S)
+    finally:
+        for look in looks.values():
+            look.cancel()
+    found = {name: look.exception() for name, look in looks.items() if look in done}
+    return {name: death for name, death in found.items() if isinstance(death, EngineDied)}
+
+
+async def push_to_living(sync: WeightSync, router: Router, version: int) -> SyncReport:
+    """Bring all engines that live to `version`; those that die meanwhile are buried, and the rest is pushed to again.
+
+    If none is left it waits for a replacement, which gets this version. Raises as `WeightSync.push` does, but
+    EngineDied only when no engine is left and none will come.
+    """
+    while True:
+        await _until_somebody(sync, router)
+        try:
+            return await sync.push(lambda: router.alive, version)
+        except NoEngines:
+            continue
+        except EngineLost as lost:
+            log.warning("the push of version %d starts over: %s", version, lost)
+            router.bury(lost.name, lost.engine, lost)
+            sync.dismiss(lost.name, lost.engine, lost)
+        except (WeightMismatch, WeightsNotFinite):
+            raise
+        except Exception as failure:  # a death often shows up first as its peers' broken connections, or as silence
+            suspects = {**router.alive, **sync.arrivals}
+            if not (dead := await dead_among(suspects)):
+                raise
+            log.warning("the push of version %d starts over: %s", version, failure)
+            for name, death in dead.items():
+                router.bury(name, suspects[name], death)
+                sync.dismiss(name, suspects[name], death)
+
+
+async def _until_somebody(sync: WeightSync, router: Router) -> None:
+    """Return once an engine serves, or waits for the push. Raises EngineDied when none will ever."""
+    waits = [asyncio.ensure_future(wait) for wait in (router.until_served(), sync.until_arrival())]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    for wait in done:
+        wait.result()

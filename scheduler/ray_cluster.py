@@ -8,19 +8,24 @@ import logging
 import math
 import operator
 import os
-import socket
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import AuthenticationError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models.types import Engine, WeightBucket
-from scheduler.actors import ActorDied, ActorGroup, EngineFactory, MemberFactory
+from scheduler.actors import LOOPBACK, ActorDied, ActorGroup, Closable, EngineFactory, MemberFactory, free_port
 from scheduler.engine_host import EngineHost
 from scheduler.placement import ClusterConfig, NodeCapacity, Placement, Seat, check_capacity
 from scheduler.remote_engine import RemoteEngine
@@ -28,6 +33,7 @@ from scheduler.remote_engine import RemoteEngine
 T = TypeVar("T")
 LOG_LINES = 8  # of a dead process, in its report
 CAUSE_GRACE_S = 2.0  # a dead rank makes its peers fail first: wait for the death itself
+CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started; then they are killed
 
 
 class _RemoteTraceback(Exception):
@@ -46,17 +52,18 @@ class MemberHost:
     def node_address(self) -> str:
         return ray.util.get_node_ip_address()
 
-    def free_address(self, host: str) -> str:
-        """An init_method on a port that is free now. The next to bind gets it: ask right before use."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+    def free_port(self, host: str) -> int:
+        return free_port(host)
 
     def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
         self._member = make_member(rank, world_size, init_method)
 
     def ask(self, method: str, *args: object) -> object:
         return operator.methodcaller(method, *args)(self._member)
+
+    def close(self) -> None:
+        if isinstance(self._member, Closable):
+            self._member.close()
 
 
 class BucketStore:
@@ -102,7 +109,15 @@ class RayActor:
                 "set cluster.start_timeout_s higher if this machine is slow"
             ) from None
 
+    async def close(self) -> None:
+        """End it in good order where it can be had, else at once."""
+        with suppress(Exception):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.call("close")
+        self.kill()
+
     def kill(self) -> None:
+        """Ray ends its process group: whatever it started goes with it."""
         ray.kill(self._handle, no_restart=True)
 
     def _reason(self, error: RayActorError) -> str:
@@ -150,7 +165,10 @@ class RayCluster:
         self._placement = placement
         self._owns_ray = owns_ray
         self._pools: dict[str, PlacementGroup] = {}
-        self._actors: list[RayActor] = []
+        self._groups: dict[str, list[RayActor]] = {}
+        self._engines: dict[str, RayActor] = {}
+        self._factories: dict[str, EngineFactory] = {}
+        self._num_restarts = 0
         self._store = BucketStore()
 
     @classmethod
@@ -170,7 +188,9 @@ class RayCluster:
         return cluster
 
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
-        actors = await self._start_actors(role, MemberHost, max_concurrency=1)
+        actors = [self._create(seat, MemberHost, max_concurrency=1) for seat in self._placement.seats[role]]
+        self._groups[role] = actors
+        await self._until_up(actors)
         init_method = await _meeting_place(actors) if len(actors) > 1 else None
         await _first_cause(
             [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
@@ -178,14 +198,30 @@ class RayCluster:
         return RayGroup(actors)
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
-        # Many calls at once: a control call must find its way past `collect`.
-        actors = await self._start_actors(role, EngineHost, max_concurrency=1000)
-        await _first_cause([actor.call("start", make_engine) for actor in actors])
-        return {actor.name: RemoteEngine(actor) for actor in actors}
+        self._factories[role] = make_engine
+        engines = await _first_cause([self._start_engine(seat) for seat in self._placement.seats[role]])
+        return {seat.name: engine for seat, engine in zip(self._placement.seats[role], engines, strict=True)}
+
+    async def restart_engine(self, role: str, name: str) -> Engine:
+        (seat,) = (seat for seat in self._placement.seats[role] if seat.name == name)
+        self._engines[name].kill()
+        self._num_restarts += 1
+        return await self._start_engine(seat)
+
+    def machines(self, role: str) -> frozenset[str]:
+        found: set[str] = set()
+        for seat in self._placement.seats[role]:
+            nodes = placement_group_table(self._pools[seat.pool])["bundles_to_node_id"]
+            found.add(nodes[self._bundle(seat)])
+        return frozenset(found)
+
+    async def free_address(self, role: str) -> tuple[str, int]:
+        everywhere = {machine for other in self._placement.seats for machine in self.machines(other)}
+        return await _free_address(self._groups[role][0], LOOPBACK if len(everywhere) == 1 else None)
 
     async def shutdown(self) -> None:
-        for actor in self._actors:
-            actor.kill()
+        actors = [*self._engines.values(), *(actor for group in self._groups.values() for actor in group)]
+        await asyncio.gather(*(actor.close() for actor in actors))
         for pool in self._pools.values():
             remove_placement_group(pool)
         if self._owns_ray:
@@ -204,41 +240,55 @@ class RayCluster:
                     f"wait for it, or set placement.pools.{name}.slots lower"
                 )
 
-    async def _start_actors(self, role: str, host: type, max_concurrency: int) -> list[RayActor]:
-        actors = [
-            RayActor(seat, self._create(seat, host, max_concurrency), self._store)
-            for seat in self._placement.seats[role]
-        ]
-        self._actors.extend(actors)
-        await _first_cause([actor.wait_until_up(self._config.start_timeout_s) for actor in actors])
-        return actors
+    async def _start_engine(self, seat: Seat) -> Engine:
+        # Many calls at once: a control call must find its way past `collect`.
+        actor = self._engines[seat.name] = self._create(seat, EngineHost, max_concurrency=1000)
+        await self._until_up([actor])
+        await actor.call("start", self._factories[seat.role], seat.rank)
+        return RemoteEngine(actor)
 
-    def _create(self, seat: Seat, host: type, max_concurrency: int) -> ActorHandle:
+    async def _until_up(self, actors: Sequence[RayActor]) -> None:
+        await _first_cause([actor.wait_until_up(self._config.start_timeout_s) for actor in actors])
+
+    def _bundle(self, seat: Seat) -> int:
+        return self._placement.bundles(seat.pool).index(seat.slots)
+
+    def _create(self, seat: Seat, host: type, max_concurrency: int) -> RayActor:
         """A process on its seat. Ray itself caps the threads of one that has a core or less."""
         amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # Ray counts in 1e-4
         on_gpu = self._placement.pools[seat.pool].resource == "gpu"
-        return cast(
+        # The name of a process that was killed just now may still be taken.
+        name = f"{seat.name} ({self._num_restarts})" if self._num_restarts else seat.name
+        handle = cast(
             ActorHandle,
             ray.remote(host)
             .options(
-                name=seat.name,
+                name=name,
                 num_cpus=0 if on_gpu else amount,
                 num_gpus=amount if on_gpu else 0,
                 max_restarts=0,  # a restarted process would have forgotten its state
                 max_concurrency=max_concurrency,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._pools[seat.pool],
-                    placement_group_bundle_index=self._placement.bundles(seat.pool).index(seat.slots),
+                    placement_group_bundle_index=self._bundle(seat),
                 ),
             )
             .remote(),
         )
+        return RayActor(seat, handle, self._store)
 
 
-async def _meeting_place(ranks: Sequence[RayActor]) -> object:
+async def _meeting_place(ranks: Sequence[RayActor]) -> str:
     """Where rank 0 listens. Ranks of one machine meet on loopback: nobody outside needs to reach them."""
     nodes = await _first_cause([rank.call("node_address") for rank in ranks])
-    return await ranks[0].call("free_address", nodes[0] if len(set(nodes)) > 1 else "127.0.0.1")
+    host, port = await _free_address(ranks[0], None if len(set(nodes)) > 1 else LOOPBACK)
+    return f"tcp://{host}:{port}"
+
+
+async def _free_address(actor: RayActor, host: str | None) -> tuple[str, int]:
+    """On the actor's machine, by its own address if no host is given."""
+    host = host or cast(str, await actor.call("node_address"))
+    return host, cast(int, await actor.call("free_port", host))
 
 
 def nodes_of_ray() -> list[NodeCapacity]:

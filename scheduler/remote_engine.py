@@ -11,6 +11,8 @@ from typing import Protocol, cast
 from models.types import (
     Completion,
     EngineDied,
+    GroupLink,
+    InlineBytes,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -76,6 +78,7 @@ class RemoteEngine:
     async def abort(self, request_id: str) -> None:
         self._check_alive()
         await asyncio.shield(self._post(Abort(request_id=request_id)))
+        self._check_alive()
 
     async def pause(self) -> None:
         await self._control("pause")
@@ -83,14 +86,24 @@ class RemoteEngine:
     async def resume(self) -> None:
         await self._control("resume")
 
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        await self._control("begin_weights", link)
+
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        await self._control("load_bucket", self._host.share(bucket))
+        inline = isinstance(bucket.payload, InlineBytes)  # any other payload is a few words
+        await self._control("load_bucket", self._host.share(bucket) if inline else bucket)
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         return cast(WeightReceipt, await self._control("commit_weights", version))
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return cast("tuple[float, ...]", await self._control("score", tuple(token_ids)))
+
+    async def sleep(self) -> int:
+        return cast(int, await self._control("sleep"))
+
+    async def wake(self) -> None:
+        await self._control("wake")
 
     async def _control(self, method: str, *args: object) -> object:
         self._check_alive()
@@ -143,6 +156,8 @@ class RemoteEngine:
         """No answer will come: every waiting call hears why, each by an exception of its own."""
         if isinstance(error, ActorDied):
             self._death = error.reason
+        elif isinstance(error, EngineDied):  # the process lives; what it ran does not
+            self._death = str(error)
         for call in self._waiting.values():
             if not call.answer.done():
-                call.answer.set_exception(EngineDied(error.reason) if isinstance(error, ActorDied) else error)
+                call.answer.set_exception(EngineDied(self._death) if self._death is not None else error)

@@ -58,6 +58,7 @@ class Summary:
     judging: JudgingSummary = field(default_factory=JudgingSummary)
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     max_staleness_trained: int = 0
+    engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     alarms: tuple[str, ...] = ()
     failure: str | None = None  # the first cause, in plain words; only when failed
 

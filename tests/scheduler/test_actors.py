@@ -90,7 +90,7 @@ def test_every_replica_of_a_role_is_an_engine_and_ends_with_the_cluster() -> Non
         def close(self) -> None:
             self.closed = True
 
-    def make() -> Held:
+    def make(rank: int) -> Held:
         return Held("policy", lambda ids, params, context: Script(token_ids=(1,), text="x"))
 
     async def main() -> None:

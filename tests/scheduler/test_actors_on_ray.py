@@ -6,10 +6,14 @@ What workers run is defined inside functions, so that it travels by value: worke
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -19,6 +23,8 @@ from models.types import (
     Completion,
     Engine,
     EngineDied,
+    GroupLink,
+    InlineBytes,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -28,7 +34,8 @@ from scheduler.actors import ActorDied, EngineFactory, MemberFactory
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.ray_cluster import RayCluster
 from scheduler.router import Router
-from scheduler.weight_sync import SyncConfig, push
+from scheduler.weight_push import EngineLost, SyncConfig
+from scheduler.weight_sync import WeightSync
 
 
 def seats(**replicas: int) -> Placement:
@@ -96,7 +103,7 @@ def members() -> MemberFactory:
 def engines(tokens_per_s: float = 1e6) -> EngineFactory:
     """Answers depend on ids and seed; the text says which process wrote it."""
 
-    def make() -> Engine:
+    def make(rank: int) -> Engine:
         from models.engines.simulated import Script, SimulatedEngine
 
         def author(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
@@ -112,6 +119,13 @@ def ask(engine: Engine, number: int) -> asyncio.Task[Completion]:
     return asyncio.create_task(
         engine.generate((1, 2), SamplingParams(max_new_tokens=8, seed=number), context)  # type: ignore[arg-type]
     )
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def on_cluster(placement: Placement, scene) -> None:  # type: ignore[no-untyped-def]
@@ -177,10 +191,32 @@ def test_requests_of_a_killed_engine_are_drawn_elsewhere_with_the_same_seed_and_
 
 
 class Source:
-    async def buckets(self) -> AsyncIterator[WeightBucket]:
-        for name in ("a", "b"):
-            data = np.random.default_rng(0).integers(0, 256, 4 << 20, dtype=np.uint8)
-            yield WeightBucket(tensors=(WeightTensor(name=name, dtype="float32", shape=(1 << 20,), data=data),))
+    """Two buckets of random bytes. Kills a process, if told to, when it is asked for the second."""
+
+    def __init__(self, victim: int | None = None) -> None:
+        self._victim = victim
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        yield 0
+
+    async def connect(self, link: GroupLink | None) -> None:
+        assert link is None
+
+    async def num_buckets(self) -> int:
+        return 2
+
+    async def bucket(self, index: int) -> WeightBucket:
+        if index == 1 and self._victim is not None:
+            os.kill(self._victim, signal.SIGKILL)
+            self._victim = None
+        data = np.random.default_rng(index).integers(0, 256, 4 << 20, dtype=np.uint8)
+        checksum = hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+        tensor = WeightTensor(name="ab"[index], dtype="float32", shape=(1 << 20,), checksum=checksum)
+        return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
+
+    async def deliver(self, index: int) -> None:
+        raise AssertionError("nothing is broadcast")
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return (-1.0,) * (len(token_ids) - 1)
@@ -189,7 +225,7 @@ class Source:
 def test_weights_reach_every_engine_as_they_were_sent() -> None:
     async def scene(cluster: RayCluster) -> None:
         both = await cluster.start_engines("policy", engines())
-        report = await push(Source(), both, 4, (1, 2, 3), SyncConfig(deadline_s=20))
+        report = await WeightSync(Source(), (1, 2, 3), SyncConfig(deadline_s=20)).push(lambda: both, 4)
         assert report.num_bytes == 8 << 20
         answers = await asyncio.gather(*(ask(engine, 1) for engine in both.values()))
         assert [answer.versions[0].version for answer in answers] == [4, 4]
@@ -201,19 +237,84 @@ def test_an_engine_killed_in_mid_push_ends_it_by_name_and_the_rest_take_the_next
     async def scene(cluster: RayCluster) -> None:
         both = await cluster.start_engines("policy", engines())
         victim = int((await ask(both["policy-0"], 1)).text)
-
-        class Killing(Source):
-            async def buckets(self) -> AsyncIterator[WeightBucket]:
-                async for bucket in super().buckets():
-                    yield bucket
-                    os.kill(victim, signal.SIGKILL)
-
-        with pytest.raises(EngineDied, match="policy-0 died while it was asked to load bucket 1"):
-            await push(Killing(), both, 4, (1, 2, 3), SyncConfig(deadline_s=20))
-        report = await push(Source(), {"policy-1": both["policy-1"]}, 4, (1, 2, 3), SyncConfig(deadline_s=20))
+        sync = WeightSync(Source(victim), (1, 2, 3), SyncConfig(deadline_s=20))
+        began_s = time.monotonic()
+        with pytest.raises(EngineLost, match=r"policy-0 died while it was asked to .* bucket . \((a|b)\)") as caught:
+            await sync.push(lambda: both, 4)
+        assert caught.value.name == "policy-0"
+        assert time.monotonic() - began_s < 20
+        report = await sync.push(lambda: {"policy-1": both["policy-1"]}, 4)
         assert report.version == 4
+        newcomer = await cluster.restart_engine("policy", "policy-0")
+        assert int((await ask(newcomer, 2)).text) not in (victim, int((await ask(both["policy-1"], 2)).text))
+        await sync.catch_up("policy-0", newcomer, lambda: None)
+        assert (await ask(newcomer, 3)).versions[0].version == 4
 
     on_cluster(seats(policy=2), scene)
+
+
+def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:
+    """Killed, replaced or shut down: a server or a core process of an engine must not outlive it."""
+
+    def make(rank: int) -> Engine:
+        from models.engines.simulated import Script, SimulatedEngine
+
+        class Parent(SimulatedEngine):
+            def __init__(self) -> None:
+                self.child = subprocess.Popen(["sleep", "1000"])
+                text = f"{os.getpid()} {self.child.pid}"
+                super().__init__("policy", lambda ids, params, context: Script(token_ids=(1,), text=text))
+
+        return Parent()
+
+    async def until_gone(process_id: int) -> None:
+        async with asyncio.timeout(15):
+            while is_running(process_id):
+                await asyncio.sleep(0.1)
+
+    async def scene(cluster: RayCluster) -> None:
+        engine = (await cluster.start_engines("policy", make))["policy-0"]
+        own, child = map(int, (await ask(engine, 1)).text.split())
+        os.kill(own, signal.SIGKILL)
+        await until_gone(child)
+        engine = await cluster.restart_engine("policy", "policy-0")
+        _, child = map(int, (await ask(engine, 1)).text.split())
+        engine = await cluster.restart_engine("policy", "policy-0")  # one that lives
+        await until_gone(child)
+        left.append(int((await ask(engine, 1)).text.split()[1]))
+        assert is_running(left[0])
+
+    left: list[int] = []
+    on_cluster(seats(policy=1), scene)
+    asyncio.run(until_gone(left[0]))
+
+
+def test_an_engine_is_closed_before_its_process_ends(tmp_path: Path) -> None:
+    def make(rank: int) -> Engine:
+        from models.engines.simulated import Script, SimulatedEngine
+
+        class Held(SimulatedEngine):
+            def close(self) -> None:
+                (tmp_path / "closed").touch()
+
+        return Held("policy", lambda ids, params, context: Script(token_ids=(1,), text="x"))
+
+    async def scene(cluster: RayCluster) -> None:
+        await cluster.start_engines("policy", make)
+
+    on_cluster(seats(policy=1), scene)
+    assert (tmp_path / "closed").exists()
+
+
+def test_a_free_address_is_on_the_machine_of_the_first_process() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        await cluster.start_group("learner", members())
+        host, port = await cluster.free_address("learner")
+        assert host == "127.0.0.1", "one machine: nobody outside needs to reach it"
+        assert 0 < port < 65536
+        assert len(cluster.machines("learner")) == 1
+
+    on_cluster(seats(learner=1), scene)
 
 
 def test_a_placement_that_cannot_be_had_fails_at_once_and_says_what_to_type() -> None:

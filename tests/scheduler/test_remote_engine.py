@@ -13,6 +13,7 @@ from models.types import (
     Completion,
     EngineDied,
     EngineRefused,
+    InlineBytes,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -69,7 +70,7 @@ async def connect(tokens_per_s: float = 1e6) -> tuple[RemoteEngine, Wire, Watche
         tokens_per_s=tokens_per_s,
     )
     wire = Wire()
-    await wire.host.start(lambda: engine)
+    await wire.host.start(lambda rank: engine, 0)
     return RemoteEngine(wire), wire, engine
 
 
@@ -119,7 +120,8 @@ def test_control_calls_do_not_queue_behind_collect() -> None:
         await until(lambda: wire.calls["collect"] > 0)
         async with asyncio.timeout(1):
             await engine.pause()
-            await engine.load_bucket(WeightBucket(tensors=()))
+            await engine.begin_weights()
+            await engine.load_bucket(WeightBucket(tensors=(), payload=InlineBytes(data=())))
             assert (await engine.commit_weights(3)).version == 3
             assert await engine.score([1, 2, 3]) == (-1.0, -1.0)
             await engine.resume()
@@ -160,7 +162,7 @@ def test_errors_keep_their_kind() -> None:
         def author(ids: object, params: object, context: object) -> Script:
             raise error
 
-        await wire.host.start(lambda: SimulatedEngine("policy", author))  # type: ignore[arg-type]
+        await wire.host.start(lambda rank: SimulatedEngine("policy", author), 0)  # type: ignore[arg-type]
         with pytest.raises(Exception) as caught:
             await ask(engine, 1)
         return caught.value

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import pytest
 
 from models.engines.simulated import Script, SimulatedEngine
-from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams, WeightBucket
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    InlineBytes,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+)
 from scheduler.router import MAX_IMBALANCE, Router
 
 
@@ -147,7 +155,8 @@ def test_control_calls_reach_all_and_outlive_a_death() -> None:
         router, a, b, _ = two()
         await router.pause()
         waiting = ask(router, 1)
-        await router.load_bucket(WeightBucket(tensors=()))
+        await router.begin_weights()
+        await router.load_bucket(WeightBucket(tensors=(), payload=InlineBytes(data=())))
         assert (await router.commit_weights(5)).version == 5
         assert (a.version, b.version) == (5, 5)
         await asyncio.sleep(0.005)

@@ -1,58 +1,116 @@
-"""A push proves itself or says who failed."""
+"""A push proves itself or says who failed; a latecomer catches up; what is known needn't be sent."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
+import looptime
 import numpy as np
 import pytest
 
 from models.engines.simulated import Script, SimulatedEngine
 from models.types import (
+    Broadcast,
     Completion,
     EngineDied,
+    GroupLink,
+    InlineBytes,
+    Payload,
     RequestContext,
     SamplingParams,
     WeightBucket,
     WeightReceipt,
     WeightTensor,
 )
-from scheduler.weight_sync import SyncConfig, SyncReport, WeightMismatch, WeightSyncTimeout, push
+from scheduler.weight_checks import WeightMismatch, WeightsNotFinite, tensor_groups
+from scheduler.weight_push import EngineLost, SyncConfig, SyncReport, WeightSyncTimeout
+from scheduler.weight_sync import NoEngines, WeightSync
 
 PROBE = (5, 6, 7, 8)
+NUM_BYTES = 3 * 2 * 16 * len("layers.0.q")
 
 
-def tensor(name: str, dtype: str = "float32") -> WeightTensor:
-    data = np.frombuffer(name.encode() * 16, dtype=np.uint8)
-    return WeightTensor(name=name, dtype=dtype, shape=(data.size // 4,), data=data)
+def checksum(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def bucket_of(contents: dict[str, bytes], dtype: str, payload: Payload | None = None) -> WeightBucket:
+    return WeightBucket(
+        tensors=tuple(
+            WeightTensor(name=name, dtype=dtype, shape=(len(data) // (4 if dtype == "float32" else 2),),
+                         checksum=checksum(data))
+            for name, data in contents.items()
+        ),
+        payload=payload or InlineBytes(data=tuple(np.frombuffer(data, np.uint8) for data in contents.values())),
+    )  # fmt: skip
 
 
 class Source:
-    """Three buckets; scores every token -1, as the scripted engines do."""
+    """Three buckets of two tensors; scores every token -1, as scripted engines do. Writes down what it was asked."""
 
-    def __init__(self, dtype: str = "float32", hangs_at: int | None = None) -> None:
-        self._dtype = dtype
-        self._hangs_at = hangs_at
+    def __init__(
+        self, *, dtype: str = "float32", hangs_at: int | None = None, broadcast: bool = False, score: float = -1.0
+    ) -> None:
+        self.weights = {f"layers.{n}.{part}": f"layers.{n}.{part}".encode() * 16 for n in range(3) for part in "qk"}
+        self.steps = 0
+        self.hold = asyncio.Lock()
+        self.asked: list[str] = []
+        self.links: list[GroupLink | None] = []
+        self.in_bucket: Callable[[int], None] = lambda index: None
+        self._dtype, self._hangs_at, self._broadcast, self._score = dtype, hangs_at, broadcast, score
 
-    async def buckets(self) -> AsyncIterator[WeightBucket]:
-        for index in range(3):
-            if index == self._hangs_at:
-                await asyncio.Event().wait()
-            names = (f"layers.{index}.q", f"layers.{index}.k")
-            yield WeightBucket(tensors=tuple(tensor(name, self._dtype) for name in names))
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        async with self.hold:
+            self.asked.append("hold")
+            yield self.steps
+            self.asked.append("let go")
+
+    async def step(self, seconds: float = 0.0) -> None:
+        async with self.hold:
+            await asyncio.sleep(seconds)
+            self.steps += 1
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
+        assert self.hold.locked()
+        return (self._score,) * (len(token_ids) - 1)
+
+    async def connect(self, link: GroupLink | None) -> None:
+        self.links.append(link)
+
+    async def num_buckets(self) -> int:
+        return 3
+
+    async def bucket(self, index: int) -> WeightBucket:
+        assert self.hold.locked()
+        self.asked.append(f"bucket {index}")
+        self.in_bucket(index)
+        if index == self._hangs_at:
+            self._hangs_at = None
+            await asyncio.Event().wait()
+        names = (f"layers.{index}.q", f"layers.{index}.k")
+        payload = Broadcast() if self._broadcast else None
+        return bucket_of({name: self.weights[name] for name in names}, self._dtype, payload)
+
+    async def deliver(self, index: int) -> None:
+        self.asked.append(f"deliver {index}")
 
 
 class Faulty(SimulatedEngine):
-    """Goes wrong once, in the way of its name; then it is as good as any."""
+    """Goes wrong once, in the way of its name; then it is as good as any. Writes down what it was sent."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: str = "", load_s: float = 0.0) -> None:
         super().__init__("policy", lambda ids, params, context: Script(token_ids=(1,), text="x"))
         self.fault = fault
-        self.resumed = 0
+        self.load_s = load_s
+        self.links: list[GroupLink | None] = []
+        self.loaded: list[str] = []
+        self.log: list[str] = []
+        self.paused = False
+        self.echo: dict[str, str] = {}
 
     def _goes_wrong(self, fault: str) -> bool:
         wrong = self.fault == fault
@@ -60,54 +118,105 @@ class Faulty(SimulatedEngine):
             self.fault = ""
         return wrong
 
+    async def pause(self) -> None:
+        self.paused = True
+        await super().pause()
+
+    async def resume(self) -> None:
+        self.paused = False
+        await super().resume()
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        assert self.paused
+        self.links.append(link)
+        self.echo = {}
+
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        if bucket.tensors[0].name == "layers.1.q":
+        assert self.paused
+        names = [tensor.name for tensor in bucket.tensors]
+        self.log.append(f"load {names[0]}")
+        await asyncio.sleep(self.load_s)
+        self.log.append(f"loaded {names[0]}")
+        self.loaded += names
+        echo = {tensor.name: tensor.checksum for tensor in bucket.tensors}
+        if isinstance(bucket.payload, InlineBytes):
+            echo = {name: checksum(data.tobytes()) for name, data in zip(names, bucket.payload.data, strict=True)}
+        if names[0] == "layers.1.q":
             if self._goes_wrong("hang"):
                 await asyncio.Event().wait()
             if self._goes_wrong("die"):
                 raise EngineDied("killed by signal 9")
             if self._goes_wrong("bit"):
-                first, *rest = bucket.tensors
-                damaged = first.data.copy()
-                damaged[3] ^= 1
-                flipped = WeightTensor(name=first.name, dtype=first.dtype, shape=first.shape, data=damaged)
-                bucket = WeightBucket(tensors=(flipped, *rest))
+                echo[names[0]] = "0" * 16
+            if self._goes_wrong("layer"):
+                echo = dict.fromkeys(echo, "0" * 16)
             if self._goes_wrong("lost"):
-                bucket = WeightBucket(tensors=bucket.tensors[1:])
-        await super().load_bucket(bucket)
+                del echo[names[0]]
+            if self._goes_wrong("unhashed"):
+                echo = dict.fromkeys(echo, "")
+        self.echo |= echo
 
     async def commit_weights(self, version: int) -> WeightReceipt:
-        return await super().commit_weights(version - 1 if self._goes_wrong("version") else version)
+        self.version = version - 1 if self._goes_wrong("version") else version
+        return WeightReceipt(version=self.version, checksums=self.echo)
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        logprobs = await super().score(token_ids)
+        assert not self.paused, "an engine that is paused can't score"
+        logprobs = (-1.0,) * (len(token_ids) - 1)
         for fault, error in (("stale", 0.8), ("drift", 0.01), ("nan", float("nan"))):
             if self._goes_wrong(fault):
                 return (*logprobs[:-1], logprobs[-1] + error)
         return logprobs
 
-    async def resume(self) -> None:
-        self.resumed += 1
-        await super().resume()
+
+async def address() -> tuple[str, int]:
+    return "127.0.0.1", 4711
+
+
+def named(*engines: Faulty) -> dict[str, Faulty]:
+    return {f"policy-{index}": engine for index, engine in enumerate(engines)}
 
 
 async def push_to(*engines: Faulty, source: Source | None = None, deadline_s: float = 5.0) -> SyncReport:
-    named = {f"policy-{index}": engine for index, engine in enumerate(engines)}
-    return await push(source or Source(), named, 3, PROBE, SyncConfig(deadline_s=deadline_s))
+    sync = WeightSync(source or Source(), PROBE, SyncConfig(deadline_s=deadline_s))
+    return await sync.push(lambda: named(*engines), 3)
+
+
+def on_virtual_clock(scene: Callable) -> None:
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        runner.run(scene())
+
+
+# -- one push ------------------------------------------------------------------------------------------------------
 
 
 def test_a_push_reports_what_it_moved_and_resumes_all() -> None:
-    async def main() -> None:
-        engines = Faulty(), Faulty()
-        report = await push_to(*engines)
+    async def scene() -> None:
+        engines = Faulty(load_s=1.0), Faulty(load_s=2.0)
+        report = await push_to(*engines, deadline_s=60)
         assert report.version == 3
-        assert report.num_bytes == 6 * 16 * len("layers.0.q")
+        assert (report.num_bytes, report.num_skipped_bytes) == (NUM_BYTES, 0)
         assert report.probe_error == 0
-        assert 0 < report.pause_seconds <= report.seconds
-        assert [engine.version for engine in engines] == [3, 3]
-        assert [engine.resumed for engine in engines] == [1, 1]
+        assert report.pause_seconds == report.seconds == pytest.approx(6.0)
+        assert [(engine.version, engine.paused) for engine in engines] == [(3, False), (3, False)]
 
-    asyncio.run(main())
+    on_virtual_clock(scene)
+
+
+def test_the_learner_holds_still_while_it_is_read_and_the_next_bucket_is_made_while_one_is_loaded() -> None:
+    async def scene() -> None:
+        source, engine = Source(), Faulty(load_s=1.0)
+        source.in_bucket = lambda index: engine.log.append(f"bucket {index}")
+        await push_to(engine, source=source)
+        assert source.asked == ["hold", "bucket 0", "bucket 1", "bucket 2", "let go"]
+        order = engine.log.index
+        for index in range(2):
+            start, end = order(f"load layers.{index}.q"), order(f"loaded layers.{index}.q")
+            assert order(f"bucket {index + 1}") < end, "the next one is made meanwhile"
+            assert start < order(f"load layers.{index + 1}.q")
+        assert order("bucket 2") > order("loaded layers.0.q"), "two buckets are alive at most"
+
+    on_virtual_clock(scene)
 
 
 def test_requests_in_flight_go_on_under_the_new_weights() -> None:
@@ -118,7 +227,7 @@ def test_requests_in_flight_go_on_under_the_new_weights() -> None:
         context = RequestContext(request_id="r", group_id="g", role="policy")
         answer = asyncio.create_task(engine.generate((1,), SamplingParams(max_new_tokens=20), context))
         await asyncio.sleep(0.03)
-        await push(Source(), {"policy-0": engine}, 3, PROBE, SyncConfig())
+        await WeightSync(Source(), PROBE, SyncConfig()).push(lambda: {"policy-0": engine}, 3)
         return await answer
 
     completion = asyncio.run(main())
@@ -129,56 +238,346 @@ def test_requests_in_flight_go_on_under_the_new_weights() -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("bit", r"policy-1 got layers\.1\.q as \w{16}; sent was \w{16}"),
-        ("lost", r"policy-1 got layers\.1\.q as nothing"),
+        ("bit", r"policy-1 got other weights than version 3 in layers\.1\.q: layers\.1\.q came as 0{16}, sent was \w+"),
+        ("layer", r"policy-1 got other weights than version 3 in layers\.1\.\* \(2 tensors\): layers\.1\.k came as 0"),
+        ("lost", r"policy-1 .* in layers\.1\.q: layers\.1\.q came as nothing"),
         ("version", "policy-1 says it has version 2; version 3 was sent"),
-        ("stale", r"policy-1 holds version 3 by its checksums, but scores a probe 0\.8 nats away"),
+        ("stale", r"policy-1 took version 3, but scores a probe 0\.8 nats away from the learner"),
         ("drift", r"policy-1 .* 0\.01 nats away .* \(tolerance 0\.001\)"),
         ("nan", "policy-1 .* nan nats away"),
     ],
 )
-def test_a_mismatch_names_the_engine_and_leaves_all_paused_until_a_push_succeeds(fault: str, words: str) -> None:
+def test_a_mismatch_names_engine_and_tensors_and_leaves_all_paused_until_a_push_succeeds(
+    fault: str, words: str
+) -> None:
     async def main() -> None:
         engines = Faulty(), Faulty(fault)
         with pytest.raises(WeightMismatch, match=words):
             await push_to(*engines)
-        assert [engine.resumed for engine in engines] == [0, 0]
+        assert [engine.paused for engine in engines] == [True, True]
         await push_to(*engines)
-        assert [engine.resumed for engine in engines] == [1, 1]
+        assert [engine.paused for engine in engines] == [False, False]
 
     asyncio.run(main())
+
+
+def test_an_engine_that_cannot_hash_is_believed_as_far_as_its_probe() -> None:
+    asyncio.run(push_to(Faulty("unhashed")))
 
 
 def test_sixteen_bit_weights_get_the_wider_tolerance() -> None:
-    report = asyncio.run(push_to(Faulty("drift"), source=Source("bfloat16")))
-    assert report.probe_error == pytest.approx(0.01)
-    with pytest.raises(WeightMismatch):
-        asyncio.run(push_to(Faulty("stale"), source=Source("bfloat16")))
-
-
-def test_an_engine_that_hangs_is_named_with_its_tensors_and_needs_no_restart() -> None:
     async def main() -> None:
-        engines = Faulty(), Faulty("hang")
-        with pytest.raises(
-            WeightSyncTimeout, match=r"waiting for policy-1 to load bucket 1 \(layers\.1\.q \.\. layers\.1\.k\)$"
-        ):
-            await push_to(*engines, deadline_s=0.1)
-        assert (await push_to(*engines)).version == 3
+        report = await push_to(Faulty("drift"), source=Source(dtype="bfloat16"))
+        assert report.probe_error == pytest.approx(0.01)
+        with pytest.raises(WeightMismatch):
+            await push_to(Faulty("stale"), source=Source(dtype="bfloat16"))
 
     asyncio.run(main())
 
 
+def test_a_learner_that_diverged_sends_nothing() -> None:
+    async def main() -> None:
+        engine = Faulty()
+        with pytest.raises(WeightsNotFinite, match=r"not finite at version 3: .* train\.lr"):
+            await push_to(engine, source=Source(score=float("nan")))
+        assert not engine.loaded
+        assert not engine.paused
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_hangs_is_named_with_its_tensors_and_needs_no_restart() -> None:
+    async def scene() -> None:
+        engines = Faulty(), Faulty("hang")
+        with pytest.raises(
+            WeightSyncTimeout, match=r"waiting for policy-1 to load bucket 1 \(layers\.1\.q \.\. layers\.1\.k\)$"
+        ) as caught:
+            await push_to(*engines)
+        assert caught.value.waiting_for == {"policy-1"}
+        assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+        assert (await push_to(*engines)).version == 3
+
+    on_virtual_clock(scene)
+
+
 def test_a_learner_that_hangs_is_named_too() -> None:
-    with pytest.raises(WeightSyncTimeout, match=r"waiting for learner to send bucket 2$"):
-        asyncio.run(push_to(Faulty(), source=Source(hangs_at=2), deadline_s=0.1))
+    async def scene() -> None:
+        source = Source(hangs_at=2)
+        with pytest.raises(WeightSyncTimeout, match=r"waiting for learner to send bucket 2$"):
+            await push_to(Faulty(), source=source)
+        assert not source.hold.locked()
+        assert (await push_to(Faulty(), source=source)).version == 3
+
+    on_virtual_clock(scene)
 
 
-def test_an_engine_that_dies_ends_the_push_as_itself() -> None:
-    with pytest.raises(EngineDied, match=r"policy-0 died while it was asked to load bucket 1 .*: killed by signal 9"):
-        asyncio.run(push_to(Faulty("die"), Faulty()))
+def test_an_engine_killed_in_mid_push_ends_it_by_name_and_the_rest_take_the_next_one() -> None:
+    async def main() -> None:
+        dying, other = Faulty("die"), Faulty()
+        sync = WeightSync(Source(), PROBE, SyncConfig())
+        with pytest.raises(
+            EngineLost, match=r"policy-0 died while it was asked to load bucket 1 \(layers\.1\.q .*: killed by signal 9"
+        ) as caught:
+            await sync.push(lambda: named(dying, other), 3)
+        assert (caught.value.name, caught.value.engine) == ("policy-0", dying)
+        assert other.paused
+        await sync.push(lambda: {"policy-1": other}, 3)
+        assert (other.version, other.paused) == (3, False)
+
+    asyncio.run(main())
 
 
-@pytest.mark.parametrize("key", ["deadline_s", "probe_tokens", "probe_tolerance", "probe_tolerance_16bit"])
+def test_a_push_to_nobody_says_so() -> None:
+    with pytest.raises(NoEngines):
+        asyncio.run(push_to())
+
+
+# -- broadcasts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_broadcast_has_a_group_of_all_ranks_and_keeps_it() -> None:
+    async def main() -> None:
+        source, engines = Source(broadcast=True), (Faulty(), Faulty())
+        sync = WeightSync(
+            source, PROBE, SyncConfig(deadline_s=30), transport="gloo", ranks_per_engine=2, new_address=address
+        )
+        report = await sync.push(lambda: named(*engines), 1)
+        assert report.transport == "gloo"
+        links = [source.links[0], engines[0].links[0], engines[1].links[0]]
+        assert all(link is not None for link in links)
+        assert [link.rank for link in links if link] == [0, 1, 3]
+        assert {(link.world_size, link.backend, link.port, link.timeout_s) for link in links if link} == {
+            (5, "gloo", 4711, 10.0)
+        }
+        assert len({link.name for link in links if link}) == 1
+        assert source.asked == ["hold", "bucket 0", "deliver 0", "bucket 1", "deliver 1", "bucket 2", "deliver 2",
+                                "let go"]  # fmt: skip
+        await sync.push(lambda: named(*engines), 2)
+        assert source.links[1] == source.links[0]
+        await sync.push(lambda: named(engines[0]), 3)
+        assert source.links[2] is not None
+        assert source.links[2].world_size == 3
+        assert source.links[2].name != source.links[1].name  # type: ignore[union-attr]
+
+    asyncio.run(main())
+
+
+def test_after_a_failed_push_the_group_is_a_new_one() -> None:
+    async def main() -> None:
+        source, engine = Source(broadcast=True), Faulty()
+        sync = WeightSync(source, PROBE, SyncConfig(), transport="gloo", new_address=address)
+        await sync.push(lambda: named(engine), 1)
+        engine.fault = "bit"
+        with pytest.raises(WeightMismatch):
+            await sync.push(lambda: named(engine), 2)
+        await sync.push(lambda: named(engine), 3)
+        names = [link.name for link in source.links if link]
+        assert names[0] == names[1] != names[2]
+
+    asyncio.run(main())
+
+
+# -- latecomers ----------------------------------------------------------------------------------------------------
+
+
+class Door:
+    """Where a newcomer is admitted: what it was then."""
+
+    def __init__(self, engine: Faulty) -> None:
+        self.engine = engine
+        self.version: int | None = None
+
+    def __call__(self) -> None:
+        assert not self.engine.paused
+        assert self.version is None, "admitted twice"
+        self.version = self.engine.version
+
+
+def test_a_latecomer_gets_the_version_of_the_last_push_and_nobody_else_pauses() -> None:
+    async def main() -> None:
+        source, old, new = Source(), Faulty(), Faulty()
+        sync = WeightSync(source, PROBE, SyncConfig())
+        await sync.push(lambda: {"policy-0": old}, 3)
+        loads, door = len(old.log), Door(new)
+        report = await sync.catch_up("policy-1", new, door)
+        assert (report.version, door.version, len(old.log)) == (3, 3, loads)
+
+    asyncio.run(main())
+
+
+def test_a_latecomer_waits_for_the_next_push_when_the_learner_has_stepped() -> None:
+    async def main() -> None:
+        source, old, new = Source(), Faulty(), Faulty()
+        sync = WeightSync(source, PROBE, SyncConfig())
+        door = Door(new)
+        await sync.push(lambda: {"policy-0": old}, 3)
+        await source.step()
+        waiting = asyncio.create_task(sync.catch_up("policy-1", new, door))
+        await sync.until_arrival()
+        assert door.version is None
+        await sync.push(lambda: {"policy-0": old}, 4)
+        assert door.version == 4
+        assert (await waiting).version == 4
+        assert old.version == 4
+
+    asyncio.run(main())
+
+
+def test_a_latecomer_before_the_first_push_waits_for_it_even_alone() -> None:
+    async def main() -> None:
+        new = Faulty()
+        door = Door(new)
+        sync = WeightSync(Source(), PROBE, SyncConfig())
+        waiting = asyncio.create_task(sync.catch_up("policy-0", new, door))
+        await sync.until_arrival()
+        await sync.push(dict, 1)
+        await waiting
+        assert door.version == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("step_at_s", [0.0, 0.5, 1.0, 2.5, 4.0])
+def test_a_step_that_comes_in_between_never_leaves_a_latecomer_behind(step_at_s: float) -> None:
+    """Whenever the step comes, the engine is admitted with the last pushed version, and no push overlaps another."""
+
+    async def scene() -> None:
+        source, old, new = Source(), Faulty(load_s=0.5), Faulty(load_s=1.0)
+        sync = WeightSync(source, PROBE, SyncConfig())
+        serving = {"policy-0": old}
+        await sync.push(lambda: serving, 3)
+        start_s = asyncio.get_running_loop().time()
+        door = Door(new)
+
+        def admit() -> None:
+            door()
+            serving["policy-1"] = new
+
+        async def learn() -> None:
+            await asyncio.sleep(step_at_s)
+            await source.step(seconds=1.0)
+            await sync.push(lambda: serving, 4)
+
+        async def come() -> None:
+            await asyncio.sleep(0.2)
+            await sync.catch_up("policy-1", new, admit)
+
+        await asyncio.gather(learn(), come())
+        assert door.version in (3, 4)
+        assert (old.version, new.version) == (4, 4)
+        assert source.asked.count("hold") == source.asked.count("let go")
+        assert asyncio.get_running_loop().time() - start_s < 12
+
+    on_virtual_clock(scene)
+
+
+def test_a_latecomer_that_dies_in_a_push_is_told_and_the_push_names_it() -> None:
+    async def main() -> None:
+        source, old, new = Source(), Faulty(), Faulty("die")
+        sync = WeightSync(source, PROBE, SyncConfig())
+        waiting = asyncio.create_task(sync.catch_up("policy-1", new, lambda: pytest.fail("it is dead")))
+        await sync.until_arrival()
+        with pytest.raises(EngineLost, match="policy-1 died") as caught:
+            await sync.push(lambda: {"policy-0": old}, 4)
+        sync.dismiss("policy-1", old, caught.value)
+        assert sync.arrivals, "another engine of that name"
+        sync.dismiss("policy-1", new, caught.value)
+        with pytest.raises(EngineLost, match="policy-1 died"):
+            await waiting
+        await sync.push(lambda: {"policy-0": old}, 4)
+        assert old.version == 4
+
+    asyncio.run(main())
+
+
+# -- delta ---------------------------------------------------------------------------------------------------------
+
+
+def test_with_delta_only_changed_buckets_travel_and_only_to_engines_that_lack_them() -> None:
+    async def main() -> None:
+        source, a, b = Source(), Faulty(), Faulty()
+        sync = WeightSync(source, PROBE, SyncConfig(delta=True))
+        await sync.push(lambda: {"policy-0": a}, 1)
+        source.weights["layers.1.k"] = b"changed!!!" * 16
+        for engine in (a, b):
+            engine.loaded.clear()
+        report = await sync.push(lambda: named(a, b), 2)
+        assert a.loaded == ["layers.1.q", "layers.1.k"]
+        assert len(b.loaded) == 6
+        assert (report.num_bytes, report.num_skipped_bytes) == (NUM_BYTES, 0)
+        report = await sync.push(lambda: named(a, b), 3)
+        assert (report.num_bytes, report.num_skipped_bytes) == (0, NUM_BYTES)
+        assert (a.version, b.version) == (3, 3)
+        assert len(b.loaded) == 6
+
+    asyncio.run(main())
+
+
+def test_without_delta_everything_travels_always() -> None:
+    async def main() -> None:
+        engine = Faulty()
+        sync = WeightSync(Source(), PROBE, SyncConfig())
+        for version in (1, 2):
+            assert (await sync.push(lambda: named(engine), version)).num_bytes == NUM_BYTES
+        assert len(engine.loaded) == 12
+
+    asyncio.run(main())
+
+
+def test_what_an_engine_could_not_hash_or_lost_in_a_failed_push_is_sent_again() -> None:
+    async def main() -> None:
+        source, engine = Source(), Faulty("unhashed")
+        sync = WeightSync(source, PROBE, SyncConfig(delta=True))
+        await sync.push(lambda: named(engine), 1)
+        report = await sync.push(lambda: named(engine), 2)
+        assert report.num_bytes == NUM_BYTES / 3
+        source.weights["layers.1.k"] = b"changed!!!" * 16
+        engine.fault = "die"
+        with pytest.raises(EngineLost):
+            await sync.push(lambda: named(engine), 3)
+        assert (await sync.push(lambda: named(engine), 3)).num_bytes == NUM_BYTES
+
+    asyncio.run(main())
+
+
+def test_another_engine_under_an_old_name_is_sent_everything() -> None:
+    async def main() -> None:
+        first, second = Faulty(), Faulty()
+        sync = WeightSync(Source(), PROBE, SyncConfig(delta=True))
+        await sync.push(lambda: named(first), 1)
+        await sync.catch_up("policy-0", second, lambda: None)
+        assert len(second.loaded) == 6
+
+    asyncio.run(main())
+
+
+def test_a_broadcast_that_one_engine_lacks_goes_to_the_whole_group() -> None:
+    async def main() -> None:
+        a, b = Faulty(), Faulty()
+        sync = WeightSync(Source(broadcast=True), PROBE, SyncConfig(delta=True), transport="gloo", new_address=address)
+        await sync.push(lambda: {"policy-0": a}, 1)
+        await sync.push(lambda: named(a, b), 2)
+        assert len(a.loaded) == 12
+        report = await sync.push(lambda: named(a, b), 3)
+        assert report.num_bytes == 0
+        assert len(a.loaded) == 12
+
+    asyncio.run(main())
+
+
+# -- words and settings --------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_told_by_their_layer() -> None:
+    names = [f"model.layers.{n}.mlp.{part}.weight" for n in (0, 3) for part in ("up", "down")]
+    assert tensor_groups(names) == "model.layers.0.* (2 tensors), model.layers.3.* (2 tensors)"
+    assert tensor_groups(["lm_head.weight"]) == "lm_head.weight"
+    assert tensor_groups([f"h.{n}.w" for n in range(9)]).endswith("h.3.w and 5 groups more")
+
+
+@pytest.mark.parametrize("key", ["deadline_s", "probe_tokens", "probe_tolerance", "probe_tolerance_16bit", "bucket_mb"])
 def test_a_bad_value_names_its_key(key: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}: "):
         SyncConfig(**{key: 0})
+    with pytest.raises(ValueError, match=r"^transport: unknown transport 'pigeon'; known: auto, object_store"):
+        SyncConfig(transport="pigeon")

@@ -1,0 +1,93 @@
+"""What proves a push: receipts against what was sent, log-probs against the learner's. Pure: asks no engine."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from models.types import WeightBucket, WeightReceipt, WeightTensor
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GROUPS_SHOWN = 4
+
+
+class WeightMismatch(Exception):
+    """An engine has other weights than were sent. The run must stop."""
+
+
+class WeightsNotFinite(ArithmeticError):
+    """The learner itself scores the probe with nan or inf. Nothing was sent."""
+
+
+def check_finite(logprobs: Sequence[float], version: int) -> None:
+    if not all(map(math.isfinite, logprobs)):
+        raise WeightsNotFinite(
+            f"the learner's log-probs are not finite at version {version}: training diverged; try a lower train.lr"
+        )
+
+
+def check_receipt(engine: str, version: int, sent: Mapping[str, str], receipt: WeightReceipt) -> None:
+    """Was what was sent (name -> checksum) what arrived? An empty checksum says nothing: the probe stands in."""
+    if receipt.version != version:
+        raise WeightMismatch(f"{engine} says it has version {receipt.version}; version {version} was sent")
+    got = receipt.checksums
+    wrong = sorted(name for name in sent.keys() | got.keys() if not _agree(sent.get(name), got.get(name)))
+    if wrong:
+        first = wrong[0]
+        raise WeightMismatch(
+            f"{engine} got other weights than version {version} in {tensor_groups(wrong)}: "
+            f"{first} came as {_told(got.get(first))}, sent was {_told(sent.get(first))} (blake2b-64)"
+        )
+
+
+def check_probe(
+    engine: str, version: int, expected: Sequence[float], scored: Sequence[float], tolerance: float
+) -> float:
+    """Does the engine sample from what arrived? Returns the largest difference in nats."""
+    # numpy's max: Python's own loses a nan that isn't first.
+    error = float(np.abs(np.subtract(expected, scored)).max())
+    if not error <= tolerance:  # true of nan
+        raise WeightMismatch(
+            f"{engine} took version {version}, but scores a probe {error:.2g} nats away from the learner "
+            f"(tolerance {tolerance:g}): its weights were not applied"
+        )
+    return error
+
+
+def tensor_groups(names: Collection[str]) -> str:
+    """Tensors in few words: all of one layer as `model.layers.3.*`, a lone one by its name."""
+    counts = Counter(_group_of(name) for name in names)
+    told = [next(n for n in names if _group_of(n) == group) if count == 1 else f"{group}.* ({count} tensors)"
+            for group, count in counts.items()]  # fmt: skip
+    more = f" and {len(told) - GROUPS_SHOWN} groups more" if len(told) > GROUPS_SHOWN else ""
+    return ", ".join(told[:GROUPS_SHOWN]) + more
+
+
+def span_of(bucket: WeightBucket) -> str:
+    """A bucket's tensors, for a message."""
+    names = [tensor.name for tensor in bucket.tensors]
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else "empty"
+
+
+def num_bytes(tensor: WeightTensor) -> int:
+    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+
+
+def _agree(sent: str | None, got: str | None) -> bool:
+    if sent is None or got is None:
+        return False  # a tensor too few or too many
+    return sent == got or not sent or not got
+
+
+def _told(checksum: str | None) -> str:
+    return "nothing" if checksum is None else checksum or "something unhashed"
+
+
+def _group_of(name: str) -> str:
+    """Up to its layer's number; what lies in no layer is a group with its siblings."""
+    layer = re.match(r".*?\.\d+(?=\.)", name)
+    return layer[0] if layer else name.rpartition(".")[0] or name
