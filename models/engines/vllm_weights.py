@@ -1,0 +1,97 @@
+"""Buckets and errors in the plain forms that cross to vLLM's worker and back. Needs neither vLLM nor a model."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from models.arena import room_for, views
+from models.types import (
+    Broadcast,
+    CudaHandles,
+    InlineBytes,
+    Payload,
+    SafetensorsFile,
+    SharedMemory,
+    WeightBucket,
+    WeightTensor,
+)
+from models.weight_files import SharedArena
+from models.weight_transport import received
+
+ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "ConnectionError": ConnectionError}
+TOLD = re.compile(r"<<(\w+)>>(.*)<<end>>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainBucket:
+    """A bucket of numbers, strings and bytes: what msgpack carries. The payload is its kind and its value."""
+
+    tensors: list[dict[str, Any]]
+    payload: tuple[str, str | bytes]
+
+    def restored(self) -> WeightBucket:
+        tensors = tuple(WeightTensor(**tensor | {"shape": tuple(tensor["shape"])}) for tensor in self.tensors)
+        return WeightBucket(tensors=tensors, payload=_restored(*self.payload))
+
+
+@contextmanager
+def as_plain(bucket: WeightBucket) -> Iterator[dict[str, Any]]:
+    """To be sent within the block: bytes that come inline lie in shared memory meanwhile."""
+    arena = SharedArena()
+    try:
+        payload = _in_shared_memory(bucket, arena) if isinstance(bucket.payload, InlineBytes) else bucket.payload
+        yield {"tensors": [asdict(tensor) for tensor in bucket.tensors], "payload": _plain(payload)}
+    finally:
+        arena.close()
+
+
+def _in_shared_memory(bucket: WeightBucket, arena: SharedArena) -> SharedMemory:
+    with received(bucket) as tensors:
+        dtypes, shapes = [tensor.dtype for _, tensor in tensors], [tensor.shape for _, tensor in tensors]
+        room = views(arena.reserve(room_for(dtypes, shapes)), dtypes, shapes)
+        for target, (_, source) in zip(room, tensors, strict=True):
+            target.copy_(source)
+    return SharedMemory(path=arena.path)
+
+
+def _plain(payload: Payload) -> tuple[str, str | bytes]:
+    match payload:
+        case SharedMemory(path=path) | SafetensorsFile(path=path):
+            return type(payload).__name__, path
+        case CudaHandles(handles=handles):
+            return "CudaHandles", pickle.dumps(handles)  # to a process of our own, over vLLM's private socket
+        case Broadcast():
+            return "Broadcast", ""
+    raise AssertionError(f"{type(payload).__name__} doesn't cross")
+
+
+def _restored(kind: str, value: str | bytes) -> Payload:
+    if isinstance(value, bytes):
+        return CudaHandles(handles=pickle.loads(value))
+    paths: dict[str, Payload] = {
+        "SharedMemory": SharedMemory(path=value),
+        "SafetensorsFile": SafetensorsFile(path=value),
+        "Broadcast": Broadcast(),
+    }
+    return paths[kind]
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """In the worker. Of an error vLLM brings home the words alone: they tell its kind as well."""
+    try:
+        yield
+    except tuple(ERRORS.values()) as error:
+        kind = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
+        raise RuntimeError(f"<<{kind}>>{error}<<end>>") from error
+
+
+def told_by(error: Exception) -> Exception | None:
+    """At home: the error that a worker told of."""
+    told = TOLD.search(str(error))
+    return ERRORS[told[1]](told[2]) if told else None

@@ -1,0 +1,180 @@
+"""Engines under contract: each kind once per configuration, on one event loop; every test finds them as new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from torch import nn
+
+from models.causal_lm import load_causal_lm
+from models.engines.embedded import EmbeddedEngine
+from models.engines.installed import vllm_missing
+from models.engines.vllm import VllmEngine
+from models.settings import EmbeddedConfig, VllmConfig
+from models.types import WeightBucket, WeightReceipt
+from models.weight_sending import ObjectStore
+from models.weight_stream import UnshardedBucket
+
+T = TypeVar("T")
+UnderContract = EmbeddedEngine | VllmEngine
+MAX_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to make an engine, and how many prompt tokens it has computed."""
+
+    make: Callable[[str, bool], UnderContract]
+    prefilled: Callable[[Any], int]
+    has_grammar: bool
+
+
+def make_embedded(path: str, recompute: bool) -> EmbeddedEngine:
+    return EmbeddedEngine(path, "policy", EmbeddedConfig(max_batch_rows=MAX_ROWS, recompute_kv_on_sync=recompute))
+
+
+def make_vllm(path: str, recompute: bool) -> VllmEngine:
+    config = VllmConfig(max_batch_rows=MAX_ROWS, kv_cache_mb=16, recompute_kv_on_sync=recompute)
+    return VllmEngine(path, "policy", config)
+
+
+KINDS = {
+    "embedded": Kind(make_embedded, lambda engine: engine.stats().prefilled_tokens, has_grammar=False),
+    "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, has_grammar=True),
+}
+needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
+
+
+@pytest.fixture(scope="session", params=["embedded", pytest.param("vllm", marks=needs_vllm)])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="session")
+def runner() -> Iterator[asyncio.Runner]:
+    """vLLM's engines belong to the loop that first asked them."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture
+def run(runner: asyncio.Runner) -> Callable[[Coroutine[Any, Any, T]], T]:
+    def run_for_a_minute(work: Coroutine[Any, Any, T]) -> T:
+        return runner.run(asyncio.wait_for(work, 60))
+
+    return run_for_a_minute
+
+
+@pytest.fixture(scope="session")
+def made(model_path: str, runner: asyncio.Runner) -> Iterator[Callable[[Kind, bool], UnderContract]]:
+    engines: dict[tuple[str, bool], UnderContract] = {}
+
+    def make(kind: Kind, recompute: bool) -> UnderContract:
+        key = (kind.make.__name__, recompute)
+        if key not in engines:
+            engines[key] = kind.make(model_path, recompute)
+        return engines[key]
+
+    yield make
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.fixture
+def engine(made: Any, kind: Kind, run: Any, model_path: str) -> Iterator[UnderContract]:
+    """Keeps keys and values of kept requests."""
+    yield from _clean(made(kind, False), run, model_path)
+
+
+@pytest.fixture
+def recomputing_engine(made: Any, kind: Kind, run: Any, model_path: str) -> Iterator[UnderContract]:
+    yield from _clean(made(kind, True), run, model_path)
+
+
+def _clean(engine: UnderContract, run: Any, model_path: str) -> Iterator[UnderContract]:
+    yield engine
+    if engine.version != 0:
+        run(push(engine, model_path, version=0))
+
+
+def all_buckets(path: str, names: Callable[[str], bool] = lambda name: True, per_bucket: int = 4) -> list[WeightBucket]:
+    """A model's tensors, or some, a few to a bucket: a layer's parts come in several."""
+    tensors = [(name, tensor) for name, tensor in _tensors(load_causal_lm(path)) if names(name)]
+    store = ObjectStore("float32")
+    return [
+        store.post(
+            start,
+            UnshardedBucket(
+                names=tuple(name for name, _ in some),
+                shapes=tuple(tuple(tensor.shape) for _, tensor in some),
+                tensors=iter([tensor.detach() for _, tensor in some]),
+            ),
+        )
+        for start in range(0, len(tensors), per_bucket)
+        if (some := tensors[start : start + per_bucket])
+    ]
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+async def push(
+    engine: UnderContract, path: str | Path, version: int, names: Callable[[str], bool] = lambda name: True
+) -> WeightReceipt:
+    await engine.pause()
+    await engine.begin_weights()
+    for bucket in all_buckets(str(path), names):
+        await engine.load_bucket(bucket)
+    receipt = await engine.commit_weights(version)
+    await engine.resume()
+    return receipt
+
+
+@pytest.fixture(name="push")
+def _push() -> Callable[..., Coroutine[Any, Any, WeightReceipt]]:
+    """`await push(engine, path, version, names=..)`: pause, begin, all buckets, commit, resume."""
+    return push
+
+
+@pytest.fixture(name="all_buckets")
+def _all_buckets() -> Callable[..., list[WeightBucket]]:
+    return all_buckets
+
+
+@pytest.fixture
+def greedy(plain: Any) -> Callable[[Sequence[int], int], list[int]]:
+    """What plain transformers writes at temperature 0."""
+
+    def write(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+        ids = list(prompt_ids)
+        for _ in range(num_tokens):
+            ids.append(int(plain.logits(ids)[-1].argmax()))
+        return ids[len(prompt_ids) :]
+
+    return write
+
+
+class Begun:
+    """Set once a request has its first token: on_first_token=begun, await begun.wait()."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.num_calls = 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        self._event.set()
+
+    async def wait(self) -> None:
+        await asyncio.wait_for(self._event.wait(), 20)
+
+
+@pytest.fixture
+def begun() -> Begun:
+    return Begun()

@@ -1,0 +1,253 @@
+"""What every engine of ours samples, says about it, and how a request ends."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from models.types import Completion, EngineRefused, VersionSpan
+
+WINDOW = 128
+STOP = 256  # <|im_end|>, after 256 bytes
+NUM_PRINTABLE = 94
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.8), (0.0, 1.0)])
+def test_logprobs_are_those_of_transformers_after_temperature_and_top_p(
+    engine: Any, ask: Any, run: Any, prompt_of: Any, plain: Any, temperature: float, top_p: float
+) -> None:
+    async def sample() -> list[Completion]:
+        asked = (ask(engine, prompt_of(10 + i), i, temperature=temperature, top_p=top_p) for i in range(6))
+        return await asyncio.gather(*asked)
+
+    for i, completion in enumerate(run(sample())):
+        expected = plain.logprobs(prompt_of(10 + i), completion, temperature, top_p)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+        assert len(completion.token_ids) == len(completion.logprobs) == 8
+        assert completion.versions == (VersionSpan(model="policy", version=0, start=0, end=8),)
+
+
+def test_temperature_zero_is_greedy(engine: Any, ask: Any, run: Any, prompt_of: Any, greedy: Any) -> None:
+    completion = run(ask(engine, prompt_of(25), max_new_tokens=30, temperature=0.0))
+    assert list(completion.token_ids) == greedy(prompt_of(25), 30)
+    assert completion.finish_reason == "length"
+
+
+def test_a_seed_draws_the_same_tokens_alone_and_in_any_batch(engine: Any, ask: Any, run: Any, prompt_of: Any) -> None:
+    async def alone_and_in_a_batch() -> tuple[Completion, Completion]:
+        alone = await ask(engine, prompt_of(20), "alone", max_new_tokens=30, seed=11)
+        others = [asyncio.create_task(ask(engine, prompt_of(5 + i), f"o{i}", max_new_tokens=40)) for i in range(6)]
+        again = await ask(engine, prompt_of(20), "again", max_new_tokens=30, seed=11, priority=-1)
+        await asyncio.gather(*others)
+        return alone, again
+
+    alone, again = run(alone_and_in_a_batch())
+    assert alone.token_ids == again.token_ids
+    assert alone.logprobs == pytest.approx(again.logprobs, abs=1e-4)
+
+
+def test_siblings_differ_and_share_their_prefill(
+    engine: Any, kind: Any, ask: Any, run: Any, prompt_of: Any, plain: Any
+) -> None:
+    prompt = prompt_of(70, seed=3)
+    before = kind.prefilled(engine)
+
+    async def siblings() -> list[Completion]:
+        return await asyncio.gather(*(ask(engine, prompt, f"s{i}", max_new_tokens=12) for i in range(4)))
+
+    completions = run(siblings())
+    assert len({completion.token_ids for completion in completions}) == 4
+    assert kind.prefilled(engine) - before < 2 * len(prompt)
+    for completion in completions:
+        assert completion.logprobs == pytest.approx(plain.logprobs(prompt, completion), abs=1e-4)
+
+
+def test_the_text_ends_before_a_stop_string_and_the_ids_with_it(
+    engine: Any, ask: Any, run: Any, prompt_of: Any
+) -> None:
+    whole = run(ask(engine, prompt_of(12), max_new_tokens=60, seed=2))
+    letter = next(shown(token_id) for token_id in whole.token_ids[4:] if token_id < NUM_PRINTABLE)
+    first = next(i for i, token_id in enumerate(whole.token_ids) if shown(token_id) == letter)
+    completion = run(ask(engine, prompt_of(12), "again", max_new_tokens=60, stop=(letter,), seed=2))
+    assert completion.token_ids == whole.token_ids[: first + 1]
+    assert completion.finish_reason == "stop"
+    assert letter not in completion.text
+    assert whole.text.startswith(completion.text)
+
+
+def test_a_stop_token_is_sampled_and_not_shown(
+    engine: Any, ask: Any, run: Any, prompt_of: Any, plain: Any, kind: Any
+) -> None:
+    """<|im_end|> has probability of about 1/272 a token: one of many requests meets it."""
+
+    async def sample() -> list[Completion]:
+        return await asyncio.gather(*(ask(engine, prompt_of(9), i, max_new_tokens=100) for i in range(24)))
+
+    ended = [completion for completion in run(sample()) if completion.finish_reason == "stop"]
+    assert ended
+    for completion in ended:
+        assert completion.token_ids[-1] == STOP and STOP not in completion.token_ids[:-1]
+        assert "<|im_end|>" not in completion.text
+        assert completion.logprobs == pytest.approx(plain.logprobs(prompt_of(9), completion), abs=1e-4)
+
+
+def test_the_first_token_is_told_once_and_before_the_end(
+    engine: Any, ask: Any, run: Any, prompt_of: Any, begun: Any
+) -> None:
+    async def sample() -> bool:
+        asked = asyncio.create_task(ask(engine, prompt_of(20), max_new_tokens=100, on_first_token=begun))
+        await begun.wait()
+        early = not asked.done()
+        await asked
+        return early
+
+    assert run(sample())
+    assert begun.num_calls == 1
+
+
+def test_a_request_id_in_flight_gets_that_requests_answer(engine: Any, ask: Any, run: Any, prompt_of: Any) -> None:
+    async def twice() -> list[Completion]:
+        return await asyncio.gather(*(ask(engine, prompt_of(20), "same", max_new_tokens=40, seed=i) for i in (1, 2)))
+
+    first, second = run(twice())
+    assert first == second
+
+
+def test_an_abort_returns_what_there_is(
+    engine: Any, ask: Any, run: Any, prompt_of: Any, plain: Any, begun: Any
+) -> None:
+    async def abort_one() -> tuple[Completion, Completion]:
+        asked = asyncio.create_task(ask(engine, prompt_of(20), "a", max_new_tokens=100, on_first_token=begun))
+        beside = asyncio.create_task(ask(engine, prompt_of(22), "b", max_new_tokens=50))
+        await begun.wait()
+        await engine.abort("a")
+        await engine.abort("nobody")
+        return await asked, await beside
+
+    aborted, beside = run(abort_one())
+    assert aborted.finish_reason == "abort" and beside.finish_reason == "length"
+    assert 0 < len(aborted.token_ids) == len(aborted.logprobs) < 100
+    assert aborted.versions == (VersionSpan(model="policy", version=0, start=0, end=len(aborted.token_ids)),)
+    assert aborted.logprobs == pytest.approx(plain.logprobs(prompt_of(20), aborted), abs=1e-4)
+
+
+def test_what_waits_can_be_aborted_too(engine: Any, ask: Any, run: Any, prompt_of: Any) -> None:
+    async def abort_at_once() -> Completion:
+        await engine.pause()
+        asked = asyncio.create_task(ask(engine, prompt_of(20), "a"))
+        await asyncio.sleep(0)
+        await engine.abort("a")
+        await engine.resume()
+        return await asked
+
+    completion = run(abort_at_once())
+    assert (completion.token_ids, completion.text, completion.finish_reason) == ((), "", "abort")
+    assert completion.versions == (VersionSpan(model="policy", version=0, start=0, end=0),)
+
+
+def test_cancelling_the_call_aborts_the_request_unless_another_waits(
+    engine: Any, ask: Any, run: Any, prompt_of: Any, begun: Any
+) -> None:
+    async def cancel() -> Completion:
+        first = asyncio.create_task(ask(engine, prompt_of(20), "c", max_new_tokens=100, on_first_token=begun))
+        second = asyncio.create_task(ask(engine, prompt_of(20), "c", max_new_tokens=100))
+        await begun.wait()
+        first.cancel()
+        completion = await second
+        third = asyncio.create_task(ask(engine, prompt_of(20), "d", max_new_tokens=100))
+        await asyncio.sleep(0.01)
+        third.cancel()
+        await asyncio.gather(first, third, return_exceptions=True)
+        assert third.cancelled()
+        fresh = await ask(engine, prompt_of(20), "d", max_new_tokens=3, seed=99)  # not the cancelled one's answer
+        assert len(fresh.token_ids) == 3
+        return completion
+
+    assert run(cancel()).finish_reason != "abort"
+
+
+def test_the_more_urgent_of_those_that_wait_goes_first(engine: Any, ask: Any, run: Any, prompt_of: Any) -> None:
+    async def order() -> list[str]:
+        begun: list[str] = []
+        await engine.pause()
+        asked = []
+        for i, (name, priority) in enumerate([*((f"low{n}", 5) for n in range(8)), ("high", -1)]):
+            tell = partial(begun.append, name)
+            request = ask(engine, prompt_of(10 + i), name, priority=priority, max_new_tokens=20, on_first_token=tell)
+            asked.append(asyncio.create_task(request))
+        await asyncio.sleep(0.05)
+        await engine.resume()
+        await asyncio.gather(*asked)
+        return begun
+
+    assert "high" in run(order())[:4]  # four run at once
+
+
+def test_a_score_is_transformers_log_prob_of_every_token_but_the_first(
+    engine: Any, run: Any, prompt_of: Any, plain: Any, ask: Any
+) -> None:
+    async def beside_sampling() -> tuple[Any, Completion]:
+        asked = asyncio.create_task(ask(engine, prompt_of(20), "beside", max_new_tokens=60, temperature=0.7))
+        scores = [await engine.score(prompt_of(length)) for length in (2, 33, 70, WINDOW)]
+        return scores, await asked
+
+    scores, beside = run(beside_sampling())
+    for length, scored in zip((2, 33, 70, WINDOW), scores, strict=True):
+        ids = prompt_of(length)
+        logprobs_TV = plain.logits(ids)[:-1].log_softmax(-1)
+        expected = [float(logprobs_V[token]) for logprobs_V, token in zip(logprobs_TV, ids[1:], strict=True)]
+        assert scored == pytest.approx(expected, abs=1e-4)
+    assert beside.logprobs == pytest.approx(plain.logprobs(prompt_of(20), beside, 0.7), abs=1e-4)
+    assert run(engine.score(prompt_of(1))) == ()
+
+
+def test_a_pattern_is_kept_to_or_refused(engine: Any, kind: Any, ask: Any, run: Any, prompt_of: Any) -> None:
+    asked = ask(engine, prompt_of(20), max_new_tokens=40, pattern=r"score: ([0-9]|10)\.")
+    if not kind.has_grammar:
+        with pytest.raises(EngineRefused, match="pattern"):
+            run(asked)
+        return
+    completion = run(asked)
+    assert completion.text in {f"score: {n}." for n in range(11)}
+    assert completion.finish_reason == "stop"
+    assert all(logprob <= 0 for logprob in completion.logprobs)
+    assert len({*completion.logprobs}) < len(completion.logprobs)  # where the form leaves no choice it is certain: 0
+    with pytest.raises(EngineRefused, match="regex"):
+        run(ask(engine, prompt_of(20), "broken", pattern="[0-9"))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"stop": ("",)},
+        {"max_new_tokens": WINDOW - 19},
+    ],
+)
+def test_what_can_never_be_served_is_refused_and_hurts_nobody(
+    engine: Any, ask: Any, run: Any, prompt_of: Any, params: dict[str, Any]
+) -> None:
+    with pytest.raises(EngineRefused):
+        run(ask(engine, prompt_of(20), **params))
+    assert len(run(ask(engine, prompt_of(20), "after", max_new_tokens=WINDOW - 20)).token_ids) <= WINDOW - 20
+
+
+@pytest.mark.parametrize("prompt_ids", [(), (5, 272), (-1, 5)])
+def test_ids_that_the_model_does_not_know_are_refused(
+    engine: Any, ask: Any, run: Any, prompt_ids: tuple[int, ...]
+) -> None:
+    with pytest.raises(EngineRefused):
+        run(ask(engine, prompt_ids))
+    with pytest.raises(EngineRefused):
+        run(engine.score(prompt_ids))
+
+
+def shown(token_id: int) -> str:
+    """The byte tokenizer has printable ASCII first, from '!' on."""
+    return chr(token_id + ord("!")) if token_id < NUM_PRINTABLE else ""
