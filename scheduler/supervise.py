@@ -9,6 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
+MAIN = "the main loop"  # its failures need no note: the caller knows what it runs
 
 
 async def run_together(**loops: Coroutine[object, object, T]) -> dict[str, T]:
@@ -25,11 +26,11 @@ async def run_together(**loops: Coroutine[object, object, T]) -> dict[str, T]:
 
 async def run_until(main: Coroutine[object, object, U], /, **loops: Coroutine[object, object, object]) -> U:
     """Run the loops until `main` returns; then cancel them and return what it returned. Crashes as in run_together."""
-    async with _supervised({**loops, "the main loop": main}) as (tasks, failures):
+    async with _supervised({**loops, MAIN: main}) as (tasks, failures):
         pending = set(tasks.values())
-        while not failures and not tasks["the main loop"].done():
+        while not failures and not tasks[MAIN].done():
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-    return tasks["the main loop"].result()  # type: ignore[return-value]
+    return tasks[MAIN].result()  # type: ignore[return-value]
 
 
 def describe_failure(error: BaseException) -> str:
@@ -69,13 +70,18 @@ async def _watch(name: str, loop: Coroutine[object, object, T], failures: list[B
             raise
         # Something the loop awaited was cancelled under it: without this the loop would end unnoticed.
         crash = RuntimeError("it was cancelled from within")
-        crash.add_note(f"in {name}:")
+        _note(crash, name)
         failures.append(crash)
         raise crash from error
     except Exception as error:
-        error.add_note(f"in {name}:")
+        _note(error, name)
         failures.append(error)
         raise
+
+
+def _note(error: Exception, name: str) -> None:
+    if name != MAIN:
+        error.add_note(f"in {name}:")
 
 
 def _words(error: BaseException) -> str:

@@ -106,3 +106,15 @@ def test_a_failure_is_told_from_outside_in_with_what_lay_beneath() -> None:
         "run_dir: can't be written; set run_dir",
         "because of OSError: disk full",
     ]
+
+
+def test_the_main_loop_adds_no_line_of_its_own() -> None:
+    async def failing() -> None:
+        raise ValueError("train.lr: too high")
+
+    async def inner() -> None:
+        await run_until(failing(), play=give(0))
+
+    with pytest.raises(ValueError) as caught:
+        asyncio.run(run_until(inner(), health=give(0)))
+    assert describe_failure(caught.value) == "train.lr: too high"
