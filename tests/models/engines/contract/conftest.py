@@ -91,9 +91,15 @@ def engine(made: Any, kind: Kind, run: Any, model_path: str) -> Iterator[UnderCo
     yield from _clean(made(kind, False), run, model_path)
 
 
+@pytest.fixture(params=[False, True], ids=["keeping", "recomputing"])
+def recompute(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture
-def recomputing_engine(made: Any, kind: Kind, run: Any, model_path: str) -> Iterator[UnderContract]:
-    yield from _clean(made(kind, True), run, model_path)
+def either_engine(made: Any, kind: Kind, recompute: bool, run: Any, model_path: str) -> Iterator[UnderContract]:
+    """Keeps keys and values of kept requests, or computes them again after a push."""
+    yield from _clean(made(kind, recompute), run, model_path)
 
 
 def _clean(engine: UnderContract, run: Any, model_path: str) -> Iterator[UnderContract]:
