@@ -23,6 +23,7 @@ WORKER_EXTENSION = "models.engines.vllm_worker.WeightReceiver"
 WEIGHT_BACKEND = "grmpipe"
 OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with the one whose engine they are
 CPU_KV_CACHE_MB = 256
+CPU_STEP_TOKENS = 4096
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's own 128 for CPUs shares no prompt shorter than that
 FIRST_AND_LAST = 1 << 30  # tokens per output: the first one at once, the rest at the end
 
@@ -125,6 +126,9 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
         arguments["weight_transfer_config"] = {"backend": WEIGHT_BACKEND}
     if start.on_cpu:
         arguments["block_size"] = CPU_BLOCK_SIZE
+        # A seeded request whose prompt comes in pieces ends vLLM's core: a CPU's generator has no offset to set back.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(CPU_STEP_TOKENS, start.context_tokens)
     return arguments | config.options
 
 
