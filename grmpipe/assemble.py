@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from scheduler.health import BringCurrent, RoleHealth, need_no_weights, push_to_
 from scheduler.placement import Placement
 from scheduler.router import Router
 from scheduler.weight_sync import SyncReport, WeightSync
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +155,7 @@ def watch_over(
 
 def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, transport: str) -> WeightSync:
     config = prepared.config
+    log.info("weights go to the policy's engines by %s", transport)
     return WeightSync(
         learner,
         prepared.policy.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],

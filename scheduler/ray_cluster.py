@@ -30,6 +30,8 @@ from scheduler.engine_host import EngineHost
 from scheduler.placement import ClusterConfig, NodeCapacity, Placement, Seat, check_capacity
 from scheduler.remote_engine import RemoteEngine
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 LOG_LINES = 8  # of a dead process, in its report
 CAUSE_GRACE_S = 2.0  # a dead rank makes its peers fail first: wait for the death itself
@@ -108,6 +110,7 @@ class RayActor:
                 f"{self.name}: its process did not start within {timeout_s:.0f} s; "
                 "set cluster.start_timeout_s higher if this machine is slow"
             ) from None
+        log.info("%s runs in process %d", self.name, self.process_id)
 
     async def close(self) -> None:
         """End it in good order where it can be had, else at once."""
