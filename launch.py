@@ -41,7 +41,7 @@ def compose_and_run(config) -> float | None:  # type: ignore[no-untyped-def]  # 
 
 def run_task(config: run_config.RunConfig) -> float | None:
     if config.task == "doctor":  # for where nothing else can be imported
-        print(doctor())
+        print(doctor(config.engine.sglang.python))
         return None
     # Late: a misspelt key should not wait for torch to load.
     from grmpipe import tasks

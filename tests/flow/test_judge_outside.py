@@ -1,0 +1,73 @@
+"""A run whose judge lives behind an endpoint: nothing of it is here, and all that a judge is told by still is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from grmpipe.failures import RunFailed
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Likes long answers; counts 5 tokens each. Without its key it refuses."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        known = self.headers["Authorization"] == "Bearer the-key" and self.path == "/v1/chat/completions"
+        score = 1 + len(asked["messages"][-1]["content"]) % 10
+        choice = {"message": {"content": f"Fine.\nScore: {score}"}, "finish_reason": "stop"}
+        answer = {"model": asked["model"], "choices": [choice], "usage": {"completion_tokens": 5}}
+        body = json.dumps(answer if known else {"error": {"message": "no such key"}}).encode()
+        with contextlib.suppress(ConnectionError):  # a run that stops doesn't wait for answers
+            self.send_response(200 if known else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+@pytest.fixture
+def outside() -> Iterator[tuple[str, ...]]:
+    """The overrides that put the judge behind an endpoint."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    yield "grm.engine=openai", "grm.path=a-judge", f"engine.openai.base_url={url}", "engine.openai.api_key_env=THE_KEY"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_judge_outside_judges_the_run_and_stands_in_its_files(
+    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "the-key")
+    files = small_run(*outside, "train.num_steps=2")
+    summary, judging = files.summary, files.summary["judging"]
+    assert (summary["status"], summary["versions"]) == ("completed", {"policy": 2, "grm": 0})
+    assert judging["counted"] == judging["asked"] >= 32
+    assert judging["tokens"] == 5 * judging["asked"]
+    assert summary["busy_s"]["grm"] > 0
+    assert summary["eval"]["final"]["grm_score"] > 0
+    (first, *_) = files.lines("judgements")
+    assert first["judgements"][0]["completion"]["unseen_tokens"] == 5
+    lanes = {event["args"]["name"] for event in json.loads((files.run_dir / "timeline.json").read_text())
+             if event["name"] == "thread_name"}  # fmt: skip
+    assert any(lane == "grm" for lane in lanes), lanes
+    assert all("the-key" not in path.read_text(errors="replace") for path in files.run_dir.rglob("*") if path.is_file())
+
+
+def test_an_endpoint_that_refuses_stops_the_run_with_its_words(
+    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "another")
+    with pytest.raises(RunFailed, match=r"verdicts failed .*refused; the last one: .*no such key"):
+        small_run(*outside, "judge.failure_window=8", "judge.pause_s=0.1", "data.num_eval_prompts=1")
