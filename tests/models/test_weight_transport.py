@@ -63,6 +63,7 @@ def start_receiver() -> Iterator[Callable[[], Receiver]]:
 
     def start() -> Receiver:
         started.append(Receiver())
+        assert started[-1].ask("join", None) is None  # it has its imports behind it
         return started[-1]
 
     yield start
@@ -286,7 +287,7 @@ class Large(nn.Module):
         self.layers = nn.ParameterList(torch.randn(1 << 20) for _ in range(12))
 
 
-@pytest.mark.parametrize(("end", "timeout_s"), [("die", 20.0), ("hang", 2.0)])
+@pytest.mark.parametrize(("end", "timeout_s"), [("die", 60.0), ("hang", 4.0)])
 def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else_restarts(
     end: str, timeout_s: float, start_receiver: Callable[[], Receiver]
 ) -> None:
@@ -297,7 +298,7 @@ def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else
     bucket = sender.post(0, stream.unsharded(0))
     survivor.tell("load", bucket)
     lost.tell("receive_some", bucket, 2, end)
-    in_time_s = timeout_s + 5 if end == "hang" else 5
+    in_time_s = timeout_s + 10 if end == "hang" else 20
     started_s = time.monotonic()
     with pytest.raises(ConnectionError, match=r"sending 'layers\.\d+' in the group 'weights-\d+' of 3 failed: \w+"):
         sender.deliver(0)
@@ -317,7 +318,7 @@ def test_who_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
     started_s = time.monotonic()
     with pytest.raises(ConnectionError, match=r"rank 0 of 3 could not join .* within 1 s"):
         sender.connect(new_links(3, timeout_s=1.0)[0])
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 10
 
 
 def test_leaving_ends_the_wait_of_the_others(receivers: list[Receiver]) -> None:
@@ -329,7 +330,7 @@ def test_leaving_ends_the_wait_of_the_others(receivers: list[Receiver]) -> None:
     started_s = time.monotonic()
     sender.connect(None)
     assert isinstance(receivers[0].answer(), ConnectionError)
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 20
 
 
 def test_a_broadcast_without_a_group_says_what_is_missing() -> None:
