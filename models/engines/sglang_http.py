@@ -1,0 +1,117 @@
+"""HTTP to one SGLang server: JSON calls, streamed events, and its errors as ours. Knows no request and no weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+
+from models.types import EngineDied, EngineRefused
+
+CONNECT_TIMEOUT_S = 10.0
+KEPT_CONNECTIONS = 64
+EVENT = "data: "
+Json = dict[str, Any]
+
+
+class SglangHttp:
+    """Bound to the event loop that first calls it. Answers may take as long as they take: who waits holds a deadline.
+
+    post_mortem: what else is known about a server that doesn't answer, for the message.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str = "",
+        post_mortem: Callable[[], str] = lambda: "",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._post_mortem = post_mortem
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers_of(key),
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),
+            trust_env=False,  # a proxy would see our weights' paths and break our streams
+            transport=transport,
+        )
+
+    async def get(self, path: str) -> Json:
+        return await self._call("GET", path, None)
+
+    async def post(self, path: str, body: Json) -> Json:
+        """Raises EngineRefused with the server's words for 4xx, EngineDied where it is gone or broken."""
+        return await self._call("POST", path, body)
+
+    async def stream(self, path: str, body: Json) -> AsyncIterator[Json]:
+        """The server-sent events of one answer. Leaving the iteration hangs up."""
+        try:
+            async with self._client.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    self._raise_for(response)
+                async for line in response.aiter_lines():
+                    if line.startswith(EVENT + "{"):
+                        yield json.loads(line.removeprefix(EVENT))
+        except httpx.RequestError as error:
+            raise self._died(error) from None
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _call(self, method: str, path: str, body: Json | None) -> Json:
+        try:
+            response = await self._client.request(method, path, json=body)
+        except httpx.RequestError as error:
+            raise self._died(error) from None
+        self._raise_for(response)
+        return as_json(response)
+
+    def _raise_for(self, response: httpx.Response) -> None:
+        if response.status_code >= 500:
+            words = f"HTTP {response.status_code}: {words_of(response)}"
+            raise EngineDied(f"SGLang at {self.url} broke with {words}{self._post_mortem()}")
+        if response.status_code != 200:
+            raise EngineRefused(f"SGLang at {self.url} refused: {words_of(response)}")
+
+    def _died(self, error: httpx.RequestError) -> EngineDied:
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return EngineDied(f"SGLang at {self.url} is gone ({cause}){self._post_mortem()}")
+
+
+def headers_of(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def as_json(response: httpx.Response) -> Json:
+    try:
+        body = response.json()
+    except ValueError:
+        return {}  # some calls answer with plain words, or nothing
+    return body if isinstance(body, dict) else {}
+
+
+def words_of(response: httpx.Response) -> str:
+    """The server's own message, whichever of its four forms it comes in; on one line."""
+    return message_of(as_json(response)) or " ".join(response.text.split())[:500] or f"HTTP {response.status_code}"
+
+
+def message_of(body: Json) -> str:
+    error = body.get("error", body)
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or ""
+    return " ".join(str(error).split())[:1000]
+
+
+async def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """ConnectionError where the server doesn't answer in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call()
+    except TimeoutError:
+        raise ConnectionError(f"weights: SGLang didn't answer within {seconds:g} s") from None

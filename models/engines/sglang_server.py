@@ -1,0 +1,265 @@
+"""An SGLang server of our own: a process group that starts, answers, and dies with us. Asks it for no token."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from models.settings import SglangConfig
+
+LAST_LINES = 15
+POLL_S, ANSWER_S = 0.2, 10.0
+KV_TOKENS_ON_A_CPU = 65_536  # SGLang would take a share of the machine's memory
+SPARE_TOKENS = 8  # SGLang keeps a few of its window for itself
+
+# A key of ours, or nothing: the run sets these flags itself.
+FLAGS_OF_OURS = {
+    "model-path": "policy.path (or grm.path)",
+    "tokenizer-path": "policy.path (or grm.path)",
+    "dtype": "policy.dtype (or grm.dtype)",
+    "random-seed": "seed",
+    "context-length": "engine.sglang.max_context_tokens",
+    "max-running-requests": "engine.sglang.max_batch_rows",
+    "mem-fraction-static": "engine.sglang.mem_fraction",
+    "enable-memory-saver": "engine.sglang.sleep_mode",
+    "tp-size": "the placement",
+    "tensor-parallel-size": "the placement",
+    "device": "the placement",
+    "base-gpu-id": "the placement",
+    **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config", "weight-version", "skip-tokenizer-init")),
+}
+
+# Dies when its parent dies, however that dies; a parent that is gone already is seen by its id.
+BOOT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", *sys.argv[2:]])
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangStart:
+    """What a server is to be. context_tokens: prompt and new ones together."""
+
+    model_path: str
+    config: SglangConfig
+    context_tokens: int
+    dtype: str
+    device: str
+    seed: int
+    version: int
+    tensor_parallel: int
+
+
+class SglangServer:
+    """Blocks until the server answers. Raises ValueError for flags that it doesn't know, RuntimeError otherwise.
+
+    The key stands in a file that only we can read, and that goes once it was read: a command line is for all to see.
+    """
+
+    def __init__(self, start: SglangStart) -> None:
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.key = secrets.token_hex(16)
+        self._folder = Path(tempfile.mkdtemp(prefix="grmpipe-sglang-"))  # 0700
+        self.log_path = self._folder / "server.log"
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(start,), name="sglang-log", daemon=True)
+        config_file = self._folder / "key.yaml"
+        config_file.write_text(f"api-key: {self.key}\n", encoding="utf-8")
+        self._thread.start()
+        self._started.wait()
+        try:
+            if self._process is None:
+                raise ValueError(f"engine.sglang.python: {_python(start.config)!r} can't be run")
+            self._end = weakref.finalize(self, _kill, self._process)  # at exit as well
+            self._await_health(start.config.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            config_file.unlink(missing_ok=True)
+
+    @property
+    def process_id(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def post_mortem(self) -> str:
+        """How it ended, if it did, and its last words."""
+        code = self._process.poll() if self._process is not None else None
+        ended = f"; its process ended with {code}" if code is not None else ""
+        return f"{ended}. Its log is {self.log_path}, and ends with:\n" + "\n".join(self._last_lines)
+
+    def close(self) -> None:
+        """End all its processes; the log stays where it told of an error."""
+        if self._process is not None:
+            _kill(self._process)
+            self._thread.join(timeout=5)
+
+    def forget(self) -> None:
+        """Close, and drop the log too."""
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(self, start: SglangStart) -> None:
+        """The thread: it starts the process, since that dies with the thread that did, and keeps its log."""
+        command = [_python(start.config), "-c", BOOT, str(os.getpid()), "--config", str(self._folder / "key.yaml")]
+        command += [*arguments_of(start), "--host", "127.0.0.1", "--port", self.url.rsplit(":", 1)[1]]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environment_of(start, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is ours to handle; and its children are ended with it
+            )
+        except OSError:
+            return
+        finally:
+            self._started.set()
+        assert self._process.stdout is not None
+        with self.log_path.open("w", encoding="utf-8") as log:
+            for line in self._process.stdout:
+                text = line.decode(errors="replace").rstrip().replace(self.key, "***")
+                self._last_lines.append(text[:400])
+                print(text, file=log, flush=True)
+
+    def _await_health(self, timeout_s: float) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                if self._process.poll() is not None:
+                    self._thread.join(timeout=5)
+                    raise self._failure()
+                try:
+                    if client.get(f"{self.url}/health").status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(POLL_S)
+        raise RuntimeError(
+            f"engine.sglang.start_timeout_s: SGLang didn't answer within {timeout_s:g} s; give it longer, or look "
+            f"at its log{self.post_mortem()}"
+        )
+
+    def _failure(self) -> Exception:
+        """argparse says what is wrong with a flag on a line of its own."""
+        wrong = [line.partition("error: ")[2] for line in self._last_lines if ": error: " in line]
+        if wrong:
+            return ValueError(f"engine.sglang.options: SGLang refuses: {wrong[-1]}")
+        return RuntimeError(f"SGLang didn't start{self.post_mortem()}")
+
+
+def arguments_of(start: SglangStart) -> list[str]:
+    """The command line but for place and key. Raises ValueError for an option that isn't the user's to set here."""
+    config = start.config
+    flags: dict[str, Any] = _defaults(start)
+    for name, value in config.options.items():
+        flag = name.lstrip("-").replace("_", "-")
+        if flag in FLAGS_OF_OURS:
+            instead = FLAGS_OF_OURS[flag]
+            raise ValueError(
+                f"engine.sglang.options: {name!r} is set by the run itself; "
+                + (f"it follows from {instead}" if instead else "drop it")
+            )
+        flags[flag] = value
+    flags |= {
+        "model-path": start.model_path,
+        "dtype": start.dtype,
+        "device": start.device,
+        "random-seed": start.seed % 2**31,
+        "context-length": start.context_tokens + SPARE_TOKENS,
+        "max-running-requests": config.max_batch_rows,
+        "mem-fraction-static": config.mem_fraction,
+        "tp-size": start.tensor_parallel,
+        "weight-version": str(start.version),
+        "enable-memory-saver": config.sleep_mode,
+        "enable-weights-cpu-backup": config.sleep_mode,  # without it they are gone after a sleep
+    }
+    return [part for name, value in flags.items() for part in _argument(name, value)]
+
+
+def environment_of(start: SglangStart, environment: Mapping[str, str]) -> dict[str, str]:
+    """Of the server's process: ours, less what would lead another interpreter to our packages."""
+    result = dict(environment)
+    if start.config.python and Path(start.config.python) != Path(sys.executable):
+        for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+            result.pop(name, None)
+    result["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the spare tokens
+    if start.device == "cpu":
+        result |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        result.setdefault("OMP_NUM_THREADS", "1")
+    return result
+
+
+def _defaults(start: SglangStart) -> dict[str, Any]:
+    """What we rely on, and a user may still change."""
+    flags: dict[str, Any] = {
+        "enable-deterministic-inference": True,  # else it takes no notice of a request's seed
+        "incremental-streaming-output": True,
+        "enable-priority-scheduling": True,
+        "schedule-low-priority-values-first": True,
+        "disable-priority-preemption": True,
+    }
+    if start.device == "cpu":
+        rows = start.config.max_batch_rows * (start.context_tokens + SPARE_TOKENS)
+        flags |= {
+            "attention-backend": "torch_native",
+            "sampling-backend": "pytorch",
+            "disable-overlap-schedule": True,
+            "cuda-graph-backend-decode": "disabled",
+            "cuda-graph-backend-prefill": "disabled",
+            "max-total-tokens": max(min(rows, KV_TOKENS_ON_A_CPU), start.context_tokens + SPARE_TOKENS),
+        }
+    return flags
+
+
+def _argument(name: str, value: Any) -> Iterator[str]:
+    if value is False or value is None:
+        return
+    yield f"--{name}"
+    if isinstance(value, dict):
+        yield json.dumps(value)
+    elif isinstance(value, (list, tuple)):
+        yield from (str(item) for item in value)
+    elif value is not True:
+        yield str(value)
+
+
+def _python(config: SglangConfig) -> str:
+    return config.python or sys.executable
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
