@@ -170,6 +170,7 @@ class VllmEngine:
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
         """Raises RuntimeError where not paused, or for an engine without `takes_weights`."""
+        self._refuse_the_dead()
         if not (self._paused and self._takes_weights):
             raise RuntimeError("weights may only be sent to a paused engine that was made to take them")
         await self._drop_update()
@@ -182,6 +183,7 @@ class VllmEngine:
         """Raises ValueError naming a tensor that doesn't fit: nothing of its bucket is loaded, the push is over."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        self._refuse_the_dead()
         if not self._updating:
             raise RuntimeError("begin_weights comes before load_bucket")
         try:
@@ -205,6 +207,7 @@ class VllmEngine:
         return WeightReceipt(version=version, checksums=checksums)
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        self._refuse_the_dead()
         ids = tuple(token_ids)
         self._refuse_unknown_ids(ids)
         if len(ids) > self._context_tokens:
@@ -214,6 +217,7 @@ class VllmEngine:
         return await self._control(self._score(ids)) if len(ids) > 1 else ()
 
     async def sleep(self) -> int:
+        self._refuse_the_dead()
         if self._tickets or not self._paused:
             raise RuntimeError("only a paused engine without requests may sleep")
         before = await self._ask_workers("free_device_bytes")
