@@ -30,9 +30,11 @@ from grmpipe.types import (
     Verdict,
 )
 from models.engines.simulated import Script, SimulatedEngine
-from models.types import EngineDied, Message, RequestContext, SamplingParams
+from models.types import Engine, EngineDied, Message, RequestContext, SamplingParams
 from scheduler.events import NoEvents
+from scheduler.health import HealthConfig, RoleHealth
 from scheduler.router import Router
+from scheduler.supervise import run_until
 from scheduler.weight_sync import SyncReport
 
 
@@ -132,14 +134,15 @@ class Bench:
     journal: Journal = field(default_factory=Journal)
     ended_rollouts: list[float] = field(default_factory=list)
 
-    def build(self) -> Pipeline:
+    def make_engine(self, version: int) -> SimulatedEngine:
         def author(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
             return Script(token_ids=(7,) * self.lengths(context), text="Answer: 1")
 
+        return SimulatedEngine("policy", author, tokens_per_s=100, version=version)
+
+    def build(self) -> Pipeline:
         version = self.cut.version if self.cut else 0
-        self.engines = [
-            SimulatedEngine("policy", author, tokens_per_s=100, version=version) for _ in range(self.num_engines)
-        ]
+        self.engines = [self.make_engine(version) for _ in range(self.num_engines)]
         self.policy = Router("policy", {f"policy-{n}": engine for n, engine in enumerate(self.engines)})
         gate = FailureGate(max_failure_rate=self.max_failure_rate, window=32, pause_s=5.0)
         parts = Parts(
@@ -332,6 +335,13 @@ def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -
     assert ledger.submitted == ledger.trained == 32
 
 
+def sampled(bench: Bench) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Every rollout's tokens; none may be there twice."""
+    found = {(r.group_id, r.sibling): r.turns[0].completion.token_ids for r in bench.journal.rollouts}
+    assert len(found) == len(bench.journal.rollouts), "doubled"
+    return found
+
+
 def test_a_dead_engine_is_survived_and_no_sample_is_altered_or_doubled() -> None:
     quiet, struck = (Bench(flow(num_steps=8), lengths=long_tailed, num_engines=2) for _ in range(2))
 
@@ -345,15 +355,36 @@ def test_a_dead_engine_is_survived_and_no_sample_is_altered_or_doubled() -> None
     ledger = struck.run().admission
     assert (ledger.trained, ledger.dropped) == (32, {})
     assert set(struck.policy.alive) == {"policy-1"}
-
-    def sampled(bench: Bench) -> dict[tuple[str, int], tuple[int, ...]]:
-        return {(r.group_id, r.sibling): r.turns[0].completion.token_ids for r in bench.journal.rollouts}
-
-    assert len(sampled(struck)) == len(struck.journal.rollouts), "doubled"
     assert sampled(struck) == sampled(quiet)
 
 
-def test_when_no_engine_is_left_the_run_ends_with_the_cause_instead_of_dropping_for_ever() -> None:
+def test_the_only_engine_is_replaced_and_no_sample_is_altered_or_doubled() -> None:
+    quiet, struck = (Bench(flow(num_steps=8), lengths=long_tailed) for _ in range(2))
+
+    async def strike(report: StepReport) -> None:
+        struck.reports.append(report)
+        if report.step in (3, 5):
+            struck.policy.alive["policy-0"].die("killed by signal 9")  # type: ignore[attr-defined]
+
+    async def restart(name: str) -> Engine:
+        await asyncio.sleep(2.0)
+        return struck.make_engine(struck.pipeline.version)
+
+    async def run() -> Pipeline:
+        struck.pipeline = struck.build()
+        health = RoleHealth("policy", struck.policy, restart, HealthConfig())
+        await run_until(struck.pipeline.run(), health=health.run())
+        assert health.num_replaced == 2
+        return struck.pipeline
+
+    struck.after_step = strike  # type: ignore[method-assign]
+    quiet.run()
+    ledger = on_virtual_clock(run).admission
+    assert (ledger.trained, ledger.dropped) == (32, {})
+    assert sampled(struck) == sampled(quiet)
+
+
+def test_when_no_engine_is_left_and_none_will_come_the_run_ends_with_the_cause_instead_of_dropping_for_ever() -> None:
     bench = Bench(flow())
 
     async def strike(report: StepReport) -> None:

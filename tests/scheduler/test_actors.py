@@ -102,3 +102,46 @@ def test_every_replica_of_a_role_is_an_engine_and_ends_with_the_cluster() -> Non
         assert all(isinstance(engine, Held) and engine.closed for engine in engines.values())
 
     asyncio.run(main())
+
+
+def test_an_engine_is_made_anew_on_its_seat_and_what_was_left_of_it_ends() -> None:
+    ranks: list[int] = []
+
+    class Held(SimulatedEngine):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    def make(rank: int) -> Held:
+        ranks.append(rank)
+        return Held("policy", lambda ids, params, context: Script(token_ids=(1,), text="x"))
+
+    async def main() -> None:
+        here = cluster()
+        engines = await here.start_engines("policy", make)
+        newcomer = await here.restart_engine("policy", "policy-1")
+        assert ranks == [0, 1, 1]
+        assert [engine.closed for engine in engines.values()] == [False, True]  # type: ignore[attr-defined]
+        await here.shutdown()
+        assert newcomer.closed  # type: ignore[attr-defined]
+        assert engines["policy-0"].closed  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_a_member_that_holds_something_is_closed_on_its_own_thread() -> None:
+    class Holder(Counter):
+        def close(self) -> None:
+            closed_on.append(threading.get_ident())
+
+    closed_on: list[int] = []
+
+    async def main() -> None:
+        here = cluster()
+        group = await here.start_group("learner", Holder)
+        made_on, _ = await group.call(0, "threads")  # type: ignore[misc]
+        await here.shutdown()
+        assert closed_on == [made_on]
+
+    asyncio.run(main())

@@ -18,8 +18,11 @@ from typing import cast
 
 import numpy as np
 import pytest
+import torch
 
+from models.process_group import BroadcastGroup
 from models.types import (
+    Broadcast,
     Completion,
     Engine,
     EngineDied,
@@ -30,7 +33,8 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from scheduler.actors import ActorDied, EngineFactory, MemberFactory
+from scheduler.actors import ActorDied, EngineFactory, MemberFactory, free_port
+from scheduler.health import push_to_living
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.ray_cluster import RayCluster
 from scheduler.router import Router
@@ -249,6 +253,89 @@ def test_an_engine_killed_in_mid_push_ends_it_by_name_and_the_rest_take_the_next
         assert int((await ask(newcomer, 2)).text) not in (victim, int((await ask(both["policy-1"], 2)).text))
         await sync.catch_up("policy-0", newcomer, lambda: None)
         assert (await ask(newcomer, 3)).versions[0].version == 4
+
+    on_cluster(seats(policy=2), scene)
+
+
+def receivers() -> EngineFactory:
+    """Engines that join the group for real."""
+
+    def make(rank: int) -> Engine:
+        import torch
+
+        from models.checksums import checksum
+        from models.engines.simulated import Script, SimulatedEngine
+        from models.process_group import BroadcastGroup
+        from models.types import WeightReceipt
+
+        class Receiver(SimulatedEngine):
+            def __init__(self) -> None:
+                super().__init__("policy", lambda ids, params, context: Script(token_ids=(1,), text=str(os.getpid())))
+                self.group = BroadcastGroup()
+                self.echo: dict[str, str] = {}
+
+            async def begin_weights(self, link: GroupLink | None = None) -> None:
+                await asyncio.to_thread(self.group.join, link)
+                self.echo = {}
+
+            async def load_bucket(self, bucket: WeightBucket) -> None:
+                (tensor,) = bucket.tensors
+                got = await asyncio.to_thread(self.group.receive, [tensor.name], [torch.float32], [tensor.shape])
+                self.echo[tensor.name] = checksum(got[0].numpy())
+
+            async def commit_weights(self, version: int) -> WeightReceipt:
+                self.version = version
+                return WeightReceipt(version=version, checksums=self.echo)
+
+        return Receiver()
+
+    return make
+
+
+class Broadcaster(Source):
+    """Rank 0 of a real group, in this process. Kills its victim right before it sends the second bucket."""
+
+    def __init__(self, victim: int | None = None) -> None:
+        super().__init__(victim)
+        self.group = BroadcastGroup()
+        self.data: dict[int, np.ndarray] = {}
+
+    async def connect(self, link: GroupLink | None) -> None:
+        await asyncio.to_thread(self.group.join, link)
+
+    async def bucket(self, index: int) -> WeightBucket:
+        self.data[index] = np.random.default_rng(index).standard_normal(1 << 22, dtype=np.float32)
+        checksum = hashlib.blake2b(self.data[index].tobytes(), digest_size=8).hexdigest()
+        tensor = WeightTensor(name=f"layers.{index}.weight", dtype="float32", shape=(1 << 22,), checksum=checksum)
+        return WeightBucket(tensors=(tensor,), payload=Broadcast())
+
+    async def deliver(self, index: int) -> None:
+        if index == 1 and self._victim is not None:
+            os.kill(self._victim, signal.SIGKILL)
+            self._victim = None
+        tensor = torch.from_numpy(self.data[index])
+        await asyncio.to_thread(self.group.send, [f"layers.{index}.weight"], [tensor])
+
+
+def test_an_engine_killed_in_mid_broadcast_is_buried_and_the_rest_get_the_weights_in_a_new_group() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        router = Router("policy", await cluster.start_engines("policy", receivers()))
+        victim = int((await ask(router.alive["policy-0"], 1)).text)
+
+        async def address() -> tuple[str, int]:
+            return "127.0.0.1", free_port("127.0.0.1")
+
+        source = Broadcaster(victim)
+        sync = WeightSync(source, (1, 2, 3), SyncConfig(deadline_s=30), transport="gloo", new_address=address)
+        assert (await push_to_living(sync, router, 3)).version == 3
+        first = source.group.name
+        assert set(router.alive) == {"policy-1"}
+        newcomer = await cluster.restart_engine("policy", "policy-0")
+        await sync.catch_up("policy-0", newcomer, lambda: router.admit("policy-0", newcomer))
+        assert (await push_to_living(sync, router, 4)).version == 4
+        assert source.group.name != first
+        answers = [await ask(engine, 1) for engine in router.alive.values()]
+        assert [answer.versions[0].version for answer in answers] == [4, 4]
 
     on_cluster(seats(policy=2), scene)
 

@@ -16,6 +16,7 @@ from models.types import (
     InlineBytes,
     RequestContext,
     SamplingParams,
+    SharedMemory,
     WeightBucket,
     ignore_first_token,
 )
@@ -44,6 +45,7 @@ class Wire:
         return answer.result()
 
     def share(self, bucket: WeightBucket) -> object:
+        self.calls["share"] += 1
         return bucket
 
     def cut(self) -> None:
@@ -186,5 +188,86 @@ def test_death_fails_all_in_flight_and_all_that_come_after() -> None:
         for late in (ask(engine, 9), engine.pause(), engine.abort("r9"), engine.score([1, 2])):
             with pytest.raises(EngineDied, match="the wire was cut"):
                 await late
+
+    asyncio.run(main())
+
+
+def test_only_bytes_go_through_the_object_store() -> None:
+    async def main() -> None:
+        engine, wire, _ = await connect()
+        await engine.pause()
+        await engine.begin_weights()
+        await engine.load_bucket(WeightBucket(tensors=(), payload=InlineBytes(data=())))
+        assert wire.calls["share"] == 1
+        with pytest.raises(ValueError, match=r"^sync\.transport: a simulated engine takes object_store only"):
+            await engine.load_bucket(WeightBucket(tensors=(), payload=SharedMemory(path="/dev/shm/x")))
+        assert wire.calls["share"] == 1
+
+    asyncio.run(main())
+
+
+def test_errors_of_a_push_keep_their_kind() -> None:
+    class Odd(ConnectionError):
+        """Of a module that the other side may not have."""
+
+    class Broken(SimulatedEngine):
+        error: Exception = ValueError("weights: no tensor 'x'")
+
+        async def load_bucket(self, bucket: WeightBucket) -> None:
+            raise self.error
+
+    async def main(error: Exception) -> Exception:
+        engine, wire, _ = await connect()
+        broken = Broken("policy", lambda ids, params, context: Script(token_ids=(1,), text="x"))
+        broken.error = error
+        await wire.host.start(lambda rank: broken, 0)
+        with pytest.raises(Exception) as caught:
+            await engine.load_bucket(WeightBucket(tensors=(), payload=InlineBytes(data=())))
+        return caught.value
+
+    for error in (ValueError("no tensor 'x'"), ConnectionError("closed by peer"), EngineDied("the core is gone")):
+        assert type(asyncio.run(main(error))) is type(error)
+        assert str(asyncio.run(main(error))) == str(error)
+    assert type(asyncio.run(main(Odd("closed")))) is ConnectionError
+
+
+def test_an_engine_that_sleeps_says_what_it_freed() -> None:
+    class Sleepy(SimulatedEngine):
+        async def sleep(self) -> int:
+            return 7 << 20
+
+        async def wake(self) -> None:
+            self.woken = True
+
+    async def main() -> None:
+        engine, wire, _ = await connect()
+        far = Sleepy("policy", lambda ids, params, context: Script(token_ids=(1,), text="x"))
+        await wire.host.start(lambda rank: far, 0)
+        assert await engine.sleep() == 7 << 20
+        await engine.wake()
+        assert far.woken
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_died_in_a_living_process_is_dead_for_all_calls() -> None:
+    """A core process or a server is gone, and the actor around it is not: a look at it must say so."""
+
+    class Headless(Watched):
+        async def abort(self, request_id: str) -> None:
+            raise EngineDied("the engine's core is gone")
+
+    async def main() -> None:
+        engine, wire, _ = await connect()
+        far = Headless("policy", lambda ids, params, context: Script(token_ids=(1,), text="x"), tokens_per_s=1e-3)
+        await wire.host.start(lambda rank: far, 0)
+        answer = ask(engine, 1)
+        await until(lambda: far.busy == {"r1"})
+        with pytest.raises(EngineDied, match="the engine's core is gone"):
+            await engine.abort("health look")
+        with pytest.raises(EngineDied, match="the engine's core is gone"):
+            await answer
+        with pytest.raises(EngineDied):
+            await engine.pause()
 
     asyncio.run(main())

@@ -135,6 +135,54 @@ def test_when_all_are_dead_the_first_cause_is_told() -> None:
     asyncio.run(main())
 
 
+def test_requests_wait_for_an_engine_that_is_on_its_way_and_go_to_it() -> None:
+    async def main() -> None:
+        router, a, b, _ = two(tokens_per_s=100)
+        heard: list[str] = []
+
+        def on_death(name: str, death: EngineDied) -> bool:
+            heard.append(f"{name}: {death}")
+            return True
+
+        router.on_death = on_death
+        answers = [ask(router, number) for number in range(4)]
+        await asyncio.sleep(0.005)
+        for engine in (a, b):
+            engine.die("out of memory")
+        late = ask(router, 9)
+        await asyncio.sleep(0.1)
+        assert not router.alive
+        assert not any(answer.done() for answer in (*answers, late))
+        assert sorted(heard) == ["policy-0: out of memory", "policy-1: out of memory"]
+        newcomer = Recorded()
+        router.admit("policy-0", newcomer)
+        done = await asyncio.gather(*answers, late)
+        assert [answer.token_ids for answer in done] == [(1, 2, number) for number in (0, 1, 2, 3, 9)]
+        assert sorted(newcomer.asked) == sorted((f"r{number}", number) for number in (0, 1, 2, 3, 9))
+
+    asyncio.run(main())
+
+
+def test_when_the_last_replacement_is_given_up_those_who_wait_hear_the_first_cause() -> None:
+    async def main() -> None:
+        router, a, b, _ = two(tokens_per_s=100)
+        router.on_death = lambda name, death: True
+        answer = ask(router, 1)
+        await asyncio.sleep(0.005)
+        (a if a.asked else b).die("the first cause")
+        await asyncio.sleep(0.02)
+        (b if router.alive == {"policy-1": b} else a).die("the second")
+        await asyncio.sleep(0.05)
+        router.give_up("policy-0")
+        await asyncio.sleep(0.01)
+        assert not answer.done(), "the other one is still on its way"
+        router.give_up("policy-1")
+        with pytest.raises(EngineDied, match=r"all engines of role policy died; the first: policy-.: the first cause"):
+            await answer
+
+    asyncio.run(main())
+
+
 def test_abort_finds_the_engine_that_has_the_request() -> None:
     async def main() -> None:
         router, _, _, _ = two(tokens_per_s=1)
