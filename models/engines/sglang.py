@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from models.causal_lm import outline_causal_lm
 from models.engines.endings import Endings
-from models.engines.in_flight import InFlight
+from models.engines.in_flight import InFlight, Sluice
 from models.engines.sglang_http import Json, SglangHttp, message_of
 from models.engines.sglang_join import check_joined, key_of
 from models.engines.sglang_memory import used_gpu_bytes
@@ -73,15 +74,13 @@ class SglangEngine:
         self._context_tokens = window_of(config, renderer)
         self._stop_token_ids = renderer.stop_token_ids
         self._endings = Endings(renderer.decode, renderer.stop_token_ids)
-        shapes = {name: tuple(tensor.shape) for name, tensor in outline_causal_lm(model_path).state_dict().items()}
-        self._weights = SglangWeights(http, shapes)
+        self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine=server is not None)
         self._versions = {server_version: version}
-        self._namespace = 0  # of the prefix cache; counts the pushes
+        self._namespace = uuid.uuid4().hex  # of the prefix cache; another one after each push
         self._tickets: dict[str, Ticket] = {}
         self._in_flight: InFlight[Completion] = InFlight()
         self._errands: set[asyncio.Task[Any]] = set()
-        self._going = asyncio.Event()
-        self._going.set()
+        self._going = Sluice()
         self._death: EngineDied | None = None
 
     @classmethod
@@ -187,17 +186,20 @@ class SglangEngine:
 
     async def abort(self, request_id: str) -> None:
         ticket = self._tickets.get(request_id)
-        if ticket is None or ticket.aborted:
+        if ticket is None:
+            await self._call(self._http.get("/model_info"))  # is it there at all?
+            return
+        if ticket.aborted:
             return
         ticket.aborted = True
-        if ticket.rid and self._going.is_set():
+        if ticket.rid and self._going.is_open:
             self._run_errand(self._interrupt_later(ticket))
             await self._call(self._http.post("/abort_request", {"rid": ticket.rid}))
         else:
             ticket.interrupted.set()  # a paused server answers no abort
 
     async def pause(self) -> None:
-        self._going.clear()
+        self._going.close()
         mode = "retract" if self._config.recompute_kv_on_sync else "in_place"
         await self._call(self._http.post("/pause_generation", {"mode": mode}))
         # The answer came before the scheduler had it; what the scheduler answers comes after.
@@ -206,17 +208,17 @@ class SglangEngine:
     async def resume(self) -> None:
         """Weights of a push that wasn't committed are as far as it came."""
         await self._call(self._http.post("/continue_generation", {}))
-        self._going.set()
+        self._going.open()
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
         """Raises RuntimeError where not paused, ConnectionError where the group doesn't come together."""
-        if self._going.is_set():
+        if self._going.is_open:
             raise RuntimeError("weights may only be sent to a paused engine")
         await self._call(self._weights.begin(link))
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
         """Raises ValueError naming a tensor that doesn't fit, ConnectionError where a broadcast broke off."""
-        if self._going.is_set():
+        if self._going.is_open:
             raise RuntimeError("weights may only be sent to a paused engine")
         await self._call(self._weights.load(bucket))
 
@@ -228,7 +230,7 @@ class SglangEngine:
         if self._config.recompute_kv_on_sync:
             await self._call(self._http.post("/flush_cache", {}))
         else:
-            self._namespace += 1
+            self._namespace = uuid.uuid4().hex
             for ticket in self._tickets.values():
                 if ticket.rid and not ticket.begun:
                     ticket.interrupted.set()
@@ -243,7 +245,7 @@ class SglangEngine:
 
     async def sleep(self) -> int:
         """Raises RuntimeError where not paused, or with requests in flight: the server would crash on it."""
-        if self._going.is_set() or self._tickets:
+        if self._going.is_open or self._tickets:
             raise RuntimeError("only a paused engine without requests can sleep")
         before = await used_gpu_bytes() if self._device == "cuda" else 0
         await self._call(self._http.post("/release_memory_occupation", {}))
@@ -264,9 +266,9 @@ class SglangEngine:
         try:
             while not ticket.aborted:
                 ticket.interrupted.clear()
-                await _either(self._going, ticket.interrupted)
+                await _either(self._going.pass_through(ticket.priority), ticket.interrupted.wait())
                 self._refuse_the_dead()
-                if self._going.is_set() and not ticket.aborted and await self._sample(ticket):
+                if self._going.is_open and not ticket.aborted and await self._sample(ticket):
                     break
         finally:
             if self._tickets.get(request_id) is ticket:
@@ -299,7 +301,7 @@ class SglangEngine:
             seed=self._seed,
             stop_token_ids=self._stop_token_ids,
             vocab_size=self._vocab_size,
-            namespace=f"{self.version}/{self._namespace}",
+            namespace=self._namespace,
             whole=not self._incremental,
         )
         async for event in self._events(body):
@@ -347,7 +349,7 @@ class SglangEngine:
     def _die(self, death: EngineDied) -> None:
         if self._death is None:
             self._death = death
-        self._going.set()  # who waits for the end of a pause
+        self._going.open()  # who waits for the end of a pause
 
     def _refuse_the_dead(self) -> None:
         if self._death is not None:
@@ -379,10 +381,10 @@ def window_of(config: SglangConfig, renderer: Renderer) -> int:
     return config.max_context_tokens or renderer.context_tokens
 
 
-async def _either(first: asyncio.Event, second: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in (first, second)]
+async def _either(*waits: Coroutine[Any, Any, Any]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
-            wait.cancel()
+        for task in tasks:
+            task.cancel()

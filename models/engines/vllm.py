@@ -153,6 +153,7 @@ class VllmEngine:
             ticket.listeners.remove(on_first_token)
 
     async def abort(self, request_id: str) -> None:
+        self._refuse_the_dead()
         ticket = self._tickets.get(request_id)
         if ticket is not None:
             await self._abort(ticket)
