@@ -56,8 +56,8 @@ def mismatch(abs_log_ratios_N: Tensor, area: str = "mismatch") -> dict[str, floa
 def mismatch_by_age(abs_log_ratios_N: Tensor, ages_N: Tensor) -> dict[str, float]:
     """The same for the tokens of each age: batches trained since they were sampled. And the share that an age has.
 
-    Age 0 is numerics alone: an engine whose mismatch is large there computes something else than the learner. What
-    grows with age is staleness.
+    Age 0 is numerics, and keys and values of older weights where an engine keeps them over a push: a mismatch that is
+    large there means that the engine computes something else than the learner. What grows with age is staleness.
     """
     figures: dict[str, float] = {}
     ages_N = ages_N.clamp(0, OLDEST_AGE)
