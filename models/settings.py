@@ -103,7 +103,8 @@ class VllmConfig:
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization: must be above 0 and at most 1, got {self.gpu_memory_utilization}")
+            share = self.gpu_memory_utilization
+            raise ValueError(f"gpu_memory_utilization: must be above 0 and at most 1, got {share}")
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class RequestContext:
 class WeightTensor:
     """One unsharded tensor under its Hugging Face name: what is said of it; its bytes are the payload's.
 
-    checksum: blake2b-64 hex of its raw little-endian bytes; empty where they never leave the device to be hashed.
+    checksum: xxh3-64 hex of its raw little-endian bytes; empty where they never leave the device to be hashed.
     """
 
     name: str
@@ -153,7 +153,7 @@ class GroupLink:
 class WeightReceipt:
     """An engine's echo after a sync: the tensors it was sent since `begin_weights`, hashed before loading.
 
-    checksums: name -> blake2b-64 hex, or empty where the engine has no way to hash what came (the probe stands in).
+    checksums: name -> xxh3-64 hex, or empty where the engine has no way to hash what came (the probe stands in).
     """
 
     version: int
@@ -186,7 +186,9 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its `generate` returns what it has, finish_reason "abort". Unknown ids are ignored."""
+        """End a request now; its `generate` returns what it has, finish_reason "abort". Unknown ids are ignored.
+
+        Raises EngineDied where that is known, or cheap to find out: an abort of nothing is a look at the engine."""
         ...
 
     async def pause(self) -> None:

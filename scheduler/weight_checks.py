@@ -40,7 +40,7 @@ def check_receipt(engine: str, version: int, sent: Mapping[str, str], receipt: W
         first = wrong[0]
         raise WeightMismatch(
             f"{engine} got other weights than version {version} in {tensor_groups(wrong)}: "
-            f"{first} came as {_told(got.get(first))}, sent was {_told(sent.get(first))} (blake2b-64)"
+            f"{first} came as {_told(got.get(first))}, sent was {_told(sent.get(first))} (xxh3-64)"
         )
 
 

@@ -6,10 +6,10 @@ Everything else is real: requests are kept over a pause, versions go to spans, r
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from models.checksums import checksum
 from models.types import (
     Completion,
     EngineDied,
@@ -80,6 +80,8 @@ class SimulatedEngine:
         )
 
     async def abort(self, request_id: str) -> None:
+        if self._death is not None:
+            raise EngineDied(self._death)
         if request_id in self._aborted:
             self._aborted[request_id].set()
 
@@ -103,7 +105,7 @@ class SimulatedEngine:
         if not isinstance(bucket.payload, InlineBytes):
             raise ValueError(f"sync.transport: a simulated engine takes object_store only, not {bucket.payload!r}")
         for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True):
-            self._checksums[tensor.name] = hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+            self._checksums[tensor.name] = checksum(data)
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         self.version = version

@@ -6,7 +6,6 @@ What workers run is defined inside functions, so that it travels by value: worke
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.checksums import checksum as checksum_of
 from models.process_group import BroadcastGroup
 from models.types import (
     Broadcast,
@@ -215,7 +215,7 @@ class Source:
             os.kill(self._victim, signal.SIGKILL)
             self._victim = None
         data = np.random.default_rng(index).integers(0, 256, 4 << 20, dtype=np.uint8)
-        checksum = hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+        checksum = checksum_of(data)
         tensor = WeightTensor(name="ab"[index], dtype="float32", shape=(1 << 20,), checksum=checksum)
         return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
 
@@ -305,7 +305,7 @@ class Broadcaster(Source):
 
     async def bucket(self, index: int) -> WeightBucket:
         self.data[index] = np.random.default_rng(index).standard_normal(1 << 22, dtype=np.float32)
-        checksum = hashlib.blake2b(self.data[index].tobytes(), digest_size=8).hexdigest()
+        checksum = checksum_of(self.data[index])
         tensor = WeightTensor(name=f"layers.{index}.weight", dtype="float32", shape=(1 << 22,), checksum=checksum)
         return WeightBucket(tensors=(tensor,), payload=Broadcast())
 

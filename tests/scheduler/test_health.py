@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -16,6 +15,7 @@ import looptime
 import numpy as np
 import pytest
 
+from models.checksums import checksum as checksum_of
 from models.engines.simulated import Script, SimulatedEngine
 from models.types import (
     Completion,
@@ -122,7 +122,7 @@ class Learner:
 
     async def bucket(self, index: int) -> WeightBucket:
         data = np.full(8, self.steps % 256, dtype=np.uint8)
-        checksum = hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+        checksum = checksum_of(data)
         tensor = WeightTensor(name=f"layers.{index}", dtype="float32", shape=(2,), checksum=checksum)
         return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -11,6 +10,7 @@ import looptime
 import numpy as np
 import pytest
 
+from models.checksums import checksum
 from models.engines.simulated import Script, SimulatedEngine
 from models.types import (
     Broadcast,
@@ -31,10 +31,6 @@ from scheduler.weight_sync import NoEngines, WeightSync
 
 PROBE = (5, 6, 7, 8)
 NUM_BYTES = 3 * 2 * 16 * len("layers.0.q")
-
-
-def checksum(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def bucket_of(contents: dict[str, bytes], dtype: str, payload: Payload | None = None) -> WeightBucket:
