@@ -12,6 +12,7 @@ import httpx
 from models.types import EngineDied, EngineRefused
 
 CONNECT_TIMEOUT_S = 10.0
+KEPT_S = 2.0  # well below the 5 s after which the server hangs up: to ask at that very moment looks like its death
 KEPT_CONNECTIONS = 64
 EVENT = "data: "
 Json = dict[str, Any]
@@ -36,7 +37,9 @@ class SglangHttp:
             base_url=self.url,
             headers=headers_of(key),
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
+            ),
             trust_env=False,  # a proxy would see our weights' paths and break our streams
             transport=transport,
         )
