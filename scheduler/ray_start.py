@@ -1,0 +1,70 @@
+"""Starting Ray or joining one, and what its machines have. Starts no process of ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+from ray.exceptions import AuthenticationError
+
+from scheduler.placement import ClusterConfig, NodeCapacity
+
+
+def nodes_of_ray() -> list[NodeCapacity]:
+    """What the machines of the running Ray have in all."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [
+        NodeCapacity(
+            name="this machine" if len(alive) == 1 else node["NodeManagerHostname"],
+            cpus=int(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+        )
+        for node in alive
+    ]
+
+
+def init_ray(config: ClusterConfig) -> None:
+    """Quiet: processes write to Ray's log folder. Sockets stay behind the token that Ray makes by itself."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    if config.address is not None:
+        _join_ray(config.address, config.packages)
+        return
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=config.object_store_mb << 20,
+    )
+
+
+def _join_ray(address: str, packages: Sequence[str]) -> None:
+    """Raises ValueError when nobody answers there."""
+    folders = [_folder_of(package) for package in packages]
+    try:
+        ray.init(
+            address=address,
+            runtime_env={"py_modules": folders} if folders else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, AuthenticationError) as error:
+        raise ValueError(
+            f"cluster.address: no Ray at {address} lets us in ({error}); check that it runs, and if it asks for a "
+            "token set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH; or set cluster.address=null to start one here"
+        ) from error
+
+
+def _folder_of(package: str) -> str:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"cluster.packages: {package!r} can't be imported here; name importable packages")
+    return str(Path(spec.origin).parent)
+
+
+def free_now() -> str:
+    free = ray.available_resources()
+    return f"{free.get('CPU', 0):g} cores, {free.get('GPU', 0):g} GPUs"
