@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from models.engines.endings import Endings
-from models.engines.vllm_options import VllmStart, check_vllm_options, start_async_llm
+from models.engines.vllm_options import VllmStart, check_vllm_options
+from models.engines.vllm_process import VllmProcess
 from models.engines.vllm_requests import (
     Sampled,
     Ticket,
@@ -31,7 +31,7 @@ from models.engines.vllm_requests import (
     scoring_of,
     spans_of,
 )
-from models.engines.vllm_weights import as_plain, told_by
+from models.engines.vllm_weights import as_plain, hearing
 from models.renderer import Renderer
 from models.settings import VllmConfig
 from models.types import (
@@ -45,16 +45,14 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
+from models.weight_files import SharedArena
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["VllmEngine", "check_vllm_options"]
 
-T = TypeVar("T")
 FIRST_OF_ALL = -(1 << 62)  # a priority
-SHUTDOWN_S = 5.0  # until vLLM's processes are killed
-LIVENESS_PERIOD_S = 0.2  # how often a control call that waits looks whether vLLM still lives
 
 
 class VllmEngine:
@@ -96,6 +94,7 @@ class VllmEngine:
         self._awake = asyncio.Event()
         self._awake.set()
         self._ready: asyncio.Task[None] | None = None
+        self._arena = SharedArena()  # for bytes that come inline
         start = VllmStart(
             model_path=model_path,
             config=config,
@@ -105,20 +104,17 @@ class VllmEngine:
             tensor_parallel=tensor_parallel,
             takes_weights=takes_weights,
         )
-        self._held = [start_async_llm(start)]
-        self._end = weakref.finalize(self, _shut_down, self._held)  # at exit as well
-        manager = self._llm.engine_core.resources.engine_manager
-        self._cores = list(manager.processes)
+        self._process = VllmProcess(start, model_name)
+        self._call, self._ask_workers = self._process.call, self._process.ask_workers
+        self._refuse_the_dead = self._process.refuse_the_dead
 
     @property
     def _llm(self) -> AsyncLLM:
-        if not self._held:
-            raise self._death()
-        return self._held[0]
+        return self._process.llm
 
     def process_ids(self) -> list[int]:
         """Of vLLM's engine core, which holds the model or starts the workers that do."""
-        return [core.pid for core in self._cores]
+        return self._process.ids
 
     async def generate(
         self,
@@ -159,14 +155,14 @@ class VllmEngine:
             await self._abort(ticket)
 
     async def pause(self) -> None:
-        await self._control(self._llm.pause_generation(mode="keep", clear_cache=False))
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
         self._paused = True
 
     async def resume(self) -> None:
         """Weights of a push that wasn't committed are as far as it came."""
         if self._updating:
             await self._drop_update()
-        await self._control(self._llm.resume_generation())
+        await self._call(self._llm.resume_generation())
         self._paused = False
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
@@ -177,7 +173,7 @@ class VllmEngine:
         await self._drop_update()
         await self._disown_cached_prompts()
         await self._join(link)
-        await self._control(self._llm.start_weight_update())
+        await self._call(self._llm.start_weight_update())
         self._updating = True
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
@@ -187,23 +183,19 @@ class VllmEngine:
         self._refuse_the_dead()
         if not self._updating:
             raise RuntimeError("begin_weights comes before load_bucket")
-        try:
-            with as_plain(bucket) as plain:
-                await self._control(self._llm.update_weights(WeightTransferUpdateRequest(update_info=plain)))
-        except EngineDied:
-            raise
-        except Exception as error:
-            self._updating = False  # the worker dropped it
-            raise told_by(error) or error from error
+        with self._worker_drops_what_fails():
+            request = WeightTransferUpdateRequest(update_info=as_plain(bucket, self._arena))
+            await self._call(self._llm.update_weights(request))
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         checksums: dict[str, str] = {}
         if self._updating:
-            await self._control(self._llm.finish_weight_update(weight_version=str(version)))
+            with self._worker_drops_what_fails():
+                await self._call(self._llm.finish_weight_update(weight_version=str(version)))
             self._updating = False
             checksums, *_ = await self._ask_workers("take_checksums")  # of tensor rank 0; all get the same tensors
         else:
-            await self._control(self._llm.update_weight_version(str(version)))
+            await self._call(self._llm.update_weight_version(str(version)))
         self.version = version
         return WeightReceipt(version=version, checksums=checksums)
 
@@ -215,7 +207,7 @@ class VllmEngine:
             raise EngineRefused(f"{len(ids)} tokens exceed the window of {self._context_tokens} of {self.model_name}")
         if self._paused:
             raise RuntimeError("a paused engine scores nothing")
-        return await self._control(self._score(ids)) if len(ids) > 1 else ()
+        return await self._call(self._score(ids)) if len(ids) > 1 else ()
 
     async def sleep(self) -> int:
         self._refuse_the_dead()
@@ -223,36 +215,36 @@ class VllmEngine:
             raise RuntimeError("only a paused engine without requests may sleep")
         before = await self._ask_workers("free_device_bytes")
         self._awake.clear()
-        await self._control(self._llm.sleep(level=1, mode="keep"))
+        await self._call(self._llm.sleep(level=1, mode="keep"))
         after = await self._ask_workers("free_device_bytes")
         return max(0, sum(after) - sum(before))
 
     async def wake(self) -> None:
-        await self._control(self._llm.wake_up())
+        await self._call(self._llm.wake_up())
         await self.pause()  # waking vLLM also lets it go on
         self._awake.set()
 
     def close(self) -> None:
         """End vLLM's processes; whoever still waits gets EngineDied. Blocks for seconds at most."""
-        self._end()
+        self._process.close()
+        self._arena.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     async def _answer(self, ticket: Ticket) -> Completion:
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.exceptions import VLLMClientError, VLLMServerError
 
         try:
             await self._prepare()
             sampled = await self._sample(ticket)
             while ticket.renewed and sampled.finish_reason == "abort" and not ticket.aborted:
                 sampled = await self._sample(ticket)
-        except EngineDeadError as error:
-            raise self._death() from error
+        except VLLMServerError as error:
+            raise self._process.death() from error
         except (VLLMClientError, ValueError) as error:
             raise EngineRefused(f"vLLM refuses the request: {error}") from error
         finally:
-            del self._tickets[ticket.request_id]
+            self._forget(ticket)
         self.prefilled_tokens += len(ticket.prompt_ids) - sampled.num_cached_tokens
         return self._completion(ticket, sampled)
 
@@ -283,8 +275,13 @@ class VllmEngine:
 
     async def _abort(self, ticket: Ticket) -> None:
         ticket.aborted = True
+        self._forget(ticket)  # who asks again under its name, asks anew
         with contextlib.suppress(EngineDied):  # then its waiters hear of that
-            await self._control(self._llm.abort(ticket.request_id))
+            await self._call(self._llm.abort(ticket.request_id))
+
+    def _forget(self, ticket: Ticket) -> None:
+        if self._tickets.get(ticket.request_id) is ticket:
+            del self._tickets[ticket.request_id]
 
     async def _score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """vLLM computes prompts that it scores anew: no cached prefix is read."""
@@ -302,13 +299,13 @@ class VllmEngine:
     async def _disown_cached_prompts(self) -> None:
         """From now on no request may read keys and values of the weights that are about to go."""
         if self._config.recompute_kv_on_sync:
-            await self._control(self._llm.reset_prefix_cache(reset_running_requests=True))
+            await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
             return
         self._prefix_salt += 1
         waiting = [ticket for ticket in self._tickets.values() if not (ticket.begun or ticket.aborted)]
         for ticket in waiting:
             ticket.renewed = True
-        await self._control(self._llm.abort([ticket.request_id for ticket in waiting]))
+        await self._call(self._llm.abort([ticket.request_id for ticket in waiting]))
 
     def _refuse_what_cannot_run(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
         needed = len(prompt_ids) + params.max_new_tokens
@@ -331,71 +328,35 @@ class VllmEngine:
         if self._ready is None:
             self._ready = asyncio.create_task(self._introduce())
         await asyncio.shield(self._ready)
-        await self._awake.wait()
+        if not self._awake.is_set():
+            await self._call(self._awake.wait())
 
     async def _introduce(self) -> None:
-        await self._control(self._llm.get_supported_tasks())
-        if await self._control(self._llm.get_weight_version()) == "default":
-            await self._control(self._llm.update_weight_version(str(self.version)))
+        await self._call(self._llm.get_supported_tasks())
+        if await self._call(self._llm.get_weight_version()) == "default":
+            await self._call(self._llm.update_weight_version(str(self.version)))
 
     async def _join(self, link: GroupLink | None) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if link is None:
-            await self._control(self._llm.shutdown_weight_transfer_engine())
+            await self._call(self._llm.shutdown_weight_transfer_engine())
             return
+        with hearing():
+            await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(link))))
+
+    @contextlib.contextmanager
+    def _worker_drops_what_fails(self) -> Iterator[None]:
         try:
-            await self._control(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(link))))
-        except EngineDied:
+            with hearing():
+                yield
+        except Exception:
+            self._updating = False
             raise
-        except Exception as error:
-            raise told_by(error) or error from error
 
     async def _drop_update(self) -> None:
         await self._ask_workers("drop_update")
         self._updating = False
-
-    async def _ask_workers(self, method: str) -> list[Any]:
-        return await self._control(self._llm.collective_rpc(method))
-
-    async def _control(self, call: Coroutine[Any, Any, T]) -> T:
-        """A call to vLLM's core, which would wait for ever for the answer of a dead one."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if self._llm.errored:
-            call.close()
-        self._refuse_the_dead()
-        task = asyncio.ensure_future(call)
-        try:
-            while not (await asyncio.wait({task}, timeout=LIVENESS_PERIOD_S))[0]:
-                self._refuse_the_dead()
-            return task.result()
-        except EngineDeadError as error:
-            raise self._death() from error
-        finally:
-            task.cancel()
-
-    def _refuse_the_dead(self) -> None:
-        if self._llm.errored:
-            raise self._death()
-
-    def _death(self) -> EngineDied:
-        if not self._held:
-            return EngineDied(f"the engine of {self.model_name} was closed")
-        ends = ", ".join(f"process {core.pid} {_end_of(core.exitcode)}" for core in self._cores)
-        return EngineDied(f"the engine of {self.model_name} died: vLLM's {ends}")
-
-
-def _shut_down(held: list[AsyncLLM]) -> None:
-    """Its destructor runs now, too: at the very end of Python it would fail, and say so."""
-    llm = held.pop()
-    llm.shutdown(timeout=SHUTDOWN_S)
-
-
-def _end_of(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "met an error (its log says which)"
-    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
 
 
 def _look_at_error(task: asyncio.Task[Completion]) -> None:

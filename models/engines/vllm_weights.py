@@ -39,15 +39,10 @@ class PlainBucket:
         return WeightBucket(tensors=tensors, payload=_restored(*self.payload))
 
 
-@contextmanager
-def as_plain(bucket: WeightBucket) -> Iterator[dict[str, Any]]:
-    """To be sent within the block: bytes that come inline lie in shared memory meanwhile."""
-    arena = SharedArena()
-    try:
-        payload = _in_shared_memory(bucket, arena) if isinstance(bucket.payload, InlineBytes) else bucket.payload
-        yield {"tensors": [asdict(tensor) for tensor in bucket.tensors], "payload": _plain(payload)}
-    finally:
-        arena.close()
+def as_plain(bucket: WeightBucket, arena: SharedArena) -> dict[str, Any]:
+    """For PlainBucket. Bytes that come inline are copied to `arena`, where they lie until the next bucket's."""
+    payload = _in_shared_memory(bucket, arena) if isinstance(bucket.payload, InlineBytes) else bucket.payload
+    return {"tensors": [asdict(tensor) for tensor in bucket.tensors], "payload": _plain(payload)}
 
 
 def _in_shared_memory(bucket: WeightBucket, arena: SharedArena) -> SharedMemory:
@@ -91,7 +86,12 @@ def telling() -> Iterator[None]:
         raise RuntimeError(f"<<{kind}>>{error}<<end>>") from error
 
 
-def told_by(error: Exception) -> Exception | None:
-    """At home: the error that a worker told of."""
-    told = TOLD.search(str(error))
-    return ERRORS[told[1]](told[2]) if told else None
+@contextmanager
+def hearing() -> Iterator[None]:
+    """At home: raises the error that a worker told of."""
+    try:
+        yield
+    except Exception as error:
+        if told := TOLD.search(str(error)):
+            raise ERRORS[told[1]](told[2]) from error
+        raise
