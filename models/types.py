@@ -160,6 +160,21 @@ class WeightReceipt:
     checksums: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpeed:
+    """How fast one engine is, measured or reckoned; what a simulated one keeps to.
+
+    A decoding step of B rows that hold K cached tokens in all takes step_s + B * row_s + K * cached_token_s.
+    """
+
+    step_s: float
+    row_s: float
+    cached_token_s: float
+    prefill_token_s: float
+    max_rows: int
+    kv_tokens: int = 0  # room for cached tokens; 0: no bound
+
+
 class EngineRefused(Exception):
     """The engine can't ever serve this request (a prompt longer than its window, say): don't retry elsewhere."""
 
