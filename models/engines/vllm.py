@@ -88,6 +88,7 @@ class VllmEngine:
         self._stop_token_ids = renderer.stop_token_ids
         self._endings = Endings(renderer.decode, renderer.stop_token_ids)
         self._tickets: dict[str, Ticket] = {}
+        self._answers: set[asyncio.Task[Completion]] = set()
         self._scores = itertools.count()
         self._prefix_salt = 0
         self._paused = self._updating = False
@@ -132,7 +133,8 @@ class VllmEngine:
             ticket = Ticket(context.request_id, ids, params, context.priority)
             self._tickets[ticket.request_id] = ticket
             ticket.answer = asyncio.create_task(self._answer(ticket))
-            ticket.answer.add_done_callback(_look_at_error)
+            self._answers.add(ticket.answer)  # the loop itself holds tasks weakly
+            ticket.answer.add_done_callback(self._let_go)
         elif ticket.begun:
             on_first_token()
         assert ticket.answer is not None
@@ -248,6 +250,11 @@ class VllmEngine:
         self.prefilled_tokens += len(ticket.prompt_ids) - sampled.num_cached_tokens
         return self._completion(ticket, sampled)
 
+    def _let_go(self, answer: asyncio.Task[Completion]) -> None:
+        self._answers.discard(answer)
+        if not answer.cancelled():
+            answer.exception()  # one that nobody waits for any more is no news
+
     async def _sample(self, ticket: Ticket) -> Sampled:
         """One attempt. Its first step, up to vLLM's list of requests, doesn't wait: no abort can slip in before."""
         from vllm.inputs.engine import tokens_input
@@ -357,12 +364,6 @@ class VllmEngine:
     async def _drop_update(self) -> None:
         await self._ask_workers("drop_update")
         self._updating = False
-
-
-def _look_at_error(task: asyncio.Task[Completion]) -> None:
-    """An error that nobody waits for any more is no news."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _window(config: VllmConfig, renderer: Renderer) -> int:
