@@ -1,0 +1,63 @@
+"""What only a GPU can show of vLLM: memory that really becomes free, weights handed over within the device."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.causal_lm import load_causal_lm
+from models.engines.installed import vllm_missing
+from models.engines.vllm import VllmEngine
+from models.settings import VllmConfig
+from models.weight_sending import TRANSPORTS
+from models.weight_stream import WeightStream
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing())),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+KV_CACHE_MB = 512
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "cuda_ipc"])
+def test_it_sleeps_wakes_and_takes_weights(
+    model_path: str, next_version_path: str, prompt_of: Any, next_plain: Any, tmp_path: Path, transport: str
+) -> None:
+    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, sleep_mode=True, enforce_eager=True)
+    engine = VllmEngine(model_path, "policy", config, device="cuda")
+    device = torch.device("cuda:0")
+    stream = WeightStream(load_causal_lm(next_version_path, device="cuda"), "float32", bucket_bytes=1 << 15)
+    sender = TRANSPORTS[transport]("float32", device, str(tmp_path))
+
+    async def use() -> tuple[int, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        before = await engine.score(prompt_of(40))
+        await engine.pause()
+        freed = await engine.sleep()
+        await engine.wake()
+        await engine.resume()
+        after_sleep = await engine.score(prompt_of(40))
+        await engine.pause()
+        await engine.begin_weights()
+        for index in range(stream.num_buckets):
+            await engine.load_bucket(sender.post(index, stream.unsharded(index)))
+        await engine.commit_weights(1)
+        await engine.resume()
+        return freed, before, after_sleep, await engine.score(prompt_of(40))
+
+    try:
+        freed, before, after_sleep, after_push = asyncio.run(use())
+    finally:
+        engine.close()
+        sender.close()
+    assert freed >= KV_CACHE_MB << 20
+    assert after_sleep == before
+    ids = prompt_of(40)
+    logprobs_TV = next_plain.logits(ids)[:-1].log_softmax(-1)
+    expected = [float(logprobs_V[token]) for logprobs_V, token in zip(logprobs_TV, ids[1:], strict=True)]
+    assert float(np.abs(np.subtract(after_push, expected)).max()) < 1e-3
