@@ -65,7 +65,7 @@ def _leave_kernels_as_they_are(batch_invariant_ops: types.ModuleType) -> None:
 
 
 def _hash_without_a_kernel(murmur_hash: types.ModuleType) -> None:
-    """MurmurHash3 of (seed, position, column), as in the module's GPU kernel: a wheel for GPUs lacks the one for CPUs."""
+    """MurmurHash3 of (seed, position, column), as its GPU kernel does it: a wheel for GPUs lacks the one for CPUs."""
     import torch
 
     def rotated(bits: torch.Tensor, places: int) -> torch.Tensor:

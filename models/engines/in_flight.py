@@ -93,3 +93,30 @@ class Gate:
                 turn.set_result(None)
                 return
         self._free += 1
+
+
+class Sluice:
+    """Holds callers back while it is closed. Opened, it lets the lowest priority number go first, then the oldest."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._num_arrived = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+
+    async def pass_through(self, priority: int) -> None:
+        """Return at once, or when it opens: it may be closed again by then."""
+        if not self.is_open:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._num_arrived += 1
+            heapq.heappush(self._waiting, (priority, self._num_arrived, turn))
+            await turn

@@ -1,7 +1,7 @@
 """An SGLang server as an engine of ours, one of our own or one that runs already: async calls over HTTP.
 
-    generate, abort    -> a ticket per request_id -> a stream of /generate -> Completion
-    pause .. commit    -> /pause_generation (in_place or retract), the server's weight calls, its version of each token
+    generate, abort -> sglang_generation: a stream of /generate per request -> Completion
+    pause .. commit -> /pause_generation (in_place or retract), sglang_weights: the server's own calls
     a server that is gone -> EngineDied, for whoever waits and whoever comes
 
 Weights under kept requests: with `recompute_kv_on_sync` the server takes its requests back and drops all cached keys
@@ -12,25 +12,21 @@ ever taking them; requests that have not begun are taken back and asked again un
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from models.causal_lm import outline_causal_lm
 from models.engines.endings import Endings
-from models.engines.in_flight import InFlight, Sluice
-from models.engines.sglang_http import Json, SglangHttp, message_of
+from models.engines.sglang_generation import SglangGeneration
+from models.engines.sglang_http import SglangHttp
 from models.engines.sglang_join import check_joined, key_of
 from models.engines.sglang_memory import used_gpu_bytes
-from models.engines.sglang_requests import Ticket, body_of, completion_of, scores_of, scoring_body
+from models.engines.sglang_requests import scores_of, scoring_body
 from models.engines.sglang_server import SglangServer, SglangStart
 from models.engines.sglang_weights import SglangWeights
 from models.renderer import Renderer
 from models.settings import SglangConfig
 from models.types import (
     Completion,
-    EngineDied,
     EngineRefused,
     GroupLink,
     RequestContext,
@@ -40,7 +36,7 @@ from models.types import (
     ignore_first_token,
 )
 
-ABORT_GRACE_S = 2.0  # for the server's own answer to an abort: it has all tokens
+CONFIRM_EVERY_S = 30.0
 
 
 class SglangEngine:
@@ -62,26 +58,31 @@ class SglangEngine:
         seed: int = 0,
         version: int = 0,
         incremental: bool = True,
+        same_machine: bool = False,
+        served_path: str | None = None,
         server: SglangServer | None = None,
     ) -> None:
-        """server_version: how the server names its weights, which are our `version`. incremental: see `body_of`."""
+        """server_version: how the server names its weights, which are our `version`. incremental: its events hold the
+        new tokens only. same_machine: it can open our files. served_path: the model that it must go on to name (None:
+        nobody else can change it). server: to be ended with the engine."""
         self.model_name = model_name
         self.version = version
-        self.prefilled_tokens = 0  # of finished requests: prompt tokens that no prefix cache held
         self._http, self._server = http, server
-        self._config, self._device, self._seed, self._incremental = config, device, seed, incremental
+        self._config, self._device = config, device
         self._vocab_size = renderer.vocab_size
         self._context_tokens = window_of(config, renderer)
-        self._stop_token_ids = renderer.stop_token_ids
-        self._endings = Endings(renderer.decode, renderer.stop_token_ids)
-        self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine=server is not None)
-        self._versions = {server_version: version}
-        self._namespace = uuid.uuid4().hex  # of the prefix cache; another one after each push
-        self._tickets: dict[str, Ticket] = {}
-        self._in_flight: InFlight[Completion] = InFlight()
-        self._errands: set[asyncio.Task[Any]] = set()
-        self._going = Sluice()
-        self._death: EngineDied | None = None
+        self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine)
+        self._generation = SglangGeneration(
+            http,
+            model_name,
+            Endings(renderer.decode, renderer.stop_token_ids),
+            stop_token_ids=renderer.stop_token_ids,
+            vocab_size=renderer.vocab_size,
+            seed=seed,
+            incremental=incremental,
+            versions={server_version: version},
+        )
+        self._served_path, self._confirmed_at = served_path, -CONFIRM_EVERY_S
 
     @classmethod
     def start(
@@ -124,6 +125,7 @@ class SglangEngine:
             seed=seed,
             version=version,
             incremental=bool(config.options.get("incremental-streaming-output", True)),
+            same_machine=True,
             server=server,
         )
 
@@ -156,7 +158,13 @@ class SglangEngine:
             seed=seed,
             version=version,
             incremental=joined.incremental,
+            served_path=joined.model_path,
         )
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Of finished requests: prompt tokens that no prefix cache held."""
+        return self._generation.num_prefilled
 
     def process_ids(self) -> list[int]:
         """Of the server, if it is ours: the head of a process group."""
@@ -170,70 +178,46 @@ class SglangEngine:
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
         """Sample one completion. A request_id that is in flight already gets that request's answer."""
-        self._refuse_the_dead()
-        ids, request_id = tuple(prompt_ids), context.request_id
+        ids = tuple(prompt_ids)
+        self._http.refuse_the_dead()
         self._refuse_what_cannot_run(ids, params)
-        if request_id not in self._in_flight:
-            self._tickets[request_id] = Ticket(ids, params, context.priority)
-        ticket = self._tickets[request_id]
-        if ticket.begun:
-            on_first_token()
-        ticket.listeners.append(on_first_token)
-        try:
-            return await self._in_flight.join(request_id, lambda: self._answer(request_id, ticket))
-        finally:
-            ticket.listeners.remove(on_first_token)
+        await self._confirm_model()
+        return await self._generation.generate(ids, params, context, on_first_token)
 
     async def abort(self, request_id: str) -> None:
-        ticket = self._tickets.get(request_id)
-        if ticket is None:
-            await self._call(self._http.get("/model_info"))  # is it there at all?
-            return
-        if ticket.aborted:
-            return
-        ticket.aborted = True
-        if ticket.rid and self._going.is_open:
-            self._run_errand(self._interrupt_later(ticket))
-            await self._call(self._http.post("/abort_request", {"rid": ticket.rid}))
-        else:
-            ticket.interrupted.set()  # a paused server answers no abort
+        await self._generation.abort(request_id)
 
     async def pause(self) -> None:
-        self._going.close()
+        self._generation.hold()
         mode = "retract" if self._config.recompute_kv_on_sync else "in_place"
-        await self._call(self._http.post("/pause_generation", {"mode": mode}))
+        await self._http.post("/pause_generation", {"mode": mode})
         # The answer came before the scheduler had it; what the scheduler answers comes after.
-        await self._call(self._http.get("/server_info"))
+        await self._http.get("/server_info")
 
     async def resume(self) -> None:
         """Weights of a push that wasn't committed are as far as it came."""
-        await self._call(self._http.post("/continue_generation", {}))
-        self._going.open()
+        await self._http.post("/continue_generation", {})
+        self._generation.go_on()
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
         """Raises RuntimeError where not paused, ConnectionError where the group doesn't come together."""
-        if self._going.is_open:
-            raise RuntimeError("weights may only be sent to a paused engine")
-        await self._call(self._weights.begin(link))
+        self._refuse_the_unpaused()
+        await self._weights.begin(link)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
         """Raises ValueError naming a tensor that doesn't fit, ConnectionError where a broadcast broke off."""
-        if self._going.is_open:
-            raise RuntimeError("weights may only be sent to a paused engine")
-        await self._call(self._weights.load(bucket))
+        self._refuse_the_unpaused()
+        await self._weights.load(bucket)
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         """Raises RuntimeError where the server then says another version."""
-        checksums = await self._call(self._weights.commit(version))
-        self._versions.pop(str(version), None)  # the newest is the last
-        self._versions[str(version)] = self.version = version
-        if self._config.recompute_kv_on_sync:
-            await self._call(self._http.post("/flush_cache", {}))
-        else:
-            self._namespace = uuid.uuid4().hex
-            for ticket in self._tickets.values():
-                if ticket.rid and not ticket.begun:
-                    ticket.interrupted.set()
+        checksums = await self._weights.commit(version)
+        self.version = version
+        self._served_path = None  # a file's folder by now; from here on the version tells
+        recompute = self._config.recompute_kv_on_sync
+        self._generation.adopt(version, forget_prompts=not recompute)
+        if recompute:
+            await self._http.post("/flush_cache", {})
         return WeightReceipt(version=version, checksums=checksums)
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -241,119 +225,41 @@ class SglangEngine:
         self._refuse_unknown_ids(ids)
         if len(ids) > self._context_tokens:
             raise EngineRefused(f"{len(ids)} tokens exceed the window of {self._context_tokens} of {self.model_name}")
-        return scores_of(await self._call(self._http.post("/generate", scoring_body(ids))))
+        return scores_of(await self._http.post("/generate", scoring_body(ids)))
 
     async def sleep(self) -> int:
         """Raises RuntimeError where not paused, or with requests in flight: the server would crash on it."""
-        if self._going.is_open or self._tickets:
+        if not (self._generation.paused and self._generation.idle):
             raise RuntimeError("only a paused engine without requests can sleep")
         before = await used_gpu_bytes() if self._device == "cuda" else 0
-        await self._call(self._http.post("/release_memory_occupation", {}))
+        await self._http.post("/release_memory_occupation", {})
         return max(0, before - await used_gpu_bytes()) if self._device == "cuda" else 0
 
     async def wake(self) -> None:
-        await self._call(self._http.post("/resume_memory_occupation", {}))
+        await self._http.post("/resume_memory_occupation", {})
 
     def close(self) -> None:
         """End a server of ours; leave another one alone. Who still waits gets EngineDied."""
-        self._die(EngineDied(f"the engine of {self.model_name} was closed"))
+        self._http.die(f"was closed with the engine of {self.model_name}")
         if self._server is not None:
             self._server.forget()
 
-    # -- one request -----------------------------------------------------------------------------------------------
+    async def _confirm_model(self) -> None:
+        """A server that others look after may be another one by now, under the same URL."""
+        now = asyncio.get_running_loop().time()
+        if self._served_path is None or now - self._confirmed_at < CONFIRM_EVERY_S:
+            return
+        served = (await self._http.get("/model_info")).get("model_path")
+        if served != self._served_path:
+            raise RuntimeError(
+                f"engine.sglang.urls: the server at {self._http.url} was joined for {self._served_path!r}, and serves "
+                f"{served!r} now"
+            )
+        self._confirmed_at = now
 
-    async def _answer(self, request_id: str, ticket: Ticket) -> Completion:
-        try:
-            while not ticket.aborted:
-                ticket.interrupted.clear()
-                await _either(self._going.pass_through(ticket.priority), ticket.interrupted.wait())
-                self._refuse_the_dead()
-                if self._going.is_open and not ticket.aborted and await self._sample(ticket):
-                    break
-        finally:
-            if self._tickets.get(request_id) is ticket:
-                del self._tickets[request_id]
-        self.prefilled_tokens += ticket.sampled.num_prefilled
-        text = self._endings.text(ticket.sampled.token_ids, ticket.params.stop)
-        return completion_of(ticket, text, self.model_name, self._versions)
-
-    async def _sample(self, ticket: Ticket) -> bool:
-        """One try; whether it is the answer. It isn't where the request was taken back before it had begun."""
-        ticket.renew()
-        reading = asyncio.create_task(self._read(ticket))
-        interrupted = asyncio.create_task(ticket.interrupted.wait())
-        try:
-            await asyncio.wait({reading, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                reading.result()
-                return True
-            return ticket.aborted or ticket.begun
-        finally:
-            rid, ticket.rid = ticket.rid, ""
-            interrupted.cancel()
-            if not reading.done():
-                reading.cancel()
-                self._run_errand(self._http.post("/abort_request", {"rid": rid}))
-
-    async def _read(self, ticket: Ticket) -> None:
-        body = body_of(
-            ticket,
-            seed=self._seed,
-            stop_token_ids=self._stop_token_ids,
-            vocab_size=self._vocab_size,
-            namespace=self._namespace,
-            whole=not self._incremental,
-        )
-        async for event in self._events(body):
-            if "error" in event:
-                raise EngineRefused(f"SGLang at {self._http.url} refused: {message_of(event)}")
-            ticket.add(event)
-        if ticket.sampled.finish is None:
-            raise EngineDied(f"SGLang at {self._http.url} broke off an answer")
-
-    async def _events(self, body: Json) -> Any:
-        try:
-            async for event in self._http.stream("/generate", body):
-                yield event
-        except EngineDied as error:
-            self._die(error)
-            raise
-
-    async def _interrupt_later(self, ticket: Ticket) -> None:
-        await asyncio.sleep(ABORT_GRACE_S)
-        ticket.interrupted.set()
-
-    # -- calls -----------------------------------------------------------------------------------------------------
-
-    async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
-        if self._death is not None:
-            call.close()
-            self._refuse_the_dead()
-        try:
-            return await call
-        except EngineDied as error:
-            self._die(error)
-            raise
-
-    def _run_errand(self, errand: Coroutine[Any, Any, Any]) -> None:
-        """Something that nobody waits for."""
-
-        async def run() -> None:
-            with contextlib.suppress(EngineDied, EngineRefused):
-                await errand
-
-        task = asyncio.create_task(run())
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
-
-    def _die(self, death: EngineDied) -> None:
-        if self._death is None:
-            self._death = death
-        self._going.open()  # who waits for the end of a pause
-
-    def _refuse_the_dead(self) -> None:
-        if self._death is not None:
-            raise EngineDied(str(self._death))
+    def _refuse_the_unpaused(self) -> None:
+        if not self._generation.paused:
+            raise RuntimeError("weights may only be sent to a paused engine")
 
     def _refuse_what_cannot_run(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
         needed = len(prompt_ids) + params.max_new_tokens
@@ -379,12 +285,3 @@ def window_of(config: SglangConfig, renderer: Renderer) -> int:
             f"{renderer.context_tokens} tokens; give that or less (0: all of it)"
         )
     return config.max_context_tokens or renderer.context_tokens
-
-
-async def _either(*waits: Coroutine[Any, Any, Any]) -> None:
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -21,6 +21,7 @@ Json = dict[str, Any]
 class SglangHttp:
     """Bound to the event loop that first calls it. Answers may take as long as they take: who waits holds a deadline.
 
+    on_death: told once, when the server is found to be gone.
     post_mortem: what else is known about a server that doesn't answer, for the message.
     """
 
@@ -32,6 +33,8 @@ class SglangHttp:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self.death: EngineDied | None = None
+        self.on_death: Callable[[], None] = lambda: None
         self._post_mortem = post_mortem
         self._client = httpx.AsyncClient(
             base_url=self.url,
@@ -44,6 +47,17 @@ class SglangHttp:
             transport=transport,
         )
 
+    def die(self, cause: str) -> EngineDied:
+        """From now on all calls fail with the first cause of death. An exception to raise."""
+        if self.death is None:
+            self.death = EngineDied(f"SGLang at {self.url} {cause}{self._post_mortem()}")
+            self.on_death()
+        return EngineDied(str(self.death))
+
+    def refuse_the_dead(self) -> None:
+        if self.death is not None:
+            raise EngineDied(str(self.death))
+
     async def get(self, path: str) -> Json:
         return await self._call("GET", path, None)
 
@@ -53,6 +67,7 @@ class SglangHttp:
 
     async def stream(self, path: str, body: Json) -> AsyncIterator[Json]:
         """The server-sent events of one answer. Leaving the iteration hangs up."""
+        self.refuse_the_dead()
         try:
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
@@ -62,29 +77,29 @@ class SglangHttp:
                     if line.startswith(EVENT + "{"):
                         yield json.loads(line.removeprefix(EVENT))
         except httpx.RequestError as error:
-            raise self._died(error) from None
+            raise self._gone(error) from None
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def _call(self, method: str, path: str, body: Json | None) -> Json:
+        self.refuse_the_dead()
         try:
             response = await self._client.request(method, path, json=body)
         except httpx.RequestError as error:
-            raise self._died(error) from None
+            raise self._gone(error) from None
         self._raise_for(response)
         return as_json(response)
 
     def _raise_for(self, response: httpx.Response) -> None:
         if response.status_code >= 500:
-            words = f"HTTP {response.status_code}: {words_of(response)}"
-            raise EngineDied(f"SGLang at {self.url} broke with {words}{self._post_mortem()}")
+            raise self.die(f"broke with HTTP {response.status_code}: {words_of(response)}")
         if response.status_code != 200:
             raise EngineRefused(f"SGLang at {self.url} refused: {words_of(response)}")
 
-    def _died(self, error: httpx.RequestError) -> EngineDied:
+    def _gone(self, error: httpx.RequestError) -> EngineDied:
         cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return EngineDied(f"SGLang at {self.url} is gone ({cause}){self._post_mortem()}")
+        return self.die(f"is gone ({cause})")
 
 
 def headers_of(key: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ class Joined:
 
     version: str
     incremental: bool
+    model_path: str
 
 
 def key_of(config: SglangConfig) -> str:
@@ -44,7 +45,11 @@ def check_joined(url: str, key: str, model_path: str, context_tokens: int, api_k
         if str(now.get("weight_version")) != started_with:
             server.reload(str(info["model_path"]), started_with)
         server.post("/continue_generation", {})  # a run that ended in the midst of a push left it paused
-        return Joined(version=started_with, incremental=bool(info.get("incremental_streaming_output")))
+        return Joined(
+            version=started_with,
+            incremental=bool(info.get("incremental_streaming_output")),
+            model_path=str(info["model_path"]),
+        )
 
 
 class _Server:

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from models.seeds import derive_seed
-from models.types import Completion, EngineDied, EngineRefused, FinishReason, SamplingParams, VersionSpan
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    FinishReason,
+    SamplingParams,
+    VersionSpan,
+    ignore_first_token,
+)
 
 # Tokens per event, after the first token: what an abort under a pause may lose, and the price of each event.
 TOKENS_PER_EVENT = 32
@@ -58,14 +66,16 @@ class Ticket:
     begun: bool = False  # its first token was sampled
     aborted: bool = False
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)  # don't wait for the server's answer
+    on_begin: Callable[[], None] = ignore_first_token  # of the latest try
 
-    def renew(self) -> None:
+    def renew(self, on_begin: Callable[[], None]) -> None:
         """Before a try. SGLang aborts by the beginning of an id: ids of one length can't be each other's."""
-        self.rid, self.sampled = uuid.uuid4().hex, Sampled()
+        self.rid, self.sampled, self.on_begin = uuid.uuid4().hex, Sampled(), on_begin
         self.interrupted.clear()
 
     def add(self, event: Json) -> None:
         self.sampled.add(event)
+        self.on_begin()
         if not self.begun and self.sampled.token_ids:
             self.begun = True
             for tell in self.listeners:

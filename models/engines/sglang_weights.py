@@ -8,32 +8,42 @@ commit: close the session, name the version, ask for it
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors.torch import save_file
+from torch import nn
+
 from models.engines.sglang_http import SglangHttp, within
 from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket
+from models.weight_files import folders_of_shared_memory
 from models.weight_transport import checksums_of, received
 
 GRACE_S = 5.0  # the server's own timeout comes first, and says more
 
 
 class SglangWeights:
-    """Knows what the server holds from the model's config: it drops tensors that it doesn't know without a word."""
+    """Knows what the server holds from the model's outline: it drops tensors that it doesn't know without a word.
 
-    def __init__(self, http: SglangHttp, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    same_machine: the server can open our files.
+    """
+
+    def __init__(self, http: SglangHttp, outline: nn.Module, same_machine: bool) -> None:
         self._http = http
-        self._shapes = shapes
+        self._same_machine = same_machine
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
+        self._tied = _tied_names(outline)
         self._link: GroupLink | None = None
-        self._open = False
+        self._open = self._stuck = False
         self._checksums: dict[str, str] = {}
 
     async def begin(self, link: GroupLink | None) -> None:
-        """Raises ConnectionError where the group doesn't come together."""
+        """Raises ConnectionError where the group doesn't come together, EngineDied where an old one still holds the
+        server: it knows no timeout but torch's, of half an hour."""
         self._checksums = {}
+        await self._refuse_the_stuck()
         await self._close_session()
         if link != self._link:
             await self._leave()
@@ -46,14 +56,10 @@ class SglangWeights:
         try:
             for tensor in bucket.tensors:
                 self._refuse_what_does_not_fit(tensor.name, tensor.shape)
-            if isinstance(bucket.payload, SafetensorsFile):
-                await self._load_file(bucket, bucket.payload.path)
-            elif isinstance(bucket.payload, Broadcast):
+            if isinstance(bucket.payload, Broadcast):
                 await self._receive(bucket)
             else:
-                raise ValueError(
-                    f"sync.transport: SGLang takes no {type(bucket.payload).__name__}; set disk, gloo or nccl"
-                )
+                await self._load_file(bucket)
         except BaseException:
             await self._leave()  # the sender would wait for us until its timeout
             raise
@@ -89,9 +95,21 @@ class SglangWeights:
     async def _leave(self) -> None:
         link, self._link = self._link, None
         if link is not None:
-            with contextlib.suppress(EngineRefused, ConnectionError):
-                body = {"group_name": link.name}
+            body = {"group_name": link.name}
+            try:
                 await within(GRACE_S, lambda: self._http.post("/destroy_weights_update_group", body))
+            except ConnectionError:
+                self._stuck = True
+            except EngineRefused:
+                pass  # the server never joined
+
+    async def _refuse_the_stuck(self) -> None:
+        if self._stuck:
+            try:
+                await within(GRACE_S, lambda: self._http.get("/server_info"))
+            except ConnectionError:
+                raise self._http.die("hangs in a broadcast whose sender sends nothing") from None
+            self._stuck = False
 
     async def _open_session(self) -> None:
         try:
@@ -111,28 +129,35 @@ class SglangWeights:
         if link is None:
             raise ConnectionError("weights: a bucket comes by broadcast, and no group was joined since it last broke")
         body = {
-            "names": [tensor.name for tensor in bucket.tensors],
+            "names": [self._tied.get(tensor.name, tensor.name) for tensor in bucket.tensors],
             "dtypes": [tensor.dtype for tensor in bucket.tensors],
             "shapes": [list(tensor.shape) for tensor in bucket.tensors],
             "group_name": link.name,
             "flush_cache": False,
         }
+        first = f"weights: {bucket.tensors[0].name!r} and what follows"
         try:
             await within(link.timeout_s + GRACE_S, lambda: self._http.post("/update_weights_from_distributed", body))
+        except ConnectionError as error:
+            raise ConnectionError(f"{first}: {error}") from None
         except EngineRefused as error:
-            if "Failed to receive" in str(error):
-                raise ConnectionError(f"weights: {bucket.tensors[0].name!r} and what follows: {error}") from None
-            raise ValueError(f"weights: {bucket.tensors[0].name!r} and what follows: {error}") from None
+            raise (ConnectionError if "Failed to receive" in str(error) else ValueError)(f"{first}: {error}") from None
         self._checksums |= {tensor.name: "" for tensor in bucket.tensors}
 
-    async def _load_file(self, bucket: WeightBucket, file: str) -> None:
-        checksums = await asyncio.to_thread(_checksums, bucket)
-        folder = await asyncio.to_thread(_folder_with, file)
+    async def _load_file(self, bucket: WeightBucket) -> None:
+        """SGLang loads whatever lies in a folder: one with these tensors alone."""
+        in_file = isinstance(bucket.payload, SafetensorsFile)
+        if not (in_file or self._same_machine):
+            raise ValueError(
+                f"sync.transport: an SGLang server elsewhere takes no {type(bucket.payload).__name__}; "
+                "set disk, gloo or nccl"
+            )
+        folder, checksums = await asyncio.to_thread(_folder_with, bucket, self._tied)
         try:
             body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
             await self._http.post("/update_weights_from_disk", body)
         except EngineRefused as error:
-            raise ValueError(f"weights: {bucket.tensors[0].name!r} and what follows in {file}: {error}") from None
+            raise ValueError(f"weights: {bucket.tensors[0].name!r} and what follows: {error}") from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._checksums |= checksums
@@ -145,15 +170,30 @@ class SglangWeights:
             raise ValueError(f"weights: {name!r} came as {shape}, the engine holds {held}")
 
 
-def _checksums(bucket: WeightBucket) -> dict[str, str]:
+def _folder_with(bucket: WeightBucket, tied: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """A folder with one file of the bucket's tensors, and their checksums; a tied tensor under its first name."""
+    file = bucket.payload.path if isinstance(bucket.payload, SafetensorsFile) else None
     with received(bucket) as tensors:
-        return checksums_of(tensors)
+        checksums = checksums_of(tensors)
+        copied = file is None or any(tensor.name in tied for tensor, _ in tensors)
+        # A file that is somewhere already stays there: its folder is one that the server can open too.
+        place = Path(file).absolute().parent if file is not None else folders_of_shared_memory()[0]
+        folder = Path(tempfile.mkdtemp(prefix="grmpipe-sglang-", dir=place))
+        inside = folder / "model.safetensors"
+        if copied:
+            held = {tied.get(tensor.name, tensor.name): value.contiguous() for tensor, value in tensors}
+            save_file(held, inside)
+        else:
+            assert file is not None
+            folder.chmod(0o755)  # the server may be another user's
+            inside.symlink_to(Path(file).absolute())
+    return str(folder), checksums
 
 
-def _folder_with(file: str) -> str:
-    """SGLang loads whatever lies in a folder: one with this file alone, next to it, where the server can look too."""
-    place = Path(file).absolute()
-    folder = Path(tempfile.mkdtemp(prefix=f"{place.stem}-", dir=place.parent))
-    folder.chmod(0o755)  # the server may be another user's
-    (folder / "model.safetensors").symlink_to(place)
-    return str(folder)
+def _tied_names(outline: nn.Module) -> dict[str, str]:
+    """The later names of parameters that have several -> their first."""
+    first: dict[int, str] = {}
+    names = [(name, id(tensor)) for name, tensor in outline.named_parameters(remove_duplicate=False)]
+    for name, identity in names:
+        first.setdefault(identity, name)
+    return {name: first[identity] for name, identity in names if first[identity] != name}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
+import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +17,26 @@ from torch import nn
 from models.causal_lm import load_causal_lm
 from models.engines.embedded import EmbeddedEngine
 from models.engines.installed import vllm_missing
+from models.engines.sglang import SglangEngine
+from models.engines.sglang_http import SglangHttp
 from models.engines.vllm import VllmEngine
-from models.settings import EmbeddedConfig, VllmConfig
+from models.renderer import Renderer
+from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from models.types import WeightBucket, WeightReceipt
 from models.weight_sending import ObjectStore
 from models.weight_stream import UnshardedBucket
 
+_replay = importlib.util.spec_from_file_location("sglang_replay", Path(__file__).parents[1] / "sglang_replay.py")
+assert _replay is not None and _replay.loader is not None
+sglang_replay = sys.modules["sglang_replay"] = importlib.util.module_from_spec(_replay)
+_replay.loader.exec_module(sglang_replay)
+
 T = TypeVar("T")
-UnderContract = EmbeddedEngine | VllmEngine
+UnderContract = EmbeddedEngine | VllmEngine | SglangEngine
 MAX_ROWS = 4
+SGLANG_PYTHON = os.environ.get("GRMPIPE_SGLANG_PYTHON", "")  # runs the contract on a real server
+ONLY_REAL = ("gloo", "sender_that_hangs", "more_urgent")  # a replayed server joins no group and has no queue
+SGLANG_RECORD = bool(os.environ.get("GRMPIPE_SGLANG_RECORD"))  # and writes down what it answers
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class Kind:
     make: Callable[[str, bool], UnderContract]
     prefilled: Callable[[Any], int]
     has_grammar: bool
+    hashes_broadcasts: bool = True
 
 
 def make_embedded(path: str, recompute: bool) -> EmbeddedEngine:
@@ -43,14 +58,46 @@ def make_vllm(path: str, recompute: bool) -> VllmEngine:
     return VllmEngine(path, "policy", config)
 
 
+def make_sglang(path: str, recompute: bool) -> SglangEngine:
+    config = SglangConfig(python=SGLANG_PYTHON, max_batch_rows=MAX_ROWS, recompute_kv_on_sync=recompute)
+    engine = SglangEngine.start(path, "policy", config)
+    if SGLANG_RECORD:
+        engine._http._client._transport = RECORDER
+    return engine
+
+
+def make_replayed(path: str, recompute: bool) -> SglangEngine:
+    return SglangEngine(
+        SglangHttp(REPLAY.url),
+        path,
+        "policy",
+        SglangConfig(max_batch_rows=MAX_ROWS, recompute_kv_on_sync=recompute),
+        renderer=Renderer.load(path),
+        server_version="0",
+        same_machine=True,
+    )
+
+
+RECORDER, REPLAY = sglang_replay.Recorder(), sglang_replay.ReplayServer()
 KINDS = {
     "embedded": Kind(make_embedded, lambda engine: engine.stats().prefilled_tokens, has_grammar=False),
     "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, has_grammar=True),
+    "sglang": Kind(make_sglang, lambda engine: engine.prefilled_tokens, has_grammar=True, hashes_broadcasts=False),
+    "sglang_replayed": Kind(make_replayed, lambda engine: engine.prefilled_tokens, has_grammar=True),
 }
 needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
+needs_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="GRMPIPE_SGLANG_PYTHON names no interpreter with SGLang")
 
 
-@pytest.fixture(scope="session", params=["embedded", pytest.param("vllm", marks=needs_vllm)])
+@pytest.fixture(
+    scope="session",
+    params=[
+        "embedded",
+        pytest.param("vllm", marks=needs_vllm),
+        pytest.param("sglang", marks=[needs_sglang, pytest.mark.sglang]),
+        "sglang_replayed",
+    ],
+)
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
@@ -85,8 +132,24 @@ def made(model_path: str, runner: asyncio.Runner) -> Iterator[Callable[[Kind, bo
         engine.close()
 
 
+@pytest.fixture(autouse=True)
+def cassette(request: pytest.FixtureRequest, kind: Kind) -> Iterator[None]:
+    """What a real SGLang server answered in this test: replayed, or written down."""
+    path = sglang_replay.cassette_of(request.node.name)
+    if kind is KINDS["sglang"] and "sender_that_hangs" in request.node.name:
+        pytest.skip("SGLang waits for torch's own half an hour; the engine then counts as dead (test_sglang_real.py)")
+    if kind is KINDS["sglang_replayed"]:
+        if not path.exists():
+            pytest.skip("only a real server can answer this one")
+        REPLAY.load(path)
+    RECORDER.begin()
+    yield
+    if kind is KINDS["sglang"] and SGLANG_RECORD and not any(word in request.node.name for word in ONLY_REAL):
+        RECORDER.save(path)
+
+
 @pytest.fixture
-def engine(made: Any, kind: Kind, run: Any, model_path: str) -> Iterator[UnderContract]:
+def engine(cassette: None, made: Any, kind: Kind, run: Any, model_path: str) -> Iterator[UnderContract]:
     """Keeps keys and values of kept requests."""
     yield from _clean(made(kind, False), run, model_path)
 
@@ -97,7 +160,9 @@ def recompute(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def either_engine(made: Any, kind: Kind, recompute: bool, run: Any, model_path: str) -> Iterator[UnderContract]:
+def either_engine(
+    cassette: None, made: Any, kind: Kind, recompute: bool, run: Any, model_path: str
+) -> Iterator[UnderContract]:
     """Keeps keys and values of kept requests, or computes them again after a push."""
     yield from _clean(made(kind, recompute), run, model_path)
 

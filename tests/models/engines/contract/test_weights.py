@@ -62,8 +62,9 @@ def test_a_push_reaches_sampling_and_scoring_and_its_receipt_echoes_what_was_sen
 
 @pytest.mark.parametrize("transport", ["object_store", "shared_memory", "disk", "gloo"])
 def test_weights_arrive_by_every_way_that_a_cpu_has(
-    engine: Any, run: Any, prompt_of: Any, next_plain: Any, next_version_path: str, tmp_path: Path, transport: str
-) -> None:
+    engine: Any, kind: Any, run: Any, prompt_of: Any, next_plain: Any, next_version_path: str, tmp_path: Path,
+    transport: str,
+) -> None:  # fmt: skip
     stream = WeightStream(load_causal_lm(next_version_path), "float32", bucket_bytes=1 << 15)
     sender = TRANSPORTS[transport]("float32", torch.device("cpu"), str(tmp_path))
     link = link_of("transports") if transport == "gloo" else None
@@ -81,7 +82,8 @@ def test_weights_arrive_by_every_way_that_a_cpu_has(
         return receipt
 
     try:
-        assert run(send()).checksums == sent
+        checksums = run(send()).checksums
+        assert checksums == (sent if transport != "gloo" or kind.hashes_broadcasts else dict.fromkeys(sent, ""))
         assert run(engine.score(prompt_of(40))) == pytest.approx(scored(next_plain, prompt_of(40)), abs=1e-4)
     finally:
         sender.close()

@@ -1,0 +1,176 @@
+"""A real SGLang server, where GRMPIPE_SGLANG_PYTHON names an interpreter that has it: what no recording can show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.causal_lm import load_causal_lm
+from models.engines.sglang import SglangEngine
+from models.engines.sglang_http import SglangHttp
+from models.engines.sglang_server import SglangServer, SglangStart
+from models.renderer import Renderer
+from models.settings import SglangConfig
+from models.types import Broadcast, EngineDied, EngineRefused, GroupLink, WeightBucket
+from models.weight_sending import Broadcasts, SafetensorsFiles
+from models.weight_stream import WeightStream
+
+PYTHON = os.environ.get("GRMPIPE_SGLANG_PYTHON", "")
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.skipif(not PYTHON, reason="GRMPIPE_SGLANG_PYTHON names no interpreter with SGLang"),
+    pytest.mark.timeout(600),
+]
+Go = Callable[[SglangEngine], Coroutine[Any, Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def server(model_path: str) -> Iterator[SglangServer]:
+    server = start_server(model_path)
+    yield server
+    server.forget()
+
+
+def start_server(model_path: str, **options: Any) -> SglangServer:
+    return SglangServer(
+        SglangStart(
+            model_path=model_path,
+            config=SglangConfig(python=PYTHON, max_batch_rows=32, **options),
+            context_tokens=128,
+            dtype="float32",
+            device="cpu",
+            seed=0,
+            version=0,
+            tensor_parallel=1,
+        )
+    )
+
+
+def with_engine(server: SglangServer, model_path: str, go: Go) -> Any:
+    engine = SglangEngine(
+        SglangHttp(server.url, server.key, server.post_mortem),
+        model_path,
+        "policy",
+        SglangConfig(),
+        renderer=Renderer.load(model_path),
+        server_version="0",
+        same_machine=True,
+    )
+
+    async def run() -> Any:
+        return await go(engine)
+
+    return asyncio.run(run())
+
+
+def test_a_stranger_without_the_key_gets_nothing(server: SglangServer) -> None:
+    async def go() -> None:
+        for key in ("", "another"):
+            with pytest.raises(EngineRefused):
+                await SglangHttp(server.url, key).post("/generate", {"input_ids": [1]})
+
+    asyncio.run(go())
+
+
+def test_on_a_cpu_sleep_frees_nothing_and_says_so(server: SglangServer, model_path: str, prompt_of: Any) -> None:
+    async def go(engine: SglangEngine) -> None:
+        before = await engine.score(prompt_of(20))
+        await engine.pause()
+        assert await engine.sleep() == 0
+        await engine.wake()
+        await engine.resume()
+        assert await engine.score(prompt_of(20)) == pytest.approx(before, abs=1e-4)
+
+    with_engine(server, model_path, go)
+
+
+def test_a_server_is_joined_and_gets_its_own_weights_back(
+    server: SglangServer, model_path: str, next_version_path: str, tmp_path: Path, prompt_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """An earlier run pushed weights to it, and ended in the midst of its next push."""
+    sender = SafetensorsFiles("float32", folder=str(tmp_path))
+    stream = WeightStream(load_causal_lm(next_version_path), "float32", bucket_bytes=1 << 30)
+
+    async def push_and_leave(engine: SglangEngine) -> Any:
+        before = await engine.score(prompt_of(20))
+        await engine.pause()
+        await engine.begin_weights()
+        await engine.load_bucket(sender.post(0, stream.unsharded(0)))
+        await engine.commit_weights(5)
+        return before
+
+    before = with_engine(server, model_path, push_and_leave)
+    monkeypatch.setenv("SGLANG_API_KEY", server.key)
+    joined = SglangEngine.join(server.url, model_path, "policy", SglangConfig(urls=[server.url]))
+    assert asyncio.run(joined.score(prompt_of(20))) == pytest.approx(before, abs=1e-4)
+    with pytest.raises(ValueError, match=r"engine\.sglang\.urls"):
+        SglangEngine.join(server.url, next_version_path, "policy", SglangConfig(urls=[server.url]))
+
+
+def test_a_sender_that_leaves_in_mid_push_costs_an_error_and_no_restart(
+    server: SglangServer, model_path: str, prompt_of: Any
+) -> None:
+    sender, link = Broadcasts("float32", torch.device("cpu"), "gloo"), link_of("leaving")
+    stream = WeightStream(load_causal_lm(model_path), "float32", bucket_bytes=1 << 14)
+
+    async def go(engine: SglangEngine) -> None:
+        await engine.pause()
+        await asyncio.gather(engine.begin_weights(link), asyncio.to_thread(sender.connect, replace(link, rank=0)))
+        posted = sender.post(0, stream.unsharded(0))
+        loading = asyncio.create_task(engine.load_bucket(WeightBucket(tensors=posted.tensors, payload=Broadcast())))
+        await asyncio.sleep(0.3)
+        sender.close()
+        with pytest.raises(ConnectionError, match=posted.tensors[0].name):
+            await asyncio.wait_for(loading, 30)
+        await engine.begin_weights()
+        await engine.commit_weights(0)
+        await engine.resume()
+        assert len(await engine.score(prompt_of(20))) == 19
+
+    with_engine(server, model_path, go)
+
+
+def test_an_option_that_sglang_does_not_know_is_refused_in_its_own_words(model_path: str) -> None:
+    with pytest.raises(ValueError, match=r"engine\.sglang\.options: .*--no-such-thing"):
+        start_server(model_path, options={"no-such-thing": 1})
+
+
+def test_a_killed_server_is_a_dead_engine_within_seconds(model_path: str, ask: Any, prompt_of: Any) -> None:
+    engine = SglangEngine.start(model_path, "policy", SglangConfig(python=PYTHON))
+
+    async def go() -> None:
+        asked = [asyncio.create_task(ask(engine, prompt_of(20 + i), i, max_new_tokens=90)) for i in range(8)]
+        await asyncio.sleep(0.3)
+        (process_id,) = engine.process_ids()
+        os.kill(process_id, signal.SIGKILL)
+        killed_at = time.monotonic()
+        for result in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10):
+            assert isinstance(result, EngineDied) or result.finish_reason in ("stop", "length")
+        assert time.monotonic() - killed_at < 5
+        with pytest.raises(EngineDied, match="Its log is"):
+            await ask(engine, prompt_of(5), "next")
+
+    try:
+        asyncio.run(go())
+    finally:
+        engine.close()
+
+
+def link_of(name: str) -> GroupLink:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return GroupLink(
+        name=f"{name}-{port}", backend="gloo", address="127.0.0.1", port=port, rank=1, world_size=2, timeout_s=20.0
+    )
