@@ -20,6 +20,7 @@ from yaml import YAMLError
 from grmpipe.data.settings import DataConfig
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.observe.settings import TrackingConfig
+from grmpipe.plan_settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
@@ -33,7 +34,7 @@ ENVS = ("single_turn",)
 # What may differ between a run and its resumption: none of it changes what is trained. Who samples may change, too:
 # every token brings its log-prob and its version along.
 FREE_ON_RESUME = (
-    "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health",
+    "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "plan",
     "engine", "policy.engine", "policy.engine_options", "grm.engine", "grm.engine_options",
 )  # fmt: skip
 # But not, of engines, what decides which prompts fit, or may make another model of the same files.
@@ -80,6 +81,7 @@ class RunConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

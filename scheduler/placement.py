@@ -17,6 +17,7 @@ class PoolConfig:
     resource: str = "cpu"
     strategy: str = "PACK"  # over nodes, in Ray's words
     memory_gb: float | None = None  # of one slot; task=plan warns of what won't fit
+    device: str | None = None  # which GPU a slot is (h100, a100_80, ..): what task=plan and task=simulate reckon with
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -241,7 +242,11 @@ def _shortage(placement: Placement, name: str, nodes: Sequence[NodeCapacity], he
     total = sum(node.units(pool.resource) for node in nodes)
     taken = sum(placement.pools[other].slots for other in held)
     there = "; ".join(f"{node.name} has {node.units(pool.resource) or 'no'} {unit}" for node in nodes)
-    wants = f"placement.pools.{name}: wants {pool.slots} {pool.resource} slots ({pool.strategy}), {there}"
+    lodgers = [role for role, seats in placement.seats.items() if seats[0].pool == name]
+    wants = (
+        f"placement.pools.{name}: wants {pool.slots} {pool.resource} slots ({pool.strategy}) for {', '.join(lodgers)}; "
+        f"{there}"
+    )
     if taken:
         wants += f", {taken} of them taken by {', '.join(held)}"
     if pool.resource == "gpu" and total == 0:
@@ -250,7 +255,6 @@ def _shortage(placement: Placement, name: str, nodes: Sequence[NodeCapacity], he
         return f"{wants}, but not in one piece; set placement.pools.{name}.strategy=PACK, or fewer slots_per_replica"
     if total > taken:
         return f"{wants}; set placement.pools.{name}.slots={total - taken}"
-    lodgers = [role for role, seats in placement.seats.items() if seats[0].pool == name]
     return f"{wants}; set {' '.join(f'placement.roles.{role}.pool={held[0]}' for role in lodgers)}"
 
 

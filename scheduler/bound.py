@@ -1,0 +1,74 @@
+"""The least that a step can take: the work of each slot, and the longest chain. Pure.
+
+No overlap beats it: a slot that serves several roles does all their work, and a synchronous step can't end before one
+rollout was played, judged, packed and stepped on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from models.types import EngineSpeed
+from scheduler.cost import Costs
+
+LEARNER = "learner"
+POLICY = "policy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleWork:
+    """What a step asks of a role's engines together. Lengths are means."""
+
+    requests: int
+    prompt_tokens: float
+    new_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What a step asks of everybody."""
+
+    engines: Mapping[str, RoleWork]  # in the order of the flow: policy, then who judges
+    learner_tokens: float
+    groups: int
+    max_staleness: int
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (*self.engines, LEARNER)
+
+
+def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_in_flight: int = 1) -> float:
+    """Seconds a step that each engine of a role is busy, its rows as full as requests, rows and cache allow."""
+    share = work.requests / num_engines
+    rows = max(1.0, min(share * batches_in_flight, speed.max_rows, kv_rows(work, speed)))
+    cached = work.prompt_tokens + work.new_tokens / 2
+    token_s = speed.step_s / rows + speed.row_s + cached * speed.cached_token_s
+    return share * (work.prompt_tokens * speed.prefill_token_s + work.new_tokens * token_s)
+
+
+def kv_rows(work: RoleWork, speed: EngineSpeed) -> float:
+    """Rows whose keys and values fit at once."""
+    return speed.kv_tokens / (work.prompt_tokens + work.new_tokens) if speed.kv_tokens else float("inf")
+
+
+def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float:
+    """Seconds a step that each process of a role is busy. `costs` are those of a learner of that many ranks.
+
+    A push of weights stops learner and policy."""
+    if role == LEARNER:
+        return work.learner_tokens * costs.learner.token_s + costs.learner.step_s + costs.sync_s
+    own = engine_busy_s(work.engines[role], costs.engines[role], num_processes, work.max_staleness + 1)
+    return own + (costs.sync_s if role == POLICY else 0.0)
+
+
+def chain_s(work: StepWork, costs: Costs) -> float:
+    """One request after the other through every role, each alone on its engine; then a group, the step, the push."""
+    played = 0.0
+    for role, asked in work.engines.items():
+        speed, cached = costs.engines[role], asked.prompt_tokens + asked.new_tokens / 2
+        token_s = speed.step_s + speed.row_s + cached * speed.cached_token_s
+        played += asked.prompt_tokens * speed.prefill_token_s + asked.new_tokens * token_s
+    last_group_s = work.learner_tokens / work.groups * costs.learner.token_s
+    return played + last_group_s + costs.learner.step_s + costs.sync_s

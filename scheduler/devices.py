@@ -1,0 +1,83 @@
+"""What devices can do at their best: memory, bandwidth, arithmetic, links. Numbers only; asks no device."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One slot: a GPU, or a core. Rates are peaks in one direction; what is reached of them is cost.py's."""
+
+    memory_gb: float
+    memory_gb_per_s: float
+    tflops: dict[str, float] = field(default_factory=dict)  # dense, by dtype
+    link_gb_per_s: float = 25.0  # to its neighbours
+    host_gb_per_s: float = 25.0  # to the memory of its machine
+    step_s: float = 0.002  # the host's part of a decoding step: scheduling, sampling, launching
+
+    def __post_init__(self) -> None:
+        for key in ("memory_gb", "memory_gb_per_s", "link_gb_per_s", "host_gb_per_s"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+        if not self.step_s >= 0:
+            raise ValueError(f"step_s: must be 0 or more, got {self.step_s}")
+        if not self.tflops or not all(rate > 0 for rate in self.tflops.values()):
+            raise ValueError(f"tflops: dense TFLOPS by dtype, as in {{bfloat16: 989}}, got {self.tflops}")
+
+    def flops(self, dtype: str) -> float:
+        """Per second. What isn't declared of a 16-bit type is taken from the other; float32 is never a tensor core's:
+        torch multiplies in full precision unless it is told otherwise. Raises ValueError for a dtype of neither."""
+        sixteen = {"bfloat16", "float16"}
+        for known in (dtype, *sorted(sixteen if dtype in sixteen else ())):
+            if known in self.tflops:
+                return self.tflops[known] * 1e12
+        raise ValueError(f"tflops: nothing for {dtype}; known: {', '.join(self.tflops)}")
+
+
+# NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 (2025). Dense figures: where a
+# sheet gives them "with sparsity", half. NVLink and PCIe: half of what a sheet calls the bandwidth, which counts both
+# ways. The core is one of an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13.
+DEVICES: Mapping[str, DeviceSpec] = {
+    "h100": DeviceSpec(80, 3350, {"bfloat16": 989, "float32": 67}, link_gb_per_s=450, host_gb_per_s=64),
+    "h100_pcie": DeviceSpec(80, 2000, {"bfloat16": 756, "float32": 51}, link_gb_per_s=64, host_gb_per_s=64),
+    "h200": DeviceSpec(141, 4800, {"bfloat16": 989, "float32": 67}, link_gb_per_s=450, host_gb_per_s=64),
+    "a100_40": DeviceSpec(40, 1555, {"bfloat16": 312, "float32": 19.5}, link_gb_per_s=300, host_gb_per_s=32),
+    "a100_80": DeviceSpec(80, 2039, {"bfloat16": 312, "float32": 19.5}, link_gb_per_s=300, host_gb_per_s=32),
+    "l40s": DeviceSpec(48, 864, {"bfloat16": 362, "float32": 91.6}, link_gb_per_s=32, host_gb_per_s=32),
+    "b200": DeviceSpec(180, 8000, {"bfloat16": 2250, "float32": 75}, link_gb_per_s=900, host_gb_per_s=64),
+    "cpu": DeviceSpec(
+        4, 20, {"float32": 0.09, "bfloat16": 0.02}, link_gb_per_s=2, host_gb_per_s=10, step_s=0.004
+    ),
+}  # fmt: skip
+
+
+def find_device(name: str, own: Mapping[str, DeviceSpec]) -> DeviceSpec:
+    """By the user's names first. Raises ValueError with the nearest known one."""
+    known = {**DEVICES, **own}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(
+        f"unknown device {name!r}; {hint}known: {', '.join(known)}; "
+        f"describe another with '+plan.devices={{{name}: {{memory_gb: .., memory_gb_per_s: .., "
+        "tflops: {bfloat16: ..}}}'"
+    )
+
+
+def device_called(name: str) -> str | None:
+    """Our name for a GPU by what its driver calls it ("NVIDIA H100 80GB HBM3"); None where the table has none."""
+    said = name.lower()
+    for model, key in (("h200", "h200"), ("b200", "b200"), ("l40s", "l40s")):
+        if model in said:
+            return key
+    if "h100" in said:
+        return "h100_pcie" if "pcie" in said else "h100"
+    if "a100" in said:
+        return "a100_80" if "80gb" in said else "a100_40"
+    return None
