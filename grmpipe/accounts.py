@@ -6,12 +6,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
+from grmpipe.bottleneck import Setup, bottleneck
+from grmpipe.config import RunConfig
 from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline import Pipeline
 from grmpipe.run_state import RunState
 from grmpipe.tally import Counts
 from grmpipe.types import Metrics
+from grmpipe.waits import WaitTimes
 from scheduler.health import RoleHealth
 
 
@@ -23,16 +27,16 @@ class Standing:
     judging: JudgingSummary = field(default_factory=JudgingSummary)
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     max_staleness_trained: int = 0
+    waits: WaitTimes = field(default_factory=WaitTimes)
 
 
 class Accounts:
-    """`grm` is the judge's model by name, or None where a rule judges."""
-
-    def __init__(self, grm: str | None) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.before = Standing()  # where a resume goes on from
         self.learner_busy_s = 0.0
         self.health: tuple[RoleHealth, ...] = ()  # of the engines, once they are started
-        self._grm = grm
+        self._grm = "grm" if config.judged_by_model else None
+        self._setup = setup_of(config)
         self._began_s = time.monotonic()
         self._wall_before_s = 0.0
         self._busy_before_s: Mapping[str, float] = {}
@@ -89,29 +93,43 @@ class Accounts:
             groups=standing.groups,
             max_staleness_trained=standing.max_staleness_trained,
             engines_replaced=self.engines_replaced,
+            bottleneck=bottleneck(standing.waits, self._setup),
             alarms=alarms,
             failure=failure,
         )
 
 
+def setup_of(config: RunConfig) -> Setup:
+    """What can be changed about a run that waits."""
+    judge: Literal["here", "outside"] | None = "here" if config.judged_by_model else None
+    return Setup(
+        judge="outside" if config.judge_is_outside else judge,
+        num_judgements=config.judge.num_judgements,
+        max_staleness=config.train.max_staleness,
+    )
+
+
 def standing_of(pipeline: Pipeline) -> Standing:
     ledger = pipeline.admission
+    total = pipeline.tally.total_so_far()
     return Standing(
         version=pipeline.version,
-        judging=judging(pipeline.tally.total_so_far()),
+        judging=judging(total),
         groups=GroupsSummary(
             submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=len(ledger.in_flight)
         ),
         max_staleness_trained=pipeline.max_staleness_trained,
+        waits=total.waits,
     )
 
 
 def standing_at(state: RunState, groups_per_batch: int) -> Standing:
     """Of a run that is resumed and has no pipeline yet: it may fail before it has one."""
     cut, trained = state.cut, state.cut.version * groups_per_batch
+    total = Counts.restored(state.totals)
     return Standing(
         version=cut.version,
-        judging=judging(Counts.restored(state.totals)),
+        judging=judging(total),
         groups=GroupsSummary(
             submitted=trained + sum(cut.dropped.values()) + len(cut.in_flight),
             trained=trained,
@@ -119,6 +137,7 @@ def standing_at(state: RunState, groups_per_batch: int) -> Standing:
             in_flight=len(cut.in_flight),
         ),
         max_staleness_trained=cut.max_staleness_trained,
+        waits=total.waits,
     )
 
 

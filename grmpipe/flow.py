@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from grmpipe.rollout.play import Play
 from grmpipe.types import Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
+from grmpipe.waits import WaitTimes
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.weight_sync import SyncReport
@@ -119,7 +120,6 @@ class StepReport:
     groups: tuple[JudgedGroup, ...]
     learner: Metrics
     sync: SyncReport
-    step_s: float
-    wait_for_groups_s: float
+    waits: WaitTimes  # and how long the step took
     learner_busy_s: float
     policy_idle_s: float  # no rollout in flight: admission was shut, the learner is behind

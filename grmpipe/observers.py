@@ -66,10 +66,12 @@ class Observers:
         if self.console:
             self.console.alarm(text)
 
-    def show_end(self, run_dir: Path, rows: Sequence[SampleRow]) -> None:
-        """Some rollouts with their critiques, and where the files are."""
+    def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
+        """Some rollouts with their critiques, who held up whom, and where the files are."""
         if self.console:
             self.console.print_samples(rows)
+            if bottleneck is not None:
+                self.console.bottleneck(bottleneck)
             self.console.print_files(run_dir, {name: what for name, what in FILES.items() if (run_dir / name).exists()})
 
     def close(self) -> None:

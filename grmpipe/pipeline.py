@@ -23,6 +23,7 @@ from grmpipe.rollout.group import Group
 from grmpipe.rollout.play import Seat
 from grmpipe.tally import Tally
 from grmpipe.types import JudgedGroup, Prompt, Rollout
+from grmpipe.waits import Waits
 from models.seeds import derive_seed
 from models.types import EngineRefused
 from scheduler.admission import Admission
@@ -58,6 +59,7 @@ class Pipeline:
         self.config = config
         self.clock = ActiveClock()
         self.tally = Tally()
+        self.waits = Waits(config.max_staleness)
         self.admission = Admission(
             groups_per_batch=config.groups_per_batch,
             max_staleness=config.max_staleness,
@@ -66,10 +68,20 @@ class Pipeline:
             dropped=cut.dropped,
         )
         self.playing: Stage[tuple[Group, int]] = Stage(
-            "play", self._play, lambda item: item[0].group_id, width=config.play_width, bound=config.play_width
+            "play",
+            self._play,
+            lambda item: item[0].group_id,
+            width=config.play_width,
+            bound=config.play_width,
+            shared_meter=self.waits.engines,
         )
         self.judging: Stage[tuple[Group, Rollout]] = Stage(
-            "judge", self._judge, lambda item: item[0].group_id, width=config.judge_width, bound=config.judge_width
+            "judge",
+            self._judge,
+            lambda item: item[0].group_id,
+            width=config.judge_width,
+            bound=config.judge_width,
+            shared_meter=self.waits.engines,
         )
         self.expiring: Stage[Group] = Stage(
             "expire", self._expire, lambda group: group.group_id, width=1 << 30, bound=0
@@ -162,6 +174,7 @@ class Pipeline:
         self._to_restore.pop(draw, None)
         self.admission.open(group.group_id, version=min((r.oldest_version for r in kept.rollouts), default=None))
         self._groups[group.group_id] = group
+        self.waits.opened(group.group_id, self.admission.in_flight[group.group_id])
         if self.parts.too_long(prompt):
             log.warning("prompt %s is longer than the model's window: skipped", prompt.prompt_id)
             self._fail(group, "prompt_too_long")
@@ -174,7 +187,7 @@ class Pipeline:
 
     async def _take_up(self, group: Group, kept: Kept) -> None:
         for rollout in kept.rollouts:
-            group.add_rollout(rollout)
+            self._add_rollout(group, rollout)
             report = kept.reports.get(rollout.sibling)
             if kept.renamed:
                 self.parts.journal.rollout(group.draw, group.prompt, rollout)
@@ -199,10 +212,16 @@ class Pipeline:
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
             self._fail(group, "rollout_refused")
             return
-        if group.add_rollout(rollout):
+        if self._add_rollout(group, rollout):
             self.tally.rollout(rollout)
             self.parts.journal.rollout(group.draw, group.prompt, rollout)
             await self.judging.put((group, rollout))
+
+    def _add_rollout(self, group: Group, rollout: Rollout) -> bool:
+        added = group.add_rollout(rollout)
+        if added and group.is_rolled_out:
+            self.waits.rolled_out(group.group_id)
+        return added
 
     async def _judge(self, item: tuple[Group, Rollout]) -> None:
         group, rollout = item
@@ -255,11 +274,13 @@ class Pipeline:
             self._drop(group.group_id, group.cause)
         else:
             self._ready[group.group_id] = group.judged()
+            self.waits.judged(group.group_id)
         self._news.set()
 
     def _drop(self, group_id: str, cause: str) -> None:
         """Given up, and replaced by another prompt."""
         group = self._groups.pop(group_id)
+        self.waits.gone(group_id)
         self.admission.drop(group_id, cause)
         self.parts.journal.group_ended(group_id, group.draw, group.prompt.prompt_id, "dropped", cause=cause)
         self._room.set()
@@ -269,37 +290,46 @@ class Pipeline:
     async def _train(self) -> None:
         loop = self._loop
         while self.version < self.config.num_steps:
-            began, waited_s, played_s = loop.time(), 0.0, self.playing.meter.busy_s
-            while len(self._batch) < self.config.groups_per_batch:
-                asked = loop.time()
-                group = await self._next_group()
-                waited_s += loop.time() - asked
+            began, played_s = loop.time(), self.playing.meter.busy_s
+            while (places := self.config.groups_per_batch - len(self._batch)) > 0:
+                with self.waits.wanting(places, self.version):
+                    group = await self._next_group()
+                self.waits.gone(group.group_id)
                 self._batch.append(group)
                 await self._take(group)
             filled = loop.time()
-            metrics = await self.parts.trainer.step()
+            with self.waits.learning(self._makes_room):
+                metrics = await self.parts.trainer.step()
             learned = loop.time()
-            sync = await self._push()
+            with self.waits.pushing():
+                sync = await self._push()
             batch = self._release_batch()
             ended = loop.time()
             self.parts.events.span("learner", f"step {self.version}", filled, learned)
             self.parts.events.span("weight sync", f"version {self.version}", learned, ended, bytes=sync.num_bytes)
+            waits = self.waits.close_step(ended - began)
+            self.tally.waited(waits)
             await self._after_step(
                 StepReport(
                     step=self.version,
                     groups=batch,
                     learner=metrics,
                     sync=sync,
-                    step_s=ended - began,
-                    wait_for_groups_s=waited_s,
-                    learner_busy_s=learned - began - waited_s,
+                    waits=waits,
+                    learner_busy_s=learned - began - waits.for_groups_s,
                     policy_idle_s=max(0.0, ended - began - (self.playing.meter.busy_s - played_s)),
                 )
             )
 
+    @property
+    def _makes_room(self) -> bool:
+        """Whether the end of the open batch will let new groups in: not in the last steps."""
+        return self.version + self.config.max_staleness + 1 < self.config.num_steps and not self._prompts_over
+
     async def _take(self, group: JudgedGroup) -> None:
         began = self._loop.time()
-        await self.parts.trainer.take(group)
+        with self.waits.learning(self._makes_room):
+            await self.parts.trainer.take(group)
         if (ended := self._loop.time()) - began > SHOWN_FROM_S:
             self.parts.events.span("learner", "accumulate", began, ended, last_group=group.group_id)
 

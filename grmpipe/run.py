@@ -43,7 +43,7 @@ async def train(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summ
     finally:
         observers.close()
     summary.write(run_dir / SUMMARY)
-    observers.show_end(run_dir, run.lookout.rows if run.lookout else [])
+    observers.show_end(run_dir, run.lookout.rows if run.lookout else [], summary.bottleneck)
     return summary
 
 
@@ -65,7 +65,7 @@ class TrainingRun:
         self._run_dir = run_dir
         self._observers = observers
         self._checkpoints = checkpoints
-        self._accounts = Accounts("grm" if prepared.config.judged_by_model else None)
+        self._accounts = Accounts(prepared.config)
         self._pipeline: Pipeline | None = None
         self._state = state
         if state is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from grmpipe.flow import StepReport
 from grmpipe.judge.rule import Rule
 from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
+from grmpipe.waits import WaitTimes
 from scheduler.admission import Admission
 
 
@@ -24,11 +25,14 @@ class Counts:
     counted: int = 0  # judgements that entered a vote
     judge_tokens: int = 0
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
+    waits: WaitTimes = field(default_factory=WaitTimes)
 
     @staticmethod
     def restored(saved: Mapping[str, object]) -> Counts:
         """From what `Tally.saved` gave a checkpoint."""
-        return Counts(**{**saved, "failed": Counter(saved["failed"])})  # type: ignore[call-overload]
+        failed = Counter(saved["failed"])  # type: ignore[call-overload]
+        waits = WaitTimes(**saved.get("waits", {}))  # type: ignore[arg-type]
+        return Counts(**{**saved, "failed": failed, "waits": waits})
 
     def add(self, other: Counts) -> None:
         self.rollouts += other.rollouts
@@ -38,6 +42,7 @@ class Counts:
         self.counted += other.counted
         self.judge_tokens += other.judge_tokens
         self.failed += other.failed
+        self.waits = self.waits.plus(other.waits)
 
 
 class Tally:
@@ -60,6 +65,10 @@ class Tally:
         self.step.judge_tokens += sum(completion.num_tokens for completion in generated)
         self.step.failed.update(failure.cause for failure in report.failures)
 
+    def waited(self, times: WaitTimes) -> None:
+        """At the end of a step."""
+        self.step.waits = self.step.waits.plus(times)
+
     def close_step(self) -> Counts:
         """This step's counts; they enter the totals."""
         closed, self.step = self.step, Counts()
@@ -76,7 +85,8 @@ class Tally:
     def saved(self) -> dict[str, object]:
         """Totals for a checkpoint."""
         return {spec.name: getattr(self.total, spec.name) for spec in fields(Counts)} | {
-            "failed": dict(self.total.failed)
+            "failed": dict(self.total.failed),
+            "waits": asdict(self.total.waits),
         }
 
     def restore(self, saved: Mapping[str, object]) -> None:
@@ -87,13 +97,17 @@ class Tally:
 def step_metrics(report: StepReport, counts: Counts, ledger: Admission, is_right: Rule) -> Metrics:
     """Everything that one step is told by."""
     return {
-        **flow_metrics(counts, report.step_s),
+        **flow_metrics(counts, report.waits.steps_s),
         **batch_metrics(report.groups, report.step - 1),
         **truth_metrics(report.groups, is_right),
         **report.learner,
-        "time/step_s": report.step_s,
+        "time/step_s": report.waits.steps_s,
         "time/learner_s": report.learner_busy_s,
-        "wait/learner_for_groups_s": report.wait_for_groups_s,
+        "wait/policy_s": report.waits.policy_s,
+        "wait/judge_s": report.waits.judge_s,
+        "wait/batch_s": report.waits.batch_s,
+        "wait/weights_s": report.waits.weights_s,
+        "wait/learner_for_groups_s": report.waits.for_groups_s,
         "wait/engines_for_learner_s": report.policy_idle_s,
         "sync/push_s": report.sync.seconds,
         "sync/pause_s": report.sync.pause_seconds,

@@ -38,6 +38,36 @@ class BusyMeter:
         return self._busy_s + (self._loop.time() - self._since if self._running else 0.0)
 
 
+class StateMeter:
+    """Seconds by state, one state at a time or none, by the event loop's clock."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._state: str | None = None
+        self._since = 0.0
+        self._seconds: dict[str, float] = {}
+
+    def enter(self, state: str | None) -> None:
+        if state != self._state:
+            self._settle()
+            self._state = state
+
+    def seconds(self, state: str) -> float:
+        self._settle()
+        return self._seconds.get(state, 0.0)
+
+    def clear(self) -> None:
+        """Count from now on."""
+        self._settle()
+        self._seconds.clear()
+
+    def _settle(self) -> None:
+        now = self._loop.time()
+        if self._state is not None:
+            self._seconds[self._state] = self._seconds.get(self._state, 0.0) + now - self._since
+        self._since = now
+
+
 class Stage(Generic[Item]):
     """Consumes `inbox`, does `work` on up to `width` items at once, in order of arrival. A crash of `work` ends `run`.
 
@@ -53,9 +83,12 @@ class Stage(Generic[Item]):
         *,
         width: int,
         bound: int,
+        shared_meter: BusyMeter | None = None,
     ) -> None:
+        """`shared_meter` runs while any of several stages does."""
         self.name = name
         self.meter = BusyMeter()
+        self._shared_meter = shared_meter or BusyMeter()
         self._work = work
         self._key = key
         self._free = asyncio.Semaphore(width)
@@ -95,7 +128,7 @@ class Stage(Generic[Item]):
                 task.cancel()
 
     async def _do(self, item: Item) -> None:
-        with self.meter:
+        with self.meter, self._shared_meter:
             await self._work(item)
 
     def _forget(self, key: str, task: asyncio.Task[None]) -> None:

@@ -87,6 +87,10 @@ class ConsoleSink:
     def alarm(self, text: str) -> None:
         self._print(Text(f"ALARM  {readable(text)}", style="bold red"))
 
+    def bottleneck(self, text: str) -> None:
+        """Who held up whom over the run."""
+        self._print(Text(f"bottleneck  {readable(text)}", style="yellow"))
+
     def print_samples(self, rows: Sequence[SampleRow]) -> None:
         """Three rollouts with what the GRM said, so that a score is never seen without its critique."""
         self._print(*(sample_panel(row, self._width) for row in rows[:SAMPLES_SHOWN]))

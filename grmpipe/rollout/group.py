@@ -34,6 +34,10 @@ class Group:
         """Those that ended, in sibling order."""
         return [self._rollouts[sibling] for sibling in sorted(self._rollouts)]
 
+    @property
+    def is_rolled_out(self) -> bool:
+        return len(self._rollouts) == self.size
+
     def add_rollout(self, rollout: Rollout) -> bool:
         """False: refused."""
         if self.state != "open" or rollout.sibling in self._rollouts:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 import looptime
@@ -29,6 +30,7 @@ from grmpipe.types import (
     Rollout,
     Verdict,
 )
+from grmpipe.waits import WaitTimes
 from models.engines.simulated import Script, SimulatedEngine
 from models.types import Engine, EngineDied, Message, RequestContext, SamplingParams
 from scheduler.events import NoEvents
@@ -435,3 +437,36 @@ def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(see
     ends = Counter(bench.journal.ends.values())
     assert ends["trained"] == 60
     assert sum(ends.values()) == pipeline.admission.submitted - len(pipeline.admission.in_flight)
+
+
+def total_waits(bench: Bench) -> WaitTimes:
+    return functools.reduce(WaitTimes.plus, (report.waits for report in bench.reports))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_every_second_of_a_step_is_a_wait_the_learners_work_or_the_push(max_staleness: int) -> None:
+    bench = Bench(flow(num_steps=12, max_staleness=max_staleness), lengths=long_tailed)
+    bench.run()
+    for report in bench.reports:
+        times = report.waits
+        assert times.steps_s == pytest.approx(times.for_groups_s + report.learner_busy_s + times.weights_s, abs=1e-3)
+        assert times.weights_s == pytest.approx(bench.sync_s, abs=1e-3)
+        assert 0 <= times.batch_s <= report.learner_busy_s + 1e-3
+
+
+def test_a_slow_judge_a_slow_policy_and_a_slow_learner_are_each_named_by_their_waits() -> None:
+    slow_judge = Bench(flow(num_steps=12), judge=Judge(delay=lambda rollout: 3.0), lengths=lambda context: 10)
+    slow_policy = Bench(flow(num_steps=12), lengths=lambda context: 300)
+    slow_learner = Bench(flow(num_steps=12), trainer=Trainer(step_s=3.0), lengths=lambda context: 10)
+    for bench, name in ((slow_judge, "judge_s"), (slow_policy, "policy_s"), (slow_learner, "batch_s")):
+        bench.run()
+        times = asdict(total_waits(bench))
+        steps_s = times.pop("steps_s")
+        assert max(times, key=times.__getitem__) == name
+        assert times[name] > 0.5 * steps_s
+
+
+def test_the_last_steps_which_need_no_new_groups_hold_no_engine_up() -> None:
+    bench = Bench(flow(num_steps=3, max_staleness=0), trainer=Trainer(step_s=2.0))
+    bench.run()
+    assert [round(report.waits.batch_s) for report in bench.reports] == [2, 2, 0]
