@@ -59,7 +59,7 @@ from scheduler.weight_sync import WeightSync
 OUTPUT = Path(__file__).with_suffix(".md")
 NUM_REQUESTS = (1, 8, 32, 128)
 VOCAB_SIZE, WINDOW = 512, 512
-PAUSED_MODELS = ((96, 3), (512, 4), (1536, 4))  # hidden size, layers: 0.4 M, 8 M, 77 M parameters
+PAUSED_MODELS = ((96, 3), (512, 4), (1024, 4))  # hidden size, layers: 0.4 M, 12 M, 47 M parameters
 PAUSED_REQUESTS, LONG_ANSWER = 32, 384
 BUCKET_BYTES = 64 << 20  # the learner's default
 
@@ -258,7 +258,8 @@ async def pushed(engine: Engine, learner: LocalLearner, num_pushes: int) -> list
         await asyncio.sleep(0.3)
         reports.append(await sync.push(lambda: {"policy-0": engine}, version))
         assert not answers.done(), "the requests were over before the push"
-        await answers
+        answers.cancel()
+        await asyncio.wait([answers])
     return reports
 
 

