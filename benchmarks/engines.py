@@ -50,7 +50,7 @@ from models.engines.installed import vllm_missing
 from models.engines.vllm import VllmEngine
 from models.settings import EmbeddedConfig, VllmConfig
 from models.tiny.tokenizer import build_tokenizer
-from models.types import Engine, GroupLink, RequestContext, SamplingParams, WeightBucket
+from models.types import Engine, GroupLink, RequestContext, SamplingParams, WeightBucket, ignore_first_token
 from models.weight_sending import TRANSPORTS
 from models.weight_stream import WeightStream
 from scheduler.weight_push import SyncConfig, SyncReport
@@ -110,13 +110,16 @@ def through(engine: Engine, loop: asyncio.AbstractEventLoop) -> Way:
     return lambda workload: loop.run_until_complete(answered(engine, workload))
 
 
-async def answered(engine: Engine, workload: Workload) -> int:
+async def answered(
+    engine: Engine, workload: Workload, on_first_token: Callable[[], None] = ignore_first_token
+) -> int:
     completions = await asyncio.gather(
         *(
             engine.generate(
                 prompt_ids,
                 SamplingParams(max_new_tokens=length, seed=index),
                 RequestContext(request_id=str(index), group_id="", role="policy"),
+                on_first_token,
             )
             for index, (prompt_ids, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True))
         )
@@ -254,8 +257,10 @@ async def pushed(engine: Engine, learner: LocalLearner, num_pushes: int) -> list
     )
     reports = []
     for version in range(1, num_pushes + 1):
-        answers = asyncio.create_task(answered(engine, workload))
-        await asyncio.sleep(0.3)
+        begun = asyncio.Semaphore(0)
+        answers = asyncio.create_task(answered(engine, workload, begun.release))
+        for _ in workload.prompts:
+            await begun.acquire()
         reports.append(await sync.push(lambda: {"policy-0": engine}, version))
         assert not answers.done(), "the requests were over before the push"
         answers.cancel()
