@@ -28,6 +28,7 @@ from models.seeds import derive_seed
 from models.types import EngineRefused
 from scheduler.admission import Admission
 from scheduler.clock import ActiveClock
+from scheduler.ranking import rank
 from scheduler.stream import Stage
 from scheduler.supervise import run_until
 from scheduler.weight_sync import SyncReport
@@ -80,7 +81,8 @@ class Pipeline:
             self._judge,
             lambda item: item[0].group_id,
             width=config.judge_width,
-            bound=config.judge_width,
+            bound=(config.max_staleness + 1) * config.groups_per_batch * config.group_size,  # all: who waits is ranked
+            rank=lambda item: self._rank(item[0]),
             shared_meter=self.waits.engines,
         )
         self.expiring: Stage[Group] = Stage(
@@ -228,8 +230,7 @@ class Pipeline:
         await self.parts.watch.until_fit(self.clock)
         if group.state != "open":
             return
-        # The verdict that completes a group goes first.
-        report = await self.parts.judge.judge(group.prompt, rollout, priority=len(group.missing_verdicts()))
+        report = await self.parts.judge.judge(group.prompt, rollout, priority=self._rank(group))
         if not group.add_verdict(rollout.sibling, report.verdict):
             return
         self.tally.report(report)
@@ -237,6 +238,12 @@ class Pipeline:
         if group.state != "open":
             self._ended(group)
         self.parts.watch.verdict(report)
+
+    def _rank(self, group: Group) -> int:
+        """Of its verdicts: groups of the batch that is due first go first, of these the one that lacks the fewest,
+        of these the oldest. Of two degrees of urgency the greater overtakes as many groups as a batch has."""
+        urgency = self.admission.batches_ahead(group.group_id) * group.size + len(group.missing_verdicts())
+        return rank(arrival=group.draw, urgency=urgency, patience=self.config.groups_per_batch)
 
     def _started(self, group: Group) -> None:
         """A first token came: the group's clock starts with the first of its siblings."""

@@ -81,6 +81,10 @@ class Admission:
                 return False
         return True
 
+    def batches_ahead(self, group_id: str) -> int:
+        """Batches that may still leave a group out: 0 means that it is due in the open one."""
+        return self._due(group_id) - self.version
+
     def _due(self, group_id: str) -> int:
         """Judged by when it was opened, which is never too late."""
         return self.in_flight[group_id] + self.max_staleness

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -69,7 +70,7 @@ class StateMeter:
 
 
 class Stage(Generic[Item]):
-    """Consumes `inbox`, does `work` on up to `width` items at once, in order of arrival. A crash of `work` ends `run`.
+    """Consumes `inbox`, does `work` on up to `width` items at once, by rank. A crash of `work` ends `run`.
 
     `key(item)` names what an item belongs to: `cancel(key)` ends its running work. What still waits in the inbox is
     handed to `work` in its turn, which must recognise what is over.
@@ -83,16 +84,20 @@ class Stage(Generic[Item]):
         *,
         width: int,
         bound: int,
+        rank: Callable[[Item], int] = lambda item: 0,
         shared_meter: BusyMeter | None = None,
     ) -> None:
-        """`shared_meter` runs while any of several stages does."""
+        """bound: of the inbox; 0 is none.  rank: when it is put; the lowest first, alike ones in order of arrival.
+        shared_meter: runs while any of several stages does."""
         self.name = name
         self.meter = BusyMeter()
         self._shared_meter = shared_meter or BusyMeter()
         self._work = work
         self._key = key
         self._free = asyncio.Semaphore(width)
-        self._inbox: asyncio.Queue[Item] = asyncio.Queue(bound)
+        self._rank = rank
+        self._arrivals = itertools.count()
+        self._inbox: asyncio.PriorityQueue[tuple[int, int, Item]] = asyncio.PriorityQueue(bound)
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
 
     @property
@@ -102,7 +107,7 @@ class Stage(Generic[Item]):
 
     async def put(self, item: Item) -> None:
         """Waits while the inbox is full: that is the backpressure."""
-        await self._inbox.put(item)
+        await self._inbox.put((self._rank(item), next(self._arrivals), item))
 
     async def run(self) -> None:
         try:
@@ -114,7 +119,7 @@ class Stage(Generic[Item]):
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._free.acquire()
-                item = await self._inbox.get()
+                _, _, item = await self._inbox.get()
                 task = tasks.create_task(self._do(item))
                 self._tasks.setdefault(self._key(item), set()).add(task)
                 # A callback, not a `finally` in the task: a task cancelled before its first step never runs its body.

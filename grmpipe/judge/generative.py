@@ -15,6 +15,7 @@ from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import VOTES
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout
+from models.engines.in_flight import Gate
 from models.seeds import derive_seed
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
@@ -29,7 +30,7 @@ class Question:
 
 
 class GenerativeJudge:
-    """A pointwise judge: each rollout by itself.
+    """A pointwise judge: each rollout by itself. The lowest priority number goes first, here and in the engine.
 
     seed: makes every judgement repeatable by its request_id.
     """
@@ -43,7 +44,7 @@ class GenerativeJudge:
         self._parser = PARSERS[config.parser]
         self._pattern = PATTERNS[config.parser](self._scale) if config.structured else None
         self._vote = VOTES[config.vote]
-        self._places = asyncio.Semaphore(config.width)
+        self._places = Gate(config.width)
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         """The vote over the judgements that parsed; with none, Failed by the last cause."""
@@ -84,7 +85,7 @@ class GenerativeJudge:
             pattern=self._pattern,
         )
         try:
-            async with self._places, asyncio.timeout(self._config.timeout_s):
+            async with self._places.enter(question.priority), asyncio.timeout(self._config.timeout_s):
                 completion = await self._grm.ask(question.prompt, params, context)
         except TimeoutError:
             return failed("timeout", attempt, f"no answer within {self._config.timeout_s:g} s")

@@ -470,3 +470,19 @@ def test_the_last_steps_which_need_no_new_groups_hold_no_engine_up() -> None:
     bench = Bench(flow(num_steps=3, max_staleness=0), trainer=Trainer(step_s=2.0))
     bench.run()
     assert [round(report.waits.batch_s) for report in bench.reports] == [2, 2, 0]
+
+
+def test_a_judge_that_serves_the_nearly_complete_and_the_due_first_lets_the_learner_begin_sooner() -> None:
+    def first_step_s(ranked: bool) -> float:
+        bench = Bench(flow(num_steps=6, judge_width=1), judge=Judge(delay=lambda rollout: 0.2), lengths=long_tailed)
+
+        async def go() -> None:
+            pipeline = bench.build()
+            if not ranked:
+                pipeline.judging._rank = lambda item: 0  # in order of arrival
+            await pipeline.run()
+
+        on_virtual_clock(go)
+        return bench.reports[0].waits.steps_s
+
+    assert first_step_s(ranked=True) < 0.9 * first_step_s(ranked=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -42,6 +43,19 @@ def test_k_judgements_are_asked_at_once_and_voted_on(bench: Any) -> None:
     assert [context.request_id for context, _ in engine.asked] == [f"g7/5/j{index}.0" for index in range(4)]
     assert {(c.role, c.group_id, c.priority) for c, _ in engine.asked} == {("grm", "g7", -3)}
     assert len({params.seed for _, params in engine.asked}) == 4
+
+
+def test_the_most_urgent_rollout_gets_the_next_place_(bench: Any) -> None:
+    judge, engine = bench.generative(lambda prompt, context: bench.answer("Score: 5", delay_s=1), width=1)
+
+    async def go() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for sibling, priority in enumerate([4, 4, 1, 2]):
+                tasks.create_task(judge.judge(bench.prompt(), bench.rollout("12", sibling=sibling), priority))
+
+    bench.run(go())
+    assert [context.request_id for context, _ in engine.asked] == [f"g7/{sibling}/j0.0" for sibling in (0, 2, 3, 1)]
+    assert engine.most_in_flight == 1
 
 
 def test_seeds_are_the_same_in_every_run_and_differ_by_request(bench: Any) -> None:
