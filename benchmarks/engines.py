@@ -110,9 +110,7 @@ def through(engine: Engine, loop: asyncio.AbstractEventLoop) -> Way:
     return lambda workload: loop.run_until_complete(answered(engine, workload))
 
 
-async def answered(
-    engine: Engine, workload: Workload, on_first_token: Callable[[], None] = ignore_first_token
-) -> int:
+async def answered(engine: Engine, workload: Workload, on_first_token: Callable[[], None] = ignore_first_token) -> int:
     completions = await asyncio.gather(
         *(
             engine.generate(
