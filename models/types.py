@@ -77,6 +77,7 @@ class RequestContext:
     role: str
     priority: int = 0  # lower goes first
     deadline_s: float | None = None  # from submission; None: the caller holds the deadline
+    num_sampled: int = 0  # tokens of the answer that the prompt ends with: another engine began it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,15 +182,15 @@ async def dead_among(engines: Mapping[str, Engine]) -> dict[str, EngineDied]:
 
 
 async def push_to_living(sync: WeightSync, router: Router, version: int) -> SyncReport:
-    """Bring all engines that live to `version`; those that die meanwhile are buried, and the rest is pushed to again.
+    """Bring all engines in use to `version`; those that die meanwhile are buried, and the rest is pushed to again.
 
-    If none is left it waits for a replacement, which gets this version. Raises as `WeightSync.push` does, but
+    If none is left, or all rest, it waits for one, which gets this version. Raises as `WeightSync.push` does, but
     EngineDied only when no engine is left and none will come.
     """
     while True:
         await _until_somebody(sync, router)
         try:
-            return await sync.push(lambda: router.alive, version)
+            return await sync.push(lambda: router.in_use, version)
         except NoEngines:
             continue
         except EngineLost as lost:

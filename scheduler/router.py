@@ -1,13 +1,16 @@
 """Many engines of one role seen as one Engine: least load, siblings together, retries elsewhere. Starts no engine.
 
-It outlives its engines: while one that replaces them is on its way, requests wait for it.
+It outlives its engines: while one that replaces them is on its way, requests wait for it. An engine may live and rest:
+its slot serves another role, and no request goes to it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+import math
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from models.types import (
@@ -21,11 +24,17 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
+from scheduler.continuation import Begun, Continuation, can_be_continued
 from scheduler.events import EventSink, NoEvents
+from scheduler.load import Load
 
 T = TypeVar("T")
 MAX_IMBALANCE = 16  # requests that siblings may wait behind for the sake of their shared prefix
 GROUPS_REMEMBERED = 4096
+
+
+def ignore_change() -> None:
+    """The default for `on_change`: nobody listens."""
 
 
 OnDeath = Callable[[str, EngineDied], bool]  # hears of a dead engine by name; says whether it will be replaced
@@ -33,43 +42,116 @@ OnDeath = Callable[[str, EngineDied], bool]  # hears of a dead engine by name; s
 
 class Router:
     """Sends each request to one engine. A dead engine is never asked again; its requests are drawn anew elsewhere,
-    under the same request_id and seed."""
+    under the same request_id and seed.
+
+    continuation: how requests go on elsewhere with the tokens they have; without one they stay where they are.
+    on_change: hears that somebody waits for an engine, that one died, or that one has no request any more.
+    """
 
     on_death: OnDeath | None = None
 
-    def __init__(self, role: str, engines: Mapping[str, Engine], events: EventSink | None = None) -> None:
+    def __init__(
+        self,
+        role: str,
+        engines: Mapping[str, Engine],
+        events: EventSink | None = None,
+        continuation: Continuation | None = None,
+    ) -> None:
+        self.load = Load(role)
+        self.on_change: Callable[[], None] = ignore_change
         self._role = role
         self._alive = dict(engines)
+        self._serving = dict(engines)
+        self._resting: set[str] = set()
         self._events = events or NoEvents()
-        self._in_flight: Counter[str] = Counter()
+        self._continuation = continuation
         self._where: dict[str, str] = {}  # request_id -> engine
         self._home: OrderedDict[str, str] = OrderedDict()  # group_id -> engine
         self._deaths: list[str] = []
         self._coming: set[str] = set()  # those that will be replaced
+        self._emptied = asyncio.Event()  # an engine has no request any more
         self._change = asyncio.Event()  # somebody came, or won't come any more
 
     @property
     def alive(self) -> Mapping[str, Engine]:
-        """The engines that serve, by name."""
+        """The engines that live, by name; some may rest."""
         return dict(self._alive)
 
+    @property
+    def serving(self) -> Mapping[str, Engine]:
+        """The engines that requests go to, by name."""
+        return dict(self._serving)
+
+    @property
+    def in_use(self) -> Mapping[str, Engine]:
+        """Those that serve, and those that rest once their last requests have ended: they need new weights."""
+        return {name: engine for name, engine in self._alive.items() if name in self._serving or self.load[name]}
+
     def admit(self, name: str, engine: Engine) -> None:
-        """A new engine serves from now on."""
+        """A new engine lives from now on, and serves unless it is to rest."""
         assert name not in self._alive, f"{name} serves already"
         self._alive[name] = engine
         self._coming.discard(name)
+        if name not in self._resting:
+            self._serving[name] = engine
         self._change.set()
+
+    def rest(self, name: str) -> None:
+        """No request goes to this one any more, nor to one that replaces it; those that it has may end."""
+        self._resting.add(name)
+        self._serving.pop(name, None)
+
+    def serve(self, name: str, engine: Engine) -> None:
+        """This one serves again; it has the weights of the others."""
+        if self._alive.get(name) is engine:
+            self._resting.discard(name)
+            self._serving[name] = engine
+            self._change.set()
+
+    async def until_idle(self, name: str) -> None:
+        """Return once an engine has no request in flight."""
+        while self.load[name]:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    async def hand_over(self, name: str, count: int | None = None) -> int:
+        """Let requests of an engine go on at the others, those that began last first; all, or at most `count`.
+
+        None where nobody else serves. Returns how many were asked to go; they are on their way then.
+        """
+        engine = self._alive.get(name)
+        if engine is None or self._continuation is None or not (self._serving.keys() - {name}):
+            return 0
+        movable = [ask for ask in self.load.asks(name) if ask.movable and not ask.moving]
+        movable.sort(key=lambda ask: ask.begun_s if ask.begun_s is not None else math.inf, reverse=True)
+        for ask in (going := movable[:count]):
+            ask.moving = True
+        try:
+            await asyncio.gather(*(engine.abort(ask.request_id) for ask in going))
+        except EngineDied as death:
+            self.bury(name, engine, death)
+        return len(going)
+
+    async def level(self) -> None:
+        """Bring all that serve to about the same number of requests, for the sake of one that is new."""
+        if not self._serving:
+            return
+        fair = -(-sum(self.load[name] for name in self._serving) // len(self._serving))
+        over = {name: self.load[name] - fair for name in self._serving}
+        await asyncio.gather(*(self.hand_over(name, surplus) for name, surplus in over.items() if surplus > 0))
 
     def bury(self, name: str, engine: Engine, death: EngineDied) -> None:
         """An engine is dead. Many may notice: the first call counts, and none of them harms who came in its place."""
         if self._alive.get(name) is not engine:
             return
         del self._alive[name]
+        self._serving.pop(name, None)
         self._deaths.append(f"{name}: {death}")
         now_s = asyncio.get_running_loop().time()
         self._events.span(name, "died", now_s, now_s, cause=str(death))
         if self.on_death is not None and self.on_death(name, death):
             self._coming.add(name)
+        self.on_change()
 
     def give_up(self, name: str) -> None:
         """Nobody will replace this one. If it was the last, requests that wait raise EngineDied."""
@@ -77,13 +159,20 @@ class Router:
         self._change.set()
 
     async def until_served(self) -> None:
-        """Return once an engine serves. Raises EngineDied when none does, and none is on its way."""
-        while not self._alive:
-            if not self._coming:
-                first = self._deaths[0] if self._deaths else "there was none to begin with"
-                raise EngineDied(f"all engines of role {self._role} died; the first: {first}")
-            self._change.clear()
-            await self._change.wait()
+        """Return once an engine serves. Raises EngineDied when none does, none rests, and none is on its way."""
+        if self._serving:
+            return
+        self.load.num_waiting += 1
+        self.on_change()
+        try:
+            while not self._serving:
+                if not self._coming and not self._alive:
+                    first = self._deaths[0] if self._deaths else "there was none to begin with"
+                    raise EngineDied(f"all engines of role {self._role} died; the first: {first}")
+                self._change.clear()
+                await self._change.wait()
+        finally:
+            self.load.num_waiting -= 1
 
     async def generate(
         self,
@@ -93,20 +182,30 @@ class Router:
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
         """Raises EngineDied only when no engine is left, and none will come."""
-        once = _Once(on_first_token)
+        once, begun = _Once(on_first_token), Begun(tuple(prompt_ids), params)
         while True:
             await self.until_served()
-            name = self._choose(context.group_id)
-            engine = self._alive[name]
+            name = self._choose(context.group_id) if not begun.moved else self._least_loaded()
+            engine = self._serving[name]
             try:
-                return await self._generate_on(name, engine, prompt_ids, params, context, once)
+                part, moving = await self._generate_on(name, engine, begun, context, once)
             except EngineDied as death:
                 self.bury(name, engine, death)
+                continue
+            if moving and part.finish_reason == "abort" and self._continuation is not None:
+                begun.go_on(part, self._continuation)
+                continue
+            whole = begun.whole(part, self._continuation)
+            if whole.finish_reason != "abort":
+                self.load.pace.ended(whole.num_tokens)
+            return whole
 
     async def abort(self, request_id: str) -> None:
         engine = self._alive.get(name := self._where.get(request_id, ""))
         if engine is None:
             return
+        for ask in self.load.asks(name):
+            ask.moving = ask.moving and ask.request_id != request_id
         try:
             await engine.abort(request_id)
         except EngineDied as death:
@@ -137,7 +236,7 @@ class Router:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         while True:
             await self.until_served()
-            engine = self._alive[name := self._least_loaded()]
+            engine = self._serving[name := self._least_loaded()]
             try:
                 return await engine.score(token_ids)
             except EngineDied as death:
@@ -147,7 +246,7 @@ class Router:
         """Where its siblings are, unless that engine is far behind the least loaded one."""
         name = self._least_loaded()
         home = self._home.get(group_id)
-        if home in self._alive and self._in_flight[home] - self._in_flight[name] <= MAX_IMBALANCE:
+        if home in self._serving and self.load[home] - self.load[name] <= MAX_IMBALANCE:
             name = home
         self._home[group_id] = name
         self._home.move_to_end(group_id)
@@ -156,29 +255,34 @@ class Router:
         return name
 
     def _least_loaded(self) -> str:
-        return min(self._alive, key=lambda name: self._in_flight[name])
+        return min(self._serving, key=lambda name: self.load[name])
 
     async def _generate_on(
-        self,
-        name: str,
-        engine: Engine,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        context: RequestContext,
-        on_first_token: Callable[[], None],
-    ) -> Completion:
+        self, name: str, engine: Engine, begun: Begun, context: RequestContext, once: _Once
+    ) -> tuple[Completion, bool]:
+        """What the engine sampled, and whether the rest is to go on elsewhere."""
         start_s = asyncio.get_running_loop().time()
-        self._in_flight[name] += 1
+        ask = self.load.take(name, context.request_id, can_be_continued(begun.params), begun.num_sampled)
         self._where[context.request_id] = name
+        num_tokens: int | None = None
+
+        def on_first_token() -> None:
+            self.load.began(name, ask)
+            once()
+
         try:
-            completion = await engine.generate(prompt_ids, params, context, on_first_token)
+            told = replace(context, num_sampled=begun.num_sampled) if begun.num_sampled else context
+            part = await engine.generate(begun.prompt_ids, begun.params, told, on_first_token)
+            num_tokens = part.num_tokens
         finally:
-            self._in_flight[name] -= 1
+            self.load.ended(name, ask, num_tokens)
             self._where.pop(context.request_id, None)
+            if not self.load[name]:
+                self._emptied.set()
+                self.on_change()
         end_s = asyncio.get_running_loop().time()
-        num_tokens = len(completion.token_ids)
         self._events.span(name, context.role, start_s, end_s, request=context.request_id, num_tokens=num_tokens)
-        return completion
+        return part, ask.moving
 
     async def _on_all(self, ask: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
         """Ask every living engine; those that die meanwhile are left out, as long as one answers."""

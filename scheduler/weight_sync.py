@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -65,6 +65,7 @@ class WeightSync:
         self._arrivals: dict[str, _Arrival] = {}
         self._arrived = asyncio.Event()
         self._confirmed: dict[str, tuple[Engine, dict[str, str]]] = {}
+        self._versions: dict[str, tuple[Engine, int]] = {}  # that engines are at
         self._members: list[Engine] = []  # of the group
         self._link: GroupLink | None = None
 
@@ -90,7 +91,8 @@ class WeightSync:
             return report
 
     async def catch_up(self, name: str, engine: Engine, admit: Callable[[], None]) -> SyncReport:
-        """Bring a new engine to the version of the last push; if the learner has stepped since, the next push does.
+        """Bring a new engine, or one that rested, to the version of the last push; if the learner has stepped since,
+        the next push does.
 
         `admit` is called in the very moment when the engine is current, so that no later push misses it. Raises as
         `push` does; the other engines don't notice.
@@ -99,6 +101,9 @@ class WeightSync:
             # Without a deadline: the hold waits for an optimizer step, however long that takes.
             async with self._source.held() as steps:
                 if self._last is not None and self._last[1] == steps:
+                    if self._versions.get(name) == (engine, self._last[0]):
+                        admit()
+                        return nothing_sent(self._last[0], self._transport)
                     push = self._begin({name: engine}, self._last[0])
                     async with push.deadline():
                         report = await self._run(push)
@@ -112,6 +117,12 @@ class WeightSync:
         finally:
             if self._arrivals.get(name) is arrival:
                 del self._arrivals[name]
+
+    @asynccontextmanager
+    async def nothing_pushed(self) -> AsyncIterator[None]:
+        """Within it no push runs. An engine that is to leave must be out of `engines` before."""
+        async with self._turn:
+            yield
 
     @property
     def arrivals(self) -> Mapping[str, Engine]:
@@ -137,6 +148,7 @@ class WeightSync:
         known: dict[str, Mapping[str, str]] = {}
         for name, engine in engines.items():
             confirmed_by, confirmed = self._confirmed.pop(name, (engine, {}))
+            self._versions.pop(name, None)
             known[name] = confirmed if self._config.delta and confirmed_by is engine else {}
         return Push(self._source, engines, version, self._probe_ids, self._config, known)
 
@@ -148,6 +160,7 @@ class WeightSync:
         self._link, self._members = link, list(push.engines.values())
         for name, engine in push.engines.items():
             self._confirmed[name] = (engine, push.confirmed[name])
+            self._versions[name] = (engine, push.version)
         return report
 
     async def _group(self, push: Push) -> GroupLink | None:
@@ -168,3 +181,10 @@ class WeightSync:
             world_size=1 + len(members) * self._ranks_per_engine,
             timeout_s=self._config.deadline_s * GROUP_TIMEOUT_SHARE,
         )
+
+
+def nothing_sent(version: int, transport: str) -> SyncReport:
+    """To an engine that rested since the last push and missed none."""
+    return SyncReport(
+        version=version, seconds=0.0, pause_seconds=0.0, num_bytes=0, probe_error=0.0, transport=transport
+    )

@@ -1,0 +1,171 @@
+"""The balancer: backlog -> the next move of an elastic slot from one role to another, with its reason. Pure.
+
+A decoding step of B rows takes step_s + B * row_s, so that n slots finish requests of `tokens` tokens in all, the
+longest of `longest`, after
+
+    finish_s(n) = step_s * max(longest, tokens / (n * max_rows)) + row_s * tokens / n
+
+A thin tail of long rollouts takes the same time on one slot as on eight: that is when slots go to the judge. What is
+made small is the sum over the roles: a rollout goes through all of them, so that by Little's law the least sum is the
+highest throughput, and within a synchronous step the shortest way through it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+NEVER_S = 1e9  # what nobody serves ends in
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """When slots of elastic pools change their role. Pools that aren't elastic have no use for it."""
+
+    every_s: float = 0.2  # between two looks, if nothing calls for one sooner
+    switch_s: float = 0.5  # what a change costs, until some were measured
+    hysteresis: float = 1.0  # a move must gain this many times its cost, beyond its cost
+    hand_over: bool = True  # requests in flight go on elsewhere; False: they end where they are, and the slot waits
+
+    def __post_init__(self) -> None:
+        for key in ("every_s", "switch_s"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+        if self.hysteresis < 0:
+            raise ValueError(f"hysteresis: must be 0 or more, got {self.hysteresis}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleBacklog:
+    """What a role has to do. `idle_s`: for how long it has had nothing."""
+
+    role: str
+    requests: int  # in flight, and waiting for an engine that serves
+    tokens: float  # expected to be sampled yet, all requests together
+    longest: float  # of a single one
+    step_s: float
+    row_s: float
+    max_rows: float = math.inf  # of one slot
+    idle_s: float = 0.0
+
+    def finish_s(self, num_slots: int) -> float:
+        """Until all of it is done, if nothing comes and nothing moves."""
+        if self.requests == 0:
+            return 0.0
+        if num_slots == 0:
+            return NEVER_S
+        busy = min(num_slots, self.requests)
+        steps = max(self.longest, self.tokens / (busy * self.max_rows))
+        return self.step_s * steps + self.row_s * self.tokens / busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """What serves. `able`: the roles that it could serve now, its own included; without its own it serves nobody."""
+
+    name: str
+    role: str
+    able: frozenset[str]
+    idle_s: float = 0.0  # for how long it has had no request
+    drain_s: float = 0.0  # until its requests are off it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One slot changes its role. Gain, beyond the cost, and cost are seconds of the model's."""
+
+    slot: str
+    source: str
+    target: str
+    gain_s: float
+    cost_s: float
+    reason: str
+
+
+Cost = Callable[[str, str], float]  # (source, target) -> seconds that a change takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """A pool as the rules see it. `roles`: in the order in which work goes through them."""
+
+    roles: Mapping[str, RoleBacklog]
+    slots: Sequence[Slot]
+    cost_s: Cost
+    hysteresis: float
+
+    def num_serving(self, role: str) -> int:
+        return sum(slot.role == role and role in slot.able for slot in self.slots)
+
+    def move(self, slot: Slot, target: str, reason: str) -> Move:
+        """With what it gains: the sum over both roles until their work is done, before less after."""
+        source, goal, cost_s = self.roles[slot.role], self.roles[target], self.cost_s(slot.role, target) + slot.drain_s
+        n_source, n_target = self.num_serving(slot.role), self.num_serving(target)
+        n_left = n_source - (slot.role in slot.able)
+        before_s = source.finish_s(n_source) + goal.finish_s(n_target)
+        after_s = source.finish_s(n_left) + goal.finish_s(n_target + 1)
+        # While the slot changes the others go on: what is lost is its own share of the work.
+        lost_s = cost_s / (n_target + 1) if goal.requests else 0.0
+        return Move(
+            slot=slot.name,
+            source=slot.role,
+            target=target,
+            gain_s=before_s - after_s - lost_s,
+            cost_s=cost_s,
+            reason=reason,
+        )
+
+    def can_go(self, slot: Slot) -> bool:
+        """A role with work keeps its last slot."""
+        return not (self.roles[slot.role].requests and slot.role in slot.able and self.num_serving(slot.role) == 1)
+
+
+def decide(pool: Pool) -> Move | None:
+    """The best next move, or None.
+
+    In this order: a role that has work and no slot gets one; then what the model gains most by; then a slot that has
+    idled for as long as a change takes goes where there is work for it (to wait as long as one would pay is never
+    more than twice as dear as knowing what comes); then, with no work anywhere, slots go where work starts.
+    """
+    for rule in (_rescue, _gain, _idle, _home):
+        moves = [
+            move
+            for slot in pool.slots
+            if pool.can_go(slot)
+            for target in sorted(slot.able - {slot.role})
+            if (move := rule(pool, slot, target)) is not None
+        ]
+        if moves:
+            return max(moves, key=lambda move: (move.gain_s, -move.cost_s))
+    return None
+
+
+def _rescue(pool: Pool, slot: Slot, target: str) -> Move | None:
+    if pool.roles[target].requests == 0 or pool.num_serving(target):
+        return None
+    return pool.move(slot, target, f"{target} has {_work(pool, target)} and no slot")
+
+
+def _gain(pool: Pool, slot: Slot, target: str) -> Move | None:
+    move = pool.move(slot, target, f"{slot.role} has {_work(pool, slot.role)}, {target} {_work(pool, target)}")
+    return move if move.gain_s > pool.hysteresis * move.cost_s else None
+
+
+def _idle(pool: Pool, slot: Slot, target: str) -> Move | None:
+    goal, num_slots = pool.roles[target], pool.num_serving(target)
+    if pool.roles[slot.role].requests >= pool.num_serving(slot.role) or goal.requests <= num_slots:
+        return None  # it is idle for a moment only, or would be there
+    move = pool.move(slot, target, f"idle for {slot.idle_s:.2g} s, {target} has {_work(pool, target)}")
+    return move if slot.idle_s >= move.cost_s and goal.finish_s(num_slots) > 2 * move.cost_s else None
+
+
+def _home(pool: Pool, slot: Slot, target: str) -> Move | None:
+    first, cost_s = next(iter(pool.roles)), pool.cost_s(slot.role, target)
+    at_rest = all(role.requests == 0 and role.idle_s >= cost_s for role in pool.roles.values())
+    return pool.move(slot, target, f"no work; {first} is where it starts") if at_rest and target == first else None
+
+
+def _work(pool: Pool, role: str) -> str:
+    backlog = pool.roles[role]
+    return f"{backlog.requests} requests of {backlog.tokens:.0f} tokens on {pool.num_serving(role)} slots"

@@ -1,0 +1,90 @@
+"""A completion that begins on one engine and ends on another: what the second is asked, and the whole. Pure.
+
+The tokens that were sampled become the end of the prompt of what follows: the model goes on where it was, for the
+price of a prefill. Every token keeps its log-prob and the version that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from models.types import Completion, SamplingParams, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """What it takes of a role's model.
+
+    decode:     token ids to text, as its engines do it.
+    seed_after: (seed, tokens sampled so far) -> the seed of the rest. An engine whose draws go by the position in the
+        text takes the same one, and draws what it would have drawn unmoved; of any other, the first draws after the
+        move would repeat the first of all.
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    seed_after: Callable[[int, int], int]
+
+    def rest(self, params: SamplingParams, num_sampled: int) -> SamplingParams:
+        """What is left to sample."""
+        seed = self.seed_after(params.seed, num_sampled)
+        return replace(params, max_new_tokens=params.max_new_tokens - num_sampled, seed=seed)
+
+    def join(self, parts: Sequence[Completion]) -> Completion:
+        """The parts as if one engine had sampled them all; it ends as the last one did."""
+        token_ids = tuple(token for part in parts for token in part.token_ids)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+            text=self.decode(token_ids),
+            finish_reason=parts[-1].finish_reason,
+            versions=_joined_spans(parts),
+        )
+
+
+class Begun:
+    """A request, and what was sampled of it so far: what the next engine is asked for."""
+
+    def __init__(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.num_sampled = 0
+        self.moved = False
+        self._whole_params = params
+        self._parts: list[Completion] = []
+
+    def go_on(self, part: Completion, continuation: Continuation) -> None:
+        """An engine sampled a part of it; the next one has the rest to do."""
+        self.moved = True
+        if not part.token_ids:
+            return
+        self._parts.append(part)
+        self.prompt_ids += part.token_ids
+        self.num_sampled += len(part.token_ids)
+        self.params = continuation.rest(self._whole_params, self.num_sampled)
+
+    def whole(self, last: Completion, continuation: Continuation | None) -> Completion:
+        """With the last part."""
+        if not self._parts:
+            return last
+        assert continuation is not None
+        return continuation.join((*self._parts, last))
+
+
+def can_be_continued(params: SamplingParams) -> bool:
+    """A stop string may lie across the border, and a grammar would begin anew behind it."""
+    return not params.stop and params.pattern is None
+
+
+def _joined_spans(parts: Sequence[Completion]) -> tuple[VersionSpan, ...]:
+    spans: list[VersionSpan] = []
+    offset = 0
+    for part in parts:
+        for span in part.versions:
+            start, end = span.start + offset, span.end + offset
+            if spans and (spans[-1].model, spans[-1].version) == (span.model, span.version):
+                start = spans.pop().start
+            if start < end:
+                spans.append(replace(span, start=start, end=end))
+        offset += len(part.token_ids)
+    return tuple(spans) or parts[-1].versions

@@ -1,0 +1,378 @@
+"""Slots that change their role: nothing is lost, doubled or altered, and no weights are old. On a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import looptime
+import numpy as np
+import pytest
+
+from models.checksums import checksum as checksum_of
+from models.engines.embedded import EmbeddedEngine
+from models.engines.simulated import Script, SimulatedEngine
+from models.renderer import Renderer
+from models.settings import EmbeddedConfig
+from models.tiny.resolve import resolve_model
+from models.types import (
+    Completion,
+    Engine,
+    EngineDied,
+    GroupLink,
+    InlineBytes,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightTensor,
+)
+from scheduler.balance import BalanceConfig
+from scheduler.continuation import Continuation
+from scheduler.elastic import ElasticPool, ElasticRole
+from scheduler.health import HealthConfig, RoleHealth, push_to_living
+from scheduler.router import Router
+from scheduler.supervise import run_until
+from scheduler.weight_push import SyncConfig
+from scheduler.weight_sync import WeightSync
+
+TOKENS_PER_S = 10
+ENDLESS = 10_000
+
+
+def unmoved(seed: int, num_sampled: int) -> int:
+    return seed
+
+
+class Spoken(SimulatedEngine):
+    """Says 0, 1, 2, .. up to its seed; goes on where another engine stopped. Sleeps, wakes, dies."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role, self._write, tokens_per_s=TOKENS_PER_S)
+        self.role = role
+        self.awake = True
+        self.gone: str | None = None
+        self.served: list[tuple[str, int]] = []  # request, version at its begin
+
+    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        assert self.awake, "asked in its sleep"
+        assert tuple(ids[len(ids) - context.num_sampled :]) == tuple(range(context.num_sampled))
+        self.served.append((context.request_id, self.version))
+        length = context.num_sampled + params.max_new_tokens
+        return Script(token_ids=tuple(range(context.num_sampled, length)), text="unmoved", finish_reason="length")
+
+    def die(self, reason: str) -> None:
+        self.gone = reason
+        super().die(reason)
+
+    async def abort(self, request_id: str) -> None:
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        await super().abort(request_id)
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        assert self.awake, "pushed to in its sleep"
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        await super().begin_weights(link)
+
+    async def sleep(self) -> int:
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        self.awake = False
+        return 1
+
+    async def wake(self) -> None:
+        await asyncio.sleep(0.2)
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        self.awake = True
+
+
+class Learner:
+    """Its weights are its number of steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._hold = asyncio.Lock()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        async with self._hold:
+            yield self.steps
+
+    async def step(self) -> None:
+        async with self._hold:
+            await asyncio.sleep(0.5)
+            self.steps += 1
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return (-1.0,) * (len(token_ids) - 1)
+
+    async def connect(self, link: GroupLink | None) -> None:
+        return None
+
+    async def num_buckets(self) -> int:
+        return 1
+
+    async def bucket(self, index: int) -> WeightBucket:
+        await asyncio.sleep(0.3)
+        data = np.full(8, self.steps % 256, dtype=np.uint8)
+        tensor = WeightTensor(name="all", dtype="float32", shape=(2,), checksum=checksum_of(data))
+        return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
+
+    async def deliver(self, index: int) -> None:
+        raise AssertionError("nothing is broadcast")
+
+
+@dataclass
+class Spans:
+    seen: list[tuple[str, str]] = field(default_factory=list)
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        assert end_s >= start_s
+        self.seen.append((lane, name))
+
+
+class Bench:
+    """An elastic pool with all that belongs to it."""
+
+    def __init__(self, num_slots: int, *, sleeps: bool = True, start_s: float = 3.0, **balance: float | bool) -> None:
+        self.engines = {f"{role}-{n}": Spoken(role) for role in ("policy", "grm") for n in range(num_slots)}
+        self.spans, self.start_s = Spans(), start_s
+        self.routers = {
+            role: Router(
+                role,
+                {name: engine for name, engine in self.engines.items() if engine.role == role},
+                self.spans,
+                Continuation(decode=lambda ids: " ".join(map(str, ids)), seed_after=unmoved),
+            )
+            for role in ("policy", "grm")
+        }
+        self.learner = Learner()
+        self.sync = WeightSync(self.learner, (1, 2, 3), SyncConfig(deadline_s=20))
+        for n in range(num_slots):
+            self.engines[f"grm-{n}"].awake = not sleeps
+        self.pool = ElasticPool(
+            "engines",
+            {str(n): {role: f"{role}-{n}" for role in self.routers} for n in range(num_slots)},
+            {
+                "policy": ElasticRole(router=self.routers["policy"], bring_current=self.sync.catch_up, sleeps=sleeps),
+                "grm": ElasticRole(router=self.routers["grm"], sleeps=sleeps),
+            },
+            BalanceConfig(**balance),  # type: ignore[arg-type]
+            self.spans,
+            self.sync.nothing_pushed,
+        )
+        self.health = [
+            RoleHealth(
+                role,
+                router,
+                self.restart,
+                HealthConfig(max_replacements=1000, check_every_s=1.0),
+                functools.partial(self.pool.bring_current, role),
+                self.spans,
+            )
+            for role, router in self.routers.items()
+        ]
+
+    async def restart(self, name: str) -> Engine:
+        await asyncio.sleep(self.start_s)
+        engine = self.engines[name] = Spoken(name.partition("-")[0])
+        return engine
+
+    async def push(self, version: int) -> None:
+        await push_to_living(self.sync, self.routers["policy"], version)
+
+    async def ask(self, role: str, number: int, tokens: int) -> Completion:
+        context = RequestContext(request_id=f"{role}/{number}", group_id=f"g{number // 4}", role=role)
+        completion = await self.routers[role].generate((), SamplingParams(max_new_tokens=tokens), context)
+        assert completion.token_ids == tuple(range(tokens)), "altered on its way"
+        assert len(completion.logprobs) == tokens
+        ends = [(span.start, span.end) for span in completion.versions]
+        assert [0, *(end for _, end in ends)] == [*(start for start, _ in ends), tokens], "spans with gaps"
+        return completion
+
+    def serving(self, role: str) -> set[str]:
+        return set(self.routers[role].serving)
+
+
+def on_virtual_clock(make: Callable[[], Bench], main: Callable[[Bench], Coroutine[object, object, None]]) -> Bench:
+    async def go() -> Bench:
+        bench = make()
+        health = {f"health of {health.role}": health.run() for health in bench.health}
+        await run_until(main(bench), balance=bench.pool.run(), **health)
+        return bench
+
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        return runner.run(go())
+
+
+def test_the_first_judgement_takes_a_slot_and_the_last_rollout_gives_the_others() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        rollouts = [asyncio.create_task(bench.ask("policy", n, 20 + 40 * (n == 0))) for n in range(32)]
+        await asyncio.sleep(0.5)
+        assert len(bench.serving("policy")) == 4
+        judgements = [asyncio.create_task(bench.ask("grm", n, 100)) for n in range(64)]
+        await asyncio.sleep(1.0)
+        assert bench.serving("grm")
+        await asyncio.gather(*rollouts)
+        await asyncio.sleep(3.0)
+        assert len(bench.serving("grm")) == 4
+        await asyncio.gather(*judgements)
+        await asyncio.sleep(5.0)
+        assert len(bench.serving("policy")) == 4, "work starts there"
+
+    bench = on_virtual_clock(lambda: Bench(4), main)
+    assert set(bench.pool.moves) == {"policy->grm", "grm->policy"}
+    assert ("engines 0", "switch policy->grm") in bench.spans.seen or len(bench.pool.moves) == 2
+    lanes = {lane for lane, name in bench.spans.seen if name.startswith("switch ")}
+    assert lanes <= {f"engines {n}" for n in range(4)}
+
+
+def test_requests_of_a_slot_that_leaves_go_on_elsewhere_with_what_they_have() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        long = [asyncio.create_task(bench.ask("policy", 4 * n, 300)) for n in range(2)]
+        await asyncio.sleep(5.0)
+        judging = asyncio.create_task(bench.ask("grm", 0, 400))
+        began_s = asyncio.get_running_loop().time()
+        await asyncio.gather(*long)
+        assert asyncio.get_running_loop().time() - began_s < 28, "what was sampled was sampled again"
+        await judging
+
+    bench = on_virtual_clock(lambda: Bench(2), main)
+    asked = Counter(request for engine in bench.engines.values() for request, _ in engine.served)
+    assert sorted(asked.values()) == [1, 1, 2]
+
+
+def test_without_handing_over_a_slot_waits_for_its_requests() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        long = [asyncio.create_task(bench.ask("policy", 4 * n, 100 + 100 * n)) for n in range(2)]
+        await asyncio.sleep(5.0)
+        judging = asyncio.create_task(bench.ask("grm", 0, 50))
+        await long[0]
+        assert not judging.done()
+        await asyncio.gather(judging, *long)
+
+    bench = on_virtual_clock(lambda: Bench(2, hand_over=False), main)
+    asked = Counter(request for engine in bench.engines.values() for request, _ in engine.served)
+    assert set(asked.values()) == {1}
+
+
+def test_one_slot_serves_both_roles_by_turns_and_a_push_calls_it_back() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        for version in range(1, 4):
+            await asyncio.gather(*(bench.ask("policy", 10 * version + n, 20) for n in range(4)))
+            await asyncio.gather(*(bench.ask("grm", 10 * version + n, 20) for n in range(4)))
+            assert not bench.serving("policy")
+            await bench.learner.step()
+            await bench.push(version)
+            assert bench.engines["policy-0"].version == version
+
+    bench = on_virtual_clock(lambda: Bench(1), main)
+    assert bench.pool.moves == {"policy->grm": 3, "grm->policy": 3}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_under_random_work_pushes_and_deaths_all_is_answered_once_and_under_current_weights(seed: int) -> None:
+    rng = random.Random(seed)
+    version_when_asked: dict[str, int] = {}
+
+    async def one(bench: Bench, role: str, number: int) -> None:
+        await asyncio.sleep(rng.uniform(0, 40))
+        version_when_asked[f"{role}/{number}"] = pushed[0]
+        await bench.ask(role, number, rng.randint(1, 120))
+        answered[f"{role}/{number}"] += 1
+
+    async def train(bench: Bench) -> None:
+        for version in range(1, 9):
+            await asyncio.sleep(rng.uniform(1, 6))
+            await bench.learner.step()
+            await bench.push(version)
+            pushed[0] = version
+
+    async def kill(bench: Bench) -> None:
+        for _ in range(4):
+            await asyncio.sleep(rng.uniform(2, 10))
+            name = rng.choice(sorted(bench.engines))
+            bench.engines[name].die("killed by signal 9")
+
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        asks = [one(bench, role, n) for n in range(60) for role in ("policy", "grm")]
+        async with asyncio.timeout(2000):
+            await asyncio.gather(train(bench), kill(bench), *asks)
+
+    pushed, answered = [0], Counter[str]()
+    bench = on_virtual_clock(lambda: Bench(rng.randint(1, 4), sleeps=bool(seed % 2)), main)
+    assert len(answered) == 120
+    assert set(answered.values()) == {1}
+    for engine in bench.engines.values():
+        if engine.role == "policy":
+            assert all(version >= version_when_asked[request] for request, version in engine.served)
+    assert all(not router.load.num_requests for router in bench.routers.values())
+    assert sum(bench.pool.slots_by_role.values()) == len(bench.engines) // 2
+
+
+def test_an_engine_that_dies_while_it_rests_is_replaced_and_rests() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        work = [asyncio.create_task(bench.ask("policy", n, 200)) for n in range(4)]
+        await asyncio.sleep(1.0)
+        bench.engines["grm-1"].die("killed by signal 9")
+        await asyncio.sleep(8.0)
+        assert "grm-1" in bench.routers["grm"].alive
+        assert not bench.serving("grm")
+        await asyncio.gather(*work, bench.ask("grm", 0, 10))
+
+    bench = on_virtual_clock(lambda: Bench(2, sleeps=False), main)
+    assert [health.num_replaced for health in bench.health] == [0, 1]
+
+
+def test_an_engine_that_missed_no_push_needs_none_to_serve_again() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        router, engine = bench.routers["policy"], bench.engines["policy-0"]
+        began_s = asyncio.get_running_loop().time()
+        report = await bench.sync.catch_up("policy-0", engine, lambda: router.serve("policy-0", engine))
+        assert (report.num_bytes, asyncio.get_running_loop().time()) == (0, began_s)
+
+    on_virtual_clock(lambda: Bench(1), main)
+
+
+def test_the_embedded_engine_draws_after_a_move_what_it_would_have_drawn_unmoved() -> None:
+    path = resolve_model("tiny://policy", lambda what, share: None)
+    renderer = Renderer.load(path, None)
+    prompt = tuple(range(5, 25))
+    params = SamplingParams(max_new_tokens=100, seed=11)
+
+    async def drawn(move: bool) -> Completion:
+        engines = {f"policy-{n}": EmbeddedEngine(path, "policy", EmbeddedConfig()) for n in range(2)}
+        continuation = Continuation(decode=renderer.decode, seed_after=unmoved)
+        router = Router("policy", engines, continuation=continuation)
+        begun = asyncio.Event()
+        context = RequestContext(request_id="r", group_id="g", role="policy")
+        answer = asyncio.create_task(router.generate(prompt, params, context, begun.set))
+        try:
+            await begun.wait()
+            if move:
+                await router.hand_over("policy-0")
+            return await answer
+        finally:
+            for engine in engines.values():
+                engine.close()
+
+    still, moved = asyncio.run(drawn(False)), asyncio.run(drawn(True))
+    assert (moved.token_ids, moved.text, moved.finish_reason) == (still.token_ids, still.text, still.finish_reason)
+    assert moved.logprobs == pytest.approx(still.logprobs, abs=1e-4)
+    assert moved.versions == still.versions
