@@ -1,0 +1,249 @@
+"""Continuous batching in closed form: who decodes, until when nothing changes. Pure; its time is seconds of work.
+
+A decoding step of B rows that hold K cached tokens takes step_s + B * row_s + K * cached_token_s, and gives each row a
+token. A step that takes rows in also takes prefill_token_s for each of their prompt tokens that no cache holds.
+Rows join and leave between two steps. Between two changes the durations are an arithmetic series: no event a token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from models.types import EngineSpeed
+
+PROMPTS_REMEMBERED = 256  # whose keys and values still lie in the cache
+PREFILL_TOKENS_PER_STEP = 8192
+WHOLE = 1e-9  # of a step, that rounding may take
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Row:
+    """One request. `prompt` names its tokens: rows of one prompt share its keys and values."""
+
+    prompt: int
+    prompt_tokens: int
+    num_tokens: int  # that it will sample, at least 1
+    priority: int = 0
+    listens: bool = False  # wants to be in `Change.begun`
+    arrival: int = 0
+    sampled: int = 0  # before it joined the batch for the last time
+    joined_step: int = 0
+    finish_step: int = 0
+    gone: bool = False
+    stays: list[tuple[int, int]] = field(default_factory=list)  # in the batch: after which step, up to which
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What happened at the end of a step."""
+
+    begun: list[Row]  # had their first token
+    finished: list[Row]
+
+
+class Batch:
+    """The rows of one engine, and those that wait for room: the most urgent first, then in order of arrival.
+
+    Where speed.kv_tokens is too little for the next step, the youngest row makes room and is computed anew later, as
+    in vLLM (preemption by recomputation).
+    """
+
+    def __init__(self, speed: EngineSpeed, *, prefix_cache: bool = True) -> None:
+        self._speed = speed
+        self._prefix_cache = prefix_cache
+        self._arrivals = itertools.count()
+        self._waiting: list[tuple[int, int, Row]] = []
+        self._rows: dict[Row, None] = {}  # the youngest last
+        self._finishing: list[tuple[int, int, Row]] = []  # by step; what left earlier is skipped
+        self._begun: list[Row] = []  # took their place at the beginning of the stretch
+        self._ghosts: list[Row] = []  # aborted: they decode to the end of the step
+        self._readers: Counter[int] = Counter()  # prompt -> its rows
+        self._known: OrderedDict[int, None] = OrderedDict()  # prompts in the prefix cache
+        self._read_tokens = 0  # K
+        self._held_tokens = 0  # K, a shared prompt counted once
+        # The stretch: from now on nothing changes for so many steps.
+        self._steps_before = 0
+        self._began_s = 0.0
+        self._prefill_s = 0.0  # of its first step
+        self._num_steps = 0
+
+    @property
+    def empty(self) -> bool:
+        return not self._rows and not self._waiting
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def next_change_s(self) -> float:
+        """When `change` is due; infinity if there is nothing to do."""
+        if self._rows:
+            return self._began_s + self._lasts_s(self._num_steps)
+        return self._began_s if self._waiting else math.inf
+
+    def add(self, row: Row, work_s: float) -> None:
+        row.arrival = next(self._arrivals)
+        heapq.heappush(self._waiting, (row.priority, row.arrival, row))
+        done = self.steps_by(work_s) - self._steps_before
+        if self._rows and self._has_room(self._waiting[0][2], self._held_tokens + done * len(self._rows)):
+            self._end_stretch_after(done + 1)
+
+    def remove(self, row: Row, work_s: float) -> int:
+        """A request ends now; returns its tokens. In the batch it takes time to the end of the step."""
+        row.gone = True
+        if row not in self._rows:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not row]
+            heapq.heapify(self._waiting)
+            return row.sampled
+        done = self.steps_by(work_s)
+        row.stays.append((row.joined_step, done))
+        self._ghosts.append(row)
+        self._end_stretch_after(done - self._steps_before + 1)
+        return row.sampled + done - row.joined_step
+
+    def steps_by(self, work_s: float) -> int:
+        """Whole steps since the beginning."""
+        return self._steps_before + min(self._num_steps, self._whole_steps(work_s - self._began_s))
+
+    def change(self) -> Change:
+        """The stretch is over: rows leave and join, and the next one begins."""
+        begun, self._begun = self._begun, []
+        self._advance()
+        finished = list(self._pop_finished())
+        for row in finished:
+            row.stays.append((row.joined_step, self._steps_before))
+        ghosts, self._ghosts = self._ghosts, []
+        for row in (*finished, *ghosts):
+            if row in self._rows:
+                self._leave(row)
+        self._make_room()
+        more = self._admit()
+        self._num_steps = self._steps_to_change(more) if self._rows else 0
+        return Change(begun=[row for row in begun if not row.gone], finished=finished)
+
+    def forget_prompts(self) -> None:
+        """Keys and values of other weights are of no use to new rows."""
+        self._known.clear()
+
+    def can_ever_hold(self, row: Row) -> bool:
+        return not self._speed.kv_tokens or row.prompt_tokens + row.num_tokens <= self._speed.kv_tokens
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _lasts_s(self, steps: int) -> float:
+        """The duration of the first steps of the stretch: step i reads K + i * B tokens."""
+        rows, speed = len(self._rows), self._speed
+        read = steps * self._read_tokens + rows * (steps * (steps - 1) // 2)
+        return self._prefill_s + steps * (speed.step_s + rows * speed.row_s) + read * speed.cached_token_s
+
+    def _whole_steps(self, elapsed_s: float) -> int:
+        """The inverse of `_lasts_s`, rounded down."""
+        rows, speed = len(self._rows), self._speed
+        left_s = elapsed_s - self._prefill_s
+        first_s = speed.step_s + rows * speed.row_s + self._read_tokens * speed.cached_token_s
+        if left_s < 0:
+            return 0
+        if not first_s:
+            return self._num_steps
+        growth_s = rows * speed.cached_token_s  # each step takes so much longer than the one before
+        linear_s = first_s - growth_s / 2
+        # Of the two forms of a quadratic's root the one that stays exact for a small growth.
+        steps = 2 * left_s / (linear_s + math.sqrt(linear_s * linear_s + 2 * growth_s * left_s))
+        return math.floor(steps + WHOLE)
+
+    def _advance(self) -> None:
+        self._began_s += self._lasts_s(self._num_steps)
+        self._prefill_s = 0.0
+        self._steps_before += self._num_steps
+        self._read_tokens += self._num_steps * len(self._rows)
+        self._held_tokens += self._num_steps * len(self._rows)
+        self._num_steps = 0
+
+    def _end_stretch_after(self, steps: int) -> None:
+        self._num_steps = min(self._num_steps, steps)
+
+    def _steps_to_change(self, more: bool) -> int:
+        if more or any(row.listens for row in self._begun):
+            return 1
+        while self._is_stale(self._finishing[0]):
+            heapq.heappop(self._finishing)
+        steps = self._finishing[0][0] - self._steps_before
+        if self._speed.kv_tokens:
+            steps = min(steps, max(1, (self._speed.kv_tokens - self._held_tokens) // len(self._rows)))
+        return steps
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _pop_finished(self) -> Iterator[Row]:
+        while self._finishing and self._finishing[0][0] <= self._steps_before:
+            entry = heapq.heappop(self._finishing)
+            if not self._is_stale(entry) and not entry[2].gone:
+                yield entry[2]
+
+    def _is_stale(self, entry: tuple[int, int, Row]) -> bool:
+        step, _, row = entry
+        return row not in self._rows or row.finish_step != step
+
+    def _leave(self, row: Row) -> None:
+        sampled = row.sampled + self._steps_before - row.joined_step
+        del self._rows[row]
+        self._readers[row.prompt] -= 1
+        self._read_tokens -= row.prompt_tokens + sampled
+        self._held_tokens -= sampled
+        if not self._readers[row.prompt]:
+            del self._readers[row.prompt]
+            self._held_tokens -= row.prompt_tokens
+        row.sampled = sampled
+
+    def _make_room(self) -> None:
+        """For one more token of each row."""
+        room = self._speed.kv_tokens or math.inf
+        while len(self._rows) > 1 and self._held_tokens + len(self._rows) > room:
+            row = next(reversed(self._rows))
+            row.stays.append((row.joined_step, self._steps_before))
+            self._leave(row)
+            heapq.heappush(self._waiting, (row.priority, row.arrival, row))
+
+    def _has_room(self, row: Row, held_tokens: int) -> bool:
+        if len(self._rows) >= self._speed.max_rows:
+            return False
+        if not self._speed.kv_tokens or not self._rows:
+            return True
+        needed = row.sampled + (0 if row.prompt in self._readers else row.prompt_tokens)
+        return held_tokens + needed + len(self._rows) + 1 <= self._speed.kv_tokens
+
+    def _admit(self) -> bool:
+        """Take in who waits, as far as there is room. True: the rest waits for its prefill only."""
+        prefilled = 0
+        while self._waiting and self._has_room(row := self._waiting[0][2], self._held_tokens):
+            tokens = row.sampled + (0 if row.prompt in self._known else row.prompt_tokens)
+            if prefilled and prefilled + tokens > PREFILL_TOKENS_PER_STEP:
+                break
+            heapq.heappop(self._waiting)
+            prefilled += tokens
+            self._join(row)
+        else:
+            tokens = 0
+        self._prefill_s = prefilled * self._speed.prefill_token_s
+        return tokens > 0
+
+    def _join(self, row: Row) -> None:
+        self._rows[row] = None
+        row.joined_step = self._steps_before
+        row.finish_step = row.joined_step + row.num_tokens - row.sampled
+        heapq.heappush(self._finishing, (row.finish_step, row.arrival, row))
+        if not row.stays:
+            self._begun.append(row)
+        self._read_tokens += row.prompt_tokens + row.sampled
+        self._held_tokens += row.sampled + (0 if self._readers[row.prompt] else row.prompt_tokens)
+        self._readers[row.prompt] += 1
+        if self._prefix_cache:
+            self._known[row.prompt] = None
+            self._known.move_to_end(row.prompt)
+            if len(self._known) > PROMPTS_REMEMBERED:
+                self._known.popitem(last=False)
