@@ -10,12 +10,14 @@ from typing import Literal
 
 from grmpipe.bottleneck import Setup, bottleneck
 from grmpipe.config import RunConfig
+from grmpipe.engines import engine_config_of
 from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline import Pipeline
 from grmpipe.run_state import RunState
 from grmpipe.tally import Counts
 from grmpipe.types import Metrics
 from grmpipe.waits import WaitTimes
+from models.settings import OpenAIConfig
 from scheduler.health import RoleHealth
 
 
@@ -106,7 +108,16 @@ def setup_of(config: RunConfig) -> Setup:
         judge="outside" if config.judge_is_outside else judge,
         num_judgements=config.judge.num_judgements,
         max_staleness=config.train.max_staleness,
+        rate_limited=is_rate_limited(config),
     )
+
+
+def is_rate_limited(config: RunConfig) -> bool:
+    """Whether limits of ours stand before an outside judge."""
+    if not config.judge_is_outside:
+        return False
+    options = engine_config_of("grm", config)
+    return isinstance(options, OpenAIConfig) and bool(options.requests_per_minute or options.tokens_per_minute)
 
 
 def standing_of(pipeline: Pipeline) -> Standing:

@@ -36,6 +36,7 @@ from scheduler.actors import Cluster, InProcessCluster
 from scheduler.events import EventSink
 from scheduler.health import BringCurrent, RoleHealth, need_no_weights, push_to_living
 from scheduler.placement import Placement
+from scheduler.rate_limits import RateLimits
 from scheduler.router import Router
 from scheduler.weight_sync import SyncReport, WeightSync
 
@@ -172,7 +173,10 @@ def outside_engine(config: RunConfig) -> OpenAIEngine | None:
         return None
     options = engine_config_of("grm", config)
     assert isinstance(options, OpenAIConfig)
-    return OpenAIEngine(config.grm.path, "grm", options)
+    limits = RateLimits(
+        requests_per_minute=options.requests_per_minute, tokens_per_minute=options.tokens_per_minute
+    )
+    return OpenAIEngine(config.grm.path, "grm", options, limits=limits)
 
 
 def grm_of(prepared: Prepared, here: Engine | None, outside: ChatEngine | None, events: EventSink) -> Grm | None:

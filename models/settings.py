@@ -142,12 +142,14 @@ class OpenAIConfig:
     max_context_tokens: int = 0  # 0: not known; what doesn't fit is refused by the endpoint
     max_retries: int = 4  # of a call that was refused for now (429, 5xx) or got no answer
     max_connections: int = 64  # calls under way at once
+    requests_per_minute: int = 0  # tries count too; 0: no limit of ours
+    tokens_per_minute: int = 0  # of prompts and answers; 0: no limit of ours
     extra_body: dict[str, Any] = field(default_factory=dict)  # further fields of each request
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url: must begin with http:// or https://, got {self.base_url!r}")
-        for key in ("max_context_tokens", "max_retries"):
+        for key in ("max_context_tokens", "max_retries", "requests_per_minute", "tokens_per_minute"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         if self.max_connections < 1:

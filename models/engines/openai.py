@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -31,11 +31,32 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 LONGEST_RETRY_AFTER_S = 300.0  # an endpoint that asks for more is out of quota, not busy
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 600.0  # a judgement may think for minutes; who waits holds the deadline
 RETRIED_STATUSES = frozenset({408, 409, 425, 429})  # and all of 500 to 599
+BYTES_PER_TOKEN = 4  # of English prose, roughly: what a prompt is expected to weigh until the endpoint says it
 FIELDS_OF_OURS = frozenset({"model", "messages", "n", "stream", "max_tokens", "max_completion_tokens"})
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 # What may follow a model's name in the answer: a date or build ("-2024-08-06", "-0613"), "@v2", "-latest".
 VERSION_SUFFIX = re.compile(r"[-@:](\d{3,}(?![a-z])[\w.-]*|v\d[\w.]*|latest|preview)", re.IGNORECASE)
+
+
+class SendLimits(Protocol):
+    """Holds requests back before they are sent."""
+
+    async def admit(self, num_tokens: int, priority: int) -> None: ...
+
+    def settle(self, num_expected: int, num_used: int) -> None:
+        """What an admitted request really used."""
+        ...
+
+
+class NoLimits:
+    """Whatever comes may go."""
+
+    async def admit(self, num_tokens: int, priority: int) -> None:
+        return None
+
+    def settle(self, num_expected: int, num_used: int) -> None:
+        return None
 
 
 class _BusyError(Exception):
@@ -61,6 +82,7 @@ class OpenAIEngine:
     asks for in Retry-After. Meanwhile the call keeps its place among `max_connections`: a storm of 429s slows all.
 
     model_path: the model's name at the endpoint.  model_name: ours, in version spans.
+    limits: asked before each try; waiting for them counts towards whatever deadline the caller holds, and no other.
     transport: another way to the endpoint than TCP, for tests.
     """
 
@@ -70,6 +92,7 @@ class OpenAIEngine:
         model_name: str,
         config: OpenAIConfig,
         transport: httpx.AsyncBaseTransport | None = None,
+        limits: SendLimits | None = None,
     ) -> None:
         _refuse_fields_of_ours(config)
         self.model_name = model_name
@@ -78,6 +101,7 @@ class OpenAIEngine:
         self._key = _key_of(config)
         self._max_tokens_field = "max_tokens"
         self._in_flight: InFlight[Completion] = InFlight()
+        self._limits = limits or NoLimits()
         self._gate = Gate(config.max_connections)
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
@@ -114,7 +138,7 @@ class OpenAIEngine:
             attempt = 0
             while True:
                 try:
-                    return self._completion(await self._ask(messages, params))
+                    return self._completion(await self._ask(messages, params, context.priority))
                 except _BusyError as error:
                     busy = error
                 wait_s = _wait_s(busy, attempt, context.request_id)
@@ -123,13 +147,14 @@ class OpenAIEngine:
                 attempt += 1
                 await asyncio.sleep(wait_s)
 
-    async def _ask(self, messages: Sequence[Message], params: SamplingParams) -> _Reply:
+    async def _ask(self, messages: Sequence[Message], params: SamplingParams, priority: int) -> _Reply:
         """One try; a second where the endpoint knows the limit by its newer name."""
         body = self._body(messages, params)
-        reply = await self._post(body)
+        num_tokens = expected_tokens(messages, params)
+        reply = await self._post(body, num_tokens, priority)
         if self._max_tokens_field in body and _wants_newer_name(reply):
             self._max_tokens_field = "max_completion_tokens"
-            reply = await self._post(self._body(messages, params))
+            reply = await self._post(self._body(messages, params), num_tokens, priority)
         return reply
 
     def _body(self, messages: Sequence[Message], params: SamplingParams) -> dict[str, Any]:
@@ -144,13 +169,16 @@ class OpenAIEngine:
         }
         return {name: value for name, value in {**body, **self._config.extra_body}.items() if value is not None}
 
-    async def _post(self, body: dict[str, Any]) -> _Reply:
+    async def _post(self, body: dict[str, Any], num_tokens: int, priority: int) -> _Reply:
+        await self._limits.admit(num_tokens, priority)
         try:
             response = await self._client.post(self._url, json=body)
         except httpx.RequestError as error:  # refused, reset, cut off in mid-answer, timed out
             cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         else:
-            return _read(response)
+            reply = _read(response)
+            self._limits.settle(num_tokens, used_tokens(reply, num_tokens))
+            return reply
         raise _BusyError(cause)  # outside of `except`: a chained httpx error would carry the request, key and all
 
     def _completion(self, reply: _Reply) -> Completion:
@@ -192,6 +220,21 @@ class OpenAIEngine:
     def _clean(self, text: str) -> str:
         """Some endpoints echo the key that they don't know."""
         return text.replace(self._key, "***") if self._key else text
+
+
+def expected_tokens(messages: Sequence[Message], params: SamplingParams) -> int:
+    """The most that a call may use: its prompt by its bytes, and an answer of full length."""
+    num_bytes = sum(len(message.content.encode("utf-8")) for message in messages)
+    return -(-num_bytes // BYTES_PER_TOKEN) + params.max_new_tokens
+
+
+def used_tokens(reply: _Reply, num_expected: int) -> int:
+    """By the endpoint's own count; what is refused uses none, and where it doesn't count the expected ones stay."""
+    if reply.status != 200:
+        return 0
+    usage = reply.body.get("usage") or {}
+    counted = (usage.get("prompt_tokens") or 0) + (usage.get("completion_tokens") or 0)
+    return usage.get("total_tokens") or counted or num_expected
 
 
 def same_model(asked: str, answered: str) -> bool:

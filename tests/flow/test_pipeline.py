@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
+import httpx
 import looptime
 import pytest
 
@@ -17,6 +19,9 @@ from grmpipe.data.stream import EndOfData
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
 from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
+from grmpipe.judge.generative import GenerativeJudge
+from grmpipe.judge.grm import GrmOutside
+from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.watch import FailureGate
 from grmpipe.pipeline import Interrupted, Pipeline
 from grmpipe.rollout.play import Seat, play
@@ -31,10 +36,13 @@ from grmpipe.types import (
     Verdict,
 )
 from grmpipe.waits import WaitTimes
+from models.engines.openai import OpenAIEngine
 from models.engines.simulated import Script, SimulatedEngine
+from models.settings import OpenAIConfig
 from models.types import Engine, EngineDied, Message, RequestContext, SamplingParams
 from scheduler.events import NoEvents
 from scheduler.health import HealthConfig, RoleHealth
+from scheduler.rate_limits import RateLimits
 from scheduler.router import Router
 from scheduler.supervise import run_until
 from scheduler.weight_sync import SyncReport
@@ -486,3 +494,47 @@ def test_a_judge_that_serves_the_nearly_complete_and_the_due_first_lets_the_lear
         return bench.reports[0].waits.steps_s
 
     assert first_step_s(ranked=True) < 0.9 * first_step_s(ranked=False)
+
+
+def outside_judge(refused_share: float, statuses: Counter[int]) -> GenerativeJudge:
+    """A GRM behind an endpoint that refuses so many tries. Its score hangs on nothing but the request's seed."""
+    rng = random.Random(5)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        refused = rng.random() < refused_share
+        statuses[429 if refused else 200] += 1
+        if refused:
+            return httpx.Response(429, json={"error": {"message": "slow down"}})
+        seed = json.loads(request.content)["seed"]
+        choice = {"message": {"content": f"Score: {1 + seed % 10}"}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 20, "completion_tokens": 5}
+        return httpx.Response(200, json={"model": "judge", "choices": [choice], "usage": usage})
+
+    config = OpenAIConfig(api_key_env="", max_retries=50, max_connections=8)
+    limits = RateLimits(requests_per_minute=1200, tokens_per_minute=200_000)
+    engine = OpenAIEngine("judge", "grm", config, transport=httpx.MockTransport(answer), limits=limits)
+    judging = JudgeConfig(num_judgements=3, timeout_s=1e5)
+    return GenerativeJudge(GrmOutside("grm", engine, 0, NoEvents()), judging, seed=1)
+
+
+def test_a_storm_of_429s_changes_no_reward() -> None:
+    def rewards(refused_share: float) -> tuple[dict[tuple[str, int], float], Counter[int]]:
+        bench, statuses = Bench(flow(group_deadline_s=1e6)), Counter[int]()
+
+        async def go() -> None:
+            bench.judge = outside_judge(refused_share, statuses)  # type: ignore[assignment]
+            await bench.build().run()
+
+        on_virtual_clock(go)
+        groups = [group for step in bench.trainer.steps for group in step]
+        pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
+        return {(r.group_id, r.sibling): v.outcome for r, v in pairs if isinstance(v, Verdict)}, statuses
+
+    calm, calm_statuses = rewards(0.0)
+    stormy, stormy_statuses = rewards(0.7)
+    assert len(calm) == 96
+    assert len(set(calm.values())) > 5
+    assert stormy == calm
+    assert calm_statuses == {200: 288}
+    assert stormy_statuses[429] > 300
+    assert stormy_statuses[200] == 288

@@ -70,7 +70,7 @@ def test_every_key_that_is_advised_exists() -> None:
     keys = {
         "rollout.max_new_tokens", "judge.num_judgements", "judge.max_new_tokens", "judge.rule", "sync.transport",
         "train.groups_per_batch", "train.max_staleness", "engine.openai.max_connections",
-        "placement.roles",
+        "engine.openai.requests_per_minute", "engine.openai.tokens_per_minute", "placement.roles",
     }  # fmt: skip
     for key in keys:
         node: object = RunConfig()

@@ -45,6 +45,16 @@ def no_progress(what: str, share: float) -> None:
 # -- options -------------------------------------------------------------------------------------------------------
 
 
+def test_more_judgements_in_flight_than_the_rate_can_send_in_time_are_refused() -> None:
+    def limited(**judge: float) -> RunConfig:
+        options = {"openai": {"api_key_env": "", "requests_per_minute": 60}}
+        return config(grm=OUTSIDE, engine=options, judge=judge)
+
+    with pytest.raises(ConfigError, match=r"^judge\.width: 1024 .* type judge\.width=60, or"):
+        check_options(limited(), seats(limited()))
+    check_options(limited(width=60), seats(limited(width=60)))
+
+
 def test_a_roles_own_options_stand_over_those_of_its_engine() -> None:
     run = config(
         engine={"vllm": {"max_batch_rows": 8, "options": {"block_size": 16}}},
