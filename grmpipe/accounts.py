@@ -18,6 +18,7 @@ from grmpipe.tally import Counts
 from grmpipe.types import Metrics
 from grmpipe.waits import WaitTimes
 from models.settings import OpenAIConfig
+from scheduler.elastic import ElasticPool
 from scheduler.health import RoleHealth
 
 
@@ -37,12 +38,14 @@ class Accounts:
         self.before = Standing()  # where a resume goes on from
         self.learner_busy_s = 0.0
         self.health: tuple[RoleHealth, ...] = ()  # of the engines, once they are started
+        self.elastic: tuple[ElasticPool, ...] = ()
         self._grm = "grm" if config.judged_by_model else None
         self._setup = setup_of(config)
         self._began_s = time.monotonic()
         self._wall_before_s = 0.0
         self._busy_before_s: Mapping[str, float] = {}
         self._replaced_before: Mapping[str, int] = {}
+        self._moves_before: Mapping[str, int] = {}
 
     @property
     def since_start_s(self) -> float:
@@ -54,7 +57,7 @@ class Accounts:
 
     def restore(self, state: RunState, groups_per_batch: int) -> None:
         self._wall_before_s, self._busy_before_s = state.wall_s, state.busy_s
-        self._replaced_before = state.engines_replaced
+        self._replaced_before, self._moves_before = state.engines_replaced, state.moves
         self.before = standing_at(state, groups_per_batch)
 
     @property
@@ -63,6 +66,25 @@ class Accounts:
         replaced = Counter(self._replaced_before)
         replaced.update({health.role: health.num_replaced for health in self.health})
         return dict(replaced)
+
+    @property
+    def moves(self) -> dict[str, int]:
+        """Of elastic slots, by the way they went."""
+        moves = Counter(self._moves_before)
+        for pool in self.elastic:
+            moves.update(pool.moves)
+        return dict(moves)
+
+    def slot_metrics(self) -> Metrics:
+        """How elastic slots stand, and how often they moved; nothing where there are none."""
+        if not self.elastic:
+            return {}
+        slots = Counter[str]()
+        for pool in self.elastic:
+            slots.update(pool.slots_by_role)
+        return {f"slots/{role}": float(count) for role, count in slots.items()} | {
+            "moves/total": float(sum(self.moves.values()))
+        }
 
     def busy_s(self, pipeline: Pipeline | None) -> dict[str, float]:
         """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""
@@ -95,6 +117,7 @@ class Accounts:
             groups=standing.groups,
             max_staleness_trained=standing.max_staleness_trained,
             engines_replaced=self.engines_replaced,
+            moves=self.moves,
             bottleneck=bottleneck(standing.waits, self._setup),
             alarms=alarms,
             failure=failure,

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config import RunConfig
+from grmpipe.elastic import elastic_pools, start_routers
 from grmpipe.engine_checks import window_of
-from grmpipe.engines import ENGINES, Model, device_of, engine_config_of, options_of, tensor_parallel_of
+from grmpipe.engines import device_of, engine_config_of, tensor_parallel_of
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluate import Evaluator
 from grmpipe.flow import Parts
@@ -33,10 +34,10 @@ from models.engines.openai import OpenAIEngine
 from models.settings import OpenAIConfig
 from models.types import ChatEngine, Engine, SamplingParams
 from scheduler.actors import Cluster, InProcessCluster
+from scheduler.elastic import ElasticPool
 from scheduler.events import EventSink
 from scheduler.health import BringCurrent, RoleHealth, need_no_weights, push_to_living
 from scheduler.placement import Placement
-from scheduler.rate_limits import RateLimits
 from scheduler.router import Router
 from scheduler.weight_sync import SyncReport, WeightSync
 
@@ -53,6 +54,7 @@ class Running:
     judge: Judge
     sync: WeightSync
     health: tuple[RoleHealth, ...]  # of the roles that have engines here
+    elastic: tuple[ElasticPool, ...]
     outside: OpenAIEngine | None  # the judge's endpoint
 
     async def close(self) -> None:
@@ -110,22 +112,25 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
     try:
         one_machine = len(cluster.machines("learner") | cluster.machines("policy")) == 1
         transport = transport_of(config, placement, same_machine=one_machine)
-        ranks, policy, grm = await asyncio.gather(
+        ranks, routers = await asyncio.gather(
             cluster.start_group("learner", functools.partial(Learner, learner_spec(prepared, transport, run_dir))),
-            start_engines(cluster, prepared.policy, prepared, events),
-            start_engines(cluster, prepared.grm, prepared, events) if prepared.grm else no_engines(),
+            start_routers(cluster, prepared, events),
         )
     except BaseException:
         await cluster.shutdown()
         raise
-    assert policy is not None
+    policy, grm = routers["policy"], routers.get("grm")
     outside = outside_engine(config)
     judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, grm, outside, events))
     learner = LearnerGroup(ranks)
     sync = make_sync(prepared, learner, cluster, transport)
-    health = [watch_over("policy", policy, cluster, config, events, sync.catch_up)]
-    if grm is not None:
-        health.append(watch_over("grm", grm, cluster, config, events, need_no_weights))
+    bring_current: dict[str, BringCurrent] = {"policy": sync.catch_up, "grm": need_no_weights}
+    elastic = elastic_pools(prepared, routers, bring_current, sync, events)
+    for pool in elastic:
+        bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
+    health = [
+        watch_over(role, router, cluster, config, events, bring_current[role]) for role, router in routers.items()
+    ]
     return Running(
         cluster=cluster,
         policy=policy,
@@ -133,18 +138,9 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         judge=judge,
         sync=sync,
         health=tuple(health),
+        elastic=elastic,
         outside=outside,
     )
-
-
-async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, events: EventSink) -> Router:
-    options = options_of(model.name, prepared.config)
-    make_engine = ENGINES[options.engine](model, prepared.config, prepared.placement)
-    return Router(model.name, await cluster.start_engines(model.name, make_engine), events)
-
-
-async def no_engines() -> None:
-    return None
 
 
 def watch_over(
@@ -173,9 +169,7 @@ def outside_engine(config: RunConfig) -> OpenAIEngine | None:
         return None
     options = engine_config_of("grm", config)
     assert isinstance(options, OpenAIConfig)
-    limits = RateLimits(
-        requests_per_minute=options.requests_per_minute, tokens_per_minute=options.tokens_per_minute
-    )
+    limits = RateLimits(requests_per_minute=options.requests_per_minute, tokens_per_minute=options.tokens_per_minute)
     return OpenAIEngine(config.grm.path, "grm", options, limits=limits)
 
 

@@ -24,6 +24,7 @@ from grmpipe.plan_settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
+from scheduler.balance import BalanceConfig
 from scheduler.health import HealthConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.weight_sync import SyncConfig
@@ -34,7 +35,7 @@ ENVS = ("single_turn",)
 # What may differ between a run and its resumption: none of it changes what is trained. Who samples may change, too:
 # every token brings its log-prob and its version along.
 FREE_ON_RESUME = (
-    "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "plan",
+    "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "balance", "plan",
     "engine", "policy.engine", "policy.engine_options", "grm.engine", "grm.engine_options",
 )  # fmt: skip
 # But not, of engines, what decides which prompts fit, or may make another model of the same files.
@@ -78,6 +79,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 
 from grmpipe.config import ConfigError, RunConfig
-from grmpipe.engines import EngineOptions, engine_config_of, option_key, options_of, tensor_parallel_of
+from grmpipe.engines import EngineOptions, device_of, engine_config_of, option_key, options_of, tensor_parallel_of
 from models.engines.installed import sglang_missing, vllm_missing
 from models.engines.vllm_options import check_vllm_options
 from models.footprint import Heads
@@ -30,23 +30,9 @@ def check_options(config: RunConfig, placement: Placement) -> None:
         engine = engine_config_of(role, config)
         if isinstance(engine, SglangConfig) and engine.urls:
             check_urls(role, engine, config, placement)
-        if isinstance(engine, OpenAIConfig):
-            check_limits(role, engine, config)
     for role in placement.seats:
         check_slots(role, config, placement)
-
-
-def check_limits(role: str, engine: OpenAIConfig, config: RunConfig) -> None:
-    """Can all judgements that may be in flight be sent before they time out?"""
-    judge, per_minute = config.judge, engine.requests_per_minute
-    if per_minute and judge.width * 60 / per_minute > judge.timeout_s:
-        fitting = int(judge.timeout_s * per_minute / 60)
-        key = option_key(role, config, "requests_per_minute")
-        raise ConfigError(
-            f"judge.width: {judge.width} judgements in flight take {judge.width * 60 / per_minute:.0f} s to send at "
-            f"{key}={per_minute}, and time out after judge.timeout_s={judge.timeout_s:g}; "
-            f"type judge.width={max(1, fitting // 2)}, or a longer judge.timeout_s"
-        )
+        check_sleep(role, config, placement)
 
 
 def check_slots(role: str, config: RunConfig, placement: Placement) -> None:
@@ -60,6 +46,25 @@ def check_slots(role: str, config: RunConfig, placement: Placement) -> None:
         f"{num_gpus - 1} of {num_gpus} would idle; "
         f"type placement.roles.{role}.slots_per_replica=1, and replicas for more{other_engine}"
     )
+
+
+def check_sleep(role: str, config: RunConfig, placement: Placement) -> None:
+    """On a GPU that serves now one role, now another, the engine that doesn't serve must give its memory back."""
+    pool = placement.seats[role][0].pool
+    if role not in served_roles(config) or not placement.elastic_slots(pool):
+        return
+    engine = engine_config_of(role, config)
+    if isinstance(engine, VllmConfig | SglangConfig) and device_of(role, placement) == "cuda" and not engine.sleep_mode:
+        key = option_key(role, config, "sleep_mode")
+        raise ConfigError(
+            f"{key}: slots of the elastic pool {pool} serve now {role}, now another role, and their engines share the "
+            f"GPU's memory; type {key}=true, or placement.pools.{pool}.elastic=false"
+        )
+    if isinstance(engine, SglangConfig) and engine.urls:
+        key = option_key(role, config, "urls")
+        raise ConfigError(
+            f"{key}: servers that run already have no slot here; type placement.pools.{pool}.elastic=false"
+        )
 
 
 def check_urls(role: str, engine: SglangConfig, config: RunConfig, placement: Placement) -> None:

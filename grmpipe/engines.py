@@ -66,6 +66,20 @@ def tensor_parallel_of(role: str, placement: Placement) -> int:
     return len(placement.seats[role][0].slots) if device_of(role, placement) == "cuda" else 1
 
 
+def max_rows_of(role: str, config: RunConfig) -> int:
+    """Requests that one engine of a role decodes at once."""
+    engine = engine_config_of(role, config)
+    assert not isinstance(engine, OpenAIConfig), "an endpoint has no seat"
+    return engine.max_batch_rows
+
+
+def engines_sleep(role: str, config: RunConfig, placement: Placement) -> bool:
+    """Can they give a GPU's memory back? The embedded engine keeps what it has, and needs little."""
+    return device_of(role, placement) == "cuda" and isinstance(
+        engine_config_of(role, config), VllmConfig | SglangConfig
+    )
+
+
 # -- factories -----------------------------------------------------------------------------------------------------
 
 

@@ -80,9 +80,10 @@ class TrainingRun:
             if resumed is not None:
                 await running.learner.load(str(resumed / "learner"))
             self._observers.note(f"ready after {self._accounts.since_start_s:.0f} s; files in {self._run_dir}")
-            self._accounts.health = running.health
+            self._accounts.health, self._accounts.elastic = running.health, running.elastic
             looks = {f"the health of {health.role}": health.run() for health in running.health}
-            return self._summary(await run_until(self._train(running), **looks))
+            balance = {f"the balance of {pool.name}": pool.run() for pool in running.elastic}
+            return self._summary(await run_until(self._train(running), **looks, **balance))
         except asyncio.CancelledError:
             return self._summary("interrupted")
         except Exception as error:
@@ -124,6 +125,7 @@ class TrainingRun:
         counts = pipeline.tally.close_step()
         metrics = step_metrics(report, counts, pipeline.admission, self._prepared.is_right)
         metrics |= {f"engines/replaced_{role}": float(n) for role, n in self._accounts.engines_replaced.items()}
+        metrics |= self._accounts.slot_metrics()
         metrics |= await lookout.after_step(report.step, last)
         metrics["alarm/hacking"] = float(lookout.ringing)
         self._observers.tracker.log(report.step, metrics)
@@ -179,6 +181,7 @@ class TrainingRun:
             wandb_run_id=self._observers.wandb.run_id,
             hacking_readings=tuple(lookout.readings),
             engines_replaced=self._accounts.engines_replaced,
+            moves=self._accounts.moves,
         )
         draft = self._checkpoints.draft(pipeline.version)
         await running.learner.save(str(draft / "learner"))

@@ -31,6 +31,7 @@ class RunState:
     wandb_run_id: str | None = None
     hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
+    moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)

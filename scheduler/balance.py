@@ -144,7 +144,7 @@ def decide(pool: Pool) -> Move | None:
 def _rescue(pool: Pool, slot: Slot, target: str) -> Move | None:
     if pool.roles[target].requests == 0 or pool.num_serving(target):
         return None
-    return pool.move(slot, target, f"{target} has {_work(pool, target)} and no slot")
+    return pool.move(slot, target, f"nobody serves {target}, which has {_work(pool, target)}")
 
 
 def _gain(pool: Pool, slot: Slot, target: str) -> Move | None:
@@ -168,4 +168,4 @@ def _home(pool: Pool, slot: Slot, target: str) -> Move | None:
 
 def _work(pool: Pool, role: str) -> str:
     backlog = pool.roles[role]
-    return f"{backlog.requests} requests of {backlog.tokens:.0f} tokens on {pool.num_serving(role)} slots"
+    return f"{backlog.requests} requests ({backlog.tokens:.0f} tokens) on {pool.num_serving(role)} slots"

@@ -27,6 +27,7 @@ from scheduler.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
 
+LEAST_COST_S = 0.05  # moved requests are prefilled again, which the measure doesn't see
 COST_MEMORY = 0.7  # of what earlier switches took, in the estimate of the next one
 
 
@@ -144,7 +145,7 @@ class ElasticPool:
         )
 
     def _cost_s(self, source: str, target: str) -> float:
-        return self._switch_s.get((source, target), self._config.switch_s)
+        return max(self._switch_s.get((source, target), self._config.switch_s), LEAST_COST_S)
 
     # -- moving --------------------------------------------------------------------------------------------------------
 

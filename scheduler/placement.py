@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 RESOURCES = {"cpu": "cores", "gpu": "GPUs"}
+SERVED_ROLES = ("policy", "grm")  # by engines: slots of an elastic pool move between them
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -17,6 +18,7 @@ class PoolConfig:
     resource: str = "cpu"
     strategy: str = "PACK"  # over nodes, in Ray's words
     memory_gb: float | None = None  # of one slot; task=plan warns of what won't fit
+    elastic: bool = False  # each slot has an engine of every role here, and serves the one that has the backlog
     device: str | None = None  # which GPU a slot is (h100, a100_80, ..): what task=plan and task=simulate reckon with
 
     def __post_init__(self) -> None:
@@ -93,6 +95,14 @@ class Placement:
 
     pools: Mapping[str, PoolConfig]
     seats: Mapping[str, tuple[Seat, ...]]  # role -> its seats by rank
+
+    def elastic_slots(self, pool: str) -> dict[str, dict[str, str]]:
+        """slot -> role -> its engine there, of a pool whose slots move; empty for any other, or with a single role."""
+        roles = [role for role in SERVED_ROLES if role in self.seats and self.seats[role][0].pool == pool]
+        if not self.pools[pool].elastic or len(roles) < 2:
+            return {}
+        seats = {role: {seat.slots[0]: seat.name for seat in self.seats[role]} for role in roles}
+        return {str(slot): {role: seats[role][slot] for role in roles} for slot in range(self.pools[pool].slots)}
 
     def bundles(self, pool: str) -> tuple[tuple[int, ...], ...]:
         """The slots of a pool in the pieces that must lie on one node."""
@@ -179,6 +189,8 @@ def _blocks(config: PlacementConfig, role: str, placed: Mapping[str, list[tuple[
             f"placement.roles.{role}.pool: there is no pool {where.pool!r}; "
             f"set placement.roles.{role}.pool={_or(config.pools)}, or add placement.pools.{where.pool}"
         )
+    if pool.elastic and role in SERVED_ROLES:
+        return _everywhere(pool, where, role)
     wanted, width = where.replicas * where.slots_per_replica, where.slots_per_replica
     if wanted > pool.slots:
         raise ValueError(
@@ -189,6 +201,21 @@ def _blocks(config: PlacementConfig, role: str, placed: Mapping[str, list[tuple[
     free = [tuple(range(start, start + width)) for start in range(0, pool.slots - width + 1, width)]
     free.sort(key=lambda block: sum(len(occupants.get((where.pool, slot), ())) for slot in block))
     return sorted(free[: where.replicas])
+
+
+def _everywhere(pool: PoolConfig, where: RoleConfig, role: str) -> list[tuple[int, ...]]:
+    """An engine on each slot of an elastic pool."""
+    if where.slots_per_replica > 1:
+        raise ValueError(
+            f"placement.roles.{role}.slots_per_replica: slots of the elastic pool {where.pool} change their role one "
+            f"by one; set placement.roles.{role}.slots_per_replica=1, or placement.pools.{where.pool}.elastic=false"
+        )
+    if where.replicas not in (1, pool.slots):
+        raise ValueError(
+            f"placement.roles.{role}.replicas: the elastic pool {where.pool} has an engine of {role} on each of its "
+            f"{pool.slots} slots; leave replicas out, or set placement.pools.{where.pool}.elastic=false"
+        )
+    return [(slot,) for slot in range(pool.slots)]
 
 
 def _occupants(

@@ -59,6 +59,7 @@ class Summary:
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     max_staleness_trained: int = 0
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
+    moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots, by "policy->grm"
     bottleneck: str | None = None  # who held up whom, and what to change; None where nothing dominated
     alarms: tuple[str, ...] = ()
     failure: str | None = None  # the first cause, in plain words; only when failed

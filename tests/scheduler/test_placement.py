@@ -23,6 +23,33 @@ LAPTOP = PlacementConfig(
 )
 
 
+def test_an_elastic_pool_has_an_engine_of_each_role_on_each_slot() -> None:
+    pools = {"engines": PoolConfig(slots=3, elastic=True)}
+    roles = {role: RoleConfig(pool="engines") for role in ("policy", "learner", "grm")}
+    placement = place(PlacementConfig(pools=pools, roles=roles), ["policy", "learner", "grm"])
+    assert placement.elastic_slots("engines") == {
+        str(slot): {"policy": f"policy-{slot}", "grm": f"grm-{slot}"} for slot in range(3)
+    }
+    assert [seat.slots for seat in placement.seats["learner"]] == [(0,)]
+    assert [seat.share for seat in placement.seats["grm"]] == [1 / 3, 1 / 2, 1 / 2]
+    assert placement.bundles("engines") == ((0,), (1,), (2,))
+
+
+def test_a_pool_with_one_engine_role_or_without_elastic_has_no_slots_that_move() -> None:
+    roles = {role: RoleConfig(pool="engines") for role in ("policy", "grm")}
+    lone = place(PlacementConfig(pools={"engines": PoolConfig(elastic=True)}, roles=roles), ["policy"])
+    still = place(PlacementConfig(pools={"engines": PoolConfig()}, roles=roles), ["policy", "grm"])
+    assert (lone.elastic_slots("engines"), still.elastic_slots("engines")) == ({}, {})
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("replicas", 2), ("slots_per_replica", 2)])
+def test_what_an_elastic_pool_cannot_seat_is_refused_by_its_key(key: str, wrong: int) -> None:
+    pools = {"engines": PoolConfig(slots=3, elastic=True)}
+    roles = {"policy": RoleConfig(pool="engines", **{key: wrong}), "grm": RoleConfig(pool="engines")}
+    with pytest.raises(ValueError, match=rf"placement\.roles\.policy\.{key}: .*elastic"):
+        place(PlacementConfig(pools=pools, roles=roles), ["policy", "grm"])
+
+
 def machine(cpus: int = 2, gpus: int = 0, name: str = "this machine") -> NodeCapacity:
     return NodeCapacity(name=name, cpus=cpus, gpus=gpus)
 

@@ -32,7 +32,7 @@ def test_the_file_holds_the_agreed_fields(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "summary.json").read_text())
     assert list(record) == [
         "status", "steps", "versions", "wall_s", "objective", "eval", "busy_s", "judging", "groups",
-        "max_staleness_trained", "engines_replaced", "bottleneck", "alarms",
+        "max_staleness_trained", "engines_replaced", "moves", "bottleneck", "alarms",
     ]  # fmt: skip
     assert record["objective"] == 0.73
     assert record["judging"] == {
