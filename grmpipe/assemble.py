@@ -38,6 +38,7 @@ from scheduler.elastic import ElasticPool
 from scheduler.events import EventSink
 from scheduler.health import BringCurrent, RoleHealth, need_no_weights, push_to_living
 from scheduler.placement import Placement
+from scheduler.rate_limits import RateLimits
 from scheduler.router import Router
 from scheduler.weight_sync import SyncReport, WeightSync
 

@@ -176,6 +176,11 @@ def to_yaml(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
+def placement_yaml(placement: PlacementConfig) -> str:
+    """The `placement` block alone, as a file of conf/placement/ has it."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(placement)))
+
+
 def read_yaml(path: Path) -> RunConfig:
     """A run's own config.yaml."""
     try:

@@ -30,9 +30,24 @@ def check_options(config: RunConfig, placement: Placement) -> None:
         engine = engine_config_of(role, config)
         if isinstance(engine, SglangConfig) and engine.urls:
             check_urls(role, engine, config, placement)
+        if isinstance(engine, OpenAIConfig):
+            check_limits(role, engine, config)
     for role in placement.seats:
         check_slots(role, config, placement)
         check_sleep(role, config, placement)
+
+
+def check_limits(role: str, engine: OpenAIConfig, config: RunConfig) -> None:
+    """Can all judgements that may be in flight be sent before they time out?"""
+    judge, per_minute = config.judge, engine.requests_per_minute
+    if per_minute and judge.width * 60 / per_minute > judge.timeout_s:
+        fitting = int(judge.timeout_s * per_minute / 60)
+        key = option_key(role, config, "requests_per_minute")
+        raise ConfigError(
+            f"judge.width: {judge.width} judgements in flight take {judge.width * 60 / per_minute:.0f} s to send at "
+            f"{key}={per_minute}, and time out after judge.timeout_s={judge.timeout_s:g}; "
+            f"type judge.width={max(1, fitting // 2)}, or a longer judge.timeout_s"
+        )
 
 
 def check_slots(role: str, config: RunConfig, placement: Placement) -> None:
