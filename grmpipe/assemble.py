@@ -34,6 +34,7 @@ from models.engines.openai import OpenAIEngine
 from models.settings import OpenAIConfig
 from models.types import ChatEngine, Engine, SamplingParams
 from scheduler.actors import Cluster, InProcessCluster
+from scheduler.clock import ActiveClock
 from scheduler.elastic import ElasticPool
 from scheduler.events import EventSink
 from scheduler.health import BringCurrent, RoleHealth, need_no_weights, push_to_living
@@ -122,7 +123,8 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         raise
     policy, grm = routers["policy"], routers.get("grm")
     outside = outside_engine(config)
-    judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, grm, outside, events))
+    clock = ActiveClock()
+    judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, grm, outside, events, clock))
     learner = LearnerGroup(ranks)
     sync = make_sync(prepared, learner, cluster, transport)
     bring_current: dict[str, BringCurrent] = {"policy": sync.catch_up, "grm": need_no_weights}
@@ -132,6 +134,9 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
     health = [
         watch_over(role, router, cluster, config, events, bring_current[role]) for role, router in routers.items()
     ]
+    for watch in health:
+        if watch.role == "grm":
+            watch.stops(clock)
     return Running(
         cluster=cluster,
         policy=policy,
@@ -174,13 +179,15 @@ def outside_engine(config: RunConfig) -> OpenAIEngine | None:
     return OpenAIEngine(config.grm.path, "grm", options, limits=limits)
 
 
-def grm_of(prepared: Prepared, here: Engine | None, outside: ChatEngine | None, events: EventSink) -> Grm | None:
-    """What a generative judge asks; None where no model judges."""
+def grm_of(
+    prepared: Prepared, here: Engine | None, outside: ChatEngine | None, events: EventSink, clock: ActiveClock
+) -> Grm | None:
+    """What a generative judge asks; None where no model judges. `clock` times the answers of one that is here."""
     if outside is not None:
         return GrmOutside("grm", outside, window_of("grm", prepared.config, 0), events)
     if here is None or (model := prepared.grm) is None:
         return None
-    return GrmHere(model.name, here, model.renderer, model.context_tokens)
+    return GrmHere(model.name, here, model.renderer, model.context_tokens, clock)
 
 
 def learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> LearnerSpec:

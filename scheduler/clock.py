@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 RESOLUTION_S = 1e-6  # a shorter sleep may not move the clock at all
 
 
 class ActiveClock:
-    """Stands still while weights sync or judging is paused: waiting that is nobody's fault costs no deadline."""
+    """Stands still while weights sync, judging is paused or dead engines are replaced: waiting that is nobody's fault
+    costs no deadline."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -19,6 +20,7 @@ class ActiveClock:
         self._paused_at = 0.0
         self._going = asyncio.Event()
         self._going.set()
+        self._limits: dict[asyncio.Timeout, float] = {}  # -> when they end, in active seconds
 
     def now(self) -> float:
         """Active seconds, from an arbitrary origin."""
@@ -32,6 +34,7 @@ class ActiveClock:
             self._paused_at = self._loop.time()
             self._going.clear()
         self._pauses += 1
+        self._set_limits()
         try:
             yield
         finally:
@@ -39,6 +42,27 @@ class ActiveClock:
             if self._pauses == 0:
                 self._stopped_s += self._loop.time() - self._paused_at
                 self._going.set()
+                self._set_limits()
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+        """`asyncio.timeout`, in active seconds. Raises TimeoutError."""
+        async with asyncio.timeout(None) as limit:
+            self._limits[limit] = self.now() + seconds
+            self._set_limit(limit)
+            try:
+                yield
+            finally:
+                del self._limits[limit]
+
+    def _set_limits(self) -> None:
+        for limit in self._limits:
+            self._set_limit(limit)
+
+    def _set_limit(self, limit: asyncio.Timeout) -> None:
+        if not limit.expired():
+            left_s = self._limits[limit] - self.now()
+            limit.reschedule(None if self._pauses else self._loop.time() + left_s)
 
     async def sleep_until(self, when: float) -> None:
         """Return once `now()` has reached `when`."""

@@ -14,9 +14,11 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from models.types import Engine, EngineDied
+from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
 from scheduler.router import Router
 from scheduler.weight_checks import WeightMismatch, WeightsNotFinite
@@ -89,7 +91,19 @@ class RoleHealth:
         self._num_tries = 0
         self._since_s: dict[str, float] = {}
         self._dead: asyncio.Queue[str] = asyncio.Queue()
+        self._clocks: list[ActiveClock] = []
+        self._outage: ExitStack | None = None  # clocks that stand still
         router.on_death = self._hear
+
+    @property
+    def is_out(self) -> bool:
+        """No engine lives, and one is on its way."""
+        states = self.states.values()
+        return State.HEALTHY not in states and any(state is not State.LOST for state in states)
+
+    def stops(self, clock: ActiveClock) -> None:
+        """From now on this clock stands still while the role is out."""
+        self._clocks.append(clock)
 
     async def run(self) -> None:
         """Look after the dead, and for them; never returns. Raises what no replacement can mend."""
@@ -157,6 +171,16 @@ class RoleHealth:
             self._events.span(name, left.value, self._since_s[name], now_s, next=state.value)
         log.info("%s: %s -> %s", name, left.value, state.value)
         self.states[name], self._since_s[name] = state, now_s
+        self._tell_clocks()
+
+    def _tell_clocks(self) -> None:
+        if self.is_out and self._outage is None:
+            self._outage = ExitStack()
+            for clock in self._clocks:
+                self._outage.enter_context(clock.paused())
+        elif not self.is_out and self._outage is not None:
+            self._outage.close()
+            self._outage = None
 
     async def _look_around(self) -> None:
         """An engine that nobody asks for anything may be dead as well."""

@@ -85,7 +85,7 @@ class GenerativeJudge:
             pattern=self._pattern,
         )
         try:
-            async with self._places.enter(question.priority), asyncio.timeout(self._config.timeout_s):
+            async with self._places.enter(question.priority), self._grm.time_limit(self._config.timeout_s):
                 completion = await self._grm.ask(question.prompt, params, context)
         except TimeoutError:
             return failed("timeout", attempt, f"no answer within {self._config.timeout_s:g} s")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from models.types import ChatEngine, Completion, Engine, Message, RequestContext, SamplingParams
+from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 
 BYTES_PER_TOKEN = 4  # of English prose, roughly, for whoever can't count
@@ -36,23 +38,36 @@ class Grm(Protocol):
 
     def prompt(self, text: str) -> GrmPrompt: ...
 
+    def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
+        """Around `ask`: raises TimeoutError when the GRM had so long to answer."""
+        ...
+
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
         """Sample one judgement. Raises EngineRefused or EngineDied."""
         ...
 
 
 class GrmHere:
-    """Served by an engine of ours, which may be a router of many: we make its token ids."""
+    """Served by an engine of ours, which may be a router of many: we make its token ids.
 
-    def __init__(self, name: str, engine: Engine, renderer: Renderer, context_tokens: int) -> None:
+    clock: times its answers; it stands still while all its engines are being replaced.
+    """
+
+    def __init__(
+        self, name: str, engine: Engine, renderer: Renderer, context_tokens: int, clock: ActiveClock | None = None
+    ) -> None:
         self.name = name
         self.context_tokens = context_tokens
         self._engine = engine
         self._renderer = renderer
+        self._clock = clock
 
     def prompt(self, text: str) -> GrmPrompt:
         token_ids = self._renderer.render((Message(role="user", content=text),))
         return GrmPrompt(text=text, token_ids=token_ids, num_tokens=len(token_ids))
+
+    def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
+        return asyncio.timeout(seconds) if self._clock is None else self._clock.timeout(seconds)
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
         return await self._engine.generate(prompt.token_ids, params, context)
@@ -72,6 +87,9 @@ class GrmOutside:
 
     def prompt(self, text: str) -> GrmPrompt:
         return GrmPrompt(text=text, token_ids=(), num_tokens=estimated_tokens(text))
+
+    def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
+        return asyncio.timeout(seconds)
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
         clock = asyncio.get_running_loop().time

@@ -394,6 +394,32 @@ def test_the_only_engine_is_replaced_and_no_sample_is_altered_or_doubled() -> No
     assert sampled(struck) == sampled(quiet)
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_deadline_stands_still_while_the_only_engine_is_replaced(stopped: bool) -> None:
+    """And strikes where nobody stops the clock."""
+    struck = Bench(flow(num_steps=6, max_staleness=0, group_deadline_s=3.0))
+
+    async def strike(report: StepReport) -> None:
+        if report.step == 3:
+            asyncio.get_running_loop().call_later(0.1, struck.engines[0].die, "killed by signal 9")
+
+    async def restart(name: str) -> Engine:
+        await asyncio.sleep(30.0)
+        return struck.make_engine(struck.pipeline.version)
+
+    async def run() -> Pipeline:
+        struck.pipeline = struck.build()
+        health = RoleHealth("policy", struck.policy, restart, HealthConfig())
+        if stopped:
+            health.stops(struck.pipeline.clock)
+        await run_until(struck.pipeline.run(), health=health.run())
+        return struck.pipeline
+
+    struck.after_step = strike  # type: ignore[method-assign]
+    dropped = on_virtual_clock(run).admission.dropped
+    assert (dropped == {}) is stopped
+
+
 def test_when_no_engine_is_left_and_none_will_come_the_run_ends_with_the_cause_instead_of_dropping_for_ever() -> None:
     bench = Bench(flow())
 

@@ -47,6 +47,47 @@ def test_now_stands_still_in_a_pause() -> None:
     virtually(go)
 
 
+@pytest.mark.parametrize(("work_s", "in_time"), [(7.9, True), (8.1, False)])
+def test_a_time_limit_stands_still_in_pauses_before_it_and_within_it(work_s: float, in_time: bool) -> None:
+    """3 active seconds: 2 in pauses that were on when it began, then 1 active, 3 paused, and 2 active."""
+
+    async def go() -> bool:
+        clock = ActiveClock()
+
+        async def pause(after_s: float, for_s: float) -> None:
+            await asyncio.sleep(after_s)
+            with clock.paused():
+                await asyncio.sleep(for_s)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pause(0, 2))
+            tasks.create_task(pause(3, 3))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            try:
+                async with clock.timeout(3):
+                    await asyncio.sleep(work_s)
+            except TimeoutError:
+                return False
+            return True
+
+    assert virtually(go) is in_time
+
+
+def test_a_limit_that_has_struck_is_left_alone_by_later_pauses() -> None:
+    async def go() -> None:
+        clock = ActiveClock()
+        with pytest.raises(TimeoutError):
+            async with clock.timeout(1):
+                try:
+                    await asyncio.sleep(5)
+                finally:
+                    with clock.paused():
+                        await asyncio.sleep(1)
+
+    virtually(go)
+
+
 def test_a_stage_never_exceeds_its_width_and_knows_how_long_it_was_busy() -> None:
     async def go() -> None:
         running: list[int] = []

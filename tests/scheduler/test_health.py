@@ -29,6 +29,7 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
+from scheduler.clock import ActiveClock
 from scheduler.health import HealthConfig, RoleHealth, State, need_no_weights, push_to_living
 from scheduler.router import Router
 from scheduler.supervise import run_until
@@ -292,6 +293,40 @@ def test_a_replacement_that_fails_to_start_counts_and_is_tried_again() -> None:
             await role.ask(2)
 
     play(lambda: Role(1, policy=False, max_replacements=3), scene)
+
+
+@pytest.mark.parametrize(("max_replacements", "num_engines", "passed_s"), [(3, 1, 0.0), (3, 2, 4.0), (0, 1, 4.0)])
+def test_a_clock_stands_still_only_while_no_engine_lives_and_one_is_on_its_way(
+    max_replacements: int, num_engines: int, passed_s: float
+) -> None:
+    async def go() -> float:
+        engines: dict[str, Engine] = {
+            f"grm-{number}": SimulatedEngine("grm", lambda ids, params, context: Script(token_ids=(1,), text=""))
+            for number in range(num_engines)
+        }
+        router = Router("grm", engines)
+
+        async def restart(name: str) -> Engine:
+            await asyncio.sleep(10)
+            return engines[name]
+
+        health, clock = (
+            RoleHealth("grm", router, restart, HealthConfig(max_replacements=max_replacements)),
+            ActiveClock(),
+        )
+        health.stops(clock)
+        running = asyncio.create_task(health.run())
+        router.bury("grm-0", engines["grm-0"], EngineDied("killed"))
+        began_s = clock.now()
+        await asyncio.sleep(4)
+        passed = clock.now() - began_s
+        await asyncio.sleep(10)
+        assert clock.now() - began_s >= passed + 4 - 1e-6  # it goes again once it is replaced
+        running.cancel()
+        return passed
+
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        assert runner.run(go()) == pytest.approx(passed_s, abs=1e-3)
 
 
 def test_when_no_try_succeeds_those_who_wait_hear_the_first_cause() -> None:

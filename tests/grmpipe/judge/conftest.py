@@ -23,6 +23,7 @@ from models.types import (
     VersionSpan,
     ignore_first_token,
 )
+from scheduler.clock import ActiveClock
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,11 @@ def prompt(question: str = "What is 6 x 2?", reference: str | None = "12") -> Pr
     return Prompt(prompt_id="p1", messages=(Message(role="user", content=question),), reference=reference)
 
 
-def generative(author: Author, context_tokens: int = 10**6, **config: Any) -> tuple[GenerativeJudge, ScriptedEngine]:
+def generative(
+    author: Author, context_tokens: int = 10**6, clock: ActiveClock | None = None, **config: Any
+) -> tuple[GenerativeJudge, ScriptedEngine]:
     engine = ScriptedEngine(author)
-    grm = GrmHere("tiny-grm", engine, CodePoints(), context_tokens)
+    grm = GrmHere("tiny-grm", engine, CodePoints(), context_tokens, clock)
     return GenerativeJudge(grm, JudgeConfig(**config), 11), engine
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.scale import Scale
-from grmpipe.types import Failed, FailedJudgement, RewardSpan, Verdict
+from grmpipe.types import Failed, FailedJudgement, JudgeReport, RewardSpan, Verdict
 from models.types import EngineDied, EngineRefused
+from scheduler.clock import ActiveClock
 
 
 def test_a_score_becomes_one_reward_span_over_the_last_completion(bench: Any) -> None:
@@ -43,6 +44,25 @@ def test_k_judgements_are_asked_at_once_and_voted_on(bench: Any) -> None:
     assert [context.request_id for context, _ in engine.asked] == [f"g7/5/j{index}.0" for index in range(4)]
     assert {(c.role, c.group_id, c.priority) for c, _ in engine.asked} == {("grm", "g7", -3)}
     assert len({params.seed for _, params in engine.asked}) == 4
+
+
+@pytest.mark.parametrize(("answer_s", "in_time"), [(19.0, True), (21.0, False)])
+def test_a_judgement_does_not_time_out_while_its_engines_are_being_replaced(
+    bench: Any, answer_s: float, in_time: bool
+) -> None:
+    async def go() -> JudgeReport:
+        clock = ActiveClock()
+        judge, _ = bench.generative(
+            lambda prompt, context: bench.answer("Score: 5", delay_s=500 + answer_s), clock=clock, timeout_s=20.0
+        )
+        with clock.paused():
+            judging = asyncio.ensure_future(judge.judge(bench.prompt(), bench.rollout("12")))
+            await asyncio.sleep(500)
+        return await judging
+
+    verdict = bench.run(go()).verdict
+    assert isinstance(verdict, Verdict) is in_time
+    assert in_time or verdict.cause == "timeout"
 
 
 def test_the_most_urgent_rollout_gets_the_next_place_(bench: Any) -> None:
