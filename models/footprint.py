@@ -33,7 +33,11 @@ class Footprint:
 
     def learner_state_bytes(self, num_ranks: int, *, reference: bool = False) -> int:
         """Of one rank: float32 weights, gradients and Adam's two moments, and the reference's weights, all sharded."""
-        return self.num_parameters * 4 * (4 + reference) // num_ranks
+        return self.shard_bytes(num_ranks) * (4 + reference)
+
+    def shard_bytes(self, num_ranks: int) -> int:
+        """A float32 copy of all parameters over the ranks: weights, gradients, either moment, the reference."""
+        return self.num_parameters * 4 // num_ranks
 
     def gathered_bytes(self, dtype: str) -> int:
         """What a rank holds whole while it computes: two layers (one comes early), and the root with its gradient.

@@ -6,11 +6,13 @@ rollout was played, judged, packed and stepped on.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from models.types import EngineSpeed
 from scheduler.cost import Costs
+from scheduler.placement import Placement
 
 LEARNER = "learner"
 POLICY = "policy"
@@ -61,6 +63,16 @@ def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float
         return work.learner_tokens * costs.learner.token_s + costs.learner.step_s + costs.sync_s
     own = engine_busy_s(work.engines[role], costs.engines[role], num_processes, work.max_staleness + 1)
     return own + (costs.sync_s if role == POLICY else 0.0)
+
+
+def busiest_slot_s(placement: Placement, loads: Mapping[str, float]) -> float:
+    """Seconds a step that the busiest slot works, for everybody who sits on it."""
+    slots: dict[tuple[str, int], float] = defaultdict(float)
+    for role, seats in placement.seats.items():
+        for seat in seats:
+            for slot in seat.slots:
+                slots[seat.pool, slot] += loads[role]
+    return max(slots.values())
 
 
 def chain_s(work: StepWork, costs: Costs) -> float:

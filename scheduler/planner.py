@@ -301,7 +301,7 @@ def placement_of(candidate: Candidate, kinds: Mapping[str, PoolConfig]) -> Place
     pools, roles = {}, {}
     for room in candidate.rooms:
         name = "_".join(room.seats)
-        pools[name] = replace(kinds[room.kind], slots=room.slots)
+        pools[name] = replace(kinds[room.kind], slots=room.slots, elastic=room.elastic)
         for role, seating in room.seats.items():
             roles[role] = RoleConfig(pool=name, replicas=seating.replicas, slots_per_replica=seating.width)
     return PlacementConfig(pools=pools, roles=roles)

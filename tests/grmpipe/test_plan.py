@@ -11,7 +11,12 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.config import ConfigError, RunConfig, build
-from grmpipe.plan import memory_parts, overfull_slots, plan, survey_run
+from grmpipe.plan import plan
+from grmpipe.plan_memory import memory_parts, overfull_slots
+from grmpipe.survey import survey_run
+from scheduler.cost import Costs
+from scheduler.placement import Placement, place
+from scheduler.planner import Predicted
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +46,9 @@ def test_the_quickstarts_plan_says_places_memory_and_batches() -> None:
     assert "16 groups x 8 siblings = 128 rollouts, at most 8192 tokens" in text
     assert "128 rollouts x 1 judgements = 128 judgements" in text
     assert "in flight: at most 32 groups, 256 rollouts" in text
-    assert "weights, gradients and moments over 1 rank" in text
+    for part in ("weights", "gradients", "optimizer, two moments", "gathered layers", "activations of 4096 tokens"):
+        assert f"MB  {part}\n" in text
+    assert "train 0    376 MB  policy + learner\n  judging 0  203 MB  grm" in text
     assert "not checked here" not in text
 
 
@@ -59,7 +66,9 @@ def test_a_run_for_eight_gpus_is_planned_without_gpu_and_models(big_run: tuple[s
     for line in ("train 3    gpu       learner-3", "rollout 1  gpu       policy-1", "judging 1  gpu       grm-1"):
         assert line in text
     assert "16.4 GB  weights" in text  # 8.19e9 parameters in bfloat16
-    assert "32.8 GB  weights, gradients and moments over 4 ranks" in text  # 16 bytes each, in 4 shards
+    assert "8.19 GB  gradients, over 4 ranks" in text  # 4 bytes each, in 4 shards
+    assert "16.4 GB  optimizer, two moments, over 4 ranks" in text
+    assert "train 0..3    62.8 GB of 80 GB  learner" in text
     unchecked = text.split("not checked here")[1]
     assert "hf download Qwen/Qwen3-8B" in unchecked
     assert "hf download Qwen/Qwen3-14B" in unchecked
@@ -136,3 +145,101 @@ def test_what_is_wrong_on_any_machine_is_an_error_in_a_plan_too(big_run: tuple[s
     ):
         with pytest.raises(ConfigError, match=message):
             planned(*big_run, override)
+
+
+# -- times and other placements ------------------------------------------------------------------------------------
+
+H100 = tuple(f"placement.pools.{pool}.device=h100" for pool in ("train", "rollout", "judging"))
+
+
+def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> None:
+    text = planned(*big_run, "engine=vllm", *H100)
+    assert "time of a step (by the devices' data sheets; 1536 tokens a rollout, 512 tokens a judgement" in text
+    assert "learner  16.4 s of work for each of 4" in text
+    # 256 x (1536 + prompts of 2) tokens, 8 operations for each of 8.19e9 parameters, 4 x 989 TFLOPS at 0.4: 16.3 s.
+    assert "the busiest slot's work" in text
+
+
+def test_lengths_can_be_set(big_run: tuple[str, ...]) -> None:
+    text = planned(*big_run, "engine=vllm", *H100, "plan.rollout_tokens=700", "plan.judgement_tokens=300")
+    assert "700 tokens a rollout, 300 tokens a judgement on average" in text
+
+
+def test_a_device_that_nobody_names_is_asked_for(big_run: tuple[str, ...]) -> None:
+    text = planned(*big_run).split("not checked here")[1]
+    assert "how long a step takes: placement.pools.rollout.device: nobody says which GPU it is; type" in text
+    with pytest.raises(ConfigError, match=r"^placement\.pools\.\w+\.device: nobody says which GPU"):
+        planned(*big_run, "plan.search=true")
+    with pytest.raises(ConfigError, match=r"^placement\.pools\.train\.device: unknown device 'h10'; did you mean h100"):
+        planned(*big_run, "placement.pools.train.device=h10")
+
+
+def test_a_gpu_that_the_table_lacks_can_be_described(big_run: tuple[str, ...]) -> None:
+    mine = "+plan.devices={mine: {memory_gb: 96, memory_gb_per_s: 4000, tflops: {bfloat16: 700}}}"
+    pools = [override.replace("h100", "mine") for override in H100]
+    assert "time of a step" in planned(*big_run, "engine=vllm", *pools, mine)
+
+
+def test_memory_of_a_slot_is_its_devices_where_the_pool_does_not_say(big_run: tuple[str, ...]) -> None:
+    text = planned(*big_run, "engine=vllm", *H100, "placement.pools.judging.memory_gb=null")
+    assert "judging 0..1  68 GB of 80 GB  grm" in text
+
+
+def test_a_search_ranks_placements_and_writes_one_that_is_the_very_same_when_read_again(
+    big_run: tuple[str, ...], tmp_path: Path
+) -> None:
+    tried: list[Placement] = []
+
+    def simulate(placement: Placement, costs: Costs) -> Predicted:
+        """Of those that fit, the one with three judges is the fastest."""
+        tried.append(placement)
+        return Predicted(step_s=50.0 if len(placement.seats["grm"]) == 3 else 90.0, busy={"policy": 0.5, "grm": 0.9})
+
+    config = composed(*big_run, "engine=vllm", *H100, "plan.search=true", "plan.write=found")
+    text = plan(config, lambda what, share: None, simulate)
+    assert "simulated 90 s; busy: policy 50%, grm 90%" in text  # as it is placed now
+    first = next(line for line in text.splitlines() if line.startswith("  1  "))
+    assert first.split()[1:6] == ["50", "s", "50%", "90%", "0%"]
+    assert "grm 3" in first
+    assert "python launch.py --config-dir found +experiment=qwen3_8b placement=planned" in text
+
+    again = read_again(tmp_path / "found", *big_run, "engine=vllm")
+    written = place(again.placement, again.roles)
+    assert written in tried
+    assert len(written.seats["grm"]) == 3
+    assert sum(pool.slots for pool in written.pools.values()) == 8
+
+
+def read_again(directory: Path, *overrides: str) -> RunConfig:
+    """As `--config-dir` has it."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        searched = f"hydra.searchpath=[file://{directory}]"
+        return build(compose("config", [*overrides, searched, "placement=planned"]))
+
+
+def test_a_search_without_a_simulator_ranks_by_the_bound_and_says_so(big_run: tuple[str, ...], tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    text = planned(*big_run, "engine=vllm", *H100, "plan.search=true", f"run_dir={tmp_path}/run")
+    assert time.monotonic() - began_s < 30
+    assert "0 simulated (>=: by the bound alone)" in text
+    assert "  1   >= 43.8 s" in text
+    assert (tmp_path / "run/plan/placement/planned.yaml").exists()
+
+
+def test_more_judgements_get_more_slots_for_the_judge(big_run: tuple[str, ...]) -> None:
+    def judges(num_judgements: int) -> int:
+        few_rows = ("engine.vllm.max_batch_rows=64", f"judge.num_judgements={num_judgements}")
+        planned(*big_run, "engine=vllm", *H100, *few_rows, "plan.search=true", "plan.write=found")
+        roles = read_again(Path("found").resolve(), *big_run, "engine=vllm").placement.roles
+        return roles["grm"].replicas * roles["grm"].slots_per_replica
+
+    assert judges(1) < judges(8)
+
+
+def test_a_model_too_large_for_the_slots_fails_by_its_pool_and_role(big_run: tuple[str, ...]) -> None:
+    small = [override.replace("h100", "l40s") for override in H100]
+    memory = tuple(f"placement.pools.{pool}.memory_gb=24" for pool in ("train", "rollout", "judging"))
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^placement\.pools\.train: no placement fits .* wants .* of 24 GB a slot"):
+        planned(*big_run, "engine=vllm", *small, *memory, "plan.search=true")
+    assert time.monotonic() - began_s < 10

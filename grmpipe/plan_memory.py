@@ -1,0 +1,166 @@
+"""What each process of a run holds in memory, part by part, and which slots that overfills. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from grmpipe.config import RunConfig
+from grmpipe.engines import EngineOptions, engine_config_of, options_of
+from grmpipe.survey import Sized, Survey
+from models.engines.vllm_options import CPU_KV_CACHE_MB
+from models.footprint import Footprint
+from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
+from scheduler.devices import GB
+from scheduler.placement import Placement, PoolConfig, Seat
+from scheduler.planner import Seating
+
+REMEDIES = {  # of an engine alone on a slot that is too small for it
+    "embedded": "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens",
+    "vllm": "lower engine.vllm.kv_cache_mb, or raise slots_per_replica",
+    "sglang": "lower engine.sglang.mem_fraction, or raise slots_per_replica",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some of a process's memory."""
+
+    what: str
+    num_bytes: float
+
+
+def memory_parts(survey: Survey, role: str) -> list[Part]:
+    """What one process of a role holds at most on each of its slots; empty where the model's size isn't known."""
+    return parts_of(survey, role, survey.seating(role), survey.pool(role))
+
+
+def parts_of(survey: Survey, role: str, seating: Seating, pool: PoolConfig) -> list[Part]:
+    """The same, were the role seated so."""
+    sized = survey.models["policy" if role == "learner" else role]
+    if sized.footprint is None:
+        return []
+    if role == "learner":
+        return learner_parts(survey, sized.footprint, seating.replicas)
+    return engine_parts(survey, sized, sized.footprint, seating.width if pool.resource == "gpu" else 1, pool)
+
+
+def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> list[Part]:
+    """On each GPU of an engine that several share."""
+    role, options = sized.role, options_of(sized.role, survey.config)
+    engine = engine_config_of(role, survey.config)
+    if isinstance(engine, SglangConfig) and engine.urls:
+        return [Part(what="a client; the server is elsewhere", num_bytes=0.0)]
+    shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
+    weights = footprint.weight_bytes(options.dtype) / num_gpus
+    held = [Part(what=f"weights{shared}", num_bytes=weights)]
+    if isinstance(engine, EmbeddedConfig):
+        rows, tokens = engine.max_batch_rows, sized.context_tokens
+        cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
+        # It grows by copying: for a moment the old one and the new one are held.
+        return [*held, Part(what=f"KV of {rows} rows x {tokens} tokens, twice while it grows", num_bytes=2 * cache)]
+    room = kv_room(engine, pool, weights)
+    if room is None:
+        return held
+    tokens = int(room.num_bytes * num_gpus / footprint.kv_bytes_per_token(options.dtype))
+    return [*held, replace(room, what=f"{room.what}: {tokens} tokens")]
+
+
+def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | None:
+    """What an engine reserves for keys and values on one device; None where that depends on the device's memory."""
+    if isinstance(engine, VllmConfig) and (engine.kv_cache_mb or pool.resource == "cpu"):
+        return Part(what="KV, engine.vllm.kv_cache_mb", num_bytes=(engine.kv_cache_mb or CPU_KV_CACHE_MB) << 20)
+    if pool.memory_gb is None or pool.resource == "cpu":
+        return None
+    if isinstance(engine, VllmConfig):
+        share, key = engine.gpu_memory_utilization, "engine.vllm.gpu_memory_utilization"
+    else:
+        assert isinstance(engine, SglangConfig)
+        share, key = engine.mem_fraction, "engine.sglang.mem_fraction"
+    return Part(what=f"KV, what is left of {key}={share:g}", num_bytes=max(0.0, share * pool.memory_gb * GB - weights))
+
+
+def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
+    train, shard = survey.config.train, footprint.shard_bytes(ranks)
+    activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.activation_checkpointing)
+    sharded = [("weights", 1), ("gradients", 1), ("optimizer, two moments", 2)]
+    if survey.config.algorithm.kl_coefficient > 0:
+        sharded.append(("weights of the reference", 1))
+    return [
+        *(Part(what=f"{what}{f', over {ranks} ranks' if ranks > 1 else ''}", num_bytes=copies * shard)
+          for what, copies in sharded),
+        Part(what="gathered layers", num_bytes=footprint.gathered_bytes(train.dtype)),
+        Part(what=f"activations of {train.micro_batch_tokens} tokens",
+             num_bytes=activations * train.micro_batch_tokens),
+    ]  # fmt: skip
+
+
+def memory(parts: Mapping[str, list[Part]]) -> str:
+    """A block: every role's parts."""
+    lines = ["memory per process, on each of its slots, at most, by estimate"]
+    for role, held in parts.items():
+        if not held:
+            lines.append(f"  {role:<8} not known")
+            continue
+        lines.append(f"  {role:<8} {size(sum(part.num_bytes for part in held))}")
+        lines += [f"           {size(part.num_bytes):>8}  {part.what}" for part in held]
+    return "\n".join(lines)
+
+
+def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
+    """A block: what the processes of each slot hold together. Slots alike are told once."""
+    lines: dict[str, list[str]] = {}
+    for name, pool in survey.placement.pools.items():
+        for slot in range(pool.slots):
+            here = [seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots]
+            known = all(parts[seat.role] for seat in here)
+            held = size(sum(part.num_bytes for seat in here for part in parts[seat.role])) if known else "not known"
+            limit = f" of {pool.memory_gb:g} GB" if pool.memory_gb else ""
+            roles = " + ".join(seat.role for seat in here) or "nobody"
+            lines.setdefault(f"{name}\0{held}{limit}  {roles}", []).append(str(slot))
+    told = [(key.split("\0"), slots) for key, slots in lines.items()]
+    wide = max(len(f"{name} {spanned(slots)}") for (name, _), slots in told)
+    return "\n".join(
+        ["memory per slot", *(f"  {f'{name} {spanned(slots)}':<{wide}}  {text}" for (name, text), slots in told)]
+    )
+
+
+def everybody(placement: Placement) -> list[Seat]:
+    return [seat for seats in placement.seats.values() for seat in seats]
+
+
+def spanned(slots: list[str]) -> str:
+    return slots[0] if len(slots) == 1 else f"{slots[0]}..{slots[-1]}"
+
+
+def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]:
+    """Slots whose processes want more than the pool's `memory_gb`."""
+    warnings, placement = [], survey.placement
+    for name, pool in placement.pools.items():
+        for slot in range(pool.slots if pool.memory_gb else 0):
+            here = [seat for seat in everybody(placement) if seat.pool == name and slot in seat.slots]
+            wanted = sum(part.num_bytes for seat in here for part in parts[seat.role])
+            if pool.memory_gb and wanted > pool.memory_gb * GB:
+                who = ", ".join(seat.name for seat in here)
+                warnings.append(
+                    f"{name} {slot}: {who} may want {size(wanted)} of {pool.memory_gb:g} GB "
+                    f"(placement.pools.{name}.memory_gb); {remedy({seat.role for seat in here}, survey.config)}"
+                )
+    return warnings
+
+
+def remedy(roles: set[str], config: RunConfig) -> str:
+    if len(roles) > 1:
+        return "give the roles pools of their own"
+    (role,) = roles
+    if role == "learner":
+        return "lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add learner ranks"
+    return REMEDIES[options_of(role, config).engine]
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
