@@ -122,6 +122,22 @@ def test_more_slots_than_cores_says_what_there_is_and_what_to_type() -> None:
         check_capacity(placement, [machine(cpus=2)])
 
 
+def test_every_shortage_names_node_resource_and_role() -> None:
+    two = [machine(gpus=1, name="node-a"), machine(gpus=1, name="node-b")]
+    demands = (
+        pools(learner=PoolConfig(slots=4, resource="gpu")),  # too many in all
+        pools(learner=PoolConfig(slots=2, resource="gpu", strategy="STRICT_PACK")),  # not on one node
+        pools(learner=PoolConfig(slots=3, resource="gpu", strategy="STRICT_SPREAD")),  # too few nodes
+    )
+    for config in demands:
+        with pytest.raises(ValueError, match=r"gpu slots \(\w+\) for learner; node-a has 1 GPUs; node-b has 1 GPUs"):
+            check_capacity(place(config, ("learner",)), two)
+    with pytest.raises(
+        ValueError, match=r"wants 1 cpu slots \(PACK\) for grm; this machine has 1 cores, 1 of them taken"
+    ):
+        check_capacity(place(LAPTOP, ROLES), [machine(cpus=1)])
+
+
 def test_gpus_that_are_not_there_are_refused() -> None:
     placement = place(pools(train=PoolConfig(slots=8, resource="gpu")), ("train",))
     with pytest.raises(ValueError, match=r"has no GPUs; set placement\.pools\.train\.resource=cpu"):
