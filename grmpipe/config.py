@@ -22,6 +22,7 @@ from grmpipe.judge.settings import JudgeConfig
 from grmpipe.observe.settings import TrackingConfig
 from grmpipe.plan_settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
+from grmpipe.simulate_settings import SimulateConfig
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
 from scheduler.balance import BalanceConfig
@@ -29,13 +30,14 @@ from scheduler.health import HealthConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.weight_sync import SyncConfig
 
-TASKS = ("train", "plan", "doctor")
+TASKS = ("train", "plan", "simulate", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
 # What may differ between a run and its resumption: none of it changes what is trained. Who samples may change, too:
 # every token brings its log-prob and its version along.
 FREE_ON_RESUME = (
     "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "balance", "plan",
+    "simulate",
     "engine", "policy.engine", "policy.engine_options", "grm.engine", "grm.engine_options",
 )  # fmt: skip
 # But not, of engines, what decides which prompts fit, or may make another model of the same files.
@@ -84,6 +86,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

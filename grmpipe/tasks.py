@@ -1,4 +1,4 @@
-"""The tasks of launch.py that need torch: train, plan. Each runs to its end and says how it ended."""
+"""The tasks of launch.py that need torch: train, plan, simulate. Each runs to its end and says how it ended."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from grmpipe.failures import RunFailed, RunInterrupted
 from grmpipe.plan import plan
 from grmpipe.run import train
 from grmpipe.run_dir import Place, find_place, point_latest
+from grmpipe.simulation_task import run_simulation, simulator
 
 
 def run_task(config: RunConfig) -> float | None:
@@ -45,11 +46,18 @@ def run_train(config: RunConfig) -> float | None:
 
 def show_plan(config: RunConfig) -> None:
     with model_progress() as progress:
-        text = plan(config, progress)
+        simulates = config.plan.search and not config.judge_is_outside
+        text = plan(config, progress, simulator(config, progress) if simulates else None)
     print(text)
 
 
-TASKS = {"train": run_train, "plan": show_plan}
+def show_simulation(config: RunConfig) -> None:
+    with model_progress() as progress:
+        text = run_simulation(config, progress)
+    print(text)
+
+
+TASKS = {"train": run_train, "plan": show_plan, "simulate": show_simulation}
 
 
 def objective_of(run_dir: Path) -> float | None:

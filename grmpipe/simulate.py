@@ -1,0 +1,317 @@
+"""A run on a virtual clock: the very pipeline, admission, groups, routers, judge and batches; only engines and learner
+take time instead of working. Touches no disk and no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from grmpipe.config import RunConfig
+from grmpipe.data.stream import PromptStream
+from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.flow import FlowConfig, Parts, StepReport
+from grmpipe.judge.fitness import JudgeFitness
+from grmpipe.judge.generative import GenerativeJudge
+from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.mixed import MixedJudge
+from grmpipe.judge.rule import RuleJudge
+from grmpipe.judge.scale import Scale
+from grmpipe.judge.watch import FailureGate
+from grmpipe.pipeline import Pipeline
+from grmpipe.rollout.play import Play, Seat, play
+from grmpipe.simulation_bound import GRM, Bound, Needs, bound_of
+from grmpipe.simulation_learner import SimulatedRanks
+from grmpipe.simulation_scripts import CountingRenderer, Lengths, Writer
+from grmpipe.train.batch import BatchTrainer
+from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.types import Judge, Prompt, Rollout
+from grmpipe.waits import WaitTimes
+from models.engines.simulated import SimulatedEngine
+from models.engines.simulated_pace import SharedDevice
+from models.types import Engine, SamplingParams
+from scheduler.bound import LEARNER, POLICY
+from scheduler.continuation import Continuation
+from scheduler.cost import Costs
+from scheduler.elastic import ElasticPool, ElasticRole
+from scheduler.events import EventSink, NoEvents
+from scheduler.health import push_to_living
+from scheduler.placement import Placement
+from scheduler.router import Router
+from scheduler.supervise import run_until
+from scheduler.virtual_loop import run_virtually
+from scheduler.weight_sync import WeightSync
+
+PROBE = (1, 2)
+NO_WAIT_S = 1e6  # is worth a warning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is to be done, wherever. chars_per_token and lengths: by role; of a GRM only where one judges here."""
+
+    config: RunConfig
+    prompts: PromptStream
+    chars_per_token: Mapping[str, float]
+    lengths: Mapping[str, Lengths]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One optimizer step. busy_s: seconds of work by role since the beginning, of all its processes together."""
+
+    ended_s: float
+    step_s: float
+    busy_s: Mapping[str, float]
+    staleness: int  # of its oldest group
+    waits: WaitTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """What came of it. Means are over `settled`: the steps between the filling and the draining of the pipeline.
+
+    busy:  role -> share of the time that its processes worked.
+    """
+
+    steps: tuple[SimulatedStep, ...]
+    settled: range
+    step_s: float
+    busy: Mapping[str, float]
+    bound: Bound
+    max_staleness: int
+    dropped: Mapping[str, int]  # groups by cause
+    failed_judgements: Mapping[str, int]
+    moves: Mapping[str, int]  # of elastic slots
+    waits: WaitTimes  # summed up over `settled`
+
+    @property
+    def times_bound(self) -> float:
+        return self.step_s / self.bound.step_s
+
+
+def simulate(
+    workload: Workload, placement: Placement, costs: Costs, num_steps: int, events: EventSink | None = None
+) -> SimulatedRun:
+    """Runs on a loop of its own, so it can't be called from within one. Repeatable: equal arguments, equal results."""
+    return run_virtually(lambda: Simulation(workload, placement, costs, num_steps, events or NoEvents()).run())
+
+
+@dataclass(slots=True)
+class Simulation:
+    """A pipeline with all that stands around it, for one run."""
+
+    workload: Workload
+    placement: Placement
+    costs: Costs
+    num_steps: int
+    events: EventSink
+    engines: dict[str, list[SimulatedEngine]] = field(init=False)
+    devices: dict[tuple[str, int], SharedDevice] = field(init=False)
+    ranks: SimulatedRanks = field(init=False)
+    needs: Needs = field(init=False)
+    pipeline: Pipeline = field(init=False)
+    steps: list[SimulatedStep] = field(default_factory=list)
+
+    async def run(self) -> SimulatedRun:
+        """On the loop that is running: a virtual one, or a real one for a run in real time."""
+        parts, pools = self.assemble()
+        await parts.push_weights(0)
+        self.pipeline = Pipeline(parts, flow_of(self.workload.config, self.num_steps), self._after_step)
+        await run_until(self.pipeline.run(), **{f"pool {pool.name}": pool.run() for pool in pools})
+        return self._result(pools)
+
+    def assemble(self) -> tuple[Parts, list[ElasticPool]]:
+        """What the pipeline runs on, and the pools whose slots move."""
+        self.devices = shared_devices(self.placement)
+        self.ranks = SimulatedRanks(
+            len(self.placement.seats[LEARNER]), self.costs.learner, self.costs.sync_s, self._device(LEARNER, 0)
+        )
+        self.engines = {}
+        routers = {role: self._start(role) for role in self.costs.engines}
+        learner = LearnerGroup(self.ranks)
+        sync = WeightSync(learner, PROBE, self.workload.config.sync)
+        pools = self._elastic_pools(routers, sync)
+        self.needs = self._needs()
+        return self._parts(routers, learner, sync), pools
+
+    # -- putting together ----------------------------------------------------------------------------------------------
+
+    def _start(self, role: str) -> Router:
+        """A role's engines behind the real router."""
+        writer = self._writer(role)
+        engines: dict[str, Engine] = {}
+        self.engines[role] = []
+        for seat in self.placement.seats[role]:
+            engine = SimulatedEngine(role, writer, speed=self.costs.engines[role], device=self._device(role, seat.rank))
+            self.engines[role].append(engine)
+            engines[seat.name] = engine
+        elastic = self.placement.elastic_slots(self.placement.seats[role][0].pool)
+        continuation = Continuation(decode=writer.decode, seed_after=lambda seed, num_sampled: seed)
+        return Router(role, engines, self.events, continuation if elastic else None)
+
+    def _writer(self, role: str) -> Writer:
+        config = self.workload.config
+        lengths = self.workload.lengths[role]
+        if role == POLICY:
+            return Writer(lengths=lengths, seed=config.seed)
+        return Writer(
+            lengths=lengths,
+            seed=config.seed,
+            scale=Scale(low=config.judge.score_min, high=config.judge.score_max),
+            boxed=config.judge.parser == "boxed",
+            unparseable_share=config.simulate.unparseable_share,
+        )
+
+    def _device(self, role: str, rank: int) -> SharedDevice | None:
+        """Where somebody else sits as well; a process of several slots shares none of them."""
+        seat = self.placement.seats[role][rank]
+        return self.devices.get((seat.pool, seat.slots[0]))
+
+    def _elastic_pools(self, routers: Mapping[str, Router], sync: WeightSync) -> list[ElasticPool]:
+        pools = []
+        for name in self.placement.pools:
+            if slots := self.placement.elastic_slots(name):
+                roles = {role: self._elastic_role(role, routers[role], sync) for role in next(iter(slots.values()))}
+                balance = self.workload.config.balance
+                pools.append(ElasticPool(name, slots, roles, balance, self.events, sync.nothing_pushed))
+        return pools
+
+    def _elastic_role(self, role: str, router: Router, sync: WeightSync) -> ElasticRole:
+        """A switch costs what it costs; the policy's newcomer is brought current as in a real run."""
+        switch_s = self.costs.switch_s
+
+        async def bring_current(name: str, engine: Engine, admit: Callable[[], None]) -> None:
+            await asyncio.sleep(switch_s)
+            if role == POLICY:
+                await sync.catch_up(name, engine, admit)
+            else:
+                admit()
+
+        return ElasticRole(router=router, bring_current=bring_current, max_rows=self.costs.engines[role].max_rows)
+
+    def _needs(self) -> Needs:
+        """Rows are bound by the engine, and by what may be in flight."""
+        train, judge = self.workload.config.train, self.workload.config.judge
+        rollouts = (train.max_staleness + 1) * train.groups_per_batch * train.group_size
+        in_flight = {POLICY: rollouts, GRM: rollouts * judge.num_judgements}
+        rows = {
+            role: max(1, min(speed.max_rows, -(-in_flight[role] // len(self.placement.seats[role]))))
+            for role, speed in self.costs.engines.items()
+        }
+        return Needs(self.costs, rows, train.group_size, judge.num_judgements)
+
+    def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> Parts:
+        config = self.workload.config
+        gate = FailureGate(
+            max_failure_rate=config.judge.max_failure_rate,
+            window=config.judge.failure_window,
+            pause_s=config.judge.pause_s,
+        )
+        return Parts(
+            prompts=self.workload.prompts,
+            too_long=lambda prompt: False,
+            play=make_play(self.workload, routers[POLICY]),
+            judge=make_judge(self.workload, routers.get(GRM), config.judge.kind),
+            watch=JudgeFitness(gate),
+            trainer=BatchTrainer(learner, config.train, config.algorithm),
+            push_weights=functools.partial(push_to_living, sync, routers[POLICY]),
+            journal=self.needs,
+            events=self.events,
+        )
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    async def _after_step(self, report: StepReport) -> None:
+        self.needs.close_step(report.step)
+        busy_s = {role: sum(engine.busy_s for engine in engines) for role, engines in self.engines.items()}
+        self.steps.append(
+            SimulatedStep(
+                ended_s=asyncio.get_running_loop().time(),
+                step_s=report.waits.steps_s,
+                busy_s=busy_s | {LEARNER: self.ranks.busy_s},
+                staleness=max(report.step - 1 - group.version for group in report.groups),
+                waits=report.waits,
+            )
+        )
+
+    def _result(self, pools: Sequence[ElasticPool]) -> SimulatedRun:
+        train = self.workload.config.train
+        settled = settled_steps(len(self.steps), train.max_staleness)
+        inside = [self.steps[index] for index in settled]
+        before = self.steps[settled.start - 1] if settled.start else None
+        began_s = before.ended_s if before else inside[0].ended_s - inside[0].step_s
+        seconds = inside[-1].ended_s - began_s
+        counts = {role: len(engines) for role, engines in self.engines.items()} | {LEARNER: 1}
+        busy_s = {role: inside[-1].busy_s[role] - (before.busy_s[role] if before else 0.0) for role in counts}
+        return SimulatedRun(
+            steps=tuple(self.steps),
+            settled=settled,
+            step_s=seconds / len(settled),
+            busy={role: busy_s[role] / (seconds * count) if seconds else 0.0 for role, count in counts.items()},
+            bound=bound_of(
+                [self.needs.steps[index + 1] for index in settled], self.placement, self.costs, train.max_staleness
+            ),
+            max_staleness=max(step.staleness for step in self.steps),
+            dropped=dict(self.pipeline.admission.dropped),
+            failed_judgements=dict(self.pipeline.tally.total_so_far().failed),
+            moves={move: count for pool in pools for move, count in pool.moves.items()},
+            waits=functools.reduce(WaitTimes.plus, (step.waits for step in inside)),
+        )
+
+
+def settled_steps(num_steps: int, max_staleness: int) -> range:
+    """Without those in which the pipeline fills and drains: steps overlap with as many as staleness allows."""
+    edge = max_staleness + 1 if max_staleness and num_steps > 2 * (max_staleness + 1) else 0
+    return range(edge, num_steps - edge)
+
+
+def shared_devices(placement: Placement) -> dict[tuple[str, int], SharedDevice]:
+    """(pool, slot) -> the slots with more than one process."""
+    tenants: dict[tuple[str, int], int] = {}
+    for seat in (seat for seats in placement.seats.values() for seat in seats):
+        for slot in seat.slots:
+            tenants[seat.pool, slot] = tenants.get((seat.pool, slot), 0) + 1
+    return {place: SharedDevice() for place, count in tenants.items() if count > 1}
+
+
+def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
+    return FlowConfig(
+        num_steps=num_steps,
+        groups_per_batch=config.train.groups_per_batch,
+        group_size=config.train.group_size,
+        min_valid_siblings=config.train.min_valid_siblings,
+        max_staleness=config.train.max_staleness,
+        group_deadline_s=config.rollout.group_deadline_s,
+        play_width=config.rollout.width,
+        judge_width=config.judge.width,
+        seed=config.seed,
+        report_wait_s=NO_WAIT_S,
+    )
+
+
+def make_play(workload: Workload, policy: Engine) -> Play:
+    """The real episode, with a tokenizer that counts."""
+    rollout = workload.config.rollout
+    renderer = CountingRenderer(workload.chars_per_token[POLICY])
+    params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
+
+    async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        return await play(seat, SingleTurn(prompt), policy, renderer, params, rollout.max_turns, on_first_token)
+
+    return played
+
+
+def make_judge(workload: Workload, grm: Router | None, kind: str) -> Judge:
+    """The real judge, of a GRM whose critiques are scripted and really parsed."""
+    config = workload.config
+    if kind == "rule":
+        return RuleJudge(config.judge.rule)
+    if kind == "mixed":
+        mix = config.judge.mix.items()
+        return MixedJudge({name: (make_judge(workload, grm, name), weight) for name, weight in mix})
+    assert grm is not None, "a GRM outside has no place to be simulated on"
+    here = GrmHere(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), context_tokens=0)
+    return GenerativeJudge(here, config.judge, config.seed)

@@ -1,0 +1,276 @@
+"""The simulated run: the real pipeline on a virtual clock, its bound, its lengths, its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import launch  # noqa: F401  registers the schema
+from grmpipe.config import ConfigError, RunConfig, build
+from grmpipe.data.stream import PromptStream
+from grmpipe.judge.settings import JudgeConfig
+from grmpipe.rollout.settings import RolloutConfig
+from grmpipe.simulate import SimulatedRun, Workload, settled_steps, simulate
+from grmpipe.simulate_settings import SimulateConfig
+from grmpipe.simulation_scripts import FILLER, CountingRenderer, Lengths, Writer, lengths_in, lognormal, measured
+from grmpipe.simulation_task import run_simulation
+from grmpipe.train.settings import TrainConfig
+from grmpipe.types import Prompt
+from models.types import EngineSpeed, Message, RequestContext, SamplingParams
+from scheduler.cost import Costs, LearnerSpeed
+from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
+
+ROOT = Path(__file__).parents[2]
+SPEED = EngineSpeed(step_s=0.01, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=64)
+COSTS = Costs(engines={"policy": SPEED, "grm": SPEED}, learner=LearnerSpeed(token_s=1e-5, step_s=0.1), sync_s=0.1)
+
+
+def always(num_tokens: int) -> Lengths:
+    return lambda quantile: num_tokens
+
+
+ROLLOUTS, CRITIQUES = always(100), always(50)
+
+
+def workload(
+    *, staleness: int = 0, lengths: Lengths = ROLLOUTS, critiques: Lengths = CRITIQUES, **simulated: float
+) -> Workload:
+    config = RunConfig(
+        train=TrainConfig(groups_per_batch=4, group_size=4, max_staleness=staleness, micro_batch_tokens=512),
+        rollout=RolloutConfig(max_new_tokens=400, min_tokens_per_s=1, group_deadline_s=3600),
+        judge=JudgeConfig(num_judgements=2, max_new_tokens=200, min_tokens_per_s=1, timeout_s=3600, reasks=1),
+        simulate=SimulateConfig(**simulated),  # type: ignore[arg-type]
+    )
+    question = Message(role="user", content="how many apples are left? " * 4)
+    return Workload(
+        config=config,
+        prompts=PromptStream([Prompt(prompt_id=f"p{n}", messages=(question,)) for n in range(64)]),
+        chars_per_token={"policy": 4.0, "grm": 4.0},
+        lengths={"policy": lengths, "grm": critiques},
+    )
+
+
+def seats(policy: int = 2, grm: int = 2, learner: int = 1, elastic: bool = False) -> Placement:
+    if elastic:
+        pools = {"engines": PoolConfig(slots=policy, elastic=True), "train": PoolConfig(slots=learner)}
+        roles = {"policy": RoleConfig(pool="engines"), "grm": RoleConfig(pool="engines")}
+    else:
+        pools = {"p": PoolConfig(slots=policy), "g": PoolConfig(slots=grm), "train": PoolConfig(slots=learner)}
+        roles = {"policy": RoleConfig(pool="p", replicas=policy), "grm": RoleConfig(pool="g", replicas=grm)}
+    roles["learner"] = RoleConfig(pool="train", replicas=learner)
+    return place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"))
+
+
+def simulated(steps: int = 6, costs: Costs = COSTS, placement: Placement | None = None, **changes) -> SimulatedRun:
+    return simulate(workload(**changes), placement or seats(), costs, steps)
+
+
+def test_a_synchronous_step_takes_its_chain_where_engines_have_room_for_all() -> None:
+    run = simulated()
+    played_s, judged_s = 100 * 0.01, 50 * 0.01
+    assert run.step_s == pytest.approx(played_s + judged_s + 16 * (26 + 100) * 1e-5 + 0.1 + 0.1, rel=0.02)
+    assert run.max_staleness == 0
+    assert len(run.steps) == 6
+
+
+def test_no_run_beats_its_bound() -> None:
+    for staleness in (0, 1, 3):
+        for placement in (seats(), seats(policy=1, grm=1), seats(policy=1, grm=3, learner=2)):
+            run = simulated(12, staleness=staleness, lengths=lognormal(80, 0.8), placement=placement)
+            assert run.times_bound > 0.999
+            assert run.max_staleness <= staleness
+
+
+def test_a_stale_run_is_faster_than_a_synchronous_one() -> None:
+    times = [simulated(12, staleness=staleness, lengths=lognormal(80, 0.8)).step_s for staleness in (0, 1, 2)]
+    assert times[0] > times[1] > times[2]
+
+
+def test_equal_runs_are_equal_and_other_lengths_are_not() -> None:
+    def of_lengths(lengths: Lengths) -> list[float]:
+        return [step.step_s for step in simulated(staleness=1, lengths=lengths).steps]
+
+    assert of_lengths(lognormal(80, 0.8)) == of_lengths(lognormal(80, 0.8))
+    assert of_lengths(lognormal(80, 0.8)) != of_lengths(lognormal(81, 0.8))
+
+
+def test_who_has_most_to_do_is_busy_all_the_time() -> None:
+    slow = replace(COSTS, learner=LearnerSpeed(token_s=2e-3, step_s=0.1))
+    run = simulated(12, costs=slow, staleness=2)
+    assert run.busy["learner"] > 0.95
+    assert run.busy["policy"] < 0.5
+    assert run.times_bound < 1.05
+
+
+def test_policy_and_learner_on_one_slot_take_turns_and_so_need_longer() -> None:
+    apart = place(
+        PlacementConfig(
+            pools={"a": PoolConfig(slots=1), "b": PoolConfig(slots=1), "g": PoolConfig(slots=1)},
+            roles={"policy": RoleConfig(pool="a"), "learner": RoleConfig(pool="b"), "grm": RoleConfig(pool="g")},
+        ),
+        ("policy", "learner", "grm"),
+    )
+    together = place(
+        PlacementConfig(
+            pools={"a": PoolConfig(slots=1), "g": PoolConfig(slots=1)},
+            roles={"policy": RoleConfig(pool="a"), "learner": RoleConfig(pool="a"), "grm": RoleConfig(pool="g")},
+        ),
+        ("policy", "learner", "grm"),
+    )
+    slow = replace(COSTS, learner=LearnerSpeed(token_s=5e-4, step_s=0.1))
+    one, two = (simulated(12, costs=slow, staleness=1, placement=placement) for placement in (together, apart))
+    assert one.step_s > 1.2 * two.step_s
+    assert one.busy["policy"] + one.busy["learner"] <= 1.0 + 1e-9
+
+
+def test_elastic_slots_move_and_nothing_is_lost() -> None:
+    one_row = replace(SPEED, max_rows=4)
+    costs = replace(COSTS, engines={"policy": one_row, "grm": one_row}, switch_s=0.05)
+    run = simulated(8, costs=costs, placement=seats(policy=4, elastic=True), lengths=lognormal(80, 0.8))
+    assert run.moves.get("policy->grm", 0) > 0
+    assert run.moves.get("grm->policy", 0) > 0
+    assert run.dropped == {}
+    assert len(run.steps) == 8
+
+
+def test_critiques_go_through_the_real_parser() -> None:
+    run = simulated(unparseable_share=0.1)
+    assert run.failed_judgements.keys() == {"unparseable"}
+    assert 0 < run.failed_judgements["unparseable"] < 60
+    assert run.dropped == {}
+
+
+def test_a_critique_that_never_ends_is_cut_and_told() -> None:
+    with pytest.raises(Exception, match="truncated"):
+        simulated(critiques=always(201))
+
+
+def test_the_first_and_last_steps_of_a_stale_run_are_not_counted() -> None:
+    assert settled_steps(10, 0) == range(10)
+    assert settled_steps(10, 1) == range(2, 8)
+    assert settled_steps(4, 1) == range(4)
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def drawn(lengths: Lengths, count: int = 4000) -> list[int]:
+    writer = Writer(lengths=lengths, seed=3)
+    contexts = [RequestContext(request_id=f"g{n}/0/t0", group_id="g", role="policy") for n in range(count)]
+    return [len(writer((1,), SamplingParams(max_new_tokens=1 << 20), context).token_ids) for context in contexts]
+
+
+def test_lognormal_lengths_have_their_median_and_their_mean() -> None:
+    lengths = drawn(lognormal(300, 0.6))
+    assert median(lengths) == pytest.approx(300, rel=0.05)
+    assert fmean(lengths) == pytest.approx(300 * math.exp(0.18), rel=0.05)
+
+
+def test_measured_lengths_come_as_often_as_they_did() -> None:
+    lengths = drawn(measured([5, 5, 5, 90]))
+    assert lengths.count(90) / len(lengths) == pytest.approx(0.25, abs=0.03)
+    assert set(lengths) == {5, 90}
+
+
+def ask(writer: Writer, prompt_ids: Sequence[int], max_new_tokens: int):
+    context = RequestContext(request_id="g/0/j0.0", group_id="g", role="grm")
+    return writer(prompt_ids, SamplingParams(max_new_tokens=max_new_tokens), context)
+
+
+def test_an_answer_that_goes_on_elsewhere_comes_to_the_same_end() -> None:
+    writer = Writer(lengths=always(50), seed=0)
+    whole = ask(writer, (1, 2), 64)
+    rest = ask(writer, (1, 2, *(FILLER,) * 20), 44)
+    assert len(whole.token_ids) == 50
+    assert (FILLER,) * 20 + rest.token_ids == whole.token_ids
+    assert writer.decode(whole.token_ids) == whole.text
+
+
+def test_what_exceeds_the_limit_is_cut() -> None:
+    script = ask(Writer(lengths=always(50), seed=0), (1,), 49)
+    assert (len(script.token_ids), script.finish_reason) == (49, "length")
+
+
+def test_sampled_text_counts_as_the_tokens_it_is() -> None:
+    renderer = CountingRenderer(4.0)
+    answer = ask(Writer(lengths=always(123), seed=0), (1,), 200)
+    plain, with_answer = (renderer.render((Message(role="user", content="q" * 40 + t),)) for t in ("", answer.text))
+    assert len(plain) == 10
+    assert len(with_answer) == 133
+    assert plain[0] != with_answer[0]
+
+
+# -- the task ----------------------------------------------------------------------------------------------------------
+
+
+SMALL = (
+    "+experiment=quickstart", "task=simulate", "simulate.steps=4", "train.groups_per_batch=2", "data.num_prompts=16",
+    "data.num_eval_prompts=4",
+)  # fmt: skip
+
+
+def run_task(tmp_path: Path, *overrides: str) -> str:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = build(compose("config", [*SMALL, f"run_dir={tmp_path / 'simulated'}", *overrides]))
+    return run_simulation(config, lambda what, share: None)
+
+
+STATED = (
+    "simulate.costs.policy.step_s=0.01", "simulate.costs.grm.step_s=0.02", "simulate.costs.learner_token_s=1e-5",
+)  # fmt: skip
+
+
+def test_the_task_tells_step_time_busy_shares_and_bound_and_leaves_its_files(tmp_path: Path) -> None:
+    text = run_task(tmp_path, *STATED)
+    for word in ("a step", "bound", "busy", "staleness at most", "bottleneck"):
+        assert word in text
+    record = json.loads((tmp_path / "simulated" / "simulation.json").read_text())
+    assert len(record["steps_s"]) == 4
+    assert record["step_s"] >= record["bound_s"] > 0
+    assert record["busy"].keys() == {"policy", "grm", "learner"}
+    lanes = {
+        event["args"]["name"]
+        for event in json.loads((tmp_path / "simulated" / "timeline.json").read_text())
+        if event["name"] == "thread_name"
+    }
+    assert {"policy-0", "grm-0", "learner", "weight sync"} <= lanes
+
+
+def test_costs_stated_for_one_role_only_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"simulate\.costs\.grm\.step_s"):
+        run_task(tmp_path, "simulate.costs.policy.step_s=0.01")
+
+
+def test_a_run_keeps_its_files(tmp_path: Path) -> None:
+    (tmp_path / "simulated").mkdir()
+    (tmp_path / "simulated" / "config.yaml").write_text("task: train\n")
+    with pytest.raises(ConfigError, match="run_dir"):
+        run_task(tmp_path, *STATED)
+
+
+def test_lengths_of_a_run_without_journals_are_refused_by_their_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"simulate\.lengths"):
+        run_task(tmp_path, *STATED, f"simulate.lengths={tmp_path}")
+
+
+def test_lengths_come_from_the_journals_of_a_run(tmp_path: Path) -> None:
+    completion = {"token_ids": [1] * 30}
+    rollout = {"turns": [{"token_ids": [1] * 20}]}
+    judged = {"judgements": [{"completion": completion}], "failures": [{"cause": "timeout"}]}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollout) + "\n" + '{"torn')
+    (tmp_path / "judgements.jsonl").write_text(json.dumps(judged) + "\n")
+    assert lengths_in(tmp_path) == {"policy": [20], "grm": [30]}
+
+
+def test_a_simulation_is_fast() -> None:
+    began = time.process_time()
+    simulated(10, staleness=1, lengths=lognormal(80, 0.8))
+    assert time.process_time() - began < 5.0
