@@ -145,7 +145,11 @@ class ElasticPool:
         )
 
     def _cost_s(self, source: str, target: str) -> float:
-        return max(self._switch_s.get((source, target), self._config.switch_s), LEAST_COST_S)
+        cost_s = max(self._switch_s.get((source, target), self._config.switch_s), LEAST_COST_S)
+        if self._roles[target].bring_current is need_no_weights:
+            return cost_s
+        # Newcomers catch up one after another, and a push of the learner's waits behind them.
+        return cost_s * (1 + sum(self._serves[slot] == target for slot in self._moving))
 
     # -- moving --------------------------------------------------------------------------------------------------------
 

@@ -86,15 +86,21 @@ class Load:
         now_s = asyncio.get_running_loop().time()
         return 0.0 if self._hands[name].asks else now_s - self._idle_since_s.setdefault(name, now_s)
 
+    def woke(self, name: str) -> None:
+        """An engine serves from now on: idleness counts anew."""
+        self._idle_since_s[name] = asyncio.get_running_loop().time()
+
     def backlog(self, max_rows: int) -> RoleBacklog:
         """What there is to do, by what requests were like of late. max_rows: of one engine."""
         now_s, pace = asyncio.get_running_loop().time(), self.pace
         token_s = pace.step_now_s
-        left = [pace.remaining(0)] * self.num_waiting
+        sampled = [0.0] * self.num_waiting
         for hand in self._hands.values():
             for ask in hand.asks.values():
                 here = (now_s - ask.begun_s) / token_s if ask.begun_s is not None and token_s else 0.0
-                left.append(pace.remaining(ask.num_before + here))
+                sampled.append(ask.num_before + here)
+        mean = pace.mean(sum(sampled))
+        left = [pace.remaining(tokens, mean) for tokens in sampled]
         self._idle_from_s = now_s if left else self._idle_from_s or now_s
         step_s, row_s = pace.step()
         return RoleBacklog(

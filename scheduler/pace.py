@@ -9,6 +9,7 @@ from itertools import accumulate
 
 REMEMBERED = 512  # requests; what is older says little of a policy in training
 PRIOR_WEIGHT = 4.0  # of the belief below, in requests
+PRIOR_LENGTHS = 2.0
 PRIOR_S = 0.01, 0.001  # a step, and what each row adds, until any request has ended: of no model in particular
 PRIOR_STEP_SHARE = 0.5  # until batches of several sizes were seen: of a step, what does not grow with its rows
 
@@ -38,16 +39,23 @@ class Pace:
         """What a token took of late, on average."""
         return sum(step for _, step in self._steps) / len(self._steps) if self._steps else 0.0
 
-    def remaining(self, num_sampled: float) -> float:
-        """Tokens that a request is expected to sample yet: the mean of the longer ones beyond what it has."""
+    def mean(self, running_tokens: float) -> float:
+        """Of a request's length, when those in flight have sampled so much: the first to end are the short ones, and
+        tokens per end is what they and the rest say together (the exponential's maximum likelihood, censored)."""
         if not self._lengths:
-            return max(self.expected_tokens - num_sampled, 1.0)
+            return max(self.expected_tokens, running_tokens)
+        return (sum(self._lengths) + running_tokens) / len(self._lengths)
+
+    def remaining(self, num_sampled: float, mean: float) -> float:
+        """Tokens that a request is expected to sample yet: what the longer ones had beyond it, and as many as two of
+        `mean` length had, for the sake of one that is longer than all."""
         if not self._sorted:
             self._sorted = sorted(self._lengths)
             self._tails = [*accumulate(reversed(self._sorted))][::-1]
         longer = bisect_right(self._sorted, num_sampled)
         count = len(self._sorted) - longer
-        return max(self._tails[longer] / count - num_sampled, 1.0) if count else 1.0
+        beyond = self._tails[longer] - count * num_sampled if count else 0.0
+        return max((beyond + PRIOR_LENGTHS * mean) / (count + PRIOR_LENGTHS), 1.0)
 
     def step(self) -> tuple[float, float]:
         """(seconds of a decoding step by itself, seconds that each row adds): a line through what was seen.

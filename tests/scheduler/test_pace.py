@@ -7,19 +7,33 @@ import pytest
 from scheduler.pace import Pace
 
 
-def test_what_a_request_has_left_is_the_mean_of_the_longer_ones() -> None:
+def test_what_a_request_has_left_is_what_the_longer_ones_had() -> None:
     pace = Pace()
-    for tokens in (10, 10, 10, 100, 200):
+    for tokens in [10] * 100 + [100] * 100 + [200] * 100:
         pace.ended(tokens)
-    assert pace.remaining(0) == pytest.approx(66)
-    assert pace.remaining(10) == pytest.approx(140)
-    assert pace.remaining(150) == pytest.approx(50)
-    assert pace.remaining(1000) == 1.0
+    mean = pace.mean(0.0)
+    assert mean == pytest.approx(310 / 3)
+    assert pace.remaining(0, mean) == pytest.approx(mean)
+    assert pace.remaining(50, mean) == pytest.approx(100, rel=0.01)
+    assert pace.remaining(150, mean) == pytest.approx(50, rel=0.05)
+
+
+def test_one_that_is_longer_than_all_is_not_taken_to_end_at_once() -> None:
+    pace = Pace()
+    for _ in range(100):
+        pace.ended(10)
+    assert pace.remaining(1000, pace.mean(0.0)) == pytest.approx(10)
+
+
+def test_the_first_to_end_are_the_short_ones_and_the_mean_knows_it() -> None:
+    pace = Pace()
+    pace.ended(10)
+    assert pace.mean(63 * 10.0) == 640
 
 
 def test_before_any_has_ended_a_length_is_assumed() -> None:
-    assert Pace(expected_tokens=64).remaining(60) == 4
-    assert Pace(expected_tokens=64).remaining(640) == 1
+    pace = Pace(expected_tokens=64)
+    assert pace.remaining(60, pace.mean(60.0)) == 64
 
 
 def test_batches_of_many_sizes_tell_the_step_from_its_rows() -> None:
