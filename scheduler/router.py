@@ -1,4 +1,4 @@
-"""Many engines of one role seen as one Engine: least load, siblings together, retries elsewhere. Starts no engine.
+"""Many engines of one role seen as one Engine: least work, siblings together, retries elsewhere. Starts no engine.
 
 It outlives its engines: while one that replaces them is on its way, requests wait for it. An engine may live and rest:
 its slot serves another role, and no request goes to it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -27,10 +26,9 @@ from models.types import (
 from scheduler.continuation import Begun, Continuation, can_be_continued
 from scheduler.events import EventSink, NoEvents
 from scheduler.load import Load
+from scheduler.work import ExpectedWork
 
 T = TypeVar("T")
-MAX_IMBALANCE = 16  # requests that siblings may wait behind for the sake of their shared prefix
-GROUPS_REMEMBERED = 4096
 
 
 def ignore_change() -> None:
@@ -58,6 +56,7 @@ class Router:
         continuation: Continuation | None = None,
     ) -> None:
         self.load = Load(role)
+        self._work = ExpectedWork()
         self.on_change: Callable[[], None] = ignore_change
         self._role = role
         self._alive = dict(engines)
@@ -66,7 +65,6 @@ class Router:
         self._events = events or NoEvents()
         self._continuation = continuation
         self._where: dict[str, str] = {}  # request_id -> engine
-        self._home: OrderedDict[str, str] = OrderedDict()  # group_id -> engine
         self._deaths: list[str] = []
         self._coming: set[str] = set()  # those that will be replaced
         self._emptied = asyncio.Event()  # an engine has no request any more
@@ -185,19 +183,22 @@ class Router:
         once, begun = _Once(on_first_token), Begun(tuple(prompt_ids), params)
         while True:
             await self.until_served()
-            name = self._choose(context.group_id) if not begun.moved else self._least_loaded()
+            name, expected = self._place(begun, context.group_id)
             engine = self._serving[name]
             try:
                 part, moving = await self._generate_on(name, engine, begun, context, once)
             except EngineDied as death:
                 self.bury(name, engine, death)
                 continue
+            finally:
+                self._work.give_back(name, expected)
             if moving and part.finish_reason == "abort" and self._continuation is not None:
                 begun.go_on(part, self._continuation)
                 continue
             whole = begun.whole(part, self._continuation)
             if whole.finish_reason != "abort":
                 self.load.pace.ended(whole.num_tokens)
+                self._work.ended(whole.num_tokens)
             return whole
 
     async def abort(self, request_id: str) -> None:
@@ -236,26 +237,17 @@ class Router:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         while True:
             await self.until_served()
-            engine = self._serving[name := self._least_loaded()]
+            engine = self._serving[name := self._work.least(self._serving)]
             try:
                 return await engine.score(token_ids)
             except EngineDied as death:
                 self.bury(name, engine, death)
 
-    def _choose(self, group_id: str) -> str:
-        """Where its siblings are, unless that engine is far behind the least loaded one."""
-        name = self._least_loaded()
-        home = self._home.get(group_id)
-        if home in self._serving and self.load[home] - self.load[name] <= MAX_IMBALANCE:
-            name = home
-        self._home[group_id] = name
-        self._home.move_to_end(group_id)
-        if len(self._home) > GROUPS_REMEMBERED:
-            self._home.popitem(last=False)
-        return name
-
-    def _least_loaded(self) -> str:
-        return min(self._serving, key=lambda name: self.load[name])
+    def _place(self, begun: Begun, group_id: str) -> tuple[str, float]:
+        """Which engine is asked, and the tokens that this is expected to cost it."""
+        if begun.moved:
+            return self._work.place_anywhere(self._serving, begun.prompt_ids, begun.params)
+        return self._work.place(self._serving, group_id, begun.prompt_ids, begun.params)
 
     async def _generate_on(
         self, name: str, engine: Engine, begun: Begun, context: RequestContext, once: _Once

@@ -17,7 +17,8 @@ from models.types import (
     SamplingParams,
     WeightBucket,
 )
-from scheduler.router import MAX_IMBALANCE, Router
+from scheduler.router import Router
+from scheduler.work import SIBLINGS_AHEAD
 
 
 class Spans:
@@ -57,7 +58,7 @@ def two(tokens_per_s: float = 1e6) -> tuple[Router, Recorded, Recorded, Spans]:
     return Router("policy", {"policy-0": a, "policy-1": b}, spans), a, b, spans
 
 
-def test_requests_go_to_the_least_loaded_engine() -> None:
+def test_requests_go_to_the_engine_with_the_least_to_do() -> None:
     async def main() -> None:
         router, a, b, spans = two()
         await asyncio.gather(*(ask(router, number) for number in range(10)))
@@ -70,10 +71,10 @@ def test_requests_go_to_the_least_loaded_engine() -> None:
 def test_siblings_stay_together_until_that_would_cost_too_much() -> None:
     async def main() -> None:
         router, a, b, _ = two()
-        await asyncio.gather(*(ask(router, number, "g") for number in range(MAX_IMBALANCE)))
-        assert {len(a.asked), len(b.asked)} == {0, MAX_IMBALANCE}
-        await asyncio.gather(*(ask(router, number, "h") for number in range(100, 100 + 4 * MAX_IMBALANCE)))
-        assert min(len(a.asked), len(b.asked)) > MAX_IMBALANCE
+        await asyncio.gather(*(ask(router, number, "g") for number in range(SIBLINGS_AHEAD)))
+        assert {len(a.asked), len(b.asked)} == {0, SIBLINGS_AHEAD}
+        await asyncio.gather(*(ask(router, number, "h") for number in range(100, 100 + 4 * SIBLINGS_AHEAD)))
+        assert min(len(a.asked), len(b.asked)) > SIBLINGS_AHEAD
 
     asyncio.run(main())
 
