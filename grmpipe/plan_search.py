@@ -13,6 +13,7 @@ from grmpipe.engine_checks import SEVERAL_GPUS
 from grmpipe.engines import engine_config_of, options_of
 from grmpipe.plan_costs import Seated, costs_of, kv_bytes_of, kv_bytes_per_token, step_work
 from grmpipe.plan_memory import parts_of
+from grmpipe.prepare import seat_roles
 from grmpipe.profile import Profile
 from grmpipe.run_dir import HOME
 from grmpipe.survey import Survey, pool_with_memory
@@ -108,7 +109,20 @@ def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, P
         costs=costs,
         memory=lambda role, seating, kind: memory_of(role, seating, kind, survey, kinds),
         elastic=frozenset(work.engines) if len(work.engines) > 1 else frozenset(),
+        replicas=replicas_allowed(survey),
     )
+
+
+def replicas_allowed(survey: Survey) -> dict[str, range]:
+    """Where a number of processes is given: ranks within this process, servers that run already."""
+    config, allowed = survey.config, {}
+    if config.cluster.kind == "inprocess":
+        allowed["learner"] = range(1, 2)
+    for role in survey.models:
+        engine = engine_config_of(role, config)
+        if isinstance(engine, SglangConfig) and engine.urls:
+            allowed[role] = range(len(engine.urls), len(engine.urls) + 1)
+    return allowed
 
 
 def widths_of(role: str, survey: Survey) -> tuple[int, ...]:
@@ -192,10 +206,12 @@ def write_best(plans: Plans, config: RunConfig) -> str:
     best = plans.ranking.ranked[0]
     directory = plan_directory(config)
     path = directory / "placement" / f"{NAME}.yaml"
+    placement = placement_of(best.weighed.candidate, plans.kinds)
+    seat_roles(replace(config, placement=placement))  # what a run would refuse isn't written
     said = f"# {best.weighed.candidate.describe()}: {seconds(best.step_s)} a step, {best.weighed.reason}.\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(said + placement_yaml(placement_of(best.weighed.candidate, plans.kinds)), encoding="utf-8")
+        path.write_text(said + placement_yaml(placement), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"plan.write: {path} can't be written ({error}); type plan.write=<a directory>") from error
     experiment = f" +experiment={config.experiment}" if config.experiment != "default" else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from scheduler.bound import StepWork, busy_s, chain_s
 from scheduler.cost import Costs
@@ -65,6 +65,7 @@ class Question:
     costs:   of a candidate's processes.
     memory:  (role, seating, kind) -> bytes on each of its slots; None where that isn't known.
     elastic: roles whose engines may take each other's places.
+    replicas: role -> the numbers of its processes that there may be; a role that isn't in it may have any.
     """
 
     kinds: Mapping[str, PoolConfig]
@@ -73,6 +74,12 @@ class Question:
     costs: Callable[[Candidate], Costs]
     memory: Callable[[str, Seating, str], float | None]
     elastic: frozenset[str] = frozenset()
+    replicas: Mapping[str, range] = field(default_factory=dict)
+
+    def allows(self, room: Room) -> bool:
+        return all(
+            role not in self.replicas or seating.replicas in self.replicas[role] for role, seating in room.seats.items()
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +161,10 @@ def enumerate_candidates(question: Question) -> Iterator[Candidate]:
     for blocks in partitions(question.work.roles):
         for kinds in itertools.product(question.kinds, repeat=len(blocks)):
             for slots in slot_splits(kinds, question.kinds):
-                choices = [rooms_of(*room, question) for room in zip(kinds, slots, blocks, strict=True)]
+                choices = [
+                    [room for room in rooms_of(kind, num_slots, block, question) if question.allows(room)]
+                    for kind, num_slots, block in zip(kinds, slots, blocks, strict=True)
+                ]
                 for rooms in itertools.product(*choices):
                     yield Candidate(rooms=rooms)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -207,6 +208,12 @@ def test_a_candidate_becomes_a_placement_that_seats_it() -> None:
         assert sum(pool.slots for pool in placement.pools.values()) == 8
         for role, seating in candidate.seats.items():
             assert [len(seat.slots) for seat in placement.seats[role]] == [seating.width] * seating.replicas
+
+
+def test_a_number_of_processes_that_is_given_is_kept() -> None:
+    asked = dataclasses.replace(question(learner_tokens=100_000), replicas={"learner": range(1, 2), "grm": range(3, 4)})
+    for candidate in enumerate_candidates(asked):
+        assert (candidate.seats["learner"].replicas, candidate.seats["grm"].replicas) == (1, 3)
 
 
 def test_partitions_are_all_of_them() -> None:
