@@ -11,7 +11,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
 
 test: lint
-	$(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term
+	$(BIN)/python -m pytest -m "not gpu and not sglang" --cov --cov-report=term
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
