@@ -97,6 +97,7 @@ class Pipeline:
         self._deadlines: dict[str, float] = {}
         self._running: set[str] = set()  # groups whose first token came
         self._ready: dict[str, JudgedGroup] = {}  # by group_id, in order of arrival
+        self._unweighed: list[str] = []  # ready, their age not looked at since they came or since the last step
         self._batch: list[JudgedGroup] = []
         self._news = asyncio.Event()  # a group ended, or the run is to stop
         self._room = asyncio.Event()
@@ -281,6 +282,7 @@ class Pipeline:
             self._drop(group.group_id, group.cause)
         else:
             self._ready[group.group_id] = group.judged()
+            self._unweighed.append(group.group_id)
             self.waits.judged(group.group_id)
         self._news.set()
 
@@ -357,9 +359,11 @@ class Pipeline:
                 self._report_wait()
 
     def _pick(self) -> JudgedGroup | None:
-        for group_id in [id for id, group in self._ready.items() if self.admission.is_stale(group.version)]:
-            del self._ready[group_id]
-            self._drop(group_id, "stale")
+        unweighed, self._unweighed = self._unweighed, []
+        for group_id in unweighed:
+            if self.admission.is_stale(self._ready[group_id].version):
+                del self._ready[group_id]
+                self._drop(group_id, "stale")
         urgent = self.admission.most_urgent(list(self._ready), {group.group_id for group in self._batch})
         return None if urgent is None else self._ready.pop(urgent)
 
@@ -373,6 +377,7 @@ class Pipeline:
         oldest = max(self.version - group.version for group in batch)
         self.max_staleness_trained = max(self.max_staleness_trained, oldest)
         self.admission.stepped([group.group_id for group in batch])
+        self._unweighed = list(self._ready)
         for judged in batch:
             group = self._groups.pop(judged.group_id)
             self.parts.journal.group_ended(
@@ -395,7 +400,7 @@ class Pipeline:
         log.warning("no more prompts: %d groups of an incomplete batch are dropped", len(self._groups))
         for group_id in list(self._groups):
             self._drop(group_id, "end_of_prompts")
-        self._batch, self._ready = [], {}
+        self._batch, self._ready, self._unweighed = [], {}, []
         self.admission.check()
 
     def _report_wait(self) -> None:

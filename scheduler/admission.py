@@ -31,6 +31,7 @@ class Admission:
         self.dropped = Counter(dropped or {})
         self.submitted = self.trained + self.dropped.total()
         self.in_flight: dict[str, int] = {}  # group_id -> policy version when it was opened
+        self._opened_at: Counter[int] = Counter()  # version -> how many of those in flight were opened at it
 
     @property
     def capacity(self) -> int:
@@ -43,16 +44,17 @@ class Admission:
         """`version` is the lowest of the tokens that a group comes with; one without any starts at ours."""
         assert group_id not in self.in_flight, f"group {group_id} opened twice"
         self.in_flight[group_id] = self.version if version is None else version
+        self._opened_at[self.in_flight[group_id]] += 1
         self.submitted += 1
 
     def drop(self, group_id: str, cause: str) -> None:
-        del self.in_flight[group_id]
+        self._leave(group_id)
         self.dropped[cause] += 1
 
     def stepped(self, group_ids: Collection[str]) -> None:
         """A batch of these groups became the next version."""
         for group_id in group_ids:
-            del self.in_flight[group_id]
+            self._leave(group_id)
         self.trained += len(group_ids)
         self.version += 1
 
@@ -73,7 +75,8 @@ class Admission:
         those that are not ready). What `capacity` admits always fits, so nothing that ends in time grows stale.
         """
         due = self._due(group_id)
-        waiting = Counter(self._due(other) for other in self.in_flight if other != group_id and other not in taken)
+        waiting = Counter({version + self.max_staleness: count for version, count in self._opened_at.items()})
+        waiting.subtract(self._due(other) for other in {group_id, *taken})
         due_so_far = sum(count for version, count in waiting.items() if version < self.version)
         for ahead in range(due - self.version):
             due_so_far += waiting[self.version + ahead]
@@ -84,6 +87,12 @@ class Admission:
     def batches_ahead(self, group_id: str) -> int:
         """Batches that may still leave a group out: 0 means that it is due in the open one."""
         return self._due(group_id) - self.version
+
+    def _leave(self, group_id: str) -> None:
+        version = self.in_flight.pop(group_id)
+        self._opened_at[version] -= 1
+        if not self._opened_at[version]:
+            del self._opened_at[version]
 
     def _due(self, group_id: str) -> int:
         """Judged by when it was opened, which is never too late."""
