@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 
 from grmpipe.config import RunConfig
@@ -17,11 +18,15 @@ from models.settings import OpenAIConfig
 from scheduler.bound import busiest_slot_s, busy_s, chain_s
 from scheduler.placement import describe
 
+MOST_ROLLOUTS = 4096  # of a step that is simulated in passing: seconds
+Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: not of this run
 
-def plan(config: RunConfig, progress: Progress, simulate: Simulate | None = None) -> str:
+
+def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey, profile: None) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
     survey = survey_run(config, progress)
     profile = read_profile(config.plan.profile) if config.plan.profile else None
+    simulate = simulator(survey, profile)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
     blocks = [
         describe(survey.placement),
@@ -90,7 +95,9 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
         else "one rollout, its judgements, its update, one after the other"
     )
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
-    if simulate is not None:
+    if simulate is not None and work.engines["policy"].requests > MOST_ROLLOUTS:
+        lines.append("  so large a step isn't simulated in passing: type task=simulate")
+    elif simulate is not None:
         predicted = simulate(placement, costs)
         shares = ", ".join(f"{role} {share:.0%}" for role, share in predicted.busy.items())
         lines.append(f"  simulated {seconds(predicted.step_s)}; busy: {shares}")

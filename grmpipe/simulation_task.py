@@ -44,13 +44,14 @@ def run_simulation(config: RunConfig, progress: Progress) -> str:
     return f"{describe(run, workload, survey.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
 
 
-def simulator(config: RunConfig, progress: Progress) -> Callable[[Placement, Costs], Predicted]:
-    """For a plan: how another placement of the same run would fare."""
-    survey = survey_run(config, progress)
-    workload = workload_of(survey, read_profile(config.plan.profile) if config.plan.profile else None)
+def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, Costs], Predicted] | None:
+    """For a plan: how a placement of the same run fares. None where a judge lives outside."""
+    if survey.config.judge_is_outside:
+        return None
+    workload = workload_of(survey, profile)
 
     def predict(placement: Placement, costs: Costs) -> Predicted:
-        run = simulate(workload, placement, costs, config.plan.steps)
+        run = simulate(workload, placement, costs, survey.config.plan.steps)
         return Predicted(step_s=run.step_s, busy=run.busy)
 
     return predict

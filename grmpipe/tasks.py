@@ -46,8 +46,7 @@ def run_train(config: RunConfig) -> float | None:
 
 def show_plan(config: RunConfig) -> None:
     with model_progress() as progress:
-        simulates = config.plan.search and not config.judge_is_outside
-        text = plan(config, progress, simulator(config, progress) if simulates else None)
+        text = plan(config, progress, simulator)
     print(text)
 
 

@@ -196,7 +196,7 @@ def test_a_search_ranks_placements_and_writes_one_that_is_the_very_same_when_rea
         return Predicted(step_s=50.0 if len(placement.seats["grm"]) == 3 else 90.0, busy={"policy": 0.5, "grm": 0.9})
 
     config = composed(*big_run, "engine=vllm", *H100, "plan.search=true", "plan.write=found")
-    text = plan(config, lambda what, share: None, simulate)
+    text = plan(config, lambda what, share: None, lambda survey, profile: simulate)
     assert "simulated 90 s; busy: policy 50%, grm 90%" in text  # as it is placed now
     first = next(line for line in text.splitlines() if line.startswith("  1  "))
     assert first.split()[1:6] == ["50", "s", "50%", "90%", "0%"]

@@ -57,4 +57,4 @@ def test_the_doctor_says_what_to_type_for_what_is_missing() -> None:
 def test_an_unknown_task_is_told_the_known_ones(tmp_path: Path) -> None:
     result = launch(tmp_path, "task=evaluate")
     assert result.returncode == 2
-    assert result.stderr.strip() == "grmpipe: task: unknown task 'evaluate'; known: train, plan, doctor"
+    assert result.stderr.strip() == "grmpipe: task: unknown task 'evaluate'; known: train, plan, simulate, doctor"
