@@ -1,0 +1,373 @@
+"""Elastic slots against every static split: the pipeline and the balancer of real runs on engines that only take time.
+
+python benchmarks/elastic.py > benchmarks/elastic.md        # minutes, one core
+python benchmarks/elastic.py --mixes drifting --staleness 1 --loads full
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import itertools
+import logging
+import math
+import random
+import statistics
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.flow import FlowConfig, Parts, StepReport
+from grmpipe.judge.fitness import JudgeFitness
+from grmpipe.judge.watch import FailureGate
+from grmpipe.pipeline import Pipeline
+from grmpipe.rollout.play import Seat, play
+from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
+from models.checksums import checksum
+from models.engines.simulated import Script, SimulatedEngine
+from models.engines.simulated_pace import SharedDevice
+from models.types import (
+    Engine,
+    EngineSpeed,
+    InlineBytes,
+    Message,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+    WeightTensor,
+)
+from scheduler.balance import BalanceConfig
+from scheduler.continuation import Continuation
+from scheduler.elastic import ElasticPool, ElasticRole
+from scheduler.events import NoEvents
+from scheduler.health import push_to_living
+from scheduler.router import Router
+from scheduler.supervise import run_until
+from scheduler.virtual_loop import run_virtually
+from scheduler.weight_push import SyncConfig, SyncReport
+from scheduler.weight_sync import WeightSync
+
+SLOTS = 8
+GROUP_SIZE, JUDGEMENTS = 8, 4
+MAX_TOKENS = 8192
+SIGMA = 0.8  # of the lengths' logarithm: the longest of 128 is about nine times the median
+PROMPT_TOKENS, JUDGE_PROMPT_TOKENS = 256, 1024
+# About an 8 B policy and a 14 B judge on an H100, with a quarter of the rows that such a slot has, each of four times
+# the cost: the same shape for a quarter of the events.
+POLICY = EngineSpeed(step_s=0.008, row_s=0.0002, cached_token_s=2.0e-7, prefill_token_s=3.5e-5, max_rows=64)
+GRM = EngineSpeed(step_s=0.013, row_s=0.0003, cached_token_s=2.5e-7, prefill_token_s=6e-5, max_rows=64)
+PUSH_S, WAKE_S, LEARN_S = 1.0, 0.5, 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Median lengths at the beginning and at the end of a run."""
+
+    name: str
+    rollout: tuple[float, float]
+    judgement: tuple[float, float]
+
+    def median(self, role: str, share: float) -> float:
+        first, last = self.rollout if role == "policy" else self.judgement
+        return first * (last / first) ** share
+
+
+MIXES = {
+    mix.name: mix
+    for mix in (
+        Mix(name="judge-heavy", rollout=(400, 400), judgement=(400, 400)),
+        Mix(name="policy-heavy", rollout=(1600, 1600), judgement=(100, 100)),
+        Mix(name="drifting", rollout=(1600, 400), judgement=(100, 400)),
+    )
+}
+LOADS = {"full": 16, "half empty": 4}  # groups in a batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    mix: str
+    staleness: int
+    load: str
+    policy_slots: int | None  # None: elastic
+    steps: int = 8
+    seed: int = 0
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    step_s: float  # the mean
+    moves: int
+
+
+class Renderer:
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (hash(messages[0].content) % 50_000, *range(PROMPT_TOKENS - 1))
+
+    extend = render
+
+
+class Prompts:
+    def at(self, draw: int) -> Prompt:
+        return Prompt(prompt_id=f"p{draw}", messages=(Message(role="user", content=f"question {draw}"),))
+
+
+class NoJournal:
+    def rollout(self, *args: object, **kwargs: object) -> None:
+        return None
+
+    judged = group_ended = rollout
+
+
+class SlotEngine(SimulatedEngine):
+    """Wakes and takes weights in its time."""
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        await asyncio.sleep(PUSH_S)
+        return await super().commit_weights(version)
+
+    async def sleep(self) -> int:
+        return 0
+
+    async def wake(self) -> None:
+        await asyncio.sleep(WAKE_S)
+
+
+class Weights:
+    """A learner that is one tensor."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._hold = asyncio.Lock()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        async with self._hold:
+            yield self.steps
+
+    async def step(self) -> None:
+        async with self._hold:
+            await asyncio.sleep(LEARN_S)
+            self.steps += 1
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return (-1.0,) * (len(token_ids) - 1)
+
+    async def connect(self, link: object) -> None:
+        return None
+
+    async def num_buckets(self) -> int:
+        return 1
+
+    async def bucket(self, index: int) -> WeightBucket:
+        data = np.full(8, self.steps % 256, dtype=np.uint8)
+        tensor = WeightTensor(name="all", dtype="float32", shape=(2,), checksum=checksum(data))
+        return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
+
+    async def deliver(self, index: int) -> None:
+        raise AssertionError("nothing is broadcast")
+
+
+class Trainer:
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    async def take(self, group: JudgedGroup) -> None:
+        return None
+
+    async def step(self) -> Metrics:
+        await self._weights.step()
+        return {}
+
+    async def discard(self) -> None:
+        return None
+
+
+class Judge:
+    """Asks so many times, and gives everybody the same."""
+
+    def __init__(self, grm: Engine) -> None:
+        self._grm = grm
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        name = f"{rollout.group_id}/{rollout.sibling}"
+        ids = (hash(name) % 50_000, *range(JUDGE_PROMPT_TOKENS - 1))
+        params = SamplingParams(max_new_tokens=MAX_TOKENS)
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(JUDGEMENTS):
+                context = RequestContext(
+                    request_id=f"{name}/j{index}", group_id=rollout.group_id, role="grm", priority=priority
+                )
+                tasks.create_task(self._grm.generate(ids, params, context))
+        span = RewardSpan(turn=0, start=0, end=1, value=0.5)
+        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, agreement=1.0, num_judgements=JUDGEMENTS)
+        return JudgeReport(verdict=verdict)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def same_tokens(count: int) -> tuple[int, ...]:
+    return (7,) * count
+
+
+def author_of(case: Case) -> Callable[[Sequence[int], SamplingParams, RequestContext], Script]:
+    """Lengths by the request's name: the same work, whoever does it."""
+    mix, groups = MIXES[case.mix], LOADS[case.load]
+
+    def write(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        step = int(context.group_id[1:].split("-")[0]) // groups
+        median = mix.median(context.role, min(step / (case.steps - 1), 1.0))
+        drawn = random.Random(f"{case.seed}/{context.request_id}").lognormvariate(math.log(median), SIGMA)
+        length = max(1, min(int(drawn), MAX_TOKENS))
+        return Script(token_ids=same_tokens(max(1, length - context.num_sampled)), text="x")
+
+    return write
+
+
+async def simulate(case: Case) -> Outcome:
+    author, weights = author_of(case), Weights()
+    devices = [SharedDevice() for _ in range(SLOTS)]
+    split = case.policy_slots
+    seats = {
+        "policy": range(SLOTS if split is None else split),
+        "grm": range(0 if split is None else split, SLOTS),
+    }
+    speeds = {"policy": POLICY, "grm": GRM}
+    routers = {
+        role: Router(
+            role,
+            {f"{role}-{n}": SlotEngine(role, author, speed=speeds[role], device=devices[n]) for n in seats[role]},
+            continuation=Continuation(decode=lambda ids: "x", seed_after=lambda seed, count: seed),
+        )
+        for role in seats
+    }
+    sync = WeightSync(weights, (1, 2, 3), SyncConfig())
+    reports: list[StepReport] = []
+
+    async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        params = SamplingParams(max_new_tokens=MAX_TOKENS)
+        return await play(seat, SingleTurn(prompt), routers["policy"], Renderer(), params, 1, on_first_token)
+
+    async def push(version: int) -> SyncReport:
+        return await push_to_living(sync, routers["policy"], version)
+
+    async def after_step(report: StepReport) -> None:
+        reports.append(report)
+
+    parts = Parts(
+        prompts=Prompts(),
+        too_long=lambda prompt: False,
+        play=played,
+        judge=Judge(routers["grm"]),
+        watch=JudgeFitness(FailureGate(max_failure_rate=1.0, window=32, pause_s=5.0)),
+        trainer=Trainer(weights),
+        push_weights=push,
+        journal=NoJournal(),
+        events=NoEvents(),
+    )
+    config = FlowConfig(
+        num_steps=case.steps,
+        groups_per_batch=LOADS[case.load],
+        group_size=GROUP_SIZE,
+        min_valid_siblings=2,
+        max_staleness=case.staleness,
+        group_deadline_s=1e6,
+        play_width=1 << 16,
+        judge_width=1 << 16,
+        seed=0,
+    )
+    pipeline = Pipeline(parts, config, after_step)
+    pool = elastic_pool(routers, sync, case) if split is None else None
+
+    async def run() -> None:
+        await push(0)
+        await pipeline.run()
+
+    began_s = asyncio.get_running_loop().time()
+    await run_until(run(), **({"balance": pool.run()} if pool else {}))
+    took_s = asyncio.get_running_loop().time() - began_s
+    return Outcome(step_s=took_s / case.steps, moves=sum(pool.moves.values()) if pool else 0)
+
+
+def elastic_pool(routers: dict[str, Router], sync: WeightSync, case: Case) -> ElasticPool:
+    return ElasticPool(
+        "all",
+        {str(n): {role: f"{role}-{n}" for role in routers} for n in range(SLOTS)},
+        {
+            "policy": ElasticRole(
+                router=routers["policy"], bring_current=sync.catch_up, max_rows=POLICY.max_rows, sleeps=True
+            ),
+            "grm": ElasticRole(router=routers["grm"], max_rows=GRM.max_rows, sleeps=True),
+        },
+        case.balance,
+        nothing_pushed=sync.nothing_pushed,
+    )
+
+
+def measure(case: Case) -> Outcome:
+    return run_virtually(lambda: simulate(case))
+
+
+def mean_of(case: Case, seeds: int) -> Outcome:
+    outcomes = [measure(replace(case, seed=seed)) for seed in range(seeds)]
+    return Outcome(
+        step_s=statistics.fmean(outcome.step_s for outcome in outcomes),
+        moves=round(statistics.fmean(outcome.moves for outcome in outcomes)),
+    )
+
+
+def row(case: Case, seeds: int) -> str:
+    """Seconds of a step: elastic, the best split and the even one."""
+    elastic = mean_of(case, seeds)
+    splits = {n: mean_of(replace(case, policy_slots=n), seeds).step_s for n in range(1, SLOTS)}
+    best = min(splits, key=splits.__getitem__)
+    even = splits[SLOTS // 2]
+    return (
+        f"| {case.mix} | {case.staleness} | {case.load} | {elastic.step_s:.1f} s | {splits[best]:.1f} s ({best} + "
+        f"{SLOTS - best}) | **{splits[best] / elastic.step_s:.2f}** | {even:.1f} s | {even / elastic.step_s:.2f} | "
+        f"{elastic.moves / case.steps:.1f} |"
+    )
+
+
+HEAD = """\
+# Elastic slots against every static split
+
+`{command}`: 8 slots, seconds of a step on a virtual clock; {steps} steps, means over {seeds} draws of the
+lengths. The pipeline, the routers, the pushes and the balancer are those of real runs; the engines only take time
+(`models/engines/simulated.py`): policy {policy_ms:g} ms a decoding step, judge {grm_ms:g} ms, rows and cached tokens on
+top. A batch is {full} groups of 8 rollouts (full) or {thin} (half empty), 4 judgements a rollout; lengths are
+log-normal (sigma {sigma:g}). Medians of a rollout and a judgement: judge-heavy 400 and 400 tokens, policy-heavy 1600
+and 100, drifting from 1600 and 100 to 400 and 400 over the run. A push of weights takes {push:g} s, waking an engine
+{wake:g} s, an optimizer step {learn:g} s. Static splits are policy + judge slots, 1 + 7 to 7 + 1. A ratio above 1:
+elastic is faster.
+
+| mix | staleness | load | elastic | best split | ratio | even split | ratio | moves a step |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mixes", nargs="*", default=list(MIXES))
+    parser.add_argument("--staleness", nargs="*", type=int, default=[0, 1])
+    parser.add_argument("--loads", nargs="*", default=list(LOADS))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=2)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    head = HEAD.format(
+        command="python benchmarks/elastic.py", steps=options.steps, seeds=options.seeds, policy_ms=POLICY.step_s * 1e3,
+        grm_ms=GRM.step_s * 1e3, full=LOADS["full"], thin=LOADS["half empty"], sigma=SIGMA, push=PUSH_S, wake=WAKE_S,
+        learn=LEARN_S,
+    )  # fmt: skip
+    print(head, flush=True)
+    for staleness, load, mix in itertools.product(options.staleness, options.loads, options.mixes):
+        case = Case(mix=mix, staleness=staleness, load=load, policy_slots=None, steps=options.steps)
+        print(row(case, options.seeds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
