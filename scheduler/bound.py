@@ -6,6 +6,7 @@ rollout was played, judged, packed and stepped on.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,13 +67,26 @@ def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float
 
 
 def busiest_slot_s(placement: Placement, loads: Mapping[str, float]) -> float:
-    """Seconds a step that the busiest slot works, for everybody who sits on it."""
-    slots: dict[tuple[str, int], float] = defaultdict(float)
+    """Seconds a step that some slot has to work, however the engines of each role divide its work among them.
+
+    A learner's ranks work alike. The work of any roles must go where they sit, on top of the learner's there: the least
+    makespan of work that may be split is the largest such mean over sets of roles (max-flow, min-cut).
+    loads: of each process of a role, were its work divided evenly.
+    """
+    fixed: dict[tuple[str, int], float] = defaultdict(float)
+    where: dict[str, set[tuple[str, int]]] = {}
     for role, seats in placement.seats.items():
-        for seat in seats:
-            for slot in seat.slots:
-                slots[seat.pool, slot] += loads[role]
-    return max(slots.values())
+        where[role] = {(seat.pool, slot) for seat in seats for slot in seat.slots}
+        for place in where[role] if role == LEARNER else ():
+            fixed[place] += loads[role]
+    engines = [role for role in where if role != LEARNER]
+    means = []
+    for size in range(1, len(engines) + 1):
+        for roles in itertools.combinations(engines, size):
+            places = set().union(*(where[role] for role in roles))
+            work = sum(loads[role] * len(where[role]) for role in roles) + sum(fixed[place] for place in places)
+            means.append(work / len(places))
+    return max([*fixed.values(), *means])
 
 
 def chain_s(work: StepWork, costs: Costs) -> float:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.bound import RoleWork, StepWork, busy_s, chain_s, engine_busy_s
+from scheduler.bound import RoleWork, StepWork, busiest_slot_s, busy_s, chain_s, engine_busy_s
 from scheduler.cost import (
     Costs,
     LearnerSpeed,
@@ -18,6 +18,7 @@ from scheduler.cost import (
     sync_time_s,
 )
 from scheduler.devices import DEVICES, DeviceSpec, device_called, find_device
+from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 # Round: 1000 GB/s of which 800 are reached, 100 TFLOPS of which 50 are, 40 in a learner; links of 100 and 10 GB/s.
 ROUND = DeviceSpec(
@@ -147,6 +148,20 @@ def test_a_push_counts_for_policy_and_learner() -> None:
     assert busy_s("learner", work, COSTS, 1) == pytest.approx(64 * 1100 * 1e-4 + 0.1 + 0.5)
     alone = engine_busy_s(work.engines["policy"], COSTS.engines["policy"], 1, 2)
     assert busy_s("policy", work, COSTS, 1) == pytest.approx(alone + 0.5)
+
+
+def test_work_goes_where_slots_are_free_but_the_learners_stays() -> None:
+    pools = {"both": PoolConfig(slots=2), "own": PoolConfig()}
+    roles = {
+        "policy": RoleConfig(pool="both", replicas=2),
+        "grm": RoleConfig(pool="own"),
+        "learner": RoleConfig(pool="both"),
+    }
+    placement = place(PlacementConfig(pools=pools, roles=roles), ("policy", "grm", "learner"))
+    # 4 s of rollouts on two slots, one of which learns for 3 s: 3.5 s each, whoever plays how many.
+    assert busiest_slot_s(placement, {"policy": 2.0, "grm": 1.0, "learner": 3.0}) == pytest.approx(3.5)
+    assert busiest_slot_s(placement, {"policy": 0.5, "grm": 1.0, "learner": 3.0}) == 3.0
+    assert busiest_slot_s(placement, {"policy": 0.5, "grm": 9.0, "learner": 3.0}) == 9.0
 
 
 def test_the_chain_is_one_rollout_its_judgement_its_group_and_the_step() -> None:
