@@ -176,6 +176,16 @@ class EngineSpeed:
     kv_tokens: int = 0  # room for cached tokens; 0: no bound
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressure:
+    """How an engine stands that can tell."""
+
+    num_running: int  # requests that decode
+    num_waiting: int  # requests that it holds besides
+    kv_share: float  # of the room for cached tokens, taken
+    num_preempted: int  # times that a running request had to make room, since the engine started
+
+
 class EngineRefused(Exception):
     """The engine can't ever serve this request (a prompt longer than its window, say): don't retry elsewhere."""
 

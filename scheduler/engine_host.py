@@ -15,6 +15,7 @@ from models.types import (
     EngineDied,
     EngineRefused,
     GroupLink,
+    Pressure,
     RequestContext,
     SamplingParams,
     Sleeper,
@@ -22,6 +23,7 @@ from models.types import (
     WeightReceipt,
 )
 from scheduler.actors import Closable, EngineFactory
+from scheduler.concurrency import Gauged
 
 T = TypeVar("T")
 
@@ -127,6 +129,10 @@ class EngineHost:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return await _told(self.engine.score(token_ids))
+
+    async def pressure(self) -> Pressure | None:
+        """None where the engine can't tell."""
+        return await _told(self.engine.pressure()) if isinstance(self.engine, Gauged) else None
 
     async def sleep(self) -> int:
         return await _told(cast(Sleeper, self.engine).sleep())

@@ -13,6 +13,7 @@ from models.types import (
     EngineDied,
     GroupLink,
     InlineBytes,
+    Pressure,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -98,6 +99,9 @@ class RemoteEngine:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return cast("tuple[float, ...]", await self._control("score", tuple(token_ids)))
+
+    async def pressure(self) -> Pressure | None:
+        return cast("Pressure | None", await self._control("pressure"))
 
     async def sleep(self) -> int:
         return cast(int, await self._control("sleep"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
+from scheduler.concurrency import Concurrency
 from scheduler.continuation import Begun, Continuation, can_be_continued
 from scheduler.events import EventSink, NoEvents
 from scheduler.load import Load
@@ -57,6 +58,7 @@ class Router:
     ) -> None:
         self.load = Load(role)
         self._work = ExpectedWork()
+        self._concurrency = Concurrency()
         self.on_change: Callable[[], None] = ignore_change
         self._role = role
         self._alive = dict(engines)
@@ -92,6 +94,7 @@ class Router:
         self._coming.discard(name)
         if name not in self._resting:
             self._serving[name] = engine
+        self._concurrency.changed()
         self._change.set()
 
     def rest(self, name: str) -> None:
@@ -104,6 +107,7 @@ class Router:
         if self._alive.get(name) is engine:
             self._resting.discard(name)
             self._serving[name] = engine
+            self._concurrency.changed()
             self._change.set()
 
     async def until_idle(self, name: str) -> None:
@@ -144,6 +148,7 @@ class Router:
             return
         del self._alive[name]
         self._serving.pop(name, None)
+        self._concurrency.forget(name)
         self._deaths.append(f"{name}: {death}")
         now_s = asyncio.get_running_loop().time()
         self._events.span(name, "died", now_s, now_s, cause=str(death))
@@ -182,8 +187,8 @@ class Router:
         """Raises EngineDied only when no engine is left, and none will come."""
         once, begun = _Once(on_first_token), Begun(tuple(prompt_ids), params)
         while True:
-            await self.until_served()
-            name, expected = self._place(begun, context.group_id)
+            names = await self._until_room(context.priority)
+            name, expected = self._place(names, begun, context.group_id)
             engine = self._serving[name]
             try:
                 part, moving = await self._generate_on(name, engine, begun, context, once)
@@ -192,6 +197,7 @@ class Router:
                 continue
             finally:
                 self._work.give_back(name, expected)
+                self._concurrency.left(name, engine, self.load[name])
             if moving and part.finish_reason == "abort" and self._continuation is not None:
                 begun.go_on(part, self._continuation)
                 continue
@@ -243,11 +249,25 @@ class Router:
             except EngineDied as death:
                 self.bury(name, engine, death)
 
-    def _place(self, begun: Begun, group_id: str) -> tuple[str, float]:
-        """Which engine is asked, and the tokens that this is expected to cost it."""
+    async def _until_room(self, priority: int) -> Collection[str]:
+        """Engines that serve and may take a request now, once there are any. Raises as `until_served`."""
+        while True:
+            await self.until_served()
+            if not self._concurrency.limits_anybody:
+                return self._serving
+            if names := [name for name in self._serving if self._concurrency.has_room(name, self.load[name])]:
+                return names
+            self.load.num_waiting += 1
+            try:
+                await self._concurrency.turn(priority)
+            finally:
+                self.load.num_waiting -= 1
+
+    def _place(self, names: Collection[str], begun: Begun, group_id: str) -> tuple[str, float]:
+        """Which of these is asked, and the tokens that this is expected to cost it."""
         if begun.moved:
-            return self._work.place_anywhere(self._serving, begun.prompt_ids, begun.params)
-        return self._work.place(self._serving, group_id, begun.prompt_ids, begun.params)
+            return self._work.place_anywhere(names, begun.prompt_ids, begun.params)
+        return self._work.place(names, group_id, begun.prompt_ids, begun.params)
 
     async def _generate_on(
         self, name: str, engine: Engine, begun: Begun, context: RequestContext, once: _Once

@@ -1,0 +1,160 @@
+"""How many requests each engine of a role may have at once, by its pressure: additive increase, halved on thrashing.
+
+Requests above the limits wait here, before an engine is chosen. Engines that can't tell their pressure have no limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from typing import Protocol, runtime_checkable
+
+from models.types import EngineDied, Pressure
+
+LOOK_EVERY_S = 1.0  # at an engine's pressure, while its requests end
+HIGH_KV_SHARE = 0.95  # above it a limit doesn't rise
+NEAR = 0.9  # of where it thrashed last: up to there a limit rises fast
+PROBE_ROUNDS = 8  # as many requests as the limit allows end in a round; so many rounds lie between two steps beyond it
+
+
+@runtime_checkable
+class Gauged(Protocol):
+    """An engine, or the way to one, that may tell its pressure."""
+
+    async def pressure(self) -> Pressure | None: ...
+
+
+class Aimd:
+    """One engine's limit; infinite until it thrashes for the first time. Pure."""
+
+    def __init__(self) -> None:
+        self.limit = math.inf
+        self._ceiling = math.inf  # rows that were too many
+        self._num_preempted = 0
+        self._num_ended = 0  # since the last step
+        self._most_in_flight = 0  # since the last look
+        self._settling = False  # what was sent before the limit fell is still there, or was at the last look
+
+    def heard(self, pressure: Pressure, in_flight: int, held_back: bool) -> None:
+        """Takes what an engine tells of itself, and whether the limit held somebody back since.
+
+        Requests that were preempted since the last look halve the limit, once its last fall has taken effect. A
+        limit that held somebody back without pressure rises: by half of the way to nine tenths of where it thrashed
+        last, at every look; beyond that by one, seldom; beyond where it thrashed by an eighth, every round."""
+        thrashed = pressure.num_preempted > self._num_preempted
+        self._num_preempted = pressure.num_preempted
+        self._most_in_flight = max(self._most_in_flight, in_flight)
+        settling, self._settling = self._settling, in_flight > self.limit
+        if settling or self._settling:
+            self._most_in_flight = 0
+            return
+        if thrashed:
+            self._settling = True
+            fitting = pressure.num_running if pressure.num_waiting else self._most_in_flight  # who waits was pushed out
+            self._ceiling = min(self.limit, max(fitting, 1))
+            self.limit = max(1.0, self._ceiling / 2)
+        elif held_back and pressure.kv_share < HIGH_KV_SHARE:
+            self._rise()
+        self._most_in_flight = 0
+
+    def ended(self, in_flight: int) -> None:
+        """A request left the engine, which had so many with it."""
+        self._num_ended += 1
+        self._most_in_flight = max(self._most_in_flight, in_flight)
+
+    def _rise(self) -> None:
+        gap, known = NEAR * self._ceiling - self.limit, self.limit < self._ceiling
+        if gap > 1:
+            self.limit += gap / 2
+        elif self._num_ended >= self.limit * (PROBE_ROUNDS if known else 1):
+            self.limit += 1 if known else max(1.0, self.limit / 8)
+            self._num_ended = 0
+
+
+class Concurrency:
+    """The limits of a role's engines by name, and who waits for them: lowest priority number first, then the oldest."""
+
+    def __init__(self) -> None:
+        self._limits: dict[str, Aimd] = {}
+        self._num_limited = 0
+        self._held_back: set[str] = set()  # engines whose limit kept a request out since the last look
+        self._looked_s: dict[str, float] = {}
+        self._looks: set[asyncio.Task[None]] = set()
+        self._num_arrived = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    @property
+    def limits_anybody(self) -> bool:
+        """False as long as no engine has thrashed."""
+        return self._num_limited > 0
+
+    def has_room(self, name: str, in_flight: int) -> bool:
+        if (limit := self._limits.get(name)) is None or in_flight < limit.limit:
+            return True
+        self._held_back.add(name)
+        return False
+
+    def limit(self, name: str) -> float:
+        return limit.limit if (limit := self._limits.get(name)) else math.inf
+
+    async def turn(self, priority: int) -> None:
+        """Return when there may be room again."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_arrived += 1
+        heapq.heappush(self._waiting, (priority, self._num_arrived, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._wake_one()
+            raise
+
+    def left(self, name: str, engine: object, in_flight: int) -> None:
+        """A request left an engine, which has so many yet: the next one may come, and it may be time for a look."""
+        self._wake_one()
+        limit = self._limits.setdefault(name, Aimd())
+        limit.ended(in_flight + 1)
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._looked_s.get(name, -math.inf) < LOOK_EVERY_S:
+            return
+        self._looked_s[name] = now_s
+        if isinstance(engine, Gauged):
+            look = asyncio.create_task(self._look(name, engine, limit, in_flight))
+            self._looks.add(look)
+            look.add_done_callback(self._looks.discard)
+
+    def changed(self) -> None:
+        """Engines came or went, or limits moved."""
+        for _ in range(len(self._waiting)):
+            self._wake_one()
+
+    def forget(self, name: str) -> None:
+        """An engine died: who comes in its place is another."""
+        self._limits.pop(name, None)
+        self._looked_s.pop(name, None)
+        self._count()
+        self.changed()
+
+    async def _look(self, name: str, engine: Gauged, limit: Aimd, in_flight: int) -> None:
+        try:
+            pressure = await engine.pressure()
+        except EngineDied:
+            return  # its requests say so
+        if pressure is None:
+            self._looked_s[name] = math.inf  # it can't tell
+            return
+        limit.heard(pressure, in_flight, name in self._held_back)
+        self._held_back.discard(name)
+        self._count()
+        self.changed()
+
+    def _count(self) -> None:
+        self._num_limited = sum(limit.limit < math.inf for limit in self._limits.values())
+
+    def _wake_one(self) -> None:
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
