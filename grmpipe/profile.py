@@ -239,13 +239,18 @@ def judgement_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
     """`group/sibling` -> its judgements, failed ones as far as they hold their tokens."""
     return {
         f"{line['group_id']}/{line['sibling']}": [
-            Sizes(prompt_tokens=len(one["prompt_ids"]), new_tokens=len(one["completion"]["token_ids"]))
+            Sizes(prompt_tokens=len(one["prompt_ids"]), new_tokens=completion_tokens(one["completion"]))
             for one in [*line["judgements"], *line["failures"]]
             if "completion" in one
         ]
         for line in json_lines(run_dir / "judgements.jsonl")
         if line["judgements"]
     }
+
+
+def completion_tokens(completion: Record) -> int:
+    """A judge outside shows no ids, only how many they were."""
+    return len(completion["token_ids"]) or completion.get("unseen_tokens", 0)
 
 
 def json_lines(path: Path) -> Iterator[Record]:
