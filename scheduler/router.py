@@ -107,6 +107,7 @@ class Router:
         if self._alive.get(name) is engine:
             self._resting.discard(name)
             self._serving[name] = engine
+            self.load.woke(name)
             self._concurrency.changed()
             self._change.set()
 
