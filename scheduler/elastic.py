@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from models.types import Engine, EngineDied, Sleeper
-from scheduler.balance import BalanceConfig, Move, Pool, RoleBacklog, Slot, decide
+from scheduler.balance import NEVER_S, BalanceConfig, Move, Pool, RoleBacklog, Slot, decide
 from scheduler.events import EventSink, NoEvents
 from scheduler.health import BringCurrent, need_no_weights
 from scheduler.router import Router
@@ -154,8 +154,9 @@ class ElasticPool:
     # -- moving --------------------------------------------------------------------------------------------------------
 
     def _begin(self, move: Move) -> None:
-        log.info("%s %s: %s -> %s (gain %.3g s, cost %.3g s): %s", self.name, move.slot, move.source, move.target,
-                 move.gain_s, move.cost_s, move.reason)  # fmt: skip
+        gain = f"gain {move.gain_s:.3g} s" if move.gain_s < NEVER_S / 2 else "the only way"
+        log.info("%s %s: %s -> %s (%s, cost %.3g s): %s", self.name, move.slot, move.source, move.target,
+                 gain, move.cost_s, move.reason)  # fmt: skip
         self._moving.add(move.slot)
         self._serves[move.slot] = move.target
         self._roles[move.source].router.rest(self._engines[move.slot][move.source])
