@@ -39,6 +39,7 @@ from models.types import (
     EngineDied,
     EngineRefused,
     GroupLink,
+    Pressure,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -112,6 +113,10 @@ class VllmEngine:
     @property
     def _llm(self) -> AsyncLLM:
         return self._process.llm
+
+    async def pressure(self) -> Pressure:
+        """As of vLLM's last step."""
+        return self._process.gauge.pressure
 
     def process_ids(self) -> list[int]:
         """Of vLLM's engine core, which holds the model or starts the workers that do."""

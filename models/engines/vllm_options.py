@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.engines.installed import vllm_missing
+from models.engines.vllm_pressure import PressureGauge
 from models.settings import VllmConfig
 
 if TYPE_CHECKING:
@@ -153,8 +154,9 @@ def environment_of(start: VllmStart) -> dict[str, str]:
     return environment
 
 
-def start_async_llm(start: VllmStart) -> AsyncLLM:
-    """Blocks for seconds. This process's environment is left as it was found."""
+def start_async_llm(start: VllmStart, gauge: PressureGauge) -> AsyncLLM:
+    """Blocks for seconds. The gauge hears how vLLM stands; nothing else of its statistics is kept. This process's
+    environment is left as it was found."""
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")
     check_vllm_options(start.config)
@@ -165,7 +167,7 @@ def start_async_llm(start: VllmStart) -> AsyncLLM:
         vllm_config = AsyncEngineArgs(**arguments_of(start)).create_engine_config()
         if start.on_cpu:
             _check_heads(vllm_config.model_config.get_head_size(), start.model_path)
-        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[gauge.make_logger], disable_log_stats=True)
 
 
 def _check_heads(head_size: int, model_path: str) -> None:

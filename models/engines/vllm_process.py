@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from models.engines.vllm_options import VllmStart, start_async_llm
+from models.engines.vllm_pressure import PressureGauge
 from models.types import EngineDied
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ class VllmProcess:
 
     def __init__(self, start: VllmStart, model_name: str) -> None:
         self._model_name = model_name
-        self._held = [start_async_llm(start)]
+        self.gauge = PressureGauge()
+        self._held = [start_async_llm(start, self.gauge)]
         self._end = weakref.finalize(self, _shut_down, self._held)  # at exit as well
         manager = self.llm.engine_core.resources.engine_manager
         self._cores = list(manager.processes)
