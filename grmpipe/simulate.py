@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -96,7 +97,11 @@ def simulate(
     workload: Workload, placement: Placement, costs: Costs, num_steps: int, events: EventSink | None = None
 ) -> SimulatedRun:
     """Runs on a loop of its own, so it can't be called from within one. Repeatable: equal arguments, equal results."""
-    return run_virtually(lambda: Simulation(workload, placement, costs, num_steps, events or NoEvents()).run())
+    gc.freeze()  # else all that is imported is looked through for garbage again and again: a third of the time
+    try:
+        return run_virtually(lambda: Simulation(workload, placement, costs, num_steps, events or NoEvents()).run())
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(slots=True)

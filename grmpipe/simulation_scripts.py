@@ -94,7 +94,8 @@ class Writer:
         """Above the low end of the scale; beyond its high end where nobody could read it."""
         assert self.scale is not None
         num_scores = self.scale.high - self.scale.low + 1
-        if derive_seed(self.seed, f"unreadable {request_id}") < self.unparseable_share * 2**63:
+        failing = self.unparseable_share
+        if failing and derive_seed(self.seed, f"unreadable {request_id}") < failing * 2**63:
             return num_scores
         return seed % num_scores
 
