@@ -51,7 +51,7 @@ async def run_pipeline(parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[list[S
 
     async def count(report: StepReport) -> None:
         rollouts = [rollout for group in report.groups for rollout in group.rollouts]
-        steps.append(Step(seconds=report.step_s, num_tokens=num_tokens(rollouts)))
+        steps.append(Step(seconds=report.waits.steps_s, num_tokens=num_tokens(rollouts)))
 
     pipeline = Pipeline(parts, flow, count, cut)
     await pipeline.run()
