@@ -112,9 +112,19 @@ def assumptions(survey: Survey, profile: Profile | None) -> str:
 # -- costs ---------------------------------------------------------------------------------------------------------
 
 
-def costs_of(survey: Survey, profile: Profile | None, seated: Mapping[str, Seated]) -> Costs:
-    """Of a seating of all roles. Raises CostUnknown."""
-    engines = {role: speed_of(role, survey, profile, where) for role, where in seated.items() if role != "learner"}
+def costs_of(
+    survey: Survey,
+    profile: Profile | None,
+    seated: Mapping[str, Seated],
+    speeds: dict[tuple[str, int, str], EngineSpeed] | None = None,
+) -> Costs:
+    """Of a seating of all roles. `speeds` remembers those of engines by width and pool. Raises CostUnknown."""
+    known = {} if speeds is None else speeds
+    engines = {}
+    for role, where in seated.items():
+        key = (role, where.seating.width, where.pool)
+        if role != "learner":
+            engines[role] = known[key] = known.get(key) or speed_of(role, survey, profile, where)
     weights = {role: weight_bytes(role, survey) for role in engines}
     learner = seated["learner"]
     return Costs(

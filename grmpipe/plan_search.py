@@ -19,6 +19,7 @@ from grmpipe.run_dir import HOME
 from grmpipe.survey import Survey, pool_with_memory
 from models.footprint import Heads, heads_of
 from models.settings import OpenAIConfig, SglangConfig
+from models.types import EngineSpeed
 from scheduler.cost import Costs
 from scheduler.placement import Placement, PoolConfig, place
 from scheduler.planner import Candidate, Predicted, Question, Ranked, Ranking, Seating, placement_of, search
@@ -85,6 +86,15 @@ def slot_kinds(survey: Survey) -> dict[str, PoolConfig]:
 
 def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, PoolConfig]) -> Question:
     known: dict[tuple[tuple[str, int, int, str], ...], Costs] = {}
+    speeds: dict[tuple[str, int, str], EngineSpeed] = {}
+    held: dict[tuple[str, int, int, str], float | None] = {}
+
+    def memory(role: str, seating: Seating, kind: str) -> float | None:
+        # As of speeds: of an engine, its width counts, not how many there are. Thousands of candidates share the few.
+        key = (role, seating.replicas if role == "learner" else 0, seating.width, kind)
+        if key not in held:
+            held[key] = memory_of(role, seating, kind, survey, kinds)
+        return held[key]
 
     def costs(candidate: Candidate) -> Costs:
         seated = {
@@ -98,7 +108,7 @@ def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, P
             for role, where in sorted(seated.items())
         )
         if key not in known:
-            known[key] = costs_of(survey, profile, seated)
+            known[key] = costs_of(survey, profile, seated, speeds)
         return known[key]
 
     work = step_work(survey, profile)
@@ -107,7 +117,7 @@ def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, P
         work=work,
         widths={role: widths_of(role, survey) for role in work.engines},
         costs=costs,
-        memory=lambda role, seating, kind: memory_of(role, seating, kind, survey, kinds),
+        memory=memory,
         elastic=frozenset(work.engines) if len(work.engines) > 1 else frozenset(),
         replicas=replicas_allowed(survey),
     )
