@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 
 from grmpipe.simulate import SimulatedRun, Workload
-from scheduler.bound import LEARNER
 from scheduler.placement import Placement
 from scheduler.placement import describe as describe_placement
 
-CLOSE = 1.05  # so near to its bound a step is bound by it
+FULLY_BUSY = 0.95
 
 
 def describe(run: SimulatedRun, workload: Workload, placement: Placement) -> str:
@@ -47,8 +46,9 @@ def why_bound(run: SimulatedRun, max_staleness: int) -> str:
 
 
 def bottleneck(run: SimulatedRun) -> str:
-    """Who held up whom, by what the learner waited for."""
-    waits, total_s = run.waits, max(run.waits.steps_s, 1e-12)
+    """Who works all the time; where nobody does, what the learner waited for most."""
+    role = max(run.busy, key=lambda role: run.busy[role])
+    waits, total_s = run.waits, run.waits.steps_s
     waited = {
         "rollouts": waits.policy_s,
         "verdicts": waits.judge_s,
@@ -56,8 +56,7 @@ def bottleneck(run: SimulatedRun) -> str:
         "weights": waits.weights_s,
     }
     what, longest_s = max(waited.items(), key=lambda item: item[1])
-    if longest_s < 0.05 * total_s:
-        role = LEARNER if run.busy[LEARNER] >= 1 / CLOSE else max(run.busy, key=lambda role: run.busy[role])
+    if run.busy[role] >= FULLY_BUSY or not longest_s:
         return f"bottleneck: {role}, busy {run.busy[role]:.0%} of the time"
     return f"bottleneck: {longest_s / total_s:.0%} of the time went by waiting for {what}"
 
