@@ -85,7 +85,7 @@ MIXES = {
         Mix(name="drifting", rollout=(1600, 400), judgement=(100, 400)),
     )
 }
-LOADS = {"full": 16, "half empty": 4}  # groups in a batch
+LOADS = {"full": 64, "a quarter": 16, "a sixteenth": 4}  # groups in a batch; full: 64 rollouts a slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Case:
     staleness: int
     load: str
     policy_slots: int | None  # None: elastic
-    steps: int = 8
+    steps: int = 6
     seed: int = 0
     balance: BalanceConfig = field(default_factory=BalanceConfig)
 
@@ -336,14 +336,15 @@ def row(case: Case, seeds: int) -> str:
 HEAD = """\
 # Elastic slots against every static split
 
-`{command}`: 8 slots, seconds of a step on a virtual clock; {steps} steps, means over {seeds} draws of the
-lengths. The pipeline, the routers, the pushes and the balancer are those of real runs; the engines only take time
-(`models/engines/simulated.py`): policy {policy_ms:g} ms a decoding step, judge {grm_ms:g} ms, rows and cached tokens on
-top. A batch is {full} groups of 8 rollouts (full) or {thin} (half empty), 4 judgements a rollout; lengths are
-log-normal (sigma {sigma:g}). Medians of a rollout and a judgement: judge-heavy 400 and 400 tokens, policy-heavy 1600
-and 100, drifting from 1600 and 100 to 400 and 400 over the run. A push of weights takes {push:g} s, waking an engine
-{wake:g} s, an optimizer step {learn:g} s. Static splits are policy + judge slots, 1 + 7 to 7 + 1. A ratio above 1:
-elastic is faster.
+8 slots, seconds of a step on a virtual clock. The pipeline, the routers, the pushes and the balancer are those of
+real runs; the engines only take time (`models/engines/simulated.py`): policy {policy_ms:g} ms a decoding step, judge
+{grm_ms:g} ms, rows and cached tokens on top. A batch is 64 groups of 8 rollouts, which fill the 64 rows of each of 8
+slots, or a quarter or a sixteenth of that; 4 judgements a rollout. Lengths are log-normal (sigma {sigma:g}). Medians of
+a rollout and a judgement: judge-heavy 400 and 400 tokens, policy-heavy 1600 and 100, drifting from 1600 and 100 to 400
+and 400 over the run. A push of weights takes {push:g} s, waking an engine {wake:g} s, an optimizer step {learn:g} s.
+Static splits are policy + judge slots, 1 + 7 to 7 + 1. A ratio above 1: elastic is faster.
+
+`python benchmarks/elastic.py --steps {steps} --seeds {seeds}`, means over {seeds} draw(s) of the lengths:
 
 | mix | staleness | load | elastic | best split | ratio | even split | ratio | moves a step |
 |---|---|---|---|---|---|---|---|---|"""
@@ -354,16 +355,17 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="*", default=list(MIXES))
     parser.add_argument("--staleness", nargs="*", type=int, default=[0, 1])
     parser.add_argument("--loads", nargs="*", default=list(LOADS))
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--rows-only", action="store_true", help="no head: to measure in several processes")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     head = HEAD.format(
-        command="python benchmarks/elastic.py", steps=options.steps, seeds=options.seeds, policy_ms=POLICY.step_s * 1e3,
-        grm_ms=GRM.step_s * 1e3, full=LOADS["full"], thin=LOADS["half empty"], sigma=SIGMA, push=PUSH_S, wake=WAKE_S,
-        learn=LEARN_S,
+        steps=options.steps, seeds=options.seeds, policy_ms=POLICY.step_s * 1e3, grm_ms=GRM.step_s * 1e3, sigma=SIGMA,
+        push=PUSH_S, wake=WAKE_S, learn=LEARN_S,
     )  # fmt: skip
-    print(head, flush=True)
+    if not options.rows_only:
+        print(head, flush=True)
     for staleness, load, mix in itertools.product(options.staleness, options.loads, options.mixes):
         case = Case(mix=mix, staleness=staleness, load=load, policy_slots=None, steps=options.steps)
         print(row(case, options.seeds), flush=True)

@@ -6,8 +6,8 @@ longest of `longest`, after
     finish_s(n) = step_s * max(longest, tokens / (n * max_rows)) + row_s * tokens / n
 
 A thin tail of long rollouts takes the same time on one slot as on eight: that is when slots go to the judge. What is
-made small is the sum over the roles: a rollout goes through all of them, so that by Little's law the least sum is the
-highest throughput, and within a synchronous step the shortest way through it.
+made small lies between the sum over the roles (a rollout goes through all: the way through a synchronous step) and the
+longest of them (the throughput where steps overlap, which thin batches on many slots waste): their cubic norm.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
 NEVER_S = 1e9  # what nobody serves ends in
 
 
@@ -99,19 +100,19 @@ class Pool:
         return sum(slot.role == role and role in slot.able for slot in self.slots)
 
     def move(self, slot: Slot, target: str, reason: str) -> Move:
-        """With what it gains: the sum over both roles until their work is done, before less after."""
+        """With what it gains: the time of both roles until their work is done, before less after."""
         source, goal, cost_s = self.roles[slot.role], self.roles[target], self.cost_s(slot.role, target) + slot.drain_s
         n_source, n_target = self.num_serving(slot.role), self.num_serving(target)
         n_left = n_source - (slot.role in slot.able)
-        before_s = source.finish_s(n_source) + goal.finish_s(n_target)
-        after_s = source.finish_s(n_left) + goal.finish_s(n_target + 1)
         # While the slot changes the others go on: what is lost is its own share of the work.
         lost_s = cost_s / (n_target + 1) if goal.requests else 0.0
+        before_s = together_s(source.finish_s(n_source), goal.finish_s(n_target))
+        after_s = together_s(source.finish_s(n_left), goal.finish_s(n_target + 1) + lost_s)
         return Move(
             slot=slot.name,
             source=slot.role,
             target=target,
-            gain_s=before_s - after_s - lost_s,
+            gain_s=before_s - after_s,
             cost_s=cost_s,
             reason=reason,
         )
@@ -119,6 +120,12 @@ class Pool:
     def can_go(self, slot: Slot) -> bool:
         """A role with work keeps its last slot."""
         return not (self.roles[slot.role].requests and slot.role in slot.able and self.num_serving(slot.role) == 1)
+
+
+def together_s(one_s: float, other_s: float) -> float:
+    """Of two roles' times: no less than the longer one, no more than their sum."""
+    longer_s, ratio = max(one_s, other_s), min(one_s, other_s) / max(one_s, other_s, 1e-12)
+    return longer_s * (1 + ratio**NORM) ** (1 / NORM)
 
 
 def decide(pool: Pool) -> Move | None:

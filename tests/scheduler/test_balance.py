@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.balance import BalanceConfig, Move, Pool, RoleBacklog, Slot, decide
+from scheduler.balance import BalanceConfig, Move, Pool, RoleBacklog, Slot, decide, together_s
 
 ROLES = ("policy", "grm")
 BOTH = frozenset(ROLES)
@@ -108,7 +108,10 @@ def test_where_both_roles_work_and_have_slots_a_move_gains_more_than_it_costs(vi
         return
     source, goal = view.roles[move.source], view.roles[move.target]
     then = after(view, move)
-    saved_s = sum(b.finish_s(view.num_serving(b.role)) - b.finish_s(then.num_serving(b.role)) for b in (source, goal))
+    before_s, after_s = (
+        together_s(*(b.finish_s(state.num_serving(b.role)) for b in (source, goal))) for state in (view, then)
+    )
+    saved_s = before_s - after_s
     assert saved_s > 0
     assert move.gain_s > view.hysteresis * move.cost_s
     assert saved_s > move.gain_s
