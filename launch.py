@@ -3,6 +3,7 @@
 python launch.py +experiment=quickstart                          # train
 python launch.py -m +experiment=quickstart train.lr=1e-4,3e-4    # sweep
 python launch.py +experiment=quickstart task=plan                # what goes where; starts nothing
+python launch.py +experiment=quickstart task=simulate            # how long a step takes, and who waits; no GPU needed
 python launch.py task=doctor                                     # what is installed, what is missing, what to type
 
 Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept).

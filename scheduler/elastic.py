@@ -191,8 +191,7 @@ class ElasticPool:
         if elastic.sleeps and isinstance(engine, _Sleeps):
             try:
                 async with self._nothing_pushed():
-                    await engine.pause()
-                    await engine.sleep()
+                    await _lull(name, engine)
             except EngineDied as death:  # it frees its memory as well
                 elastic.router.bury(name, engine, death)
         return clock() - left_s
@@ -232,7 +231,15 @@ class ElasticPool:
 
 async def put_to_sleep(router: Router) -> None:
     """Engines of a role that doesn't serve yet; those of the next role start on the same devices."""
-    for engine in router.alive.values():
+    for name, engine in router.alive.items():
         if isinstance(engine, _Sleeps):
-            await engine.pause()
-            await engine.sleep()
+            await _lull(name, engine)
+
+
+async def _lull(name: str, engine: _Sleeps) -> None:
+    """What it says is not what counts: its neighbour needs the memory."""
+    await engine.pause()
+    if (num_bytes := await engine.sleep()) == 0:
+        log.warning("%s sleeps and freed no memory: its neighbour on the slot may find none", name)
+    else:
+        log.info("%s sleeps: %.2f GB became free", name, num_bytes / 1e9)

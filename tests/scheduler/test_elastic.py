@@ -33,7 +33,7 @@ from models.types import (
 )
 from scheduler.balance import BalanceConfig
 from scheduler.continuation import Continuation
-from scheduler.elastic import ElasticPool, ElasticRole
+from scheduler.elastic import ElasticPool, ElasticRole, put_to_sleep
 from scheduler.health import HealthConfig, RoleHealth, push_to_living
 from scheduler.router import Router
 from scheduler.supervise import run_until
@@ -376,3 +376,16 @@ def test_the_embedded_engine_draws_after_a_move_what_it_would_have_drawn_unmoved
     assert (moved.token_ids, moved.text, moved.finish_reason) == (still.token_ids, still.text, still.finish_reason)
     assert moved.logprobs == pytest.approx(still.logprobs, abs=1e-4)
     assert moved.versions == still.versions
+
+
+def test_an_engine_that_sleeps_and_frees_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Pretender(Spoken):
+        async def sleep(self) -> int:
+            await super().sleep()
+            return 0
+
+    async def main() -> None:
+        await put_to_sleep(Router("grm", {"grm-0": Spoken("grm"), "grm-1": Pretender("grm")}))
+
+    asyncio.run(main())
+    assert [record.message.split()[0] for record in caplog.records if record.levelname == "WARNING"] == ["grm-1"]
