@@ -85,7 +85,8 @@ class SimulatedEngine:
         self._paused = False
         self._pending: dict[str, Pending] = {}
         self._by_row: dict[Row, Pending] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_s = 0.0  # kept here: a timer of uvloop, which Ray's actors may run on, needn't tell
         self._versions: list[tuple[int, int]] = [(0, version)]  # after which step which version samples
         self._checksums: dict[str, str] = {}
         self._death: str | None = None
@@ -200,11 +201,11 @@ class SimulatedEngine:
         self._occupy(goes)
         self._pace.turn(loop.time(), self._share if goes else 0.0)
         when_s = self._pace.when_s(self._batch.next_change_s())
-        if self._timer is not None and self._timer.when() != when_s:
+        if self._timer is not None and self._timer_s != when_s:
             self._timer.cancel()
             self._timer = None
         if self._timer is None and goes:
-            self._timer = loop.call_at(when_s, self._change)
+            self._timer, self._timer_s = loop.call_at(when_s, self._change), when_s
 
     def _occupy(self, goes: bool) -> None:
         if self._device is None or goes == self._occupies:

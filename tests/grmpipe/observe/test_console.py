@@ -180,7 +180,7 @@ def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
     setup_logging(tmp_path, console)
     setup_logging(tmp_path, console)  # a second call doubles nothing
     noisy.warning("a model of noise")
-    logging.getLogger("ray.worker").warning("ray noise")
+    logging.getLogger("somelibrary.worker").warning("noise of a worker")
     logging.getLogger("grmpipe.flow").info("an inner matter")
     try:
         raise OSError("disk full")
@@ -188,7 +188,7 @@ def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
         logging.getLogger("grmpipe.flow").warning("metrics failed", exc_info=True)
     warnings.warn("a python warning", stacklevel=1)
     lines = (tmp_path / "run.log").read_text()
-    for text in ("a model of noise", "ray noise", "an inner matter", "metrics failed", "a python warning"):
+    for text in ("a model of noise", "noise of a worker", "an inner matter", "metrics failed", "a python warning"):
         assert lines.count(text) >= 1
     assert lines.count("a model of noise") == 1
     assert "Traceback" in lines
