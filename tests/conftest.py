@@ -6,8 +6,14 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from grmpipe.observe.logs import NOISY, OURS, replace_handlers
+
+# The same examples on every machine, every time; `--hypothesis-profile=explore` draws new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture
