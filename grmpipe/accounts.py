@@ -46,6 +46,7 @@ class Accounts:
         self._busy_before_s: Mapping[str, float] = {}
         self._replaced_before: Mapping[str, int] = {}
         self._moves_before: Mapping[str, int] = {}
+        self._driver_cpu_s = time.process_time()
 
     @property
     def since_start_s(self) -> float:
@@ -85,6 +86,11 @@ class Accounts:
         return {f"slots/{role}": float(count) for role, count in slots.items()} | {
             "moves/total": float(sum(self.moves.values()))
         }
+
+    def driver_metrics(self) -> Metrics:
+        """CPU seconds of this process since the last call: the pipeline's, and of what else lives in its process."""
+        before, self._driver_cpu_s = self._driver_cpu_s, time.process_time()
+        return {"driver/cpu_s": self._driver_cpu_s - before}
 
     def busy_s(self, pipeline: Pipeline | None) -> dict[str, float]:
         """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""

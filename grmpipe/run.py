@@ -127,7 +127,7 @@ class TrainingRun:
         counts = pipeline.tally.close_step()
         metrics = step_metrics(report, counts, pipeline.admission, self._prepared.is_right)
         metrics |= {f"engines/replaced_{role}": float(n) for role, n in self._accounts.engines_replaced.items()}
-        metrics |= self._accounts.slot_metrics()
+        metrics |= self._accounts.slot_metrics() | self._accounts.driver_metrics()
         metrics |= await lookout.after_step(report.step, last)
         metrics["alarm/hacking"] = float(lookout.ringing)
         self._observers.tracker.log(report.step, metrics)
