@@ -1,6 +1,7 @@
 """Elastic slots against every static split: the pipeline and the balancer of real runs on engines that only take time.
 
-python benchmarks/elastic.py > benchmarks/elastic.md        # minutes, one core
+python benchmarks/elastic.py --keep cases.jsonl --minutes 5    # again and again, until the table is whole
+python benchmarks/elastic.py --keep cases.jsonl > table.md
 python benchmarks/elastic.py --mixes drifting --staleness 1 --loads full
 """
 
@@ -10,19 +11,24 @@ import argparse
 import asyncio
 import functools
 import itertools
+import json
 import logging
 import math
 import random
 import statistics
+import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.flow import FlowConfig, Parts, StepReport
 from grmpipe.judge.fitness import JudgeFitness
+from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.watch import FailureGate
 from grmpipe.pipeline import Pipeline
 from grmpipe.rollout.play import Seat, play
@@ -262,7 +268,7 @@ async def simulate(case: Case) -> Outcome:
         prompts=Prompts(),
         too_long=lambda prompt: False,
         play=played,
-        judge=Judge(routers["grm"]),
+        judge=OneByOne(Judge(routers["grm"])),
         watch=JudgeFitness(FailureGate(max_failure_rate=1.0, window=32, pause_s=5.0)),
         trainer=Trainer(weights),
         push_weights=push,
@@ -312,24 +318,48 @@ def measure(case: Case) -> Outcome:
     return run_virtually(lambda: simulate(case))
 
 
-def mean_of(case: Case, seeds: int) -> Outcome:
-    outcomes = [measure(replace(case, seed=seed)) for seed in range(seeds)]
-    return Outcome(
-        step_s=statistics.fmean(outcome.step_s for outcome in outcomes),
-        moves=round(statistics.fmean(outcome.moves for outcome in outcomes)),
-    )
+class Cases:
+    """What was measured, kept in a file if one is given: a table may take more than one sitting."""
+
+    def __init__(self, path: Path | None, until_s: float) -> None:
+        self._path, self._until_s = path, until_s
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._known = {line["case"]: Outcome(**line["outcome"]) for line in map(json.loads, lines)}
+
+    def outcome(self, case: Case) -> Outcome:
+        name = json.dumps(asdict(case))
+        if name not in self._known:
+            if time.monotonic() > self._until_s:
+                raise TimeoutError
+            self._known[name] = outcome = measure(case)
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps({"case": name, "outcome": asdict(outcome)}) + "\n")
+        return self._known[name]
+
+    def mean(self, case: Case, seeds: Sequence[int]) -> Outcome:
+        outcomes = [self.outcome(replace(case, seed=seed)) for seed in seeds]
+        return Outcome(
+            step_s=statistics.fmean(outcome.step_s for outcome in outcomes),
+            moves=round(statistics.fmean(outcome.moves for outcome in outcomes)),
+        )
 
 
-def row(case: Case, seeds: int) -> str:
-    """Seconds of a step: elastic, the best split and the even one."""
-    elastic = mean_of(case, seeds)
-    splits = {n: mean_of(replace(case, policy_slots=n), seeds).step_s for n in range(1, SLOTS)}
+def row(cases: Cases, case: Case, seeds: Sequence[int]) -> str:
+    """Seconds of a step: elastic, the best split and the even one. The spread of the ratio is over the draws."""
+    elastic = cases.mean(case, seeds)
+    fixed = {n: replace(case, policy_slots=n) for n in range(1, SLOTS)}
+    splits = {n: cases.mean(split, seeds).step_s for n, split in fixed.items()}
     best = min(splits, key=splits.__getitem__)
     even = splits[SLOTS // 2]
+    ratios = [
+        cases.outcome(replace(fixed[best], seed=seed)).step_s / cases.outcome(replace(case, seed=seed)).step_s
+        for seed in seeds
+    ]
     return (
         f"| {case.mix} | {case.staleness} | {case.load} | {elastic.step_s:.1f} s | {splits[best]:.1f} s ({best} + "
-        f"{SLOTS - best}) | **{splits[best] / elastic.step_s:.2f}** | {even:.1f} s | {even / elastic.step_s:.2f} | "
-        f"{elastic.moves / case.steps:.1f} |"
+        f"{SLOTS - best}) | **{splits[best] / elastic.step_s:.3f}** | {min(ratios):.3f} to {max(ratios):.3f} | "
+        f"{even:.1f} s | {even / elastic.step_s:.2f} | {elastic.moves / case.steps:.1f} |"
     )
 
 
@@ -344,10 +374,11 @@ a rollout and a judgement: judge-heavy 400 and 400 tokens, policy-heavy 1600 and
 and 400 over the run. A push of weights takes {push:g} s, waking an engine {wake:g} s, an optimizer step {learn:g} s.
 Static splits are policy + judge slots, 1 + 7 to 7 + 1. A ratio above 1: elastic is faster.
 
-`python benchmarks/elastic.py --steps {steps} --seeds {seeds}`, means over {seeds} draw(s) of the lengths:
+`python benchmarks/elastic.py --steps {steps} --seeds {seeds} --first-seed {first_seed}`: means over {seeds} draws of
+the lengths, and how far the ratio went among them.
 
-| mix | staleness | load | elastic | best split | ratio | even split | ratio | moves a step |
-|---|---|---|---|---|---|---|---|---|"""
+| mix | staleness | load | elastic | best split | ratio | by draw | even split | ratio | moves a step |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def main() -> None:
@@ -355,20 +386,26 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="*", default=list(MIXES))
     parser.add_argument("--staleness", nargs="*", type=int, default=[0, 1])
     parser.add_argument("--loads", nargs="*", default=list(LOADS))
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--rows-only", action="store_true", help="no head: to measure in several processes")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=100)
+    parser.add_argument("--keep", type=Path, help="a file for what was measured, to go on from")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="measure no further case after that")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    cases = Cases(options.keep, time.monotonic() + 60 * options.minutes)
     head = HEAD.format(
-        steps=options.steps, seeds=options.seeds, policy_ms=POLICY.step_s * 1e3, grm_ms=GRM.step_s * 1e3, sigma=SIGMA,
-        push=PUSH_S, wake=WAKE_S, learn=LEARN_S,
+        steps=options.steps, seeds=options.seeds, first_seed=options.first_seed, policy_ms=POLICY.step_s * 1e3,
+        grm_ms=GRM.step_s * 1e3, sigma=SIGMA, push=PUSH_S, wake=WAKE_S, learn=LEARN_S,
     )  # fmt: skip
-    if not options.rows_only:
-        print(head, flush=True)
+    print(head, flush=True)
     for staleness, load, mix in itertools.product(options.staleness, options.loads, options.mixes):
         case = Case(mix=mix, staleness=staleness, load=load, policy_slots=None, steps=options.steps)
-        print(row(case, options.seeds), flush=True)
+        try:
+            print(row(cases, case, seeds), flush=True)
+        except TimeoutError:
+            sys.exit("the time is up: type the same again to go on")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from grmpipe.assemble import make_parts, start
 from grmpipe.config import RunConfig
 from grmpipe.flow import Cut, FlowConfig, Parts, StepReport
+from grmpipe.judge.hearing import judge_alone
 from grmpipe.observers import Observers
 from grmpipe.pipeline import Pipeline
 from grmpipe.prepare import prepare
@@ -112,7 +113,7 @@ async def play(parts: Parts, flow: FlowConfig, group: Group, sibling: int) -> Ro
 
 
 async def judge(parts: Parts, group: Group, rollout: Rollout) -> None:
-    report = await parts.judge.judge(group.prompt, rollout)
+    report = await judge_alone(parts.judge, group.prompt, rollout)
     group.add_verdict(rollout.sibling, report.verdict)
     parts.journal.judged(rollout, report)
 

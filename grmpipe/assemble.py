@@ -19,6 +19,7 @@ from grmpipe.flow import Parts
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
+from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.watch import FailureGate
@@ -70,11 +71,11 @@ class Running:
 
 def generative_judge(prepared: Prepared, grm: Grm | None) -> Judge:
     assert grm is not None
-    return GenerativeJudge(grm, prepared.config.judge, prepared.config.seed)
+    return OneByOne(GenerativeJudge(grm, prepared.config.judge, prepared.config.seed))
 
 
 def rule_judge(prepared: Prepared, grm: Grm | None) -> Judge:
-    return RuleJudge(prepared.config.judge.rule)
+    return OneByOne(RuleJudge(prepared.config.judge.rule))
 
 
 def mixed_judge(prepared: Prepared, grm: Grm | None) -> Judge:

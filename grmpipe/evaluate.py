@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grmpipe.judge.hearing import judge_alone
 from grmpipe.judge.rule import Rule
 from grmpipe.rollout.play import Play, Seat
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
@@ -75,7 +76,7 @@ class Evaluator:
         rollout = await self._played(group_id, prompt, self.play_sampled)
         if rollout is None:
             return None
-        report = await self.judge.judge(prompt, rollout)
+        report = await judge_alone(self.judge, prompt, rollout)
         right = None if prompt.reference is None else self.is_right(rollout.text, prompt.reference)
         return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=right)
 

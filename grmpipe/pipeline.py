@@ -6,7 +6,7 @@
 
 admit   consumes prompts,  produces open groups;         waits for room (admission) and for the judge to be fit.
 play    consumes siblings, produces rollouts;            waits for the policy's engines.
-judge   consumes rollouts, produces verdicts;            waits for the GRM's engines. A sibling at a time, as it ends.
+judge   consumes rollouts, produces verdicts;            waits for the GRM's engines; sits when its members are there.
 expire  consumes nothing,  ends groups at their deadline.
 train   consumes groups,   produces steps and versions;  waits for groups, oldest first.
 """
@@ -22,7 +22,7 @@ from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
 from grmpipe.rollout.group import Group
 from grmpipe.rollout.play import Seat
 from grmpipe.tally import Tally
-from grmpipe.types import JudgedGroup, Prompt, Rollout
+from grmpipe.types import Hearing, JudgedGroup, JudgeReport, Prompt, Rollout, Sitting
 from grmpipe.waits import Waits
 from models.seeds import derive_seed
 from models.types import EngineRefused
@@ -76,12 +76,12 @@ class Pipeline:
             bound=config.play_width,
             shared_meter=self.waits.engines,
         )
-        self.judging: Stage[tuple[Group, Rollout]] = Stage(
+        self.judging: Stage[tuple[Group, Sitting]] = Stage(
             "judge",
             self._judge,
             lambda item: item[0].group_id,
             width=config.judge_width,
-            bound=(config.max_staleness + 1) * config.groups_per_batch * config.group_size,  # all: who waits is ranked
+            bound=0,  # all: who waits is ranked, and admission bounds them
             rank=lambda item: self._rank(item[0]),
             shared_meter=self.waits.engines,
         )
@@ -94,6 +94,7 @@ class Pipeline:
         self._to_restore = dict(sorted(cut.in_flight.items()))  # draw -> group_id
         self._next_draw = cut.next_draw
         self._groups: dict[str, Group] = {}  # open or ready or in the batch: all that are in flight
+        self._hearings: dict[str, Hearing] = {}  # of open groups
         self._deadlines: dict[str, float] = {}
         self._running: set[str] = set()  # groups whose first token came
         self._ready: dict[str, JudgedGroup] = {}  # by group_id, in order of arrival
@@ -184,22 +185,27 @@ class Pipeline:
             return
         self._set_deadline(group)
         await self.expiring.put(group)
-        await self._take_up(group, kept)
+        await self._hear(group, kept)
         for sibling in group.missing_rollouts():
             await self.playing.put((group, sibling))
 
-    async def _take_up(self, group: Group, kept: Kept) -> None:
+    async def _hear(self, group: Group, kept: Kept) -> None:
+        """Open the judging of a group: with verdicts that are kept, and what is to do on the rollouts without one."""
+        hearing = self._hearings[group.group_id] = self.parts.judge.open(group.prompt, group.group_id, group.size)
+        to_judge = [*hearing.begin()]
         for rollout in kept.rollouts:
             self._add_rollout(group, rollout)
+            to_judge += hearing.add(rollout)
             report = kept.reports.get(rollout.sibling)
             if kept.renamed:
                 self.parts.journal.rollout(group.draw, group.prompt, rollout)
             if kept.renamed and report is not None:
                 self.parts.journal.judged(rollout, report)
-            if report is None:
-                await self.judging.put((group, rollout))
-            elif group.add_verdict(rollout.sibling, report.verdict) and group.state != "open":
+            if report is not None and group.add_verdict(rollout.sibling, report.verdict) and group.state != "open":
                 self._ended(group)
+                return
+        for sitting in to_judge:
+            await self.judging.put((group, sitting))
 
     # -- play, judge, expire -----------------------------------------------------------------------------------------
 
@@ -218,7 +224,8 @@ class Pipeline:
         if self._add_rollout(group, rollout):
             self.tally.rollout(rollout)
             self.parts.journal.rollout(group.draw, group.prompt, rollout)
-            await self.judging.put((group, rollout))
+            for sitting in self._hearings[group.group_id].add(rollout):
+                await self.judging.put((group, sitting))
 
     def _add_rollout(self, group: Group, rollout: Rollout) -> bool:
         added = group.add_rollout(rollout)
@@ -226,16 +233,20 @@ class Pipeline:
             self.waits.rolled_out(group.group_id)
         return added
 
-    async def _judge(self, item: tuple[Group, Rollout]) -> None:
-        group, rollout = item
+    async def _judge(self, item: tuple[Group, Sitting]) -> None:
+        group, sitting = item
         await self.parts.watch.until_fit(self.clock)
-        if group.state != "open":
+        if group.state != "open" or (sitting.members and not group.lacks_verdicts(sitting.members)):
             return
-        report = await self.parts.judge.judge(group.prompt, rollout, priority=self._rank(group))
-        if not group.add_verdict(rollout.sibling, report.verdict):
+        hearing = self._hearings[group.group_id]
+        for sibling, report in (await hearing.judge(sitting, self._rank(group))).items():
+            self._add_report(group, sibling, report)
+
+    def _add_report(self, group: Group, sibling: int, report: JudgeReport) -> None:
+        if not group.add_verdict(sibling, report.verdict):
             return
         self.tally.report(report)
-        self.parts.journal.judged(rollout, report)
+        self.parts.journal.judged(group.rollout_of(sibling), report)
         if group.state != "open":
             self._ended(group)
         self.parts.watch.verdict(report)
@@ -278,6 +289,7 @@ class Pipeline:
             stage.cancel(group.group_id)
         self._deadlines.pop(group.group_id, None)
         self._running.discard(group.group_id)
+        self._hearings.pop(group.group_id, None)
         if group.state == "failed":
             self._drop(group.group_id, group.cause)
         else:

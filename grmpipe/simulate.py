@@ -17,6 +17,7 @@ from grmpipe.flow import FlowConfig, Parts, StepReport
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.scale import Scale
@@ -313,10 +314,10 @@ def make_judge(workload: Workload, grm: Router | None, kind: str) -> Judge:
     """The real judge, of a GRM whose critiques are scripted and really parsed."""
     config = workload.config
     if kind == "rule":
-        return RuleJudge(config.judge.rule)
+        return OneByOne(RuleJudge(config.judge.rule))
     if kind == "mixed":
         mix = config.judge.mix.items()
         return MixedJudge({name: (make_judge(workload, grm, name), weight) for name, weight in mix})
     assert grm is not None, "a GRM outside has no place to be simulated on"
     here = GrmHere(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), context_tokens=0)
-    return GenerativeJudge(here, config.judge, config.seed)
+    return OneByOne(GenerativeJudge(here, config.judge, config.seed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -123,7 +123,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReport:
-    """Everything one request to a judge came to: the verdict or its failure, and the evidence for the journal."""
+    """What a rollout's judging came to: the verdict or its failure, and the evidence for the journal.
+
+    A judgement of several siblings stands in the report of one of them only: it is counted once.
+    """
 
     verdict: Verdict | Failed
     judgements: tuple[Judgement, ...] = ()
@@ -190,10 +193,47 @@ class BatchTotals:
     oldest_version: int
 
 
-class Judge(Protocol):
-    """Judges one rollout. Failures come back as values; only a programming error raises."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sitting:
+    """What a judge does at once: the siblings it judges together, in sibling order.
 
-    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport: ...
+    No members: what can be done before any rollout has ended. `component`: of a mixture, which part of it sits.
+    """
+
+    members: tuple[int, ...]
+    component: str = ""
+
+
+class Hearing(Protocol):
+    """The judging of one group, from its admission on. Used once; it goes when the group ends.
+
+    A pointwise judge sits for every rollout by itself, a listwise one once for all siblings, a pairwise one for every
+    pair. What comes of it are reports per sibling, each given once, when it is final.
+    """
+
+    def begin(self) -> Sequence[Sitting]:
+        """What to do now, at the admission of the group."""
+        ...
+
+    def add(self, rollout: Rollout) -> Sequence[Sitting]:
+        """A rollout has ended. What can be judged with it that could not before."""
+        ...
+
+    async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
+        """Hold it. Returns the reports that are final now, by sibling; none for a sibling that has more to wait for.
+
+        The lowest priority goes first. Failures come back as values; only a programming error raises. After a resume,
+        sittings whose members all have verdicts already are left out.
+        """
+        ...
+
+
+class Judge(Protocol):
+    """Opens a hearing for each group."""
+
+    def open(self, prompt: Prompt, group_id: str, size: int) -> Hearing:
+        """`size`: the siblings that will come."""
+        ...
 
 
 class Env(Protocol):

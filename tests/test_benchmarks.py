@@ -18,6 +18,7 @@ import in_sequence  # noqa: E402
 import quickstart  # noqa: E402
 
 from grmpipe.flow import Cut, FlowConfig, Parts  # noqa: E402
+from grmpipe.judge.hearing import OneByOne  # noqa: E402
 from grmpipe.rollout.play import Seat  # noqa: E402
 from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict  # noqa: E402
 from models.types import Completion, Message, VersionSpan  # noqa: E402
@@ -48,7 +49,7 @@ class RecordingParts:
             prompts=SimpleNamespace(at=prompt_at),
             too_long=lambda prompt: False,
             play=self.play,
-            judge=self,
+            judge=OneByOne(self),
             watch=fit,
             trainer=self,
             push_weights=self.push,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 from grmpipe.judge.verdict import mixed
-from grmpipe.types import Failed, Judge, JudgeReport, Prompt, Rollout, Verdict
+from grmpipe.types import Failed, Hearing, Judge, JudgeReport, Prompt, Rollout, Sitting, Verdict
 
 
 class MixedJudge:
@@ -21,12 +21,38 @@ class MixedJudge:
         self._judges = {name: judge for name, (judge, _) in components.items()}
         self._weights = {name: weight for name, (_, weight) in components.items()}
 
-    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
-        async with asyncio.TaskGroup() as tasks:
-            asked = {
-                name: tasks.create_task(judge.judge(prompt, rollout, priority)) for name, judge in self._judges.items()
-            }
-        reports = {name: task.result() for name, task in asked.items()}
+    def open(self, prompt: Prompt, group_id: str, size: int) -> Hearing:
+        hearings = {name: judge.open(prompt, group_id, size) for name, judge in self._judges.items()}
+        return MixedHearing(hearings, self._weights)
+
+
+class MixedHearing:
+    """All components at once; a sibling's report is final when each of them has reported on it."""
+
+    def __init__(self, hearings: Mapping[str, Hearing], weights: Mapping[str, float]) -> None:
+        self._hearings = hearings
+        self._weights = weights
+        self._reports: dict[int, dict[str, JudgeReport]] = {}  # sibling -> component -> its report
+
+    def begin(self) -> Sequence[Sitting]:
+        return [own for name, hearing in self._hearings.items() for own in marked(name, hearing.begin())]
+
+    def add(self, rollout: Rollout) -> Sequence[Sitting]:
+        return [own for name, hearing in self._hearings.items() for own in marked(name, hearing.add(rollout))]
+
+    async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
+        name = sitting.component
+        final = await self._hearings[name].judge(dataclasses.replace(sitting, component=""), priority)
+        for sibling, report in final.items():
+            self._reports.setdefault(sibling, {})[name] = report
+        return {
+            sibling: self._mixed(self._reports[sibling])
+            for sibling in final
+            if len(self._reports[sibling]) == len(self._hearings)
+        }
+
+    def _mixed(self, by_name: Mapping[str, JudgeReport]) -> JudgeReport:
+        reports = {name: by_name[name] for name in self._hearings}  # in the order of the components
         return JudgeReport(
             verdict=self._verdict({name: report.verdict for name, report in reports.items()}),
             judgements=tuple(judgement for report in reports.values() for judgement in report.judgements),
@@ -41,3 +67,9 @@ class MixedJudge:
                 return part
             verdicts[name] = part
         return mixed(verdicts, self._weights)
+
+
+def marked(name: str, sittings: Sequence[Sitting]) -> list[Sitting]:
+    """As of a component, which must be no mixture itself."""
+    assert not any(sitting.component for sitting in sittings), "mixtures don't nest"
+    return [dataclasses.replace(sitting, component=name) for sitting in sittings]

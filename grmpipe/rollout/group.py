@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from grmpipe.types import Failed, JudgedGroup, Prompt, Rollout, Verdict
@@ -65,6 +65,13 @@ class Group:
             self.fail("rollout_timeout")
         for sibling in self.missing_verdicts():
             self.add_verdict(sibling, Failed(stage="judge", cause="timeout", attempts=1, detail="group deadline"))
+
+    def rollout_of(self, sibling: int) -> Rollout:
+        return self._rollouts[sibling]
+
+    def lacks_verdicts(self, siblings: Iterable[int]) -> bool:
+        """Of any of these."""
+        return any(sibling not in self._verdicts for sibling in siblings)
 
     def missing_rollouts(self) -> list[int]:
         return [sibling for sibling in range(self.size) if sibling not in self._rollouts]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
 from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmOutside
+from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.watch import FailureGate
 from grmpipe.pipeline import Interrupted, Pipeline
@@ -33,6 +35,7 @@ from grmpipe.types import (
     Prompt,
     RewardSpan,
     Rollout,
+    Sitting,
     Verdict,
 )
 from grmpipe.waits import WaitTimes
@@ -127,11 +130,46 @@ class Judge:
 
 
 @dataclass
+class Together:
+    """A judge that sits once the whole group is there; every hearing by its group_id."""
+
+    hearings: dict[str, TogetherHearing] = field(default_factory=dict)
+
+    def open(self, prompt: Prompt, group_id: str, size: int) -> TogetherHearing:
+        assert group_id not in self.hearings
+        return self.hearings.setdefault(group_id, TogetherHearing(size=size))
+
+
+@dataclass
+class TogetherHearing:
+    """Remembers whom it saw, and what was held."""
+
+    size: int
+    seen: list[int] = field(default_factory=list)
+    held: list[tuple[int, ...]] = field(default_factory=list)
+
+    def begin(self) -> Sequence[Sitting]:
+        return (Sitting(members=()),)
+
+    def add(self, rollout: Rollout) -> Sequence[Sitting]:
+        self.seen.append(rollout.sibling)
+        return (Sitting(members=tuple(range(self.size))),) if len(self.seen) == self.size else ()
+
+    async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
+        await asyncio.sleep(0.1)
+        self.held.append(sitting.members)
+        span = RewardSpan(turn=0, start=0, end=1, value=0.5)
+        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, agreement=0.0, num_judgements=1)
+        return {sibling: JudgeReport(verdict=verdict) for sibling in sitting.members}
+
+
+@dataclass
 class Bench:
     """A pipeline on simulated parts, with all that a test wants to look at."""
 
     config: FlowConfig
     judge: Judge = field(default_factory=Judge)
+    group_judge: Together | None = None  # instead of `judge`
     trainer: Trainer = field(default_factory=Trainer)
     prompts: Prompts = field(default_factory=Prompts)
     lengths: Callable[[RequestContext], int] = lambda context: 20
@@ -159,7 +197,7 @@ class Bench:
             prompts=self.prompts,
             too_long=lambda prompt: False,
             play=self.play,
-            judge=self.judge,
+            judge=self.group_judge or OneByOne(self.judge),
             watch=JudgeFitness(gate),
             trainer=self.trainer,
             push_weights=self.push,
@@ -452,7 +490,7 @@ def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(see
         group = bench.pipeline._groups.get(rollout.group_id)
         if group is not None and rng.random() < 0.1:
             doubled += 1
-            await bench.pipeline.judging.put((group, rollout))
+            await bench.pipeline.judging.put((group, Sitting(members=(rollout.sibling,))))
         return await judge_once(prompt, rollout, priority)
 
     bench.judge.judge = judge_sometimes_twice  # type: ignore[method-assign]
@@ -564,3 +602,33 @@ def test_a_storm_of_429s_changes_no_reward() -> None:
     assert calm_statuses == {200: 288}
     assert stormy_statuses[429] > 300
     assert stormy_statuses[200] == 288
+
+
+def test_a_judge_of_whole_groups_sits_once_for_each_and_before_it_prepares() -> None:
+    bench = Bench(flow(num_steps=5), group_judge=Together(), lengths=long_tailed)
+    pipeline = bench.run()
+    assert pipeline.admission.trained == 5 * 4
+    assert all(hearing.held == [(), (0, 1, 2, 3)] for hearing in bench.group_judge.hearings.values())
+    assert set(bench.journal.verdicts.values()) == {1}
+
+
+def test_on_resume_a_judge_of_whole_groups_sees_what_is_kept_and_sits_for_what_has_no_verdict() -> None:
+    first = Bench(flow(num_steps=1, max_staleness=0))
+    first.run()
+    rollouts = [dataclasses.replace(r, group_id="g000000") for r in first.trainer.steps[0][0].rollouts]
+    verdict = first.trainer.steps[0][0].verdicts[0]
+    kept = {
+        0: Kept(group_id="g000000", rollouts=tuple(rollouts), reports={0: JudgeReport(verdict=verdict)}),
+        1: Kept(
+            group_id="g000001",
+            rollouts=tuple(dataclasses.replace(r, group_id="g000001") for r in rollouts),
+            reports={sibling: JudgeReport(verdict=verdict) for sibling in range(4)},
+        ),
+    }
+    bench = Bench(flow(num_steps=1, max_staleness=0), group_judge=Together(), kept=kept)
+    bench.run()
+    assert bench.group_judge.hearings["g000000"].held == [(), (0, 1, 2, 3)]
+    assert bench.group_judge.hearings["g000001"].held == []
+    assert {key: count for key, count in bench.journal.verdicts.items() if key[0] == "g000000"} == {
+        ("g000000", sibling): 1 for sibling in (1, 2, 3)
+    }

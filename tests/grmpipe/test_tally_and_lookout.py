@@ -10,6 +10,7 @@ import pytest
 
 from grmpipe.evaluate import Evaluator
 from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
+from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.rule import is_right
 from grmpipe.judge.watch import FailureGate, HackingAlarm
 from grmpipe.lookout import Lookout
@@ -121,7 +122,7 @@ async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None])
 def evaluator(score: Callable[[Rollout], Verdict | Failed], references: tuple[str | None, ...]) -> Evaluator:
     return Evaluator(
         prompts=[prompt(reference) for reference in references],
-        play_sampled=played, play_greedy=played, judge=Judge(score), is_right=is_right, seed=0,
+        play_sampled=played, play_greedy=played, judge=OneByOne(Judge(score)), is_right=is_right, seed=0,
     )  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
 
     judge = Judge(lambda rollout: verdict(now.score))
     looker = Evaluator(
-        prompts=[prompt("1")], play_sampled=play, play_greedy=play, judge=judge, is_right=is_right, seed=0
+        prompts=[prompt("1")], play_sampled=play, play_greedy=play, judge=OneByOne(judge), is_right=is_right, seed=0
     )
     alarm = HackingAlarm(min_score_rise=1, min_gold_fall=0.1)
     lookout = Lookout(looker, alarm, observers, anchors=1, every=10)  # type: ignore[arg-type]

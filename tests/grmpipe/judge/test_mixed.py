@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from grmpipe.judge.hearing import OneByOne, judge_alone
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.types import Failed
@@ -14,8 +15,8 @@ from models.types import EngineDied
 
 def test_rewards_are_mixed_by_normalised_weights_and_components_stay_visible(bench: Any) -> None:
     grm, _ = bench.generative(lambda prompt, context: bench.answer("Score: 4"))
-    judge = MixedJudge({"generative": (grm, 3.0), "rule": (RuleJudge("exact_answer"), 1.0)})
-    report = bench.run(judge.judge(bench.prompt(), bench.rollout("Answer: 12")))
+    judge = MixedJudge({"generative": (OneByOne(grm), 3.0), "rule": (OneByOne(RuleJudge("exact_answer")), 1.0)})
+    report = bench.run(judge_alone(judge, bench.prompt(), bench.rollout("Answer: 12")))
     (span,) = report.verdict.rewards
     assert span.value == pytest.approx(0.75 * 3 / 9 + 0.25)
     assert (span.turn, span.start, span.end) == (0, 0, 10)
@@ -28,16 +29,16 @@ def test_rewards_are_mixed_by_normalised_weights_and_components_stay_visible(ben
 def test_a_failed_component_is_never_renormalised_away(bench: Any) -> None:
     for weight in (1e-6, 1e6):
         grm, _ = bench.generative(lambda prompt, context: EngineDied("killed"))
-        judge = MixedJudge({"rule": (RuleJudge("exact_answer"), 1.0), "generative": (grm, weight)})
-        report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+        judge = MixedJudge({"rule": (OneByOne(RuleJudge("exact_answer")), 1.0), "generative": (OneByOne(grm), weight)})
+        report = bench.run(judge_alone(judge, bench.prompt(), bench.rollout("12")))
         assert report.verdict == Failed(stage="judge", cause="died", attempts=1, detail="killed")
         assert len(report.failures) == 1
 
 
 def test_the_evidence_of_all_components_is_kept_when_one_fails(bench: Any) -> None:
     grm, _ = bench.generative(lambda prompt, context: bench.answer("Score: 4"))
-    judge = MixedJudge({"generative": (grm, 1.0), "rule": (RuleJudge("exact_answer"), 1.0)})
-    report = bench.run(judge.judge(bench.prompt(reference=None), bench.rollout("12")))
+    judge = MixedJudge({"generative": (OneByOne(grm), 1.0), "rule": (OneByOne(RuleJudge("exact_answer")), 1.0)})
+    report = bench.run(judge_alone(judge, bench.prompt(reference=None), bench.rollout("12")))
     assert report.verdict.cause == "refused"
     assert len(report.judgements) == 1
 
@@ -46,4 +47,14 @@ def test_a_mixture_needs_components_with_positive_weights() -> None:
     with pytest.raises(ValueError, match="mix"):
         MixedJudge({})
     with pytest.raises(ValueError, match=r"mix\.rule"):
-        MixedJudge({"rule": (RuleJudge("exact_answer"), 0.0)})
+        MixedJudge({"rule": (OneByOne(RuleJudge("exact_answer")), 0.0)})
+
+
+def test_a_sibling_is_reported_on_once_when_its_last_component_is_done(bench: Any) -> None:
+    grm, _ = bench.generative(lambda prompt, context: bench.answer("Score: 4"))
+    judge = MixedJudge({"generative": (OneByOne(grm), 1.0), "rule": (OneByOne(RuleJudge("exact_answer")), 1.0)})
+    hearing = judge.open(bench.prompt(), "g0", 2)
+    generative, rule = hearing.add(bench.rollout("12", sibling=1))
+    assert (generative.members, generative.component, rule.component) == ((1,), "generative", "rule")
+    assert bench.run(hearing.judge(rule)) == {}
+    assert list(bench.run(hearing.judge(generative))) == [1]
