@@ -148,6 +148,31 @@ class JudgedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankedResponses:
+    """Two responses or more to a prompt, and which of them is truly the best: for measuring and training judges."""
+
+    item_id: str
+    prompt: Prompt
+    responses: tuple[str, ...]
+    best: int  # index into responses
+    subset: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredResponse:
+    """One response to a prompt, and the score it truly deserves, on the judge's scale."""
+
+    item_id: str
+    prompt: Prompt
+    response: str
+    score: int
+    subset: str = ""
+
+
+Labelled = RankedResponses | ScoredResponse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
     """A stretch of tokens to learn from. Entry t of mask, log-probs and advantages belongs to token_ids[t].
 
