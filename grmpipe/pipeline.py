@@ -294,6 +294,7 @@ class Pipeline:
             self._drop(group.group_id, group.cause)
         else:
             self._ready[group.group_id] = group.judged()
+            self.admission.ready(group.group_id)
             self._unweighed.append(group.group_id)
             self.waits.judged(group.group_id)
         self._news.set()
@@ -376,7 +377,7 @@ class Pipeline:
             if self.admission.is_stale(self._ready[group_id].version):
                 del self._ready[group_id]
                 self._drop(group_id, "stale")
-        urgent = self.admission.most_urgent(list(self._ready), {group.group_id for group in self._batch})
+        urgent = self.admission.take()
         return None if urgent is None else self._ready.pop(urgent)
 
     async def _push(self) -> SyncReport:

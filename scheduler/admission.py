@@ -1,13 +1,15 @@
 """How many groups may be in flight, and which must be trained now. Pure: counts and versions, no waiting, no clock.
 
 The pace is AReaL's (arXiv 2505.24298, section 5.1): (max_staleness + version + 1) * groups_per_batch groups may have
-been submitted in all, dropped ones aside. The bound itself is held on taking: see `most_urgent`.
+been submitted in all, dropped ones aside. The bound itself is held on taking: see `take`.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 
 class Admission:
@@ -31,7 +33,11 @@ class Admission:
         self.dropped = Counter(dropped or {})
         self.submitted = self.trained + self.dropped.total()
         self.in_flight: dict[str, int] = {}  # group_id -> policy version when it was opened
-        self._opened_at: Counter[int] = Counter()  # version -> how many of those in flight were opened at it
+        self._waiting: Counter[int] = Counter()  # version -> how many, opened at it, aren't in the open batch
+        self._ready: dict[str, int] = {}  # group_id -> how manieth
+        self._by_due: list[tuple[int, int, str]] = []  # of those that are ready; what was dropped is skipped
+        self._arrivals = itertools.count()
+        self._taken: set[str] = set()  # into the open batch
 
     @property
     def capacity(self) -> int:
@@ -44,7 +50,7 @@ class Admission:
         """`version` is the lowest of the tokens that a group comes with; one without any starts at ours."""
         assert group_id not in self.in_flight, f"group {group_id} opened twice"
         self.in_flight[group_id] = self.version if version is None else version
-        self._opened_at[self.in_flight[group_id]] += 1
+        self._waiting[self.in_flight[group_id]] += 1
         self.submitted += 1
 
     def drop(self, group_id: str, cause: str) -> None:
@@ -62,26 +68,42 @@ class Admission:
         """Whether tokens of `version` are too old for the batch that is open now."""
         return self.version - version > self.max_staleness
 
-    def most_urgent(self, ready: Sequence[str], taken: Collection[str]) -> str | None:
-        """The ready group that is due first, first come first, if the open batch may take it; else it may take none."""
-        candidate = min(ready, key=self._due, default=None)
-        return candidate if candidate is not None and self.may_take(candidate, taken) else None
+    def ready(self, group_id: str) -> None:
+        """It has its verdicts: a batch may take it from now on."""
+        self._ready[group_id] = next(self._arrivals)
+        heapq.heappush(self._by_due, (self._due(group_id), self._ready[group_id], group_id))
 
-    def may_take(self, group_id: str, taken: Collection[str]) -> bool:
-        """Whether the open batch, which has `taken`, may take this group without making another one stale.
+    def take(self) -> str | None:
+        """The ready group that is due first, first come first, if the open batch may take it; else it may take none."""
+        while self._by_due:
+            _, arrival, group_id = self._by_due[0]
+            if self._ready.get(group_id) != arrival:
+                heapq.heappop(self._by_due)
+                continue
+            if not self.may_take(group_id):
+                return None
+            heapq.heappop(self._by_due)
+            del self._ready[group_id]
+            self._taken.add(group_id)
+            self._stop_waiting(group_id)
+            return group_id
+        return None
+
+    def may_take(self, group_id: str) -> bool:
+        """Whether the open batch may take this group without making another one stale.
 
         A group is due at the last version whose batch it is not too old for. A place is given to a group only if all
         that are due before it still fit into the batches up to then (earliest due date first, with places reserved for
         those that are not ready). What `capacity` admits always fits, so nothing that ends in time grows stale.
         """
         due = self._due(group_id)
-        waiting = Counter({version + self.max_staleness: count for version, count in self._opened_at.items()})
-        waiting.subtract(self._due(other) for other in {group_id, *taken})
-        due_so_far = sum(count for version, count in waiting.items() if version < self.version)
-        for ahead in range(due - self.version):
-            due_so_far += waiting[self.version + ahead]
-            if due_so_far > (ahead + 1) * self.groups_per_batch - len(taken) - 1:
+        places = self.groups_per_batch - len(self._taken) - 1
+        before = sum(count for version, count in self._waiting.items() if version + self.max_staleness < self.version)
+        for version in range(self.version, due):
+            before += self._waiting[version - self.max_staleness]
+            if before > places:
                 return False
+            places += self.groups_per_batch
         return True
 
     def batches_ahead(self, group_id: str) -> int:
@@ -89,10 +111,18 @@ class Admission:
         return self._due(group_id) - self.version
 
     def _leave(self, group_id: str) -> None:
-        version = self.in_flight.pop(group_id)
-        self._opened_at[version] -= 1
-        if not self._opened_at[version]:
-            del self._opened_at[version]
+        self._ready.pop(group_id, None)
+        if group_id in self._taken:
+            self._taken.remove(group_id)
+        else:
+            self._stop_waiting(group_id)
+        del self.in_flight[group_id]
+
+    def _stop_waiting(self, group_id: str) -> None:
+        version = self.in_flight[group_id]
+        self._waiting[version] -= 1
+        if not self._waiting[version]:
+            del self._waiting[version]
 
     def _due(self, group_id: str) -> int:
         """Judged by when it was opened, which is never too late."""

@@ -57,7 +57,7 @@ class Router:
         continuation: Continuation | None = None,
     ) -> None:
         self.load = Load(role)
-        self._work = ExpectedWork()
+        self._work = ExpectedWork(engines)
         self._concurrency = Concurrency()
         self.on_change: Callable[[], None] = ignore_change
         self._role = role
@@ -93,20 +93,20 @@ class Router:
         self._alive[name] = engine
         self._coming.discard(name)
         if name not in self._resting:
-            self._serving[name] = engine
+            self._serve(name, engine)
         self._concurrency.changed()
         self._change.set()
 
     def rest(self, name: str) -> None:
         """No request goes to this one any more, nor to one that replaces it; those that it has may end."""
         self._resting.add(name)
-        self._serving.pop(name, None)
+        self._serve_no_more(name)
 
     def serve(self, name: str, engine: Engine) -> None:
         """This one serves again; it has the weights of the others."""
         if self._alive.get(name) is engine:
             self._resting.discard(name)
-            self._serving[name] = engine
+            self._serve(name, engine)
             self.load.woke(name)
             self._concurrency.changed()
             self._change.set()
@@ -148,7 +148,7 @@ class Router:
         if self._alive.get(name) is not engine:
             return
         del self._alive[name]
-        self._serving.pop(name, None)
+        self._serve_no_more(name)
         self._concurrency.forget(name)
         self._deaths.append(f"{name}: {death}")
         now_s = asyncio.get_running_loop().time()
@@ -188,8 +188,8 @@ class Router:
         """Raises EngineDied only when no engine is left, and none will come."""
         once, begun = _Once(on_first_token), Begun(tuple(prompt_ids), params)
         while True:
-            names = await self._until_room(context.priority)
-            name, expected = self._place(names, begun, context.group_id)
+            among = await self._until_room(context.priority)
+            name, expected = self._place(among, begun, context.group_id)
             engine = self._serving[name]
             try:
                 part, moving = await self._generate_on(name, engine, begun, context, once)
@@ -244,18 +244,27 @@ class Router:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         while True:
             await self.until_served()
-            engine = self._serving[name := self._work.least(self._serving)]
+            engine = self._serving[name := self._work.least()]
             try:
                 return await engine.score(token_ids)
             except EngineDied as death:
                 self.bury(name, engine, death)
 
-    async def _until_room(self, priority: int) -> Collection[str]:
-        """Engines that serve and may take a request now, once there are any. Raises as `until_served`."""
+    def _serve(self, name: str, engine: Engine) -> None:
+        self._serving[name] = engine
+        self._work.came(name)
+
+    def _serve_no_more(self, name: str) -> None:
+        self._serving.pop(name, None)
+        self._work.went(name)
+
+    async def _until_room(self, priority: int) -> Collection[str] | None:
+        """Engines that serve and may take a request now, once there are any; None: all that serve. Raises as
+        `until_served`."""
         while True:
             await self.until_served()
             if not self._concurrency.limits_anybody:
-                return self._serving
+                return None
             if names := [name for name in self._serving if self._concurrency.has_room(name, self.load[name])]:
                 return names
             self.load.num_waiting += 1
@@ -264,11 +273,11 @@ class Router:
             finally:
                 self.load.num_waiting -= 1
 
-    def _place(self, names: Collection[str], begun: Begun, group_id: str) -> tuple[str, float]:
+    def _place(self, among: Collection[str] | None, begun: Begun, group_id: str) -> tuple[str, float]:
         """Which of these is asked, and the tokens that this is expected to cost it."""
         if begun.moved:
-            return self._work.place_anywhere(names, begun.prompt_ids, begun.params)
-        return self._work.place(names, group_id, begun.prompt_ids, begun.params)
+            return self._work.place_anywhere(begun.prompt_ids, begun.params, among)
+        return self._work.place(group_id, begun.prompt_ids, begun.params, among)
 
     async def _generate_on(
         self, name: str, engine: Engine, begun: Begun, context: RequestContext, once: _Once
