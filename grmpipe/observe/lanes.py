@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS_PER_LANE = 64
+ROWS_PER_LANE = 512  # above what an engine has in its batch: a profile is read from these spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
