@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.observe.lanes import Lanes
+from grmpipe.observe.lanes import ROWS_PER_LANE, Lanes
 from grmpipe.observe.timeline import SPILL_EVENTS, Timeline
 
 
@@ -57,10 +57,10 @@ def test_no_two_spans_of_a_row_overlap_in_whatever_order_they_come(
 
 def test_a_lane_out_of_rows_leaves_spans_out_and_says_how_many(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
-    for _ in range(70):
+    for _ in range(ROWS_PER_LANE + 6):
         timeline.span("policy-0", "rollout", 0.0, 1.0)
     timeline.close()
-    assert len(events_of(tmp_path / "timeline.json")) == 64
+    assert len(events_of(tmp_path / "timeline.json")) == ROWS_PER_LANE
     assert "6 spans left out" in (tmp_path / "timeline.json").read_text()
 
 
