@@ -46,7 +46,7 @@ class Accounts:
         self._busy_before_s: Mapping[str, float] = {}
         self._replaced_before: Mapping[str, int] = {}
         self._moves_before: Mapping[str, int] = {}
-        self._driver_cpu_s = time.process_time()
+        self._step_began_cpu_s = time.process_time()
 
     @property
     def since_start_s(self) -> float:
@@ -88,9 +88,12 @@ class Accounts:
         }
 
     def driver_metrics(self) -> Metrics:
-        """CPU seconds of this process since the last call: the pipeline's, and of what else lives in its process."""
-        before, self._driver_cpu_s = self._driver_cpu_s, time.process_time()
-        return {"driver/cpu_s": self._driver_cpu_s - before}
+        """CPU seconds of this process in the step that ends: the pipeline's, and of what else lives in its process."""
+        return {"driver/cpu_s": time.process_time() - self._step_began_cpu_s}
+
+    def step_begins(self) -> None:
+        """What lies between two steps (looks, checkpoints) counts in neither."""
+        self._step_began_cpu_s = time.process_time()
 
     def busy_s(self, pipeline: Pipeline | None) -> dict[str, float]:
         """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""

@@ -135,6 +135,7 @@ class TrainingRun:
         every = self._config.train.checkpoint_every
         if every and report.step % every == 0 and not last:
             await self._checkpoint(running, pipeline, lookout)
+        self._accounts.step_begins()
 
     def _make_lookout(self, running: Running) -> Lookout:
         judge = self._config.judge
