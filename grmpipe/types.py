@@ -11,20 +11,29 @@ import numpy as np
 from models.types import Completion, Message, VersionSpan
 
 InfraCause = Literal["timeout", "refused", "died"]
-DataCause = Literal["unparseable", "truncated", "too_long"]
+DataCause = Literal["unparseable", "truncated", "too_long", "undecided"]
 Cause = InfraCause | DataCause
 Stage = Literal["rollout", "judge"]
 Metrics = dict[str, float]  # name -> value of one step; names are `area/what_unit`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Criterion:
+    """What an answer is to be judged by, and how much it counts beside the others."""
+
+    text: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the policy is asked. `reference` is for rule judges and rubrics; it never enters the policy's prompt."""
+    """What the policy is asked. `reference` and `rubric` are for judges; they never enter the policy's prompt."""
 
     prompt_id: str
     messages: tuple[Message, ...]
     source: str = ""
     reference: str | None = None
+    rubric: tuple[Criterion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +117,7 @@ class Verdict:
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
     breakdown: each component's reward by name, before weighting.
     agreement: spread of the votes: their population standard deviation in score units (0 for a single vote).
+    grm_version: completed optimizer steps of the GRM that judged: 0 where it doesn't learn in this run.
     """
 
     rewards: tuple[RewardSpan, ...]
@@ -115,6 +125,7 @@ class Verdict:
     breakdown: Mapping[str, float]
     agreement: float
     num_judgements: int
+    grm_version: int = 0
 
     @property
     def outcome(self) -> float:
@@ -122,15 +133,31 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopAudit:
+    """Where the early stop would have ended, beside the vote over all judgements. Scores on the judge's scale."""
+
+    stopped_after: int  # judgements; as many as there are where it would not have stopped
+    stopped_score: float
+    full_score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReport:
     """What a rollout's judging came to: the verdict or its failure, and the evidence for the journal.
 
-    A judgement of several siblings stands in the report of one of them only: it is counted once.
+    What was asked about several siblings at once stands in the report of one of them only: it is counted once.
+
+    principles:   what the GRM wrote for the whole group, ahead of its judgements.
+    saved_tokens: an estimate from below: judgements that were never asked, at the mean length of those that were.
+    audit:        of a rollout that was judged in full to try the early stop.
     """
 
     verdict: Verdict | Failed
     judgements: tuple[Judgement, ...] = ()
     failures: tuple[Failed, ...] = ()  # of single judgements, re-asked ones included
+    principles: Completion | None = None
+    saved_tokens: int = 0
+    audit: StopAudit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

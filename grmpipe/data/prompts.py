@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeGuard
 
-from grmpipe.types import Prompt
+from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
 ROLES = ("system", "user", "assistant")
@@ -20,8 +21,8 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of tiny://train or tiny://held_out.
 
     A row has `messages` (a list of {role, content}) or `prompt` (a text), and may have `reference` (a text or a
-    number), `prompt_id` and `source`; other columns are left alone. ValueError names file, line (Parquet: row), field
-    and what was expected.
+    number), `rubric` (a list of criteria: texts, or {text, weight}), `prompt_id` and `source`; other columns are left
+    alone. ValueError names file, line (Parquet: row), field and what was expected.
     """
     if path.startswith(TINY):
         return made_prompts(path, num_tiny_prompts, seed)
@@ -111,6 +112,7 @@ def prompt_of(row: Row, where: str, default_id: str) -> Prompt:
         messages=messages_of(row, where),
         source=text_of(row, "source", where, ""),
         reference=reference_of(row, where),
+        rubric=rubric_of(row, where),
     )
 
 
@@ -144,6 +146,22 @@ def reference_of(row: Row, where: str) -> str | None:
     if isinstance(reference, bool) or not isinstance(reference, int | float) or reference - reference != 0:
         raise ValueError(f"{where}: reference: expected a text or a finite number, got {shown(reference)}")
     return str(reference)
+
+
+def rubric_of(row: Row, where: str) -> tuple[Criterion, ...]:
+    rubric = row.get("rubric", [])
+    if not isinstance(rubric, list):
+        raise ValueError(f"{where}: rubric: expected a list of texts or of {{text, weight}}, got {shown(rubric)}")
+    return tuple(criterion_of(criterion, f"{where}: rubric[{index}]") for index, criterion in enumerate(rubric))
+
+
+def criterion_of(criterion: object, where: str) -> Criterion:
+    if not isinstance(criterion, dict):
+        return Criterion(text=filled(criterion, where))
+    weight = criterion.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ValueError(f"{where}.weight: expected a number above 0, got {shown(weight)}")
+    return Criterion(text=filled(criterion.get("text"), f"{where}.text"), weight=float(weight))
 
 
 def text_of(row: Row, field: str, where: str, default: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from grmpipe.types import (
+    Criterion,
     Failed,
     FailedJudgement,
     Judgement,
@@ -15,6 +16,7 @@ from grmpipe.types import (
     Prompt,
     RewardSpan,
     Rollout,
+    StopAudit,
     Turn,
     Verdict,
 )
@@ -64,11 +66,15 @@ def decode_completion(record: Record) -> Completion:
 
 
 def encode_prompt(prompt: Prompt) -> Record:
-    return {**encode_flat(prompt), "messages": encode_messages(prompt.messages)}
+    flat = encode_flat(prompt)
+    del flat["rubric"]
+    rubric = {"rubric": [encode_flat(criterion) for criterion in prompt.rubric]} if prompt.rubric else {}
+    return {**flat, "messages": encode_messages(prompt.messages), **rubric}
 
 
 def decode_prompt(record: Record) -> Prompt:
-    return Prompt(**{**record, "messages": decode_messages(record["messages"])})
+    rubric = tuple(Criterion(**criterion) for criterion in record.get("rubric", ()))
+    return Prompt(**{**record, "messages": decode_messages(record["messages"]), "rubric": rubric})
 
 
 def encode_turn(turn: Turn) -> Record:
@@ -136,6 +142,9 @@ def encode_report(report: JudgeReport) -> Record:
         **ended,
         "judgements": [encode_judgement(judgement) for judgement in report.judgements],
         "failures": [encode_failed(failed) for failed in report.failures],
+        **({} if report.principles is None else {"principles": encode_completion(report.principles)}),
+        **({"saved_tokens": report.saved_tokens} if report.saved_tokens else {}),
+        **({} if report.audit is None else {"audit": encode_flat(report.audit)}),
     }
 
 
@@ -144,10 +153,13 @@ def decode_report(record: Record) -> JudgeReport:
         verdict=decode_failed(record["failed"]) if "failed" in record else decode_verdict(record["verdict"]),
         judgements=tuple(decode_judgement(judgement) for judgement in record["judgements"]),
         failures=tuple(decode_failed(failed) for failed in record["failures"]),
+        principles=decode_completion(record["principles"]) if "principles" in record else None,
+        saved_tokens=record.get("saved_tokens", 0),
+        audit=StopAudit(**record["audit"]) if "audit" in record else None,
     )
 
 
-Flat = VersionSpan | RewardSpan | Prompt | Rollout | Judgement | Failed | Verdict
+Flat = VersionSpan | RewardSpan | Criterion | Prompt | Rollout | Judgement | Failed | Verdict | StopAudit
 
 
 def encode_flat(value: Flat) -> Record:

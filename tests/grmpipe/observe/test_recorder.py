@@ -16,6 +16,7 @@ from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.journal import Journal, read_journal
 from grmpipe.observe.recorder import GroupEnd, Recorder, load_group_ends, load_rollouts, load_verdicts
 from grmpipe.types import (
+    Criterion,
     Failed,
     FailedJudgement,
     Judgement,
@@ -23,6 +24,7 @@ from grmpipe.types import (
     Prompt,
     RewardSpan,
     Rollout,
+    StopAudit,
     Turn,
     Verdict,
 )
@@ -33,7 +35,7 @@ IDS = st.lists(st.integers(0, 200_000), max_size=6).map(tuple)
 FLOAT32 = st.floats(width=32, allow_nan=False, max_value=0.0)
 FLOATS = st.floats(allow_nan=False)
 COUNTS = st.integers(0, 1000)
-CAUSES = st.sampled_from(["timeout", "refused", "died", "unparseable", "truncated", "too_long"])
+CAUSES = st.sampled_from(["timeout", "refused", "died", "unparseable", "truncated", "too_long", "undecided"])
 MESSAGES = st.lists(st.builds(Message, role=TEXT, content=TEXT), max_size=2).map(tuple)
 SPANS = st.lists(
     st.builds(VersionSpan, model=TEXT, version=COUNTS, start=COUNTS, end=COUNTS), min_size=1, max_size=2
@@ -47,7 +49,8 @@ COMPLETIONS = st.builds(
     versions=SPANS,
     unseen_tokens=COUNTS,
 )
-PROMPTS = st.builds(Prompt, prompt_id=TEXT, messages=MESSAGES, source=TEXT, reference=st.none() | TEXT)
+RUBRICS = st.lists(st.builds(Criterion, text=TEXT, weight=FLOATS), max_size=2).map(tuple)
+PROMPTS = st.builds(Prompt, prompt_id=TEXT, messages=MESSAGES, source=TEXT, reference=st.none() | TEXT, rubric=RUBRICS)
 TURNS = st.builds(Turn, prompt_ids=IDS, completion=COMPLETIONS, replies=MESSAGES)
 ROLLOUTS = st.builds(
     Rollout,
@@ -90,6 +93,9 @@ REPORTS = st.builds(
     verdict=VERDICTS | FAILED | FAILED_JUDGEMENTS,
     judgements=st.lists(JUDGEMENTS, max_size=2).map(tuple),
     failures=st.lists(FAILED | FAILED_JUDGEMENTS, max_size=2).map(tuple),
+    principles=st.none() | COMPLETIONS,
+    saved_tokens=COUNTS,
+    audit=st.none() | st.builds(StopAudit, stopped_after=COUNTS, stopped_score=FLOATS, full_score=FLOATS),
 )
 ANY_EXAMPLE = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
