@@ -10,8 +10,9 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
 
+# Two workers, a file each: whole runs use two cores at most and wait a good deal.
 test: lint
-	$(BIN)/python -m pytest -m "not gpu and not sglang" --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not sglang" --cov --cov-report=term
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
