@@ -23,7 +23,7 @@ from grmpipe.observe.settings import TrackingConfig
 from grmpipe.plan_settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.simulate_settings import SimulateConfig
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_pass_k
 from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
 from scheduler.balance import BalanceConfig
 from scheduler.health import HealthConfig
@@ -95,6 +95,7 @@ class RunConfig:
             raise ValueError(f"resume: unknown value {self.resume!r}; known: {', '.join(RESUMES)}")
         if not re.fullmatch(r"[\w.-]+", self.experiment):
             raise ValueError(f"experiment: may hold letters, digits, '_', '.' and '-', got {self.experiment!r}")
+        check_pass_k(self.algorithm, self.train.group_size)
         if self.policy.engine not in ENGINES_OF_THE_POLICY:
             raise ValueError(
                 f"policy.engine: {self.policy.engine} takes no weights and gives no log-probs, so it can't serve a "

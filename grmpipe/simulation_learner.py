@@ -62,7 +62,7 @@ class SimulatedRanks:
                 case "accumulate":
                     await self._spend(self._pass_s(args_by_rank))
                     return [{}] * self._num_ranks
-                case "logprobs":
+                case "logprobs" | "reference_logprobs":
                     await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
                     return [np.full(num_tokens(args[0]), -1.0, dtype=np.float32) for args in args_by_rank]
                 case "step":

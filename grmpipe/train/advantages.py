@@ -1,14 +1,26 @@
-"""From the rewards of a group to advantages. Pure; what has no reward isn't here, so it can't be in a baseline."""
+"""From rewards to advantages. Pure; what has no reward isn't here, so it can't be in a baseline.
+
+G: siblings of a group that have a verdict. N: sampled tokens of a rollout. K: its steps. All in float64: in float32 the
+rounding of a mean of equal rewards is as large as the epsilon it is divided by.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from grmpipe.train.rewards import Rewards
 from grmpipe.train.settings import AlgorithmConfig
 
-Estimator = Callable[[np.ndarray, AlgorithmConfig], np.ndarray]
+Group = Sequence[Rewards]
+Advantages = list[list[np.ndarray]]  # by group, by sibling, [N]
+
+
+# -- one reward for a rollout, compared within its group -------------------------------------------------------------
 
 
 def center(rewards_G: np.ndarray) -> np.ndarray:
@@ -26,17 +38,165 @@ def standardize(rewards_G: np.ndarray, std: str, min_group_std: float) -> np.nda
     return center(rewards_G) / (spread + min_group_std)
 
 
+def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
+    """Each reward against the mean of the others, G / (G - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
+    return center(rewards_G) * len(rewards_G) / (len(rewards_G) - 1)
+
+
+def best_of_k(rewards_G: np.ndarray, k: int, min_group_std: float) -> np.ndarray:
+    """What a sibling adds to the best of k: the mean of max over the k-subsets that hold it, less the mean over all
+    k-subsets, in units of the deviation over all. With rewards of 0 and 1 that is pass@k training (arXiv 2508.10751).
+
+    Exact, by counting: with rewards in rising order, the j-th is the max of C(j, k - 1) subsets (j from 0). A group
+    with k siblings or fewer has one subset, and no advantages.
+    """
+    size, k = len(rewards_G), min(k, len(rewards_G))
+    order = np.argsort(rewards_G, kind="stable")
+    rising_G = rewards_G[order]
+    as_max_G = np.array([math.comb(j, k - 1) / math.comb(size, k) for j in range(size)])
+    mean = float(as_max_G @ rising_G)
+    spread = math.sqrt(float(as_max_G @ (rising_G - mean) ** 2))
+    # Of the subsets that hold sibling i it is the max of C(i, k - 1), and a later j is of C(j - 1, k - 2).
+    holding = math.comb(size - 1, k - 1)
+    own_G = np.array([math.comb(i, k - 1) / holding for i in range(size)]) * rising_G
+    later_G = np.array([math.comb(j - 1, k - 2) / holding if j > 0 and k > 1 else 0.0 for j in range(size)]) * rising_G
+    with_it_G = own_G + later_G[::-1].cumsum()[::-1] - later_G
+    advantages_G = np.empty(size)
+    advantages_G[order] = (with_it_G - mean) / (spread + min_group_std)
+    return advantages_G
+
+
+# -- rewards within a rollout ----------------------------------------------------------------------------------------
+
+
+def returns(values_K: Sequence[float], gamma: float) -> np.ndarray:
+    """Of each step the rewards from there on: R_k = r_k + gamma R_{k+1}."""
+    returns_K, to_come = np.empty(len(values_K)), 0.0
+    for k in reversed(range(len(values_K))):
+        returns_K[k] = to_come = values_K[k] + gamma * to_come
+    return returns_K
+
+
+def stepwise(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """The return from step k on against the returns of all siblings that have a step k, as GRPO compares outcomes. A
+    step that nobody else has got as far as is compared with nothing: 0."""
+    found = [returns(rewards.values_K, algorithm.gamma) for rewards in group]
+    advantages = [np.zeros(len(returns_K)) for returns_K in found]
+    for k in range(max(map(len, found))):
+        there = [sibling for sibling, returns_K in enumerate(found) if len(returns_K) > k]
+        if len(there) > 1:
+            at_step_G = np.array([found[sibling][k] for sibling in there])
+            compared_G = standardize(at_step_G, algorithm.std, algorithm.min_group_std)
+            for sibling, advantage in zip(there, compared_G, strict=True):
+                advantages[sibling][k] = advantage
+    return [rewards.spread(advantages_K) for rewards, advantages_K in zip(group, advantages, strict=True)]
+
+
+def process_grpo(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """GRPO's process supervision (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised
+    together, a token's advantage is the sum of those from its step on."""
+    everyone = np.concatenate([rewards.values_K for rewards in group])
+    normal = standardize(everyone, algorithm.std, algorithm.min_group_std)
+    by_sibling = np.split(normal, np.cumsum([len(rewards.values_K) for rewards in group])[:-1])
+    return [
+        rewards.spread(returns(normal_K.tolist(), algorithm.gamma))
+        for rewards, normal_K in zip(group, by_sibling, strict=True)
+    ]
+
+
+def gae(
+    rewards_N: np.ndarray, values_N: np.ndarray, mask_N: np.ndarray, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns from a critic's values: delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam
+    A_{t+1}; the return is A + V, before any whitening (GAE, arXiv 1506.02438).
+
+    Where `mask_N` is 0 (what the environment said) nothing is sampled: V and A of the next sampled token pass through,
+    and both results are 0. A reward there is the sampled token's before it: put it on that one.
+    """
+    advantages_N, next_value, next_advantage = np.zeros(len(rewards_N)), 0.0, 0.0
+    for t in reversed(range(len(rewards_N))):
+        if mask_N[t]:
+            delta = rewards_N[t] + gamma * next_value - values_N[t]
+            next_value, next_advantage = values_N[t], delta + gamma * lam * next_advantage
+            advantages_N[t] = next_advantage
+    return advantages_N, (advantages_N + values_N) * mask_N
+
+
+# -- over the whole batch --------------------------------------------------------------------------------------------
+
+
+def whiten(advantages: Advantages, std: str, epsilon: float) -> Advantages:
+    """Zero mean and unit deviation over all sampled tokens of the batch: long rollouts count for more."""
+    everything = np.concatenate([advantages_N for group in advantages for advantages_N in group])
+    if len(everything) < 2:
+        return advantages
+    spread = everything.std(ddof=1 if std == "sample" else 0) + epsilon
+    return [[(advantages_N - everything.mean()) / spread for advantages_N in group] for group in advantages]
+
+
+def reinforce_pp(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """Returns, whitened over the batch (REINFORCE++, arXiv 2501.03262)."""
+    raw = [[rewards.spread(returns(rewards.values_K, algorithm.gamma)) for rewards in group] for group in groups]
+    return whiten(raw, algorithm.std, algorithm.min_group_std)
+
+
+def reinforce_pp_baseline(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """Outcomes less their group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+    raw = [over_tokens(group, center(outcomes(group))) for group in groups]
+    return whiten(raw, algorithm.std, algorithm.min_group_std)
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """`need`: what must be there before it can be asked. One that needs only a group is asked group by group, and its
+    samples are trained while the rest of the batch still rolls out; one that needs the batch waits for all of it."""
+
+    need: Literal["group", "batch"]
+    estimate: Callable[[Sequence[Group], AlgorithmConfig], Advantages]
+
+
+def outcomes(group: Group) -> np.ndarray:
+    return np.array([rewards.outcome for rewards in group], dtype=np.float64)
+
+
+def over_tokens(group: Group, advantages_G: np.ndarray) -> list[np.ndarray]:
+    """Every token of a rollout gets the rollout's."""
+    return [np.full(rewards.num_tokens, advantage) for rewards, advantage in zip(group, advantages_G, strict=True)]
+
+
+def of_outcomes(compare: Callable[[np.ndarray, AlgorithmConfig], np.ndarray]) -> Estimator:
+    """Compares the outcomes of a group."""
+    return of_groups(lambda group, algorithm: over_tokens(group, compare(outcomes(group), algorithm)))
+
+
+def of_groups(estimate: Callable[[Group, AlgorithmConfig], list[np.ndarray]]) -> Estimator:
+    """Looks at one group at a time."""
+    return Estimator(need="group", estimate=lambda groups, algorithm: [estimate(group, algorithm) for group in groups])
+
+
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": lambda rewards_G, algorithm: standardize(rewards_G, algorithm.std, algorithm.min_group_std),
-    "dr_grpo": lambda rewards_G, algorithm: center(rewards_G),
+    "grpo": of_outcomes(lambda rewards_G, algorithm: standardize(rewards_G, algorithm.std, algorithm.min_group_std)),
+    "dr_grpo": of_outcomes(lambda rewards_G, algorithm: center(rewards_G)),
+    "rloo": of_outcomes(lambda rewards_G, algorithm: leave_one_out(rewards_G)),
+    "pass_at_k": of_outcomes(
+        lambda rewards_G, algorithm: best_of_k(rewards_G, algorithm.pass_k, algorithm.min_group_std)
+    ),
+    "process": of_groups(stepwise),
+    "process_grpo": of_groups(process_grpo),
+    "reinforce_pp": Estimator(need="batch", estimate=reinforce_pp),
+    "reinforce_pp_baseline": Estimator(need="batch", estimate=reinforce_pp_baseline),
 }
 
 
-def group_advantages(rewards: Mapping[int, float], algorithm: AlgorithmConfig) -> dict[int, float]:
-    """Sibling -> advantage, for the siblings that have a reward. Fewer than two have nothing to be compared with."""
-    if len(rewards) < 2:
-        raise ValueError(f"min_valid_siblings: a baseline needs 2 rewards or more, got {len(rewards)}; drop the group")
-    # float64: in float32 the rounding of a mean of equal rewards is as large as the epsilon it is divided by.
-    rewards_G = np.array(list(rewards.values()), dtype=np.float64)
-    advantages_G = ESTIMATORS[algorithm.estimator](rewards_G, algorithm)
-    return dict(zip(rewards, advantages_G.tolist(), strict=True))
+def estimate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """Advantages by group, by sibling, per sampled token. Fewer than two siblings have nothing to be compared with."""
+    for group in groups:
+        if len(group) < 2:
+            raise ValueError(
+                f"min_valid_siblings: a baseline needs 2 rewards or more, got {len(group)}; drop the group"
+            )
+    found = ESTIMATORS[algorithm.estimator].estimate(groups, algorithm)
+    return [[np.where(a_N < 0, algorithm.negative_weight * a_N, a_N) for a_N in group] for group in found]

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grmpipe.train.advantages import ESTIMATORS
 from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.train.packer import Packer, Round
-from grmpipe.train.samples import count, to_samples
+from grmpipe.train.reward_kl import Kl, kl_of_rollouts
+from grmpipe.train.samples import count, judged_siblings, split_rollout, to_samples
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import JudgedGroup, Metrics, TrainingSample
 
@@ -16,25 +18,42 @@ from grmpipe.types import JudgedGroup, Metrics, TrainingSample
 class BatchTrainer:
     """Consumes groups, produces steps. Waits for nothing but the learner.
 
-    With one update per batch, micro-batches are trained while the rest of the batch still rolls out (the early start):
-    every estimator here needs only its own group. With several, the batch is kept and split, and pi_old is fixed first.
+    Micro-batches are trained while the rest of the batch still rolls out (the early start), unless the estimator needs
+    the whole batch, or there are several updates: then it is kept and split, and pi_old is fixed first.
     """
 
-    def __init__(self, learner: LearnerGroup, train: TrainConfig, algorithm: AlgorithmConfig) -> None:
+    def __init__(
+        self, learner: LearnerGroup, train: TrainConfig, algorithm: AlgorithmConfig, max_new_tokens: int = 0
+    ) -> None:
+        """`max_new_tokens`: of a turn; needed where long answers are penalised."""
         self._learner = learner
         self._algorithm = algorithm
+        self._max_new_tokens = max_new_tokens
         self._max_tokens = train.micro_batch_tokens
         self._packer = Packer(self._max_tokens, learner.size)
-        self._samples: list[TrainingSample] = []
         self._groups: list[JudgedGroup] = []
+        self._kl: dict[tuple[str, int], np.ndarray] = {}
+        self._samples: list[TrainingSample] = []  # of groups that were taken; empty where the batch is waited for
 
     @property
     def starts_early(self) -> bool:
-        return self._algorithm.updates_per_batch == 1
+        return self._algorithm.updates_per_batch == 1 and not self._waits_for_batch
+
+    @property
+    def _waits_for_batch(self) -> bool:
+        return ESTIMATORS[self._algorithm.estimator].need == "batch"
+
+    @property
+    def _kl_is_in_reward(self) -> bool:
+        return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient > 0
 
     async def take(self, group: JudgedGroup) -> None:
-        samples = to_samples(group, self._algorithm)
         self._groups.append(group)
+        if self._kl_is_in_reward:
+            self._kl |= await self._kl_of(group)
+        if self._waits_for_batch:
+            return
+        samples = self._estimated([group])
         self._samples += samples
         if self.starts_early:
             for round_ in self._packer.add(samples):
@@ -42,13 +61,15 @@ class BatchTrainer:
 
     async def step(self) -> Metrics:
         """End the batch. The open batch is empty afterwards, also where the learner refused it."""
-        groups, samples = self._groups, self._samples
+        groups = self._groups
         try:
-            if self.starts_early:
-                for round_ in self._packer.flush():
-                    await self._learner.accumulate(round_)
-                return await self._learner.step(count(samples, min(group.version for group in groups)))
-            return await self._several_updates(groups, samples)
+            samples = self._estimated(groups) if self._waits_for_batch else self._samples
+            if self._algorithm.updates_per_batch > 1:
+                return await self._several_updates(groups, samples)
+            rounds = self._packer.flush() if self.starts_early else self._pack(samples)
+            for round_ in rounds:
+                await self._learner.accumulate(round_)
+            return await self._learner.step(count(samples, min(group.version for group in groups)))
         finally:
             self._forget()
 
@@ -59,7 +80,21 @@ class BatchTrainer:
         await self._learner.discard()
 
     def _forget(self) -> None:
-        self._groups, self._samples = [], []
+        self._groups, self._samples, self._kl = [], [], {}
+
+    def _estimated(self, groups: Sequence[JudgedGroup]) -> Sequence[TrainingSample]:
+        kl = self._kl if self._kl_is_in_reward else None
+        return to_samples(groups, self._algorithm, self._max_new_tokens, kl)
+
+    async def _kl_of(self, group: JudgedGroup) -> Kl:
+        unweighed = [
+            sample
+            for rollout, _ in judged_siblings(group)
+            for sample in split_rollout(rollout, np.zeros(rollout.num_sampled_tokens))
+        ]
+        rounds = self._pack(unweighed)
+        references = [await self._learner.reference_logprobs(round_) for round_ in rounds]
+        return kl_of_rollouts(rounds, references, self._algorithm.kl_estimator)
 
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
         """Split by groups, in order; the metrics are the last update's."""

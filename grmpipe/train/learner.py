@@ -139,22 +139,30 @@ class Learner:
         batch = DeviceBatch.of(micro_batch, self._device)
         current = self._forward(self._model, batch, entropy=True)
         own_T = current.logprobs_T.detach()
+        ages_T = self.policy_version - batch.versions_T
         logprobs = TokenLogprobs(
             current_T=current.logprobs_T,
             entropy_T=current.entropy_T,
             old_T=own_T if old_logprobs_T is None else torch.tensor(old_logprobs_T, device=self._device),
             sampler_T=batch.sampler_logprobs_T,
-            reference_T=self._reference_logprobs(batch),
+            reference_T=self._reference_logprobs(batch) if algorithm.kl_in == "loss" else None,
+            ages_T=ages_T,
         )
         loss = summed_loss(logprobs, batch.advantages_T, batch.loss_mask_T, batch.sample_lengths_S, algorithm)
         loss.total.backward()
-        return self._meter.add(loss, (self.policy_version - batch.versions_T)[batch.loss_mask_T > 0])
+        return self._meter.add(loss, ages_T[batch.loss_mask_T > 0])
 
     def logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
         """pi_old for batches that are updated on more than once: [T] float32, 0 where nothing is trained."""
         batch = DeviceBatch.of(micro_batch, self._device)
         with without_gradient(self._model):
             return self._forward(self._model, batch).logprobs_T.float().cpu().numpy()
+
+    def reference_logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
+        """log pi_ref for a KL that is taken off the rewards: [T] float32, 0 where nothing is trained."""
+        reference_T = self._reference_logprobs(DeviceBatch.of(micro_batch, self._device))
+        assert reference_T is not None, "kl_coefficient is above 0"
+        return reference_T.float().cpu().numpy()
 
     def step(self, totals: BatchTotals) -> Metrics:
         """Divide what was accumulated by the size of the batch, clip, update. Returns means over all ranks' tokens.

@@ -47,6 +47,11 @@ class LearnerGroup:
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         return cast(list[np.ndarray], await self._actors.call_each("logprobs", each))
 
+    async def reference_logprobs(self, round_: Round) -> list[np.ndarray]:
+        """log pi_ref of each rank's micro-batch, for a KL that is taken off the rewards."""
+        each = [(micro_batch,) for micro_batch in round_.micro_batches]
+        return cast(list[np.ndarray], await self._actors.call_each("reference_logprobs", each))
+
     async def step(self, totals: BatchTotals) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
         async with self._weights:

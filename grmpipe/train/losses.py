@@ -13,40 +13,123 @@ import torch
 from torch import Tensor
 
 from grmpipe.train.corrections import log_ratio
+from grmpipe.train.sequences import mean_by_sample, sum_by_sample, to_tokens
 from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import BatchTotals
+
+# -- the policy ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Tokens and what each was worth. T: packed tokens, S: samples."""
+
+    logprobs_T: Tensor  # log pi_theta, with gradient
+    proximal_T: Tensor  # log pi_prox, without
+    advantages_T: Tensor
+    loss_mask_T: Tensor
+    sample_lengths_S: Tensor
+
+    def log_ratio_T(self) -> Tensor:
+        """log r = log pi_theta - log pi_prox."""
+        return log_ratio(self.logprobs_T, self.proximal_T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
     loss_T: Tensor
-    clipped_T: Tensor  # 1 where the clip took the gradient away
+    clipped_T: Tensor  # 1 where the clip took the gradient away, or would have
 
 
-Loss = Callable[[Tensor, Tensor, Tensor, AlgorithmConfig], PolicyLoss]
-
-
-def ppo_clip(
-    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
-) -> PolicyLoss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = pi_theta / pi_old (PPO, arXiv 1707.06347; two clips: DAPO)."""
-    ratio_T = log_ratio(logprobs_T, old_logprobs_T).exp()
+def clipped(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> PolicyLoss:
+    """-min(r A, clip(r, 1 - low, 1 + high) A)."""
     free_T = ratio_T * advantages_T
-    held_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
+    held_T = ratio_T.clamp(1 - low, 1 + high) * advantages_T
     return PolicyLoss(loss_T=-torch.minimum(free_T, held_T), clipped_T=(held_T < free_T).to(free_T.dtype))
 
 
+def ppo_clip(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+    """PPO's clipped objective (arXiv 1707.06347); two clips: DAPO (arXiv 2503.14476)."""
+    return clipped(scored.log_ratio_T().exp(), scored.advantages_T, clip_low, clip_high)
+
+
+def dual_clip(scored: Scored, clip_low: float, clip_high: float, ratio_cap: float) -> PolicyLoss:
+    """PPO's, and where A < 0 no more than ratio_cap |A|: a bad token that became likely can't rule a batch
+    (arXiv 1912.09729)."""
+    policy = ppo_clip(scored, clip_low, clip_high)
+    most_T = torch.where(scored.advantages_T < 0, -ratio_cap * scored.advantages_T, torch.inf)
+    capped_T = (policy.loss_T > most_T).to(policy.loss_T.dtype)
+    return PolicyLoss(loss_T=torch.minimum(policy.loss_T, most_T), clipped_T=policy.clipped_T.maximum(capped_T))
+
+
+def gspo(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+    """One ratio a sample, s = exp(mean log r), clipped as PPO's (arXiv 2507.18071, eq. 5). Every token of a sample has
+    the sample's loss and the mean of its advantages: aggregate by sequence_mean for the paper's."""
+    mask_T, lengths_S = scored.loss_mask_T, scored.sample_lengths_S
+    ratio_S = mean_by_sample(scored.log_ratio_T(), mask_T, lengths_S).exp()
+    policy = clipped(ratio_S, mean_by_sample(scored.advantages_T, mask_T, lengths_S), clip_low, clip_high)
+    return PolicyLoss(loss_T=to_tokens(policy.loss_T, lengths_S), clipped_T=to_tokens(policy.clipped_T, lengths_S))
+
+
+def gspo_token(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+    """s in value, the token's own gradient, and an advantage for each token (GSPO, eq. 13)."""
+    ratio_S = mean_by_sample(scored.log_ratio_T(), scored.loss_mask_T, scored.sample_lengths_S).exp().detach()
+    own_T = (scored.logprobs_T - scored.logprobs_T.detach()).exp()  # 1
+    ratio_T = to_tokens(ratio_S, scored.sample_lengths_S) * own_T
+    return clipped(ratio_T, scored.advantages_T, clip_low, clip_high)
+
+
+def cispo(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, the gradient isn't lost (arXiv 2506.13585)."""
+    ratio_T = scored.log_ratio_T().exp().detach()
+    held_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    loss_T = -held_T * scored.advantages_T * scored.logprobs_T
+    return PolicyLoss(loss_T=loss_T, clipped_T=(held_T != ratio_T).to(loss_T.dtype))
+
+
+def policy_gradient(scored: Scored) -> PolicyLoss:
+    """-A log pi (REINFORCE)."""
+    loss_T = -scored.advantages_T * scored.logprobs_T
+    return PolicyLoss(loss_T=loss_T, clipped_T=torch.zeros_like(loss_T))
+
+
+Loss = Callable[[Scored, AlgorithmConfig], PolicyLoss]
+
 LOSSES: dict[str, Loss] = {
-    "ppo_clip": lambda logprobs_T, old_T, advantages_T, algorithm: ppo_clip(
-        logprobs_T, old_T, advantages_T, algorithm.clip_low, algorithm.clip_high
+    "ppo_clip": lambda scored, algorithm: ppo_clip(scored, algorithm.clip_low, algorithm.clip_high),
+    "dual_clip": lambda scored, algorithm: dual_clip(
+        scored, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip_ratio
     ),
+    "gspo": lambda scored, algorithm: gspo(scored, algorithm.clip_low, algorithm.clip_high),
+    "gspo_token": lambda scored, algorithm: gspo_token(scored, algorithm.clip_low, algorithm.clip_high),
+    "cispo": lambda scored, algorithm: cispo(scored, algorithm.clip_low, algorithm.clip_high),
+    "policy_gradient": lambda scored, algorithm: policy_gradient(scored),
 }
 
 
+# -- the distance to the reference -----------------------------------------------------------------------------------
+
+
+def k1_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """log pi_theta - log pi_ref: unbiased in value, of either sign."""
+    return log_ratio(logprobs_T, reference_logprobs_T)
+
+
+def k2_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """(log pi_theta - log pi_ref)^2 / 2: biased in value; its gradient is the KL's, on-policy."""
+    return log_ratio(logprobs_T, reference_logprobs_T).square() / 2
+
+
 def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """KL(pi_theta || pi_ref) per token, the k3 estimator: e^x - x - 1 with x = log pi_ref - log pi_theta. Never < 0."""
+    """e^x - x - 1 with x = log pi_ref - log pi_theta: unbiased in value, never below 0."""
     x_T = log_ratio(reference_logprobs_T, logprobs_T)
     return x_T.exp() - x_T - 1
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+
+
+# -- from tokens to a batch ------------------------------------------------------------------------------------------
 
 
 def by_token(loss_mask_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
@@ -56,8 +139,7 @@ def by_token(loss_mask_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
 
 def by_sequence(loss_mask_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
     """Every sample counts the same: a trained token weighs 1 / (trained tokens of its sample)."""
-    trained_S = torch.stack([mask.sum() for mask in loss_mask_T.split(sample_lengths_S.tolist())])
-    return loss_mask_T / trained_S.clamp(min=1).repeat_interleave(sample_lengths_S)
+    return loss_mask_T / to_tokens(sum_by_sample(loss_mask_T, sample_lengths_S).clamp(min=1), sample_lengths_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,13 @@ NOT_SAMPLED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One micro-batch per rank, in rank order: what all ranks pass through the model at the same time."""
+    """One micro-batch per rank, in rank order: what all ranks pass through the model at the same time.
+
+    samples: of each rank, as they are packed; nothing of them goes to the ranks.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
+    samples: tuple[tuple[TrainingSample, ...], ...] = ()
 
 
 class Packer:
@@ -62,7 +66,10 @@ class Packer:
             else:
                 left_over.append(sample)
         self._waiting = left_over
-        return Round(micro_batches=tuple(pack(samples) if samples else idle() for samples in bins))
+        return Round(
+            micro_batches=tuple(pack(samples) if samples else idle() for samples in bins),
+            samples=tuple(tuple(samples) for samples in bins),
+        )
 
 
 def pack(samples: Sequence[TrainingSample]) -> MicroBatch:

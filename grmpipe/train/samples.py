@@ -4,29 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grmpipe.train.advantages import group_advantages
+import numpy as np
+
+from grmpipe.train.advantages import estimate
+from grmpipe.train.reward_kl import Kl, rollout_key
+from grmpipe.train.rewards import rewards_of, shaped
 from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TrainingSample, Turn, Verdict
 from models.types import VersionSpan
 
 
-def to_samples(group: JudgedGroup, algorithm: AlgorithmConfig) -> tuple[TrainingSample, ...]:
+def to_samples(
+    groups: Sequence[JudgedGroup], algorithm: AlgorithmConfig, max_new_tokens: int = 0, kl: Kl | None = None
+) -> tuple[TrainingSample, ...]:
     """One sample or more for each sibling that has a verdict. A failed sibling has none and counts nowhere.
+
+    groups:         what is estimated together: one, or the batch where the estimator needs it.
+    max_new_tokens: of a turn; the length penalty is measured from there.
+    kl:             distances to the reference, where they are taken off the rewards.
 
     Raises ValueError for a group with fewer than two verdicts.
     """
-    judged = [
-        (rollout, verdict.outcome)
+    judged = [judged_siblings(group) for group in groups]
+    rewards = [
+        [
+            shaped(
+                rewards_of(rollout, verdict),
+                rollout,
+                algorithm,
+                max_new_tokens,
+                None if kl is None else kl[rollout_key(rollout)],
+            )
+            for rollout, verdict in siblings
+        ]
+        for siblings in judged
+    ]
+    return tuple(
+        sample
+        for siblings, advantages in zip(judged, estimate(rewards, algorithm), strict=True)
+        for (rollout, _), advantages_N in zip(siblings, advantages, strict=True)
+        for sample in split_rollout(rollout, advantages_N)
+    )
+
+
+def judged_siblings(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
+    """Those that have a verdict."""
+    return [
+        (rollout, verdict)
         for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)
         if isinstance(verdict, Verdict)
     ]
-    advantages = group_advantages({rollout.sibling: outcome for rollout, outcome in judged}, algorithm)
-    return tuple(sample for rollout, _ in judged for sample in split_rollout(rollout, advantages[rollout.sibling]))
 
 
-def split_rollout(rollout: Rollout, advantage: float) -> tuple[TrainingSample, ...]:
-    """A sample per segment; every sampled token gets the rollout's advantage."""
-    return tuple(_sample(rollout, segment, turns, advantage) for segment, turns in enumerate(_segments(rollout.turns)))
+def split_rollout(rollout: Rollout, advantages_N: np.ndarray) -> tuple[TrainingSample, ...]:
+    """A sample per segment. `advantages_N`: of the sampled tokens, turn after turn."""
+    ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
+    by_turn = np.split(advantages_N, ends[:-1])
+    samples, first = [], 0
+    for segment, turns in enumerate(_segments(rollout.turns)):
+        samples.append(_sample(rollout, segment, turns, by_turn[first : first + len(turns)]))
+        first += len(turns)
+    return tuple(samples)
 
 
 def count(samples: Sequence[TrainingSample], oldest_version: int) -> BatchTotals:
@@ -57,15 +95,19 @@ def _segments(turns: Sequence[Turn]) -> list[list[Turn]]:
     return segments
 
 
-def _sample(rollout: Rollout, segment: int, turns: Sequence[Turn], advantage: float) -> TrainingSample:
+def _sample(
+    rollout: Rollout, segment: int, turns: Sequence[Turn], advantages_by_turn: Sequence[np.ndarray]
+) -> TrainingSample:
     token_ids: tuple[int, ...] = ()
     mask: list[int] = []
     logprobs: list[float] = []
+    advantages: list[float] = []
     versions: list[VersionSpan] = []
-    for turn in turns:
+    for turn, advantages_N in zip(turns, advantages_by_turn, strict=True):
         start, sampled = len(turn.prompt_ids), turn.completion
         mask += [0] * (start - len(token_ids)) + [1] * len(sampled.token_ids)
         logprobs += [0.0] * (start - len(token_ids)) + list(sampled.logprobs)
+        advantages += [0.0] * (start - len(token_ids)) + advantages_N.tolist()
         versions += [
             VersionSpan(model=span.model, version=span.version, start=start + span.start, end=start + span.end)
             for span in sampled.versions
@@ -78,6 +120,6 @@ def _sample(rollout: Rollout, segment: int, turns: Sequence[Turn], advantage: fl
         token_ids=token_ids,
         loss_mask=tuple(mask),
         sampler_logprobs=tuple(logprobs),
-        advantages=tuple(advantage * trained for trained in mask),
+        advantages=tuple(advantages),
         versions=tuple(versions),
     )

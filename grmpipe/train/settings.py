@@ -4,46 +4,145 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-ESTIMATORS = ("grpo", "dr_grpo")
-LOSSES = ("ppo_clip",)
-CORRECTIONS = ("none", "tis")
+ESTIMATORS = (
+    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k", "process", "process_grpo",
+)  # fmt: skip
+LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "policy_gradient")
+PROXIMALS = ("recomputed", "interpolated", "sampler")
+CORRECTIONS = ("none", "tis", "sequence_tis", "sequence_mis", "icepop", "decoupled")
+REJECTIONS = ("geometric", "veto", "off_policy")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 STD_KINDS = ("population", "sample")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_PLACES = ("loss", "reward")
 SCHEDULES = ("constant", "cosine", "linear")
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """How rewards become gradients. Defaults are GRPO (arXiv 2402.03300) with one on-policy update a batch."""
+    """How rewards become gradients. Defaults are GRPO (arXiv 2402.03300) with one on-policy update a batch.
 
+    Where no paper is named, a default is ours.
+    """
+
+    # Rewards: what is taken off before anything is estimated. In reward units.
+    overlong_share: float = 0.0  # the last of max_new_tokens cost more and more; 0: off (DAPO: 4096 of 20480)
+    overlong_penalty: float = 1.0  # of a rollout that fills it all (DAPO, arXiv 2503.14476, section 3.4)
+
+    # Advantages.
     estimator: str = "grpo"
-    std: str = "population"  # which standard deviation GRPO divides by
-    min_group_std: float = 1e-6  # added to the std (GRPO's epsilon), in reward units
+    std: str = "population"  # which standard deviation is divided by
+    min_group_std: float = 1e-6  # added to that deviation (GRPO's epsilon), in reward units; of a batch's as well
+    gamma: float = 1.0  # discount per step of a process reward
+    pass_k: int = 4  # of pass_at_k: how many siblings share one success; below the group size
+    negative_weight: float = 1.0  # advantages below 0 are multiplied by it
+
+    # Groups whose rewards are all equal teach nothing: they are dropped and replaced (DAPO), in each step at most so
+    # many times groups_per_batch; what comes then is trained. 0: none is dropped.
+    max_resampled_batches: float = 0.0
+
+    # The policy loss. r = pi_theta / pi_prox.
     loss: str = "ppo_clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    correction: str = "tis"
-    tis_cap: float = 2.0
+    clip_low: float = 0.2  # r below 1 - clip_low is clipped (PPO, arXiv 1707.06347)
+    clip_high: float = 0.2  # r above 1 + clip_high is clipped (DAPO: 0.28)
+    dual_clip_ratio: float = 3.0  # of dual_clip: the ratio that a token with A < 0 counts at most (arXiv 1912.09729)
     aggregation: str = "token_mean"
-    kl_coefficient: float = 0.0  # k3 against the frozen reference, in the loss; 0 loads no reference
+
+    # Whom r is measured against, pi_prox: the trainer's own pass, a policy between the sampler and now, the sampler.
+    proximal: str = "recomputed"
+
+    # What the sampler is corrected by: w = pi_prox / mu, which multiplies the policy loss.
+    correction: str = "tis"
+    tis_cap: float = 2.0  # of tis, per token
+    sequence_cap: float = 3.0  # of sequence_tis (2 to 10 are in use) and sequence_mis: on the product over a sample
+    icepop_low: float = 0.5  # of icepop: a token whose w is outside weighs 0
+    icepop_high: float = 5.0
+    decoupled_cap: float = 5.0  # of decoupled: a token whose w is above weighs 0
+
+    # Which samples are not trained at all; they still count in the batch's denominator.
+    rejections: list[str] = field(default_factory=list)
+    geometric_low: float = 0.99  # of geometric: exp(mean log w) of a sample that is kept
+    geometric_high: float = 1.01
+    veto_below: float = 1e-4  # of veto: one token with a w below rejects its sample
+    off_policy_delta: float = 0.1  # of off_policy: mean(log mu - log pi_theta) of a sample with A < 0, in nats
+
+    # Regularisation.
+    kl_coefficient: float = 0.0  # of the KL to the frozen reference; 0 loads no reference
+    kl_estimator: str = "k3"  # per token; k1 in the loss has a gradient whose mean is 0: it is for the reward
+    kl_in: str = "loss"  # or in the reward, measured on the sampler's log-probs
     entropy_coefficient: float = 0.0
+
     updates_per_batch: int = 1  # optimizer steps on one batch; above 1 the early start is off
 
     def __post_init__(self) -> None:
+        self._check_names()
+        self._check_numbers()
+        self._check_weighed_once()
+
+    def _check_names(self) -> None:
         for key, known in (
-            ("estimator", ESTIMATORS), ("loss", LOSSES), ("correction", CORRECTIONS),
-            ("aggregation", AGGREGATIONS), ("std", STD_KINDS),
+            ("estimator", ESTIMATORS), ("std", STD_KINDS), ("loss", LOSSES), ("aggregation", AGGREGATIONS),
+            ("proximal", PROXIMALS), ("correction", CORRECTIONS), ("kl_estimator", KL_ESTIMATORS),
+            ("kl_in", KL_PLACES),
         ):  # fmt: skip
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}: unknown value {getattr(self, key)!r}; known: {', '.join(known)}")
-        for key in ("clip_low", "clip_high", "tis_cap", "min_group_std"):
+        for name in self.rejections:
+            if name not in REJECTIONS:
+                raise ValueError(f"rejections: unknown value {name!r}; known: {', '.join(REJECTIONS)}")
+
+    def _check_numbers(self) -> None:
+        above_0 = (
+            "clip_low", "clip_high", "tis_cap", "sequence_cap", "decoupled_cap", "icepop_low", "geometric_low",
+            "veto_below", "min_group_std",
+        )  # fmt: skip
+        for key in above_0:
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
-        for key in ("kl_coefficient", "entropy_coefficient"):
+        for key in (
+            "kl_coefficient", "entropy_coefficient", "negative_weight", "overlong_penalty", "max_resampled_batches",
+        ):  # fmt: skip
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        if self.updates_per_batch < 1:
-            raise ValueError(f"updates_per_batch: must be at least 1, got {self.updates_per_batch}")
+        for key in ("pass_k", "updates_per_batch"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
+        for low, high in (("geometric_low", "geometric_high"), ("icepop_low", "icepop_high")):
+            if not getattr(self, low) < getattr(self, high):
+                raise ValueError(f"{high}: must be above {low} = {getattr(self, low)}, got {getattr(self, high)}")
+        for key in ("gamma", "overlong_share"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ValueError(f"{key}: must be between 0 and 1, got {getattr(self, key)}")
+        if not self.dual_clip_ratio > 1:
+            raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
+
+    def _check_weighed_once(self) -> None:
+        """pi_theta / mu enters the gradient once: as r, as w, or as r * w with pi_prox between them."""
+        if self.proximal == "sampler" and self.correction != "none":
+            raise ValueError(
+                f"correction: {self.correction} on top of proximal=sampler would weigh pi / mu twice: the ratio of the "
+                "loss is against the sampler already; type algorithm.correction=none, or algorithm.proximal=recomputed"
+            )
+        if self.loss == "policy_gradient" and self.proximal != "recomputed":
+            raise ValueError(
+                f"proximal: {self.proximal} leaves a part of pi / mu to the ratio of the loss, and policy_gradient has "
+                "none; type algorithm.proximal=recomputed, or algorithm.loss=ppo_clip"
+            )
+        if self.loss == "policy_gradient" and self.updates_per_batch > 1:
+            raise ValueError(
+                f"updates_per_batch: {self.updates_per_batch} updates move the policy away from the one that the batch "
+                "is of, and policy_gradient has no ratio for that; type algorithm.updates_per_batch=1, or "
+                "algorithm.loss=ppo_clip"
+            )
+
+
+def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:
+    """Raises ValueError where the whole group is the only choice of k, and no sibling adds anything."""
+    if algorithm.estimator == "pass_at_k" and algorithm.pass_k >= group_size:
+        raise ValueError(
+            f"algorithm.pass_k: must be below train.group_size = {group_size}, got {algorithm.pass_k}: with all "
+            f"siblings in every choice none adds anything; type algorithm.pass_k={group_size // 2} or less"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,54 @@
-"""Advantages by their formula's own numbers."""
+"""Advantages by their formula's own numbers, and by counting them out."""
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from grmpipe.train.advantages import center, group_advantages, standardize
+from grmpipe.train.advantages import (
+    ESTIMATORS,
+    best_of_k,
+    center,
+    estimate,
+    gae,
+    leave_one_out,
+    returns,
+    standardize,
+    whiten,
+)
+from grmpipe.train.rewards import Rewards
+from grmpipe.train.settings import ESTIMATORS as NAMES
 from grmpipe.train.settings import AlgorithmConfig
 
 ONE_RIGHT = np.array([1.0, -1.0, -1.0, -1.0])
+FEW_REWARDS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(-3, 3), min_size=2, max_size=7)
+
+
+def outcome(value: float, num_tokens: int = 1) -> Rewards:
+    return Rewards(num_tokens=num_tokens, ends_K=(num_tokens,), values_K=(value,))
+
+
+def steps(*values: float, tail: int = 0) -> Rewards:
+    """A token a step, and tokens after the last reward."""
+    return Rewards(num_tokens=len(values) + tail, ends_K=tuple(range(1, len(values) + 1)), values_K=values)
+
+
+def estimated(name: str, *groups: list[Rewards], **keys: float) -> list[list[float]]:
+    """Advantages by rollout, per token."""
+    found = estimate(groups, AlgorithmConfig(estimator=name, **keys))  # type: ignore[arg-type]
+    return [advantages_N.tolist() for group in found for advantages_N in group]
+
+
+def test_every_name_has_its_estimator() -> None:
+    assert set(ESTIMATORS) == set(NAMES)
+
+
+# -- own group -------------------------------------------------------------------------------------------------------
 
 
 def test_grpo_divides_by_the_population_std() -> None:
@@ -23,18 +63,178 @@ def test_dr_grpo_only_centers() -> None:
     assert center(ONE_RIGHT) == pytest.approx([1.5, -0.5, -0.5, -0.5])
 
 
+def test_rloo_compares_each_with_the_mean_of_the_others() -> None:
+    rewards = np.array([1.0, 0.0, 0.5, 0.1])
+    by_hand = [1.0 - 0.2, 0.0 - 1.6 / 3, 0.5 - 1.1 / 3, 0.1 - 0.5]
+    assert leave_one_out(rewards) == pytest.approx(by_hand)
+    assert leave_one_out(ONE_RIGHT) == pytest.approx([2.0, -2 / 3, -2 / 3, -2 / 3])
+
+
+@pytest.mark.parametrize(("right", "k"), [(1, 2), (3, 4), (2, 3), (5, 4), (7, 2)])
+def test_pass_at_k_has_the_papers_advantages_for_right_and_wrong(right: int, k: int) -> None:
+    """R = 1 - C(n - c, k) / C(n, k); A+ = (1 - R) / s, A- = (1 - R - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / s."""
+    size, wrong = 8, 8 - right
+    mean = 1 - math.comb(wrong, k) / math.comb(size, k)
+    spread = math.sqrt(mean * (1 - mean)) + 1e-6
+    high = (1 - mean) / spread
+    low = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)) / spread
+    rewards = np.array([1.0] * right + [0.0] * wrong)
+    assert best_of_k(rewards, k, 1e-6) == pytest.approx([high] * right + [low] * wrong, abs=1e-9)
+
+
+@given(FEW_REWARDS, st.integers(1, 5))
+def test_pass_at_k_is_what_counting_all_subsets_gives(rewards: list[float], k: int) -> None:
+    size, k = len(rewards), min(k, len(rewards))
+    best = {subset: max(rewards[i] for i in subset) for subset in itertools.combinations(range(size), k)}
+    mean, spread = np.mean(list(best.values())), np.std(list(best.values()))
+    with_it = [np.mean([value for subset, value in best.items() if i in subset]) for i in range(size)]
+    expected = [(value - mean) / (spread + 0.01) for value in with_it]
+    assert best_of_k(np.array(rewards), k, 0.01) == pytest.approx(expected, abs=1e-9)
+
+
+def test_pass_at_1_is_grpo() -> None:
+    rewards = np.array([0.3, 0.9, 0.1, 0.4])
+    assert best_of_k(rewards, 1, 1e-6) == pytest.approx(standardize(rewards, "population", 1e-6))
+
+
+def test_a_large_group_counts_without_overflow() -> None:
+    advantages = best_of_k(np.linspace(0, 1, 300), 150, 1e-6)
+    assert np.isfinite(advantages).all() and advantages[-1] == advantages.max() > 0
+
+
 @pytest.mark.parametrize("std", ["population", "sample"])
-def test_equal_rewards_teach_nothing(std: str) -> None:
-    advantages = group_advantages({0: 0.7, 1: 0.7, 2: 0.7}, AlgorithmConfig(std=std))
-    assert list(advantages.values()) == pytest.approx([0, 0, 0], abs=1e-9)
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_equal_rewards_teach_nothing(name: str, std: str) -> None:
+    found = estimated(name, [outcome(0.7), outcome(0.7), outcome(0.7)], std=std)  # type: ignore[arg-type]
+    assert found == [pytest.approx([0.0], abs=1e-9)] * 3
 
 
 @pytest.mark.parametrize("gap", [1e-16, 1e-9, 1e-7])
-def test_nearly_equal_rewards_do_not_explode(gap: float) -> None:
-    advantages = group_advantages({0: 0.5, 1: 0.5, 2: 0.5 + gap}, AlgorithmConfig())
-    assert max(map(abs, advantages.values())) < 0.1
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_nearly_equal_rewards_do_not_explode(name: str, gap: float) -> None:
+    found = estimated(name, [outcome(0.5), outcome(0.5), outcome(0.5 + gap)], pass_k=2)
+    assert max(abs(advantage) for (advantage,) in found) < 0.1
 
 
-def test_a_lone_reward_has_no_baseline() -> None:
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_lone_reward_has_no_baseline(name: str) -> None:
     with pytest.raises(ValueError, match="min_valid_siblings"):
-        group_advantages({3: 1.0}, AlgorithmConfig())
+        estimated(name, [outcome(1.0)])
+
+
+def test_negative_advantages_are_weighed_down_and_positive_ones_are_not() -> None:
+    group = [outcome(1.0), outcome(-1.0), outcome(-1.0), outcome(-1.0)]
+    assert estimated("dr_grpo", group, negative_weight=0.1) == [[1.5], [-0.05], [-0.05], [-0.05]]
+
+
+# -- within a rollout ------------------------------------------------------------------------------------------------
+
+
+def test_returns_are_discounted_sums_from_there_on() -> None:
+    assert returns([1.0, 2.0, 4.0], 0.5) == pytest.approx([3.0, 4.0, 4.0])
+
+
+def test_process_compares_returns_at_the_same_step() -> None:
+    """Returns (3, 2) and (1, 0) and (2,): at step 0 they are 3, 1, 2, at step 1 only 2 and 0."""
+    found = estimated("process", [steps(1.0, 2.0), steps(1.0, 0.0), steps(2.0)])
+    root = math.sqrt(1.5)
+    assert found[0] == pytest.approx([root, 1.0], abs=1e-5)
+    assert found[1] == pytest.approx([-root, -1.0], abs=1e-5)
+    assert found[2] == pytest.approx([0.0], abs=1e-5)
+
+
+def test_a_step_that_nobody_else_reached_and_what_follows_the_last_reward_have_no_advantage() -> None:
+    found = estimated("process", [steps(1.0, 5.0, tail=2), steps(0.0)])
+    assert found[0] == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-5)
+
+
+def test_process_grpo_sums_rewards_that_are_normalised_together() -> None:
+    """Rewards 1, 0 and 0, 3: mean 1, deviation sqrt(1.5)."""
+    found = estimated("process_grpo", [steps(1.0, 0.0), steps(0.0, 3.0)])
+    s = math.sqrt(1.5)
+    assert found[0] == pytest.approx([-1 / s, -1 / s], abs=1e-5)
+    assert found[1] == pytest.approx([1 / s, 2 / s], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["process", "process_grpo"])
+def test_one_reward_at_the_end_makes_process_rewards_grpo(name: str) -> None:
+    group = [outcome(0.3, 3), outcome(0.9, 1), outcome(0.0, 2)]
+    assert estimated(name, group) == [pytest.approx(row) for row in estimated("grpo", group)]
+
+
+def test_a_step_is_as_long_as_its_span() -> None:
+    long = Rewards(num_tokens=5, ends_K=(3, 5), values_K=(1.0, 1.0))
+    found = estimated("process", [long, steps(0.0, 0.0)])
+    assert found[0] == pytest.approx([1.0] * 5, abs=1e-5)
+    assert found[1] == pytest.approx([-1.0] * 2, abs=1e-5)
+
+
+def test_gae_by_hand() -> None:
+    """gamma 0.5, lambda 0.5: deltas 0.0, 0.0, 0.5; advantages from the end 0.5, 0.125, 0.03125."""
+    advantages, returned = gae(np.array([0.0, 0.0, 1.0]), np.array([0.125, 0.25, 0.5]), np.ones(3), 0.5, 0.5)
+    assert advantages == pytest.approx([0.03125, 0.125, 0.5])
+    assert returned == pytest.approx([0.15625, 0.375, 1.0])
+
+
+def test_gae_at_lambda_1_is_the_return_less_the_value_and_at_0_the_td_error() -> None:
+    draw = np.random.default_rng(0)
+    rewards, values = draw.normal(size=9), draw.normal(size=9)
+    monte_carlo, returned = gae(rewards, values, np.ones(9), 0.9, 1.0)
+    assert monte_carlo == pytest.approx(returns(rewards.tolist(), 0.9) - values)
+    assert returned == pytest.approx(returns(rewards.tolist(), 0.9))
+    td, _ = gae(rewards, values, np.ones(9), 0.9, 0.0)
+    assert td == pytest.approx(rewards + 0.9 * np.append(values[1:], 0.0) - values)
+
+
+def test_gae_carries_the_values_through_what_the_environment_said() -> None:
+    """Wherever unsampled tokens stand, and whatever values they have, the sampled ones get the same."""
+    rewards, values = np.array([0.1, 0.2, 1.0]), np.array([0.5, 0.3, 0.7])
+    plain, returned = gae(rewards, values, np.ones(3), 0.9, 0.8)
+    mask = np.array([1, 0, 0, 1, 0, 1])
+    wide, wide_values = np.zeros(6), np.full(6, 99.0)
+    wide[mask == 1], wide_values[mask == 1] = rewards, values
+    advantages, wide_returned = gae(wide, wide_values, mask, 0.9, 0.8)
+    assert advantages[mask == 1] == pytest.approx(plain) and wide_returned[mask == 1] == pytest.approx(returned)
+    assert not advantages[mask == 0].any() and not wide_returned[mask == 0].any()
+
+
+# -- whole batch -----------------------------------------------------------------------------------------------------
+
+
+def test_whitening_is_over_the_tokens_of_the_batch() -> None:
+    """Three tokens of 1 and one of -1: mean 0.5, deviation sqrt(0.75)."""
+    (first,), (second,) = whiten([[np.ones(3)], [-np.ones(1)]], "population", 0.0)
+    assert first == pytest.approx([0.5 / math.sqrt(0.75)] * 3)
+    assert second == pytest.approx([-1.5 / math.sqrt(0.75)])
+    (first,), _ = whiten([[np.ones(3)], [-np.ones(1)]], "sample", 0.0)
+    assert first == pytest.approx([0.5 / 1.0] * 3)
+
+
+def test_reinforce_pp_has_no_group() -> None:
+    """Rewards 0, 1, 2, 5 of one token each: mean 2, deviation sqrt(3.5), however they are grouped."""
+    expected = [[-2 / math.sqrt(3.5)], [-1 / math.sqrt(3.5)], [0.0], [3 / math.sqrt(3.5)]]
+    rows = [outcome(0.0), outcome(1.0), outcome(2.0), outcome(5.0)]
+    for groups in ([rows], [rows[:2], rows[2:]]):
+        assert estimated("reinforce_pp", *groups) == [pytest.approx(row, abs=1e-5) for row in expected]
+
+
+def test_reinforce_pp_whitens_returns() -> None:
+    """Returns 3, 2 and 1, 2 of two rollouts: mean 2, deviation sqrt(0.5)."""
+    found = estimated("reinforce_pp", [steps(1.0, 2.0), steps(-1.0, 2.0)])
+    s = math.sqrt(0.5)
+    assert found == [pytest.approx([1 / s, 0.0], abs=1e-5), pytest.approx([-1 / s, 0.0], abs=1e-5)]
+
+
+def test_reinforce_pp_baseline_takes_the_groups_mean_off_first() -> None:
+    """Groups (0, 1) and (2, 5): centred -0.5, 0.5, -1.5, 1.5, deviation sqrt(1.25)."""
+    found = estimated("reinforce_pp_baseline", [outcome(0.0), outcome(1.0)], [outcome(2.0), outcome(5.0)])
+    s = math.sqrt(1.25)
+    assert found == [pytest.approx([x / s], abs=1e-5) for x in (-0.5, 0.5, -1.5, 1.5)]
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_what_needs_only_its_group_is_the_same_alone_and_what_needs_the_batch_is_not(name: str) -> None:
+    first, second = [outcome(0.0), outcome(1.0)], [outcome(2.0), outcome(7.0)]
+    alone = estimated(name, first, pass_k=1) + estimated(name, second, pass_k=1)
+    together = estimated(name, first, second, pass_k=1)
+    assert (alone == together) is (ESTIMATORS[name].need == "group")

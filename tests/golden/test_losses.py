@@ -1,103 +1,235 @@
-"""Losses, corrections and aggregation by their formula's own numbers."""
+"""Losses and aggregation by their formula's own numbers, and against numpy sample by sample."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from grmpipe.train.corrections import mismatch, mismatch_by_age, truncated_importance
-from grmpipe.train.losses import AGGREGATIONS, k3_kl, ppo_clip
+from grmpipe.train.losses import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    LOSSES,
+    PolicyLoss,
+    Scored,
+    cispo,
+    dual_clip,
+    gspo,
+    gspo_token,
+    k2_kl,
+    k3_kl,
+    policy_gradient,
+    ppo_clip,
+)
+from grmpipe.train.settings import AGGREGATIONS as AGGREGATION_NAMES
+from grmpipe.train.settings import KL_ESTIMATORS as KL_NAMES
+from grmpipe.train.settings import LOSSES as LOSS_NAMES
+from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
 TOTALS = BatchTotals(num_loss_tokens=5, num_sequences=2, num_groups=1, oldest_version=0)
 
 
-def ratios(*values: float) -> torch.Tensor:
+def logs(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).log()
 
 
+def scored(ratios: list[float], advantages: list[float], lengths: list[int] | None = None) -> Scored:
+    """Tokens whose pi_theta / pi_prox is `ratios`, at pi_prox = 1; all trained. One sample but for `lengths`."""
+    return Scored(
+        logprobs_T=logs(*ratios).requires_grad_(),
+        proximal_T=torch.zeros(len(ratios), dtype=torch.float64),
+        advantages_T=torch.tensor(advantages, dtype=torch.float64),
+        loss_mask_T=torch.ones(len(ratios), dtype=torch.float64),
+        sample_lengths_S=torch.tensor(lengths or [len(ratios)]),
+    )
+
+
+def gradient(tokens: Scored, policy: PolicyLoss) -> list[float]:
+    policy.loss_T.sum().backward()
+    assert tokens.logprobs_T.grad is not None
+    return tokens.logprobs_T.grad.tolist()
+
+
+def test_every_name_has_its_function() -> None:
+    assert set(LOSSES) == set(LOSS_NAMES)
+    assert set(KL_ESTIMATORS) == set(KL_NAMES)
+    assert set(AGGREGATIONS) == set(AGGREGATION_NAMES)
+
+
 def test_ppo_clips_gains_and_keeps_losses() -> None:
-    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
-    policy = ppo_clip(ratios(0.5, 1.0, 1.5, 0.5, 1.0, 1.5), ratios(1, 1, 1, 1, 1, 1), advantages, 0.2, 0.28)
+    policy = ppo_clip(scored([0.5, 1.0, 1.5, 0.5, 1.0, 1.5], [1, 1, 1, -1, -1, -1]), 0.2, 0.28)
     assert policy.loss_T.tolist() == pytest.approx([-0.5, -1.0, -1.28, 0.8, 1.0, 1.5])
     assert policy.clipped_T.tolist() == [0, 0, 1, 1, 0, 0]
 
 
 def test_a_clipped_token_has_no_gradient() -> None:
-    logprobs = ratios(1.5, 1.1).requires_grad_()
-    ppo_clip(logprobs, ratios(1, 1), torch.ones(2, dtype=torch.float64), 0.2, 0.2).loss_T.sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx([0.0, -1.1])
+    tokens = scored([1.5, 1.1], [1, 1])
+    assert gradient(tokens, ppo_clip(tokens, 0.2, 0.2)) == pytest.approx([0.0, -1.1])
 
 
-def test_k3_is_zero_at_equality_and_positive_elsewhere() -> None:
-    kl = k3_kl(ratios(1.0, 0.5, 2.0), ratios(1.0, 1.0, 1.0))
-    assert kl.tolist() == pytest.approx([0.0, 2 - math.log(2) - 1, 0.5 + math.log(2) - 1])
+def test_dual_clip_bounds_what_was_bad_and_became_likely() -> None:
+    """A < 0: the loss r |A| stops at 3 |A|. A > 0: as before."""
+    tokens = scored([0.5, 2.0, 5.0, 5.0], [-2, -2, -2, 2])
+    policy = dual_clip(tokens, 0.2, 0.2, 3.0)
+    assert policy.loss_T.tolist() == pytest.approx([1.6, 4.0, 6.0, -2.4])
+    assert policy.clipped_T.tolist() == [1, 0, 1, 1]
+    assert gradient(tokens, policy) == pytest.approx([0.0, 4.0, 0.0, 0.0])
 
 
-def test_k3_is_an_unbiased_estimate_of_the_kl_in_value() -> None:
-    p = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
-    q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    assert (p * k3_kl(p.log(), q.log())).sum().item() == pytest.approx((p * (p / q).log()).sum().item())
+def test_gspo_has_the_geometric_mean_of_a_sample() -> None:
+    """Ratios 1.1 and 1.21 of one sample: s = 1.1^1.5; of the other 0.5 and 2: s = 1."""
+    tokens = scored([1.1, 1.21, 0.5, 2.0], [2, 2, -1, -1], [2, 2])
+    s = 1.1**1.5
+    policy = gspo(tokens, 0.2, 0.2)
+    assert policy.loss_T.tolist() == pytest.approx([-2 * s, -2 * s, 1.0, 1.0])
+    # d s / d log pi_t = s / |y|; the loss stands on both tokens of a sample.
+    assert gradient(tokens, policy) == pytest.approx([-2 * s, -2 * s, 1.0, 1.0])
 
 
-def test_tis_caps_the_ratio_from_above_only() -> None:
-    weights = truncated_importance(ratios(0.1, 1.1, 3.0), ratios(1, 1, 1), cap=2.0)
-    assert weights.tolist() == pytest.approx([0.1, 1.1, 2.0])
+def test_gspo_clips_a_whole_sample() -> None:
+    tokens = scored([1.001, 1.0, 1.0, 1.0005], [1, 1, 1, 1], [2, 2])
+    policy = gspo(tokens, 3e-4, 4e-4)
+    assert policy.clipped_T.tolist() == [1, 1, 0, 0]
+    assert policy.loss_T[0].item() == pytest.approx(-(1 + 4e-4))
+    assert gradient(tokens, policy)[:2] == [0.0, 0.0]
+
+
+def test_gspo_does_not_count_what_is_not_trained() -> None:
+    tokens = scored([9.0, 1.1, 1.21], [0, 1, 1])
+    tokens.loss_mask_T[0] = 0.0
+    assert gspo(tokens, 0.9, 0.9).loss_T.tolist() == pytest.approx([-(1.1**1.5)] * 3)
+
+
+def test_gspo_token_with_equal_advantages_has_gspos_value_and_gradient() -> None:
+    ratios, advantages, lengths = [1.1, 1.21, 0.5, 1.9, 1.0], [2.0, 2.0, -1.0, -1.0, -1.0], [2, 3]
+    whole, by_token = scored(ratios, advantages, lengths), scored(ratios, advantages, lengths)
+    first, second = gspo(whole, 0.2, 0.2), gspo_token(by_token, 0.2, 0.2)
+    assert second.loss_T.tolist() == pytest.approx(first.loss_T.tolist())
+    assert gradient(by_token, second) == pytest.approx(gradient(whole, first))
+
+
+def test_gspo_token_takes_an_advantage_for_each_token() -> None:
+    tokens = scored([1.1, 1.21], [2.0, -1.0])
+    s = 1.1**1.5
+    assert gradient(tokens, gspo_token(tokens, 0.2, 0.2)) == pytest.approx([-2 * s, s])
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
+    tokens = scored([0.5, 1.0, 3.0], [1.0, -2.0, 1.0])
+    policy = cispo(tokens, 0.2, 0.28)
+    assert policy.loss_T.tolist() == pytest.approx([-0.8 * math.log(0.5), 0.0, -1.28 * math.log(3.0)])
+    assert policy.clipped_T.tolist() == [1, 0, 1]
+    assert gradient(tokens, policy) == pytest.approx([-0.8, 2.0, -1.28])
+
+
+def test_the_plain_policy_gradient_has_no_ratio() -> None:
+    tokens = scored([0.5, 3.0], [1.0, -2.0])
+    policy = policy_gradient(tokens)
+    assert policy.loss_T.tolist() == pytest.approx([-math.log(0.5), 2 * math.log(3.0)])
+    assert gradient(tokens, policy) == [-1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+    """At r = 1 all are -A grad log pi; GSPO's stands on every token and is divided by their number."""
+    tokens = scored([1.0, 1.0, 1.0], [1.5, 1.5, 1.5])
+    assert gradient(tokens, LOSSES[name](tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
+
+
+# -- against numpy ---------------------------------------------------------------------------------------------------
+
+
+def numpy_loss(name: str, r: np.ndarray, logprobs: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """The losses of one sample, as the papers write them; clips 0.2 and 0.3, dual clip 3."""
+
+    def clip(ratio: np.ndarray) -> np.ndarray:
+        return -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.3) * a)
+
+    s = np.exp(np.log(r).mean())
+    forms: dict[str, Callable[[], np.ndarray]] = {
+        "ppo_clip": lambda: clip(r),
+        "dual_clip": lambda: np.where(a < 0, -np.maximum(-clip(r), 3 * a), clip(r)),
+        "gspo": lambda: np.full(len(r), -min(s * a.mean(), np.clip(s, 0.8, 1.3) * a.mean())),
+        "gspo_token": lambda: clip(np.full(len(r), s)),
+        "cispo": lambda: -np.clip(r, 0.8, 1.3) * a * logprobs,
+        "policy_gradient": lambda: -a * logprobs,
+    }
+    return forms[name]()
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_the_loss_is_numpys_sample_by_sample(name: str) -> None:
+    draw, lengths = np.random.default_rng(1), [4, 1, 7]
+    logprobs, proximal, advantages = draw.normal(-1, 0.6, 12), draw.normal(-1, 0.6, 12), draw.normal(size=12)
+    tokens = Scored(
+        logprobs_T=torch.from_numpy(logprobs),
+        proximal_T=torch.from_numpy(proximal),
+        advantages_T=torch.from_numpy(advantages),
+        loss_mask_T=torch.ones(12, dtype=torch.float64),
+        sample_lengths_S=torch.tensor(lengths),
+    )
+    ours = LOSSES[name](tokens, AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.3, dual_clip_ratio=3.0))
+    parts = zip(*(np.split(x, np.cumsum(lengths)[:-1]) for x in (logprobs, proximal, advantages)), strict=True)
+    expected = [numpy_loss(name, np.exp(lp - prox), lp, a) for lp, prox, a in parts]
+    np.testing.assert_allclose(ours.loss_T.numpy(), np.concatenate(expected), atol=1e-12)
+
+
+# -- KL --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_kl_estimators_by_hand() -> None:
+    """pi_theta / pi_ref of 1, 1/2, 2."""
+    found = {name: kl(logs(1.0, 0.5, 2.0), logs(1.0, 1.0, 1.0)).tolist() for name, kl in KL_ESTIMATORS.items()}
+    log2 = math.log(2)
+    assert found["k1"] == pytest.approx([0.0, -log2, log2])
+    assert found["k2"] == pytest.approx([0.0, log2**2 / 2, log2**2 / 2])
+    assert found["k3"] == pytest.approx([0.0, 2 - log2 - 1, 0.5 + log2 - 1])
+
+
+P, Q = logs(0.7, 0.2, 0.1), logs(0.5, 0.3, 0.2)
+KL_P_Q = float((P.exp() * (P - Q)).sum())
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased_in_value(name: str) -> None:
+    assert (P.exp() * KL_ESTIMATORS[name](P, Q)).sum().item() == pytest.approx(KL_P_Q)
+
+
+def test_in_the_loss_k2_has_the_gradient_of_the_kl_and_k1_has_none() -> None:
+    """On-policy: expectations under p, which is held fixed, over a softmax's logits."""
+    for name in ("exact", "k1", "k2"):
+        logits = P.clone().requires_grad_()
+        p = logits.log_softmax(-1)
+        loss = (p.exp() * (p - Q)).sum() if name == "exact" else (P.exp() * KL_ESTIMATORS[name](p, Q)).sum()
+        loss.backward()
+        assert logits.grad is not None
+        if name == "exact":
+            exact = logits.grad
+        else:
+            torch.testing.assert_close(logits.grad, exact if name == "k2" else torch.zeros_like(exact))
 
 
 def test_an_impossible_log_ratio_stays_finite() -> None:
     far = torch.tensor([-1e4, 1e4])
-    assert truncated_importance(far, torch.zeros(2), cap=1e12).isfinite().all()
-    assert k3_kl(far, torch.zeros(2)).isfinite().all()
-
-
-def test_tis_has_no_gradient() -> None:
-    assert not truncated_importance(ratios(1.0).requires_grad_(), ratios(2.0), cap=2.0).requires_grad
-
-
-def test_mismatch_reads_the_distribution() -> None:
-    figures = mismatch(torch.arange(101) / 100)
-    assert figures == pytest.approx(
-        {
-            "mismatch/mean_nats": 0.5,
-            "mismatch/p95_nats": 0.95,
-            "mismatch/max_nats": 1.0,
-            "mismatch/out_of_band_share": 91 / 101,
-        },
-        abs=1e-6,
+    for kl in (k2_kl, k3_kl):
+        assert kl(far, torch.zeros(2)).isfinite().all()
+    tokens = Scored(
+        logprobs_T=far,
+        proximal_T=torch.zeros(2),
+        advantages_T=torch.ones(2),
+        loss_mask_T=torch.ones(2),
+        sample_lengths_S=torch.tensor([2]),
     )
+    for name, loss in LOSSES.items():
+        assert loss(tokens, AlgorithmConfig(loss=name)).loss_T.isfinite().all()
 
 
-def test_mismatch_by_age_is_the_mismatch_of_the_tokens_of_an_age() -> None:
-    ratios = torch.tensor([0.1, 0.3, 0.0, 0.2, 0.05, 0.4, 0.6, 0.8])
-    ages = torch.tensor([0, 0, 0, 0, 1, 1, 5, 17])
-    assert mismatch_by_age(ratios, ages) == pytest.approx(
-        {
-            "mismatch/age_0/mean_nats": 0.15,
-            "mismatch/age_0/p95_nats": 0.2,  # of 4 values the third
-            "mismatch/age_0/max_nats": 0.3,
-            "mismatch/age_0/out_of_band_share": 0.75,
-            "mismatch/age_0/token_share": 0.5,
-            "mismatch/age_1/mean_nats": 0.225,
-            "mismatch/age_1/p95_nats": 0.05,
-            "mismatch/age_1/max_nats": 0.4,
-            "mismatch/age_1/out_of_band_share": 0.5,
-            "mismatch/age_1/token_share": 0.25,
-            "mismatch/age_5_or_more/mean_nats": 0.7,
-            "mismatch/age_5_or_more/p95_nats": 0.6,
-            "mismatch/age_5_or_more/max_nats": 0.8,
-            "mismatch/age_5_or_more/out_of_band_share": 1.0,
-            "mismatch/age_5_or_more/token_share": 0.25,
-        },
-        abs=1e-6,
-    )
-
-
-def test_of_no_tokens_there_is_no_mismatch_at_any_age() -> None:
-    assert mismatch_by_age(torch.zeros(0), torch.zeros(0)) == {}
+# -- aggregation -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

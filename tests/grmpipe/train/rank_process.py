@@ -12,13 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from grmpipe.train.learner import Learner, NonFiniteGradients
+from grmpipe.train.losses import AGGREGATIONS
 from grmpipe.train.packer import Packer
 from grmpipe.train.samples import count
 from models.types import InlineBytes
 
 
 def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:
-    spec, batches, max_tokens, rotary_path = pickle.loads(Path(job_path).read_bytes())
+    spec, batches, max_tokens, rotary_path, algorithms = pickle.loads(Path(job_path).read_bytes())
     learner = Learner(spec, rank, world_size, init_method)
     out: dict = {"metrics": [], "gradients": {}, "rounds": [], "sums": []}
     for step, samples in enumerate(batches):
@@ -34,6 +35,15 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
             out["gradients"] = gradients(learner, world_size / totals.num_loss_tokens)
         out["metrics"].append(learner.step(totals))
     out["weights"] = weights(learner)
+    out["by_algorithm"] = {}
+    for name, algorithm in algorithms.items():
+        learner._spec = replace(spec, algorithm=algorithm)
+        for round_ in rounds:
+            learner.accumulate(round_.micro_batches[rank])
+        denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, spec.max_new_tokens)
+        out["by_algorithm"][name] = gradients(learner, world_size / denominator)
+        learner.discard()
+    learner._spec = spec
     out["score"] = learner.score((1, 2, 3, 4, 5))
     learner.export(f"{out_dir}/export")
 

@@ -16,11 +16,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.losses import AGGREGATIONS, LOSSES
 from grmpipe.train.packer import Packer
 from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from models.types import InlineBytes
 
+# r against the sampler differs from 1 where pi_old is the pass's own; plain policy gradients have no r.
+ALGORITHMS = {
+    f"{loss}/{aggregation}": AlgorithmConfig(
+        loss=loss,
+        aggregation=aggregation,
+        proximal="recomputed" if loss == "policy_gradient" else "sampler",
+        correction="sequence_tis" if loss == "policy_gradient" else "none",
+        kl_coefficient=0.1,
+        entropy_coefficient=0.01,
+    )
+    for loss in LOSSES
+    for aggregation in AGGREGATIONS
+}
 SCRIPT = Path(__file__).with_name("rank_process.py")
 WHOLE_BATCH, PIECES = 10_000, 30  # packed tokens per micro-batch
 
@@ -73,13 +87,13 @@ def batches(make_samples) -> list:
 @pytest.fixture(scope="module")
 def one(spec: LearnerSpec, batches: list, qwen_path: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One rank, each batch in a single micro-batch."""
-    return run(tmp_path_factory.mktemp("one"), (spec, batches, WHOLE_BATCH, qwen_path), 1)
+    return run(tmp_path_factory.mktemp("one"), (spec, batches, WHOLE_BATCH, qwen_path, ALGORITHMS), 1)
 
 
 @pytest.fixture(scope="module")
 def two(spec: LearnerSpec, batches: list, qwen_path: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks, each batch in several rounds, the last of them with an idle rank."""
-    return run(tmp_path_factory.mktemp("two"), (spec, batches, PIECES, qwen_path), 2)
+    return run(tmp_path_factory.mktemp("two"), (spec, batches, PIECES, qwen_path, ALGORITHMS), 2)
 
 
 def test_gradients_in_pieces_on_two_ranks_equal_the_whole_batch(one: Run, two: Run) -> None:
@@ -87,6 +101,14 @@ def test_gradients_in_pieces_on_two_ranks_equal_the_whole_batch(one: Run, two: R
     for name, whole in one.ranks[0]["gradients"].items():
         np.testing.assert_allclose(two.ranks[0]["gradients"][name], whole, atol=1e-10, rtol=0, err_msg=name)
         assert np.abs(whole).max() > 1e-6, f"{name} has no gradient to compare"
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_so_they_do_for_every_loss_and_aggregation(one: Run, two: Run, name: str) -> None:
+    whole, pieces = one.ranks[0]["by_algorithm"][name], two.ranks[0]["by_algorithm"][name]
+    for parameter, gradient in whole.items():
+        np.testing.assert_allclose(pieces[parameter], gradient, atol=1e-9, rtol=0, err_msg=parameter)
+    assert max(np.abs(gradient).max() for gradient in whole.values()) > 1e-4
 
 
 def test_an_idle_rank_was_among_them(two: Run) -> None:

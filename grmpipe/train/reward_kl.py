@@ -1,0 +1,54 @@
+"""What each token of a rollout costs in distance to the reference, where that is taken off the rewards. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from grmpipe.train.losses import KL_ESTIMATORS
+from grmpipe.train.packer import Round
+from grmpipe.types import Rollout, TrainingSample
+
+Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [N] by sampled token
+
+
+def rollout_key(rollout: Rollout | TrainingSample) -> tuple[str, int]:
+    return rollout.group_id, rollout.sibling
+
+
+def kl_of_rollouts(
+    rounds: Sequence[Round], references: Sequence[Sequence[np.ndarray]], kl_estimator: str
+) -> dict[tuple[str, int], np.ndarray]:
+    """KL(mu || reference) of what was sampled; mu is who acted, and is known before anything is trained.
+
+    references: of each round, of each rank, log pi_ref over the packed tokens.
+    """
+    by_segment = {
+        (*rollout_key(sample), sample.segment): kl_of_sample(sample, reference_T, kl_estimator)
+        for round_, by_rank in zip(rounds, references, strict=True)
+        for packed, packed_T in zip(round_.samples, by_rank, strict=True)
+        for sample, reference_T in unpacked(packed, packed_T)
+    }
+    found: dict[tuple[str, int], np.ndarray] = {}
+    for (group_id, sibling, _), nats_N in sorted(by_segment.items(), key=lambda item: item[0]):
+        key = (group_id, sibling)
+        found[key] = np.concatenate([found[key], nats_N]) if key in found else nats_N
+    return found
+
+
+def unpacked(samples: Sequence[TrainingSample], packed_T: np.ndarray) -> Iterator[tuple[TrainingSample, np.ndarray]]:
+    start = 0
+    for sample in samples:
+        yield sample, packed_T[start : start + len(sample.token_ids)]
+        start += len(sample.token_ids)
+
+
+def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: str) -> np.ndarray:
+    """[N], of its sampled tokens. The first token of a sample costs nothing: nothing predicts it."""
+    sampled_T = torch.tensor(sample.loss_mask, dtype=torch.bool)
+    sampler_T = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
+    kl_T = KL_ESTIMATORS[kl_estimator](sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
+    kl_T[0] = 0.0
+    return kl_T[sampled_T].numpy()

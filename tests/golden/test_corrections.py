@@ -1,0 +1,215 @@
+"""Corrections, rejections and the figures of the mismatch by their formula's own numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from grmpipe.train.corrections import (
+    CORRECTIONS,
+    REJECTIONS,
+    Drift,
+    banded,
+    geometric,
+    interpolated,
+    kept,
+    masked_sequence,
+    measure_drift,
+    mismatch,
+    mismatch_by_age,
+    off_policy,
+    truncated_importance,
+    truncated_sequence,
+    veto,
+)
+from grmpipe.train.objective import PROXIMALS
+from grmpipe.train.settings import CORRECTIONS as CORRECTION_NAMES
+from grmpipe.train.settings import PROXIMALS as PROXIMAL_NAMES
+from grmpipe.train.settings import REJECTIONS as REJECTION_NAMES
+from grmpipe.train.settings import AlgorithmConfig
+
+
+def drift(weights: list[float], lengths: list[int] | None = None, **given: list[float]) -> Drift:
+    """Samples whose tokens have these w, and pi_theta = pi_prox unless `behind` gives mu / pi_theta."""
+    log_weights = torch.tensor(weights, dtype=torch.float64).log()
+    mask = torch.tensor(given.get("mask", [1.0] * len(weights)), dtype=torch.float64)
+    behind = torch.tensor(given["behind"], dtype=torch.float64).log() if "behind" in given else -log_weights
+    return Drift(
+        log_weights_T=log_weights * mask,
+        log_behind_T=behind * mask,
+        advantages_T=torch.tensor(given.get("advantages", [1.0] * len(weights)), dtype=torch.float64),
+        loss_mask_T=mask,
+        sample_lengths_S=torch.tensor(lengths or [len(weights)]),
+    )
+
+
+def test_every_name_has_its_function() -> None:
+    assert set(CORRECTIONS) == set(CORRECTION_NAMES)
+    assert set(REJECTIONS) == set(REJECTION_NAMES)
+    assert set(PROXIMALS) == set(PROXIMAL_NAMES)
+
+
+def test_tis_caps_the_ratio_from_above_only() -> None:
+    assert truncated_importance(drift([0.1, 1.1, 3.0]), 2.0).tolist() == pytest.approx([0.1, 1.1, 2.0])
+
+
+def test_sequence_weights_are_products_over_a_sample() -> None:
+    """Products 1.32 and 6.0, and the second is capped, or masked."""
+    drifted = drift([1.1, 1.2, 2.0, 3.0], [2, 2])
+    assert truncated_sequence(drifted, 3.0).tolist() == pytest.approx([1.32, 1.32, 3.0, 3.0])
+    assert masked_sequence(drifted, 3.0).tolist() == pytest.approx([1.32, 1.32, 0.0, 0.0])
+
+
+def test_what_is_not_trained_is_in_no_product_and_no_mean() -> None:
+    drifted = drift([50.0, 1.1, 1.2], mask=[0.0, 1.0, 1.0])
+    assert truncated_sequence(drifted, 100.0).tolist() == pytest.approx([1.32] * 3)
+    assert geometric(drifted, 1.14, 1.16).tolist() == [True]  # sqrt(1.32) = 1.149
+    assert veto(drift([1e-9, 1.0], mask=[0.0, 1.0]), 1e-4).tolist() == [True]
+
+
+@pytest.mark.parametrize(("length", "product"), [(10, 2.59), (100, 13_780)])
+def test_products_grow_with_the_length_and_the_geometric_mean_does_not(length: int, product: float) -> None:
+    drifted = drift([1.1] * length)
+    assert drifted.product_S().exp().item() == pytest.approx(product, rel=2e-3)
+    assert geometric(drifted, 1.09, 1.11).tolist() == [True]
+    assert geometric(drifted, 0.99, 1.01).tolist() == [False]
+
+
+def test_icepop_zeroes_what_is_outside_its_band_and_decoupled_what_is_above() -> None:
+    drifted = drift([0.4, 0.5, 1.3, 5.0, 5.1])
+    assert banded(drifted, 0.5, 5.0).tolist() == pytest.approx([0.0, 0.5, 1.3, 5.0, 0.0])
+    decoupled = CORRECTIONS["decoupled"](drifted, AlgorithmConfig(correction="decoupled"))
+    assert decoupled.tolist() == pytest.approx([0.4, 0.5, 1.3, 5.0, 0.0])
+
+
+def test_veto_needs_one_impossible_token() -> None:
+    assert veto(drift([1.0, 5e-5, 1.0, 1.0, 2e-4], [3, 2]), 1e-4).tolist() == [False, True]
+
+
+def test_off_policy_drops_bad_samples_that_became_unlikely() -> None:
+    """mean(log mu - log pi_theta) of 0.2 and 0.0 nats: only a bad sample beyond 0.1 is dropped."""
+    behind = [math.exp(0.3), math.exp(0.1), math.exp(0.2), math.exp(-0.2)]
+    bad = drift([1.0] * 4, [2, 2], behind=behind, advantages=[-1.0] * 4)
+    good = drift([1.0] * 4, [2, 2], behind=behind, advantages=[1.0] * 4)
+    assert off_policy(bad, 0.1).tolist() == [False, True]
+    assert off_policy(bad, 0.3).tolist() == [True, True]
+    assert off_policy(good, 0.1).tolist() == [True, True]
+
+
+def test_a_sample_is_kept_only_if_all_rejections_keep_it() -> None:
+    drifted = drift([1.0, 1.0, 1.5, 1.5, 1e-5, 1e5], [2, 2, 2])
+    by_names = {
+        (): [1, 1, 1],
+        ("veto",): [1, 1, 0],
+        ("geometric",): [1, 0, 1],
+        ("geometric", "veto"): [1, 0, 0],
+    }
+    for names, expected in by_names.items():
+        found = kept(drifted, AlgorithmConfig(rejections=list(names)))
+        assert found.tolist() == [value for value in expected for _ in range(2)]
+
+
+def test_an_impossible_log_ratio_stays_finite() -> None:
+    far = torch.tensor([-1e4, 1e4])
+    one, nothing = torch.ones(2), torch.zeros(2)
+    drifted = measure_drift(far, far, nothing, one, one, torch.tensor([1, 1]))
+    for name, correction in CORRECTIONS.items():
+        algorithm = AlgorithmConfig(correction=name, tis_cap=1e12, sequence_cap=1e12, decoupled_cap=1e12)
+        assert correction(drifted, algorithm).isfinite().all()
+
+
+def test_no_gradient_goes_through_a_weight() -> None:
+    logprobs = torch.zeros(2, requires_grad=True)
+    drifted = measure_drift(logprobs, logprobs, torch.ones(2), torch.ones(2), torch.ones(2), torch.tensor([2]))
+    for correction in CORRECTIONS.values():
+        assert not correction(drifted, AlgorithmConfig()).requires_grad
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+def test_the_weight_is_numpys_sample_by_sample(name: str) -> None:
+    draw, lengths = np.random.default_rng(2), [3, 1, 5]
+    proximal, sampler = draw.normal(-1, 0.8, 9), draw.normal(-1, 0.8, 9)
+    mask = np.array([0, 1, 1, 1, 0, 1, 1, 0, 1.0])
+    drifted = measure_drift(*map(torch.from_numpy, (proximal, proximal, sampler, np.ones(9), mask)), tensor(lengths))
+    expected = []
+    for log_w, trained in zip(*(np.split(x, [3, 4]) for x in (proximal - sampler, mask)), strict=True):
+        w, product = np.exp(log_w), np.exp(log_w[trained > 0].sum())
+        forms = {
+            "none": np.ones(len(w)),
+            "tis": np.minimum(w, 2),
+            "sequence_tis": np.full(len(w), min(product, 3)),
+            "sequence_mis": np.full(len(w), product if product <= 3 else 0.0),
+            "icepop": np.where((w >= 0.5) & (w <= 5), w, 0),
+            "decoupled": np.where(w <= 5, w, 0),
+        }
+        expected.append(forms[name])
+    ours = CORRECTIONS[name](drifted, AlgorithmConfig(correction=name)).numpy()
+    np.testing.assert_allclose(ours * mask, np.concatenate(expected) * mask, atol=1e-12)
+
+
+def tensor(lengths: list[int]) -> Tensor:
+    return torch.tensor(lengths)
+
+
+def test_the_interpolated_policy_is_one_version_behind_the_current() -> None:
+    """Sampler -2, current -1: at age 5 four fifths of the way, at ages 0 and 1 the sampler itself."""
+    ages = torch.tensor([0, 1, 2, 5])
+    current, sampler = torch.full((4,), -1.0, dtype=torch.float64), torch.full((4,), -2.0, dtype=torch.float64)
+    assert interpolated(current, sampler, ages).tolist() == pytest.approx([-2.0, -2.0, -1.5, -1.2])
+    assert not interpolated(current.requires_grad_(), sampler, ages).requires_grad
+
+
+def test_interpolated_weight_and_ratio_make_up_the_whole_ratio() -> None:
+    """w u = pi_theta / mu, whatever the age: nothing is weighed twice or left out."""
+    draw = torch.Generator().manual_seed(0)
+    current = torch.randn(6, generator=draw, dtype=torch.float64)
+    sampler = torch.randn(6, generator=draw, dtype=torch.float64)
+    proximal = interpolated(current, sampler, torch.arange(6))
+    torch.testing.assert_close((proximal - sampler) + (current - proximal), current - sampler)
+    assert ((proximal - sampler) / (current - sampler)).tolist() == pytest.approx([0, 0, 1 / 2, 2 / 3, 3 / 4, 4 / 5])
+
+
+def test_mismatch_reads_the_distribution() -> None:
+    figures = mismatch(torch.arange(101) / 100)
+    assert figures == pytest.approx(
+        {
+            "mismatch/mean_nats": 0.5,
+            "mismatch/p95_nats": 0.95,
+            "mismatch/max_nats": 1.0,
+            "mismatch/out_of_band_share": 91 / 101,
+        },
+        abs=1e-6,
+    )
+
+
+def test_mismatch_by_age_is_the_mismatch_of_the_tokens_of_an_age() -> None:
+    ratios = torch.tensor([0.1, 0.3, 0.0, 0.2, 0.05, 0.4, 0.6, 0.8])
+    ages = torch.tensor([0, 0, 0, 0, 1, 1, 5, 17])
+    assert mismatch_by_age(ratios, ages) == pytest.approx(
+        {
+            "mismatch/age_0/mean_nats": 0.15,
+            "mismatch/age_0/p95_nats": 0.2,  # of 4 values the third
+            "mismatch/age_0/max_nats": 0.3,
+            "mismatch/age_0/out_of_band_share": 0.75,
+            "mismatch/age_0/token_share": 0.5,
+            "mismatch/age_1/mean_nats": 0.225,
+            "mismatch/age_1/p95_nats": 0.05,
+            "mismatch/age_1/max_nats": 0.4,
+            "mismatch/age_1/out_of_band_share": 0.5,
+            "mismatch/age_1/token_share": 0.25,
+            "mismatch/age_5_or_more/mean_nats": 0.7,
+            "mismatch/age_5_or_more/p95_nats": 0.6,
+            "mismatch/age_5_or_more/max_nats": 0.8,
+            "mismatch/age_5_or_more/out_of_band_share": 1.0,
+            "mismatch/age_5_or_more/token_share": 0.25,
+        },
+        abs=1e-6,
+    )
+
+
+def test_of_no_tokens_there_is_no_mismatch_at_any_age() -> None:
+    assert mismatch_by_age(torch.zeros(0), torch.zeros(0)) == {}

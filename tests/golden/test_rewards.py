@@ -1,0 +1,74 @@
+"""Where rewards fall, and what is taken off them, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from grmpipe.train.rewards import Rewards, overlong, rewards_of, shaped
+from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.types import RewardSpan, Rollout, Turn, Verdict
+from models.types import Completion, VersionSpan
+
+
+def rollout(*lengths: int) -> Rollout:
+    """A turn of each length."""
+    turns = tuple(
+        Turn(
+            prompt_ids=(1,),
+            completion=Completion(
+                token_ids=(7,) * length,
+                logprobs=(-1.0,) * length,
+                text="",
+                finish_reason="stop",
+                versions=(VersionSpan(model="policy", version=0, start=0, end=length),),
+            ),
+        )
+        for length in lengths
+    )
+    return Rollout(group_id="g", sibling=0, turns=turns, status="finished")
+
+
+def verdict(*spans: tuple[int, int, int, float]) -> Verdict:
+    rewards = tuple(RewardSpan(turn=turn, start=start, end=end, value=value) for turn, start, end, value in spans)
+    return Verdict(rewards=rewards, score=0.0, breakdown={}, agreement=0.0, num_judgements=1)
+
+
+def test_an_outcome_is_one_step_over_all_turns() -> None:
+    found = rewards_of(rollout(3, 2), verdict((1, 0, 2, 0.5)))
+    assert found == Rewards(num_tokens=5, ends_K=(5,), values_K=(0.5,))
+    assert found.spread(np.array([9.0])).tolist() == [9.0] * 5
+
+
+def test_spans_of_turns_and_steps_are_laid_end_to_end() -> None:
+    found = rewards_of(rollout(3, 4), verdict((1, 0, 2, 2.0), (0, 0, 3, 1.0), (1, 2, 3, 4.0)))
+    assert found == Rewards(num_tokens=7, ends_K=(3, 5, 6), values_K=(1.0, 2.0, 4.0))
+    assert found.spread(np.array([1.0, 2.0, 3.0])).tolist() == [1, 1, 1, 2, 2, 3, 0]
+    assert found.outcome == 7.0
+
+
+def test_spans_that_end_together_are_one_step() -> None:
+    """The last step's reward, and an outcome over the whole turn."""
+    found = rewards_of(rollout(4), verdict((0, 0, 2, 1.0), (0, 2, 4, 0.5), (0, 0, 4, 10.0)))
+    assert (found.ends_K, found.values_K) == ((2, 4), (1.0, 10.5))
+
+
+@pytest.mark.parametrize(("num_tokens", "share"), [(10, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (120, 1.0)])
+def test_overlong_grows_over_the_buffer(num_tokens: int, share: float) -> None:
+    assert overlong(num_tokens, 100, 20) == share
+
+
+def test_an_overlong_turn_costs_its_rollout_the_penalty_at_the_end() -> None:
+    algorithm = AlgorithmConfig(overlong_share=0.4, overlong_penalty=2.0)
+    played = rollout(3, 9)
+    found = shaped(rewards_of(played, verdict((0, 0, 3, 1.0), (1, 0, 9, 1.0))), played, algorithm, 10, None)
+    assert found.values_K == (1.0, 1.0 - 2.0 * 0.75)
+
+
+def test_kl_is_taken_off_the_step_that_its_tokens_are_in() -> None:
+    """Tokens after the last reward are the last step's."""
+    algorithm = AlgorithmConfig(kl_coefficient=0.1, kl_in="reward")
+    played = rollout(6)
+    found = shaped(rewards_of(played, verdict((0, 0, 2, 1.0), (0, 2, 5, 2.0))), played, algorithm, 0, np.arange(6.0))
+    assert found.values_K == pytest.approx((1.0 - 0.1 * (0 + 1), 2.0 - 0.1 * (2 + 3 + 4 + 5)))
+    assert found.outcome == pytest.approx(3.0 - 0.1 * 15)

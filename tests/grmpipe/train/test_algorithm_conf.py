@@ -1,0 +1,65 @@
+"""conf/algorithm: every file is a whole algorithm or a correction to go with one, and every name has its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+import launch  # noqa: F401  registers the schema
+from grmpipe.config import ConfigError, build
+from grmpipe.train.settings import CORRECTIONS, ESTIMATORS, LOSSES, PROXIMALS, REJECTIONS, AlgorithmConfig
+
+CONF = Path(__file__).parents[3] / "conf"
+FILES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (CONF / "algorithm").glob("*.yaml")}
+
+
+def composed(*overrides: str) -> AlgorithmConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return build(compose("config", list(overrides))).algorithm
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("estimator", ESTIMATORS),
+        ("loss", LOSSES),
+        ("proximal", PROXIMALS),
+        ("correction", CORRECTIONS),
+        ("rejections", REJECTIONS),
+    ],
+)
+def test_every_name_has_a_file(key: str, names: tuple[str, ...]) -> None:
+    """Or is the default."""
+    chosen = set()
+    for values in [*FILES.values(), {key: getattr(AlgorithmConfig(), key)}]:
+        value = values.get(key, [])
+        chosen |= {value} if isinstance(value, str) else set(value)
+    assert chosen == set(names)
+
+
+def test_one_choice_is_a_whole_algorithm() -> None:
+    assert composed("algorithm=dapo").clip_high == 0.28
+    assert composed("algorithm=gspo").clip_low == 3e-4
+    assert composed() == composed("algorithm=grpo") == AlgorithmConfig()
+
+
+def test_choices_add_up() -> None:
+    algorithm = composed("algorithm=[gspo,icepop,veto]", "algorithm.icepop_high=2")
+    assert (algorithm.loss, algorithm.aggregation) == ("gspo", "sequence_mean")
+    assert (algorithm.correction, algorithm.icepop_high, algorithm.rejections) == ("icepop", 2.0, ["veto"])
+
+
+def test_choices_that_would_weigh_twice_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.correction: icepop .*twice.*algorithm\.correction=none"):
+        composed("algorithm=[ppo_sampler,icepop]")
+    with pytest.raises(ConfigError, match=r"algorithm\.pass_k"):
+        composed("algorithm=pass_at_k", "train.group_size=4")
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_every_file_is_read_and_sets_what_it_says(name: str) -> None:
+    algorithm = AlgorithmConfig(**FILES[name])
+    assert {key: getattr(algorithm, key) for key in FILES[name]} == FILES[name]

@@ -1,0 +1,62 @@
+"""What AlgorithmConfig refuses, each by its key and with a way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from grmpipe.train.settings import CORRECTIONS, AlgorithmConfig, check_pass_k
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("estimator", "a2c"),
+        ("loss", "hinge"),
+        ("proximal", "nobody"),
+        ("correction", "twice"),
+        ("aggregation", "median"),
+        ("kl_estimator", "k4"),
+        ("kl_in", "prompt"),
+        ("rejections", ["geometric", "veto", "unlucky"]),
+        ("clip_low", 0.0),
+        ("tis_cap", -1.0),
+        ("sequence_cap", float("nan")),
+        ("icepop_high", 0.5),
+        ("geometric_high", 0.99),
+        ("dual_clip_ratio", 1.0),
+        ("gamma", 1.5),
+        ("pass_k", 0),
+        ("negative_weight", -0.1),
+        ("overlong_share", 1.1),
+        ("max_resampled_batches", -1.0),
+        ("updates_per_batch", 0),
+    ],
+)
+def test_a_bad_value_is_named_by_its_key(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        AlgorithmConfig(**{key: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "none"])
+def test_a_weight_on_top_of_a_ratio_against_the_sampler_is_refused(correction: str) -> None:
+    with pytest.raises(ValueError, match=r"twice.*algorithm\.correction=none"):
+        AlgorithmConfig(proximal="sampler", correction=correction)
+    AlgorithmConfig(proximal="sampler", correction="none", rejections=["geometric", "veto", "off_policy"])
+
+
+@pytest.mark.parametrize("proximal", ["sampler", "interpolated"])
+def test_a_loss_without_a_ratio_leaves_all_of_it_to_the_weight(proximal: str) -> None:
+    with pytest.raises(ValueError, match=r"^proximal: .*algorithm\.proximal=recomputed"):
+        AlgorithmConfig(loss="policy_gradient", proximal=proximal, correction="none")
+
+
+def test_a_loss_without_a_ratio_takes_one_update_a_batch() -> None:
+    with pytest.raises(ValueError, match=r"^updates_per_batch: .*algorithm\.updates_per_batch=1"):
+        AlgorithmConfig(loss="policy_gradient", updates_per_batch=2)
+
+
+def test_k_is_below_the_group_size() -> None:
+    with pytest.raises(ValueError, match=r"^algorithm\.pass_k: .*type algorithm\.pass_k=2"):
+        check_pass_k(AlgorithmConfig(estimator="pass_at_k", pass_k=4), 4)
+    check_pass_k(AlgorithmConfig(estimator="pass_at_k", pass_k=3), 4)
+    check_pass_k(AlgorithmConfig(estimator="grpo", pass_k=9), 4)
