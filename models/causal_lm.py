@@ -34,7 +34,7 @@ ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained sets the process-wide d
 def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """The model in a Hugging Face directory (or of a hub name), in eval mode. Raises ValueError for anything else."""
     transformers.utils.logging.disable_progress_bar()
-    config = _read_config(path)
+    config = read_config(path)
     try:
         with ONE_LOAD_AT_A_TIME:
             model = AutoModelForCausalLM.from_pretrained(
@@ -52,7 +52,7 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> Pr
 
 def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
     """The same model without its numbers, on the meta device: to be sharded first and filled then."""
-    config = _read_config(path)
+    config = read_config(path)
     with ONE_LOAD_AT_A_TIME, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
@@ -60,7 +60,8 @@ def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
     return model.eval()
 
 
-def _read_config(path: str) -> PreTrainedConfig:
+def read_config(path: str) -> PreTrainedConfig:
+    """Of a family that has causal language models. Raises ValueError for anything else."""
     local = Path(path).is_dir()
     # Anything else would be looked up on the hub, with retries that take most of a minute.
     if not local and not is_hub_name(path):

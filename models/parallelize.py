@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,8 +17,25 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models.causal_lm import load_causal_lm, outline_causal_lm
+from models.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # ranks wait this long for the first to read a large checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How a model comes from its files: whole, and as an outline without numbers. Both take (path, dtype).
+
+    exact: submodules that compute in float32 whatever the others do.
+    """
+
+    load: Callable[[str, str], PreTrainedModel]
+    outline: Callable[[str, str], PreTrainedModel]
+    exact: tuple[str, ...] = ()
+
+
+CAUSAL_LM = Architecture(load=load_causal_lm, outline=outline_causal_lm)
+SCALAR_HEAD = Architecture(load=start_scalar_head, outline=outline_scalar_head, exact=(HEAD,))
 
 
 def choose_device(device: str, rank: int) -> torch.device:
@@ -49,15 +67,21 @@ def join_ranks(rank: int, world_size: int, init_method: str | None, device: torc
 
 
 def load_parallel(
-    path: str, mesh: DeviceMesh, device: torch.device, master_dtype: str, dtype: str, activation_checkpointing: bool
+    path: str,
+    mesh: DeviceMesh,
+    device: torch.device,
+    master_dtype: str,
+    dtype: str,
+    activation_checkpointing: bool,
+    architecture: Architecture = CAUSAL_LM,
 ) -> PreTrainedModel:
     """A sharded model. Rank 0 alone reads the weights, into host memory; no other ever holds more than its shards.
 
     A collective. Parameters are kept in `master_dtype`; compute happens in `dtype`.
     """
-    whole = load_causal_lm(path, master_dtype) if dist.get_rank() == 0 else None
-    model = outline_causal_lm(path, master_dtype)
-    parallelize(model, mesh, dtype, activation_checkpointing)
+    whole = architecture.load(path, master_dtype) if dist.get_rank() == 0 else None
+    model = architecture.outline(path, master_dtype)
+    parallelize(model, mesh, dtype, activation_checkpointing, architecture.exact)
     model.to_empty(device=device)
     set_model_state_dict(
         model,
@@ -73,8 +97,15 @@ def load_parallel(
     return model
 
 
-def parallelize(model: PreTrainedModel, mesh: DeviceMesh, dtype: str, activation_checkpointing: bool = False) -> None:
-    """Shard each layer and then the root, in place. Parameters keep their type; compute happens in `dtype`.
+def parallelize(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    dtype: str,
+    activation_checkpointing: bool = False,
+    exact: Sequence[str] = (),
+) -> None:
+    """Shard each layer and then the root, in place. Parameters keep their type; compute happens in `dtype`, and in
+    float32 within the submodules named by `exact`.
 
     Gradients are averaged over ranks, in float32 where compute is in bfloat16.
     """
@@ -87,6 +118,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, dtype: str, activation
         # transformers recomputes in training mode only. The flag is set on the block alone: dropout below stays off.
         layer.training = activation_checkpointing
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for name in exact:
+        fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 

@@ -246,11 +246,23 @@ class Engine(Protocol):
         ...
 
 
+# How much of a learner's state lies on its device; the rest waits on the host. Weights alone suffice for a push.
+Residence = Literal["everything", "weights", "nothing"]
+
+
 class ChatEngine(Protocol):
     """A judge outside: it takes messages, shows no token ids and has no weights of ours."""
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
         """Sample one completion. Raises EngineRefused, or EngineDied once its own retries are used up."""
+        ...
+
+
+class Scorer(Protocol):
+    """A model with a scalar head: it reads sequences, and writes none."""
+
+    async def score(self, token_ids: Sequence[int], priority: int = 0) -> float:
+        """The head's number at the last token. The lowest priority goes first. Raises EngineDied."""
         ...
 
 

@@ -58,6 +58,10 @@ class Cluster(Protocol):
         """One member per replica of the role, all made at the same time."""
         ...
 
+    async def restart_member(self, role: str, rank: int) -> None:
+        """End what is left of a member that needs no others, and make it anew on the same seat, in the same group."""
+        ...
+
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
         """One engine per replica of the role, under names such as `policy-0`."""
         ...
@@ -155,6 +159,9 @@ class InProcessCluster:
         group = await InProcessGroup.start(seats[0].name, make_member)
         self._groups.append(group)
         return group
+
+    async def restart_member(self, role: str, rank: int) -> None:
+        raise AssertionError(f"{role}-{rank} lives in this process: it can't have died alone")
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
         engines = {seat.name: make_engine(seat.rank) for seat in self._placement.seats[role]}

@@ -30,7 +30,7 @@ class RayGroup:
     """Members of one class, a process each."""
 
     def __init__(self, actors: Sequence[RayActor]) -> None:
-        self._actors = actors
+        self._actors = actors  # by rank; the cluster puts another in the place of one that it makes anew
 
     @property
     def size(self) -> int:
@@ -62,6 +62,7 @@ class RayCluster:
         self._owns_ray = owns_ray
         self._pools: dict[str, PlacementGroup] = {}
         self._groups: dict[str, list[RayActor]] = {}
+        self._member_factories: dict[str, MemberFactory] = {}
         self._engines: dict[str, RayActor] = {}
         self._factories: dict[str, EngineFactory] = {}
         self._num_restarts = 0
@@ -86,12 +87,21 @@ class RayCluster:
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
         actors = [self._create(seat, MemberHost, max_concurrency=1) for seat in self._placement.seats[role]]
         self._groups[role] = actors
+        self._member_factories[role] = make_member
         await self._until_up(actors)
         init_method = await _meeting_place(actors) if len(actors) > 1 else None
         await first_cause(
             [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
         )
         return RayGroup(actors)
+
+    async def restart_member(self, role: str, rank: int) -> None:
+        members = self._groups[role]  # the group's own list: it calls whoever stands there
+        members[rank].kill()
+        self._num_restarts += 1
+        actor = members[rank] = self._create(self._placement.seats[role][rank], MemberHost, max_concurrency=1)
+        await self._until_up([actor])
+        await actor.call("make", self._member_factories[role], rank, len(members), None)
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
         self._factories[role] = make_engine

@@ -1,0 +1,43 @@
+"""The meta-RM as a vote sees it: a probability for each judgement that it is right. Holds no model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grmpipe.judge.meta import JudgedResponses
+from grmpipe.types import Judgement
+from models.types import EngineRefused, Scorer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaRm:
+    """Reads a judgement with all that the GRM was shown, in the GRM's own tokens (SPCT, arXiv 2504.02495).
+
+    context_tokens: the window of the model behind `scorer`.
+    """
+
+    scorer: Scorer
+    context_tokens: int
+
+    async def scores(self, judged: Sequence[JudgedResponses], priority: int = 0) -> Sequence[float]:
+        """Raises EngineRefused for a judgement that exceeds the window, or EngineDied."""
+        sequences = [sequence_of(one.judgement) for one in judged]
+        longest = max(map(len, sequences), default=0)
+        if longest > self.context_tokens:
+            raise EngineRefused(f"a judgement of {longest} tokens; the window of meta has {self.context_tokens}")
+        logits = await asyncio.gather(*(self.scorer.score(sequence, priority) for sequence in sequences))
+        return [sigmoid(logit) for logit in logits]
+
+
+def sequence_of(judgement: Judgement) -> tuple[int, ...]:
+    """What the meta-RM reads: the GRM's prompt, then what it sampled."""
+    return judgement.prompt_ids + judgement.completion.token_ids
+
+
+def sigmoid(logit: float) -> float:
+    """Without overflow, however sure the model is."""
+    power = math.exp(-abs(logit))
+    return (1 if logit >= 0 else power) / (1 + power)

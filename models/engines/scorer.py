@@ -1,0 +1,69 @@
+"""A model with a scalar head that serves: sequences in, one number each. Batches what it is given; never samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from models.scalar_head import last_of_samples, load_scalar_head, packed_scores
+
+Sequences = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerSpec:
+    """All that a process needs to make its scorer; it travels there.
+
+    max_batch_tokens: packed tokens per forward pass. A longer sequence goes by itself.
+    """
+
+    path: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_batch_tokens: int = 16_384
+
+
+class ScalarScorer:
+    """One model on one device. Calls are blocking; they come one at a time.
+
+    Made by the ranks of a group: they don't know each other, each has the whole model.
+    """
+
+    def __init__(self, spec: ScorerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        if spec.device == "cpu":
+            torch.set_num_threads(1)  # engines and learners share the cores
+        self._spec = spec
+        self._model = load_scalar_head(spec.path, spec.dtype, spec.device)
+
+    def scores(self, sequences: Sequences) -> list[float]:
+        """The head's number at the last token of each sequence, in their order."""
+        found = [0.0] * len(sequences)
+        for batch in batches([len(sequence) for sequence in sequences], self._spec.max_batch_tokens):
+            for index, score in zip(batch, self._pass([sequences[index] for index in batch]), strict=True):
+                found[index] = score
+        return found
+
+    @torch.inference_mode()
+    def _pass(self, sequences: Sequences) -> list[float]:
+        lengths_S = torch.tensor([len(sequence) for sequence in sequences])
+        ids_T = torch.cat([torch.tensor(sequence) for sequence in sequences])
+        positions_T = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+        ids_T, positions_T, lengths_S = (x.to(self._spec.device) for x in (ids_T, positions_T, lengths_S))
+        scores_T = packed_scores(self._model, ids_T, positions_T, lengths_S)
+        return last_of_samples(scores_T, lengths_S).tolist()
+
+
+def batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of sequences that go through the model together: like lengths, `max_tokens` in all at most."""
+    batch: list[int] = []
+    num_tokens = 0
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if batch and num_tokens + lengths[index] > max_tokens:
+            yield batch
+            batch, num_tokens = [], 0
+        batch.append(index)
+        num_tokens += lengths[index]
+    if batch:
+        yield batch
