@@ -1,0 +1,121 @@
+"""Labelled judgement data out of files: whose response is best, or what score one deserves. Never guesses a label."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from grmpipe.data.labelled_schemas import EXAMPLES, Place, reader_of
+from grmpipe.data.prompts import Row, rows_of, shown
+from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
+from models.types import Message
+
+log = logging.getLogger(__name__)
+
+TINY_SETS: dict[str, Literal["train", "held_out"]] = {
+    "tiny://judgements": "train",
+    "tiny://judgements_held_out": "held_out",
+}
+
+
+def load_labelled(
+    path: str, *, scale: tuple[int, int] = (1, 10), num_tiny: int = 512, seed: int = 0
+) -> tuple[Labelled, ...]:
+    """All labelled items of a .jsonl, .json (one array) or .parquet file, or `num_tiny` made by rule.
+
+    scale: the ends of the judge's scale; a score outside is an error.
+    path:  a file, or tiny://judgements (for training) or tiny://judgements_held_out: they share no problem.
+
+    A row's schema is recognised by its fields:
+
+    | schema | fields read |
+    |---|---|
+    | ours, ranked | prompt or messages, responses (a list), best (index); reference, item_id, subset |
+    | ours, scored | prompt or messages, response, score; reference, item_id, subset |
+    | RewardBench, RewardBench 2 | prompt, chosen, rejected (a text, or a list of texts), subset |
+    | PPE correctness (best of k) | prompt, response_1 ..., scores, sampled_conflict_pairs |
+    | PPE human preference | prompt, response_1, response_2, winner |
+    | RMB, pairs | conversation_input, chosen.answer, reject.answer, category_path |
+    | RMB, best of n | conversation_input, bon_best.answer, loser_list[].answer, category_path |
+    | JudgeBench | question, response_A, response_B, label (A>B, B>A), source |
+    | HelpSteer3 preference | context, response1, response2, overall_preference (below 0: the first), domain |
+    | HelpSteer2 preference | prompt, response_1, response_2, preference_strength (below 0: the first) |
+    | HelpSteer, HelpSteer2 | prompt, response, helpfulness (0..4, stretched to the scale and rounded) |
+
+    Confirmed on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3. On others' readers only:
+    PPE, JudgeBench, HelpSteer2 preference. A row of RewardBench 2 with several right answers (Ties) becomes an item
+    for each of them against all wrong ones: that isn't the benchmark's own measure of ties. Rows without a winner are
+    left out, and counted in the log. Where the best comes first by convention (chosen, rejected), its place is drawn
+    by the item's id, so that a judge that likes the first place gains nothing.
+
+    ValueError names file, line (Parquet: row, an array: item), field and what was expected.
+    """
+    if path in TINY_SETS:
+        return made_judgements(path, num_tiny, seed)
+    if path.startswith("tiny://"):
+        raise ValueError(f"{path}: unknown labelled data; known: {', '.join(TINY_SETS)}")
+    file = Path(path)
+    items: list[Labelled] = []
+    num_undecided = 0
+    for number, where, row in labelled_rows(file):
+        row = {field: value for field, value in row.items() if value is not None}
+        found = reader_of(row, where)(row, Place(where=where, name=f"{file.name}:{number}", scale=scale))
+        items += found
+        num_undecided += not found
+    if not items:
+        raise ValueError(f"{file}: holds no labelled items; {EXAMPLES}")
+    if num_undecided:
+        log.warning("%s: %d rows have no winner and are left out; %d items remain", file, num_undecided, len(items))
+    refuse_duplicates(file, items)
+    return tuple(items)
+
+
+def made_judgements(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
+    from models.tiny.judgements import RankedTexts, make_judgements  # only who uses it pays for it
+
+    items: list[Labelled] = []
+    for index, made in enumerate(make_judgements(TINY_SETS[path], count, seed)):
+        item_id = f"{path.removeprefix('tiny://')}-{index}"
+        message = Message(role="user", content=made.problem.question)
+        prompt = Prompt(prompt_id=item_id, messages=(message,), source=path, reference=str(made.problem.answer))
+        if isinstance(made, RankedTexts):
+            items.append(
+                RankedResponses(
+                    item_id=item_id, prompt=prompt, responses=made.texts, best=made.best, subset=f"ranked/{made.kind}"
+                )
+            )
+        else:
+            items.append(
+                ScoredResponse(
+                    item_id=item_id, prompt=prompt, response=made.text, score=made.score, subset=f"scored/{made.kind}"
+                )
+            )
+    return tuple(items)
+
+
+def labelled_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
+    """As the rows of prompts, and those of a .json file that is one array, as RMB's are."""
+    if file.suffix != ".json":
+        yield from rows_of(file)
+        return
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{file}: can't be read as JSON ({error})") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{file}: expected an array of objects, got {shown(rows)}; JSON Lines are named .jsonl")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{file}, item {number}: expected an object, got {shown(row)}")
+        yield number, f"{file}, item {number}", row
+
+
+def refuse_duplicates(file: Path, items: Sequence[Labelled]) -> None:
+    seen: set[str] = set()
+    for item in items:
+        if item.item_id in seen:
+            raise ValueError(f"{file}: item_id {item.item_id!r} stands there twice; each item needs its own, or none")
+        seen.add(item.item_id)

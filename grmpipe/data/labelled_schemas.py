@@ -1,0 +1,275 @@
+"""Rows of judgement benchmarks, by their fields. Each schema is a function and a row of SCHEMAS; opens no file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from grmpipe.data.prompts import Row, messages_of, reference_of, shown, text_of
+from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
+
+HELPFULNESS = (0, 4)  # the ends of HelpSteer's ratings
+WINNERS = {"model_a": 0, "model_b": 1}
+LABELS = {"A>B": 0, "B>A": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a row stands. name: makes the ids of its items. scale: the ends of the judge's."""
+
+    where: str
+    name: str
+    scale: tuple[int, int]
+
+
+Read = Callable[[Row, Place], Sequence[Labelled]]  # nothing, for a row without a winner
+
+
+def ranked_row(row: Row, place: Place) -> Sequence[Labelled]:
+    responses = texts_of(row, "responses", place)
+    best = row["best"]
+    if len(responses) < 2:
+        raise ValueError(f"{place.where}: responses: expected two or more, got {len(responses)}")
+    if not isinstance(best, int) or isinstance(best, bool) or not 0 <= best < len(responses):
+        raise ValueError(
+            f"{place.where}: best: expected an index into responses (0 to {len(responses) - 1}), got {best!r}"
+        )
+    prompt = own_prompt(row, place)
+    return (
+        RankedResponses(
+            item_id=prompt.prompt_id,
+            prompt=prompt,
+            responses=responses,
+            best=best,
+            subset=subset_of(row, "subset", place),
+        ),
+    )
+
+
+def scored_row(row: Row, place: Place) -> Sequence[Labelled]:
+    score, (low, high) = row["score"], place.scale
+    if not isinstance(score, int | float) or isinstance(score, bool) or score != int(score) or not low <= score <= high:
+        raise ValueError(f"{place.where}: score: expected a whole number from {low} to {high}, got {shown(score)}")
+    prompt = own_prompt(row, place)
+    return (
+        ScoredResponse(
+            item_id=prompt.prompt_id,
+            prompt=prompt,
+            response=text_at(row, "response", place),
+            score=int(score),
+            subset=subset_of(row, "subset", place),
+        ),
+    )
+
+
+def reward_bench_row(row: Row, place: Place) -> Sequence[Labelled]:
+    rejected = texts_of(row, "rejected", place)
+    right = texts_of(row, "chosen", place)
+    prompt, subset = prompt_at(row, "prompt", place), subset_of(row, "subset", place)
+    return tuple(
+        first_is_best((best, *rejected), prompt, subset, f"{place.name}#{index}" if len(right) > 1 else place.name)
+        for index, best in enumerate(right)
+    )
+
+
+def ppe_correctness_row(row: Row, place: Place) -> Sequence[Labelled]:
+    """An item for each pair of a right and a wrong response that the benchmark sampled."""
+    scores, pairs = row["scores"], row["sampled_conflict_pairs"]
+    if not isinstance(scores, list) or not isinstance(pairs, list):
+        raise ValueError(f"{place.where}: scores, sampled_conflict_pairs: expected lists, got {shown((scores, pairs))}")
+    prompt, subset = prompt_at(row, "prompt", place), subset_of(row, "category", place)
+    items = []
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(i, int) for i in pair):
+            raise ValueError(f"{place.where}: sampled_conflict_pairs[{index}]: expected two indices, got {shown(pair)}")
+        if not all(0 <= i < len(scores) for i in pair):
+            raise ValueError(f"{place.where}: sampled_conflict_pairs[{index}]: outside scores, got {shown(pair)}")
+        right, wrong = sorted(pair, key=lambda i: truth_of(scores[i], place), reverse=True)
+        if truth_of(scores[right], place) == truth_of(scores[wrong], place):
+            continue
+        texts = tuple(text_at(row, f"response_{i + 1}", place) for i in (right, wrong))
+        items.append(first_is_best(texts, prompt, subset, f"{place.name}#{index}"))
+    return tuple(items)
+
+
+def ppe_human_row(row: Row, place: Place) -> Sequence[Labelled]:
+    """Ties (tie, tie (bothbad)) have no winner."""
+    winner = text_at(row, "winner", place)
+    if winner not in WINNERS and not winner.startswith("tie"):
+        raise ValueError(f"{place.where}: winner: expected model_a, model_b or tie, got {winner!r}")
+    return paired(row, ("response_1", "response_2"), WINNERS.get(winner), "prompt", "language", place)
+
+
+def judge_bench_row(row: Row, place: Place) -> Sequence[Labelled]:
+    label = text_at(row, "label", place)
+    if label not in LABELS:
+        raise ValueError(f"{place.where}: label: expected one of {', '.join(LABELS)}, got {label!r}")
+    return paired(row, ("response_A", "response_B"), LABELS[label], "question", "source", place)
+
+
+def help_steer3_row(row: Row, place: Place) -> Sequence[Labelled]:
+    best = preferred(row, "overall_preference", place)
+    return paired(row, ("response1", "response2"), best, "context", "domain", place)
+
+
+def help_steer2_pair_row(row: Row, place: Place) -> Sequence[Labelled]:
+    best = preferred(row, "preference_strength", place)
+    return paired(row, ("response_1", "response_2"), best, "prompt", "subset", place)
+
+
+def help_steer_row(row: Row, place: Place) -> Sequence[Labelled]:
+    rating, (worst, best), (low, high) = row["helpfulness"], HELPFULNESS, place.scale
+    if not isinstance(rating, int | float) or not worst <= rating <= best:
+        raise ValueError(f"{place.where}: helpfulness: expected a number from {worst} to {best}, got {shown(rating)}")
+    return (
+        ScoredResponse(
+            item_id=place.name,
+            prompt=prompt_at(row, "prompt", place),
+            response=text_at(row, "response", place),
+            score=round(low + (rating - worst) / (best - worst) * (high - low)),
+        ),
+    )
+
+
+def rmb_pair_row(row: Row, place: Place) -> Sequence[Labelled]:
+    texts = (answer_of(row["chosen"], "chosen", place), answer_of(row["reject"], "reject", place))
+    return (first_is_best(texts, prompt_at(row, "conversation_input", place), rmb_subset(row, place), place.name),)
+
+
+def rmb_best_of_n_row(row: Row, place: Place) -> Sequence[Labelled]:
+    losers = row["loser_list"]
+    if not isinstance(losers, list) or not losers:
+        raise ValueError(f"{place.where}: loser_list: expected a list of answers, got {shown(losers)}")
+    texts = (
+        answer_of(row["bon_best"], "bon_best", place),
+        *(answer_of(loser, f"loser_list[{index}]", place) for index, loser in enumerate(losers)),
+    )
+    return (first_is_best(texts, prompt_at(row, "conversation_input", place), rmb_subset(row, place), place.name),)
+
+
+# The most particular fields first: many datasets have a prompt and a response.
+SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
+    ("RMB, best of n", frozenset({"conversation_input", "bon_best", "loser_list"}), rmb_best_of_n_row),
+    ("RMB, pairs", frozenset({"conversation_input", "chosen", "reject"}), rmb_pair_row),
+    ("HelpSteer3 preference", frozenset({"context", "response1", "response2", "overall_preference"}), help_steer3_row),
+    ("HelpSteer2 preference", frozenset({"response_1", "response_2", "preference_strength"}), help_steer2_pair_row),
+    ("PPE correctness", frozenset({"response_1", "scores", "sampled_conflict_pairs"}), ppe_correctness_row),
+    ("PPE human preference", frozenset({"response_1", "response_2", "winner"}), ppe_human_row),
+    ("JudgeBench", frozenset({"question", "response_A", "response_B", "label"}), judge_bench_row),
+    ("ours, ranked", frozenset({"responses", "best"}), ranked_row),
+    ("ours, scored", frozenset({"response", "score"}), scored_row),
+    ("RewardBench", frozenset({"prompt", "chosen", "rejected"}), reward_bench_row),
+    ("HelpSteer", frozenset({"prompt", "response", "helpfulness"}), help_steer_row),
+)
+EXAMPLES = (
+    'a line looks like {"prompt": "6 x 7?", "responses": ["42", "43"], "best": 0} '
+    'or {"prompt": "6 x 7?", "response": "43", "score": 1}'
+)
+
+
+def reader_of(row: Row, where: str) -> Read:
+    """By the row's own fields: a file of ours may hold ranked and scored items. ValueError names what is missing."""
+    for _, fields, read in SCHEMAS:
+        if fields <= row.keys():
+            return read
+    name, fields, _ = max(SCHEMAS, key=lambda schema: len(schema[1] & row.keys()) / len(schema[1]))
+    lacking = ", ".join(sorted(fields - row.keys()))
+    raise ValueError(
+        f"{where}: {lacking}: missing, to be read as {name}; its fields: {', '.join(row) or 'none'}; {EXAMPLES}; "
+        f"known schemas: {', '.join(name for name, _, _ in SCHEMAS)}"
+    )
+
+
+# -- fields --------------------------------------------------------------------------------------------------------
+
+
+def own_prompt(row: Row, place: Place) -> Prompt:
+    return Prompt(
+        prompt_id=text_of(row, "item_id", place.where, place.name),
+        messages=messages_of(row, place.where),
+        reference=reference_of(row, place.where),
+    )
+
+
+def prompt_at(row: Row, field: str, place: Place) -> Prompt:
+    """The prompt of a benchmark: a text, or a conversation whose last message is the user's."""
+    if field not in row:
+        raise ValueError(f"{place.where}: {field}: missing; its fields: {', '.join(row) or 'none'}")
+    as_ours = {"prompt" if isinstance(row[field], str) else "messages": row[field]}
+    try:
+        return Prompt(prompt_id=place.name, messages=messages_of(as_ours, place.where))
+    except ValueError as error:
+        raise ValueError(f"{error} (read from the field {field})") from error
+
+
+def paired(
+    row: Row, fields: tuple[str, str], best: int | None, prompt: str, subset: str, place: Place
+) -> Sequence[Labelled]:
+    """Two responses in the order that the row has them; nothing without a winner."""
+    texts = tuple(text_at(row, field, place) for field in fields)
+    if best is None:
+        return ()
+    return (
+        RankedResponses(
+            item_id=place.name,
+            prompt=prompt_at(row, prompt, place),
+            responses=texts,
+            best=best,
+            subset=subset_of(row, subset, place),
+        ),
+    )
+
+
+def first_is_best(texts: tuple[str, ...], prompt: Prompt, subset: str, item_id: str) -> RankedResponses:
+    """The others keep their order; the best goes to a place that its id decides."""
+    best = random.Random(item_id).randrange(len(texts))
+    responses = (*texts[1 : best + 1], texts[0], *texts[best + 1 :])
+    return RankedResponses(item_id=item_id, prompt=prompt, responses=responses, best=best, subset=subset)
+
+
+def preferred(row: Row, field: str, place: Place) -> int | None:
+    """HelpSteer's sign: below 0 the first response is the better one, above 0 the second."""
+    strength = row[field]
+    if not isinstance(strength, int | float) or isinstance(strength, bool) or strength != strength:
+        raise ValueError(f"{place.where}: {field}: expected a number, below 0 for the first, got {shown(strength)}")
+    return None if strength == 0 else int(strength > 0)
+
+
+def truth_of(score: object, place: Place) -> float:
+    """PPE marks a response by a number or a truth value, or by a list of one."""
+    value = score[0] if isinstance(score, list) and score else score
+    if not isinstance(value, bool | int | float):
+        raise ValueError(f"{place.where}: scores: expected numbers or truth values, got {shown(score)}")
+    return float(value)
+
+
+def answer_of(value: object, field: str, place: Place) -> str:
+    if not isinstance(value, Mapping) or not isinstance(value.get("answer"), str):
+        raise ValueError(f"{place.where}: {field}: expected an object with a text `answer`, got {shown(value)}")
+    return str(value["answer"])
+
+
+def texts_of(row: Row, field: str, place: Place) -> tuple[str, ...]:
+    """A text, or a list of at least one. An empty text is a response too."""
+    value = row[field]
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{place.where}: {field}: expected a text or a list of texts, got {shown(value)}")
+    return tuple(texts)
+
+
+def text_at(row: Row, field: str, place: Place) -> str:
+    value = row.get(field)
+    if not isinstance(value, str):
+        raise ValueError(f"{place.where}: {field}: expected a text, got {shown(value)}")
+    return value
+
+
+def subset_of(row: Row, field: str, place: Place) -> str:
+    return text_of(row, field, place.where, "")
+
+
+def rmb_subset(row: Row, place: Place) -> str:
+    """Helpfulness/Code of Pairwise_set/Helpfulness/Code/Documentation."""
+    return "/".join(subset_of(row, "category_path", place).split("/")[1:3])

@@ -1,0 +1,78 @@
+"""Labelled work on the tiny problems: what a judge is measured and trained on. Pure: labels by rule, asks no model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from models.tiny.lessons import corrupted_text, malformed_text, padded_text, right_text, sloppy_text
+from models.tiny.problems import Problem, Split, is_right, make_problems, score_label
+
+Write = Callable[[Problem, random.Random], str]
+
+NUM_TRIES = 64  # a sloppy solution is right now and then; of a problem of one step, more often
+WRONG: dict[str, Write] = {
+    "sloppy": sloppy_text,
+    "corrupted": corrupted_text,
+    "padded": padded_text,
+    "malformed": malformed_text,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedTexts:
+    """A right solution among wrong ones. `kind`: how the wrong ones came about; `list`: one of each way."""
+
+    problem: Problem
+    texts: tuple[str, ...]
+    best: int  # index into texts
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredText:
+    """One text and the score that a perfect judge gives it."""
+
+    problem: Problem
+    text: str
+    score: int
+    kind: str
+
+
+def make_judgements(split: Split, count: int, seed: int) -> tuple[RankedTexts | ScoredText, ...]:
+    """`count` items, each on a problem of its own: ranked and scored ones take turns.
+
+    Of the scored texts every second is right; the wrong ones, and the rankings, go through the ways to be wrong in
+    turn. The place of the best among the ranked is drawn.
+    """
+    rng = random.Random(f"judgements {split} {seed}")
+    problems = make_problems(split, count, seed)
+    return tuple((ranked if i % 2 == 0 else scored)(problem, i // 2, rng) for i, problem in enumerate(problems))
+
+
+def ranked(problem: Problem, turn: int, rng: random.Random) -> RankedTexts:
+    kinds = (*WRONG, "list")
+    kind = kinds[turn % len(kinds)]
+    losers = [wrong_text(problem, WRONG[way], rng) for way in (WRONG if kind == "list" else (kind,))]
+    best = rng.randrange(len(losers) + 1)
+    texts = (*losers[:best], right_text(problem, rng), *losers[best:])
+    return RankedTexts(problem=problem, texts=texts, best=best, kind=kind)
+
+
+def scored(problem: Problem, turn: int, rng: random.Random) -> ScoredText:
+    if turn % 2 == 0:
+        kind, text = "right", right_text(problem, rng)
+    else:
+        kind = tuple(WRONG)[turn // 2 % len(WRONG)]
+        text = wrong_text(problem, WRONG[kind], rng)
+    return ScoredText(problem=problem, text=text, score=score_label(problem, text), kind=kind)
+
+
+def wrong_text(problem: Problem, write: Write, rng: random.Random) -> str:
+    """A text written so that its final answer is wrong, or that is no solution at all."""
+    for _ in range(NUM_TRIES):
+        text = write(problem, rng)
+        if not is_right(problem, text):
+            return text
+    return malformed_text(problem, rng)

@@ -1,0 +1,191 @@
+"""Labelled judgement data comes out of our own files and of the benchmarks' as it stands there; nothing is guessed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grmpipe.data.labelled import load_labelled
+from grmpipe.types import Labelled, RankedResponses, ScoredResponse
+from models.tiny.problems import is_right, make_problems
+
+TALK = [{"role": "user", "content": "6 x 7?", "language": "English"}]
+
+
+def load(folder: Path, *rows: Any, name: str = "some.jsonl") -> tuple[Labelled, ...]:
+    path = folder / name
+    if path.suffix == ".parquet":
+        columns = dict.fromkeys(field for row in rows for field in row)
+        pq.write_table(pa.table({field: [row.get(field) for row in rows] for field in columns}), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return load_labelled(str(path))
+
+
+def best_and_rest(item: Labelled) -> tuple[str, tuple[str, ...]]:
+    assert isinstance(item, RankedResponses)
+    rest = item.responses[: item.best] + item.responses[item.best + 1 :]
+    return item.responses[item.best], rest
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.parquet", "own.json"])
+def test_our_own_rows_keep_their_order_and_label(tmp_path: Path, name: str) -> None:
+    ranked, scored = load(
+        tmp_path,
+        {"prompt": "6 x 7?", "responses": ["42", "43", ""], "best": 0, "subset": "sums", "reference": "42"},
+        {"prompt": "6 x 7?", "response": "43", "score": 2, "item_id": "mine"},
+        name=name,
+    )
+    assert isinstance(ranked, RankedResponses) and isinstance(scored, ScoredResponse)
+    assert (ranked.responses, ranked.best, ranked.subset, ranked.prompt.reference) == (
+        ("42", "43", ""),
+        0,
+        "sums",
+        "42",
+    )
+    assert (scored.response, scored.score, scored.item_id) == ("43", 2, "mine")
+    assert ranked.item_id == f"{name}:1"
+
+
+@pytest.mark.parametrize(
+    ("row", "best", "rest", "subset"),
+    [
+        ({"prompt": "6 x 7?", "chosen": "42", "rejected": "43", "subset": "math", "id": 3}, "42", ("43",), "math"),
+        (
+            {"prompt": "6 x 7?", "chosen": ["42"], "rejected": ["1", "2", "3"], "subset": "Math"},
+            "42", ("1", "2", "3"), "Math",
+        ),
+        (
+            {"conversation_input": TALK, "chosen": {"answer": "42"}, "reject": {"answer": "43"}, "pair_uid": "1",
+             "category_path": "Pairwise_set/Helpfulness/Code/Documentation"},
+            "42", ("43",), "Helpfulness/Code",
+        ),
+        (
+            {"conversation_input": TALK, "bon_best": {"answer": "42"}, "loser_list": [{"answer": "1"}, {"answer": "2"}],
+             "category_path": "BoN_set/Harmlessness/S1"},
+            "42", ("1", "2"), "Harmlessness/S1",
+        ),
+        (
+            {"question": "6 x 7?", "response_A": "43", "response_B": "42", "label": "B>A", "source": "sums"},
+            "42", ("43",), "sums",
+        ),
+        (
+            {"context": TALK, "response1": "42", "response2": "43", "overall_preference": -2, "domain": "stem"},
+            "42", ("43",), "stem",
+        ),
+        ({"prompt": "6 x 7?", "response_1": "43", "response_2": "42", "preference_strength": 3}, "42", ("43",), ""),
+        (
+            {"prompt": "6 x 7?", "response_1": "43", "response_2": "42", "winner": "model_b", "language": "English"},
+            "42", ("43",), "English",
+        ),
+    ],
+)  # fmt: skip
+def test_the_benchmarks_rows_are_recognised_by_their_fields(
+    tmp_path: Path, row: dict[str, Any], best: str, rest: tuple[str, ...], subset: str
+) -> None:
+    (item,) = load(tmp_path, row)
+    assert best_and_rest(item) == (best, rest)
+    assert item.subset == subset
+    assert item.prompt.messages[-1].content == "6 x 7?"
+
+
+def test_pairs_of_ppe_are_of_a_right_and_a_wrong_response(tmp_path: Path) -> None:
+    row = {
+        "prompt": "6 x 7?", "question_id": "7", "response_1": "41", "response_2": "42", "response_3": "43",
+        "scores": [0.0, [1.0], False], "sampled_conflict_pairs": [[0, 1], [1, 2], [0, 2]],
+    }  # fmt: skip
+    items = load(tmp_path, row)
+    assert [best_and_rest(item) for item in items] == [("42", ("41",)), ("42", ("43",))]
+    assert len({item.item_id for item in items}) == 2
+
+
+def test_several_right_answers_are_an_item_each(tmp_path: Path) -> None:
+    items = load(tmp_path, {"prompt": "A colour?", "chosen": ["red", "blue"], "rejected": ["dog", "cat"]})
+    assert [best_and_rest(item) for item in items] == [("red", ("dog", "cat")), ("blue", ("dog", "cat"))]
+
+
+def test_ratings_are_stretched_to_the_judges_scale(tmp_path: Path) -> None:
+    rows = [{"prompt": "?", "response": "a", "helpfulness": rating} for rating in (0, 2, 4)]
+    assert [item.score for item in load(tmp_path, *rows) if isinstance(item, ScoredResponse)] == [1, 6, 10]
+
+
+def test_rows_without_a_winner_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        {"prompt": "?", "response_1": "a", "response_2": "b", "winner": winner}
+        for winner in ("model_a", "tie", "tie (bothbad)")
+    ]
+    with caplog.at_level(logging.WARNING):
+        assert len(load(tmp_path, *rows)) == 1
+    assert "2 rows have no winner" in caplog.text
+
+
+def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
+    items = load(tmp_path, *({"prompt": "?", "chosen": "good", "rejected": "bad"} for _ in range(400)))
+    assert 160 < sum(item.best for item in items if isinstance(item, RankedResponses)) < 240
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "?", "responses": ["a", "b"], "best": 2}, "some.jsonl, line 2: best: expected an index"),
+        ({"prompt": "?", "responses": ["a"], "best": 0}, "responses: expected two or more, got 1"),
+        ({"prompt": "?", "responses": ["a", 3], "best": 0}, "responses: expected a text or a list of texts"),
+        ({"prompt": "?", "response": "a", "score": 11}, "score: expected a whole number from 1 to 10, got 11"),
+        ({"prompt": "?", "response": "a", "score": 2.5}, "score: expected a whole number"),
+        ({"prompt": "?", "chosen": "a"}, "line 2: rejected: missing, to be read as RewardBench"),
+        ({"question": "?", "response_A": "a", "response_B": "b", "label": "A=B"}, "label: expected one of A>B, B>A"),
+        ({"prompt": "?", "response_1": "a", "response_2": "b", "winner": "b"}, "winner: expected model_a, model_b"),
+        ({"conversation_input": [], "chosen": {"answer": "a"}, "reject": {"answer": "b"}}, "field conversation_input"),
+        ({"conversation_input": TALK, "chosen": "a", "reject": {"answer": "b"}}, "chosen: expected an object"),
+        ({"prompt": "?", "response": "a", "score": 1, "item_id": "same"}, "item_id 'same' stands there twice"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        load(tmp_path, {"prompt": "?", "response": "a", "score": 1, "item_id": "same"}, row)
+    assert told in str(raised.value)
+
+
+def test_a_score_belongs_to_the_judges_scale(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text(json.dumps({"prompt": "?", "response": "a", "score": 7}), encoding="utf-8")
+    with pytest.raises(ValueError, match="from 1 to 5"):
+        load_labelled(str(path), scale=(1, 5))
+
+
+def test_an_unknown_tiny_set_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match="tiny://judgements, tiny://judgements_held_out"):
+        load_labelled("tiny://labels")
+
+
+def test_the_tiny_judgements_are_true_and_balanced() -> None:
+    items = load_labelled("tiny://judgements_held_out", num_tiny=240, seed=3)
+    ranked = [item for item in items if isinstance(item, RankedResponses)]
+    scored = [item for item in items if isinstance(item, ScoredResponse)]
+    problems = {problem.question: problem for problem in make_problems("held_out", 240, seed=3)}
+
+    def right(item: Labelled, text: str) -> bool:
+        return is_right(problems[item.prompt.messages[0].content], text)
+
+    assert len(ranked) == len(scored) == 120
+    assert all(right(item, text) == (i == item.best) for item in ranked for i, text in enumerate(item.responses))
+    assert all(right(item, item.response) == (item.score >= 8) for item in scored)
+    assert sum(item.score >= 8 for item in scored) == 60
+    assert set(Counter(item.subset for item in ranked).values()) == {24}
+    assert 35 < sum(item.best == 0 for item in ranked) < 75
+
+
+def test_the_tiny_judgements_are_the_same_for_a_seed_and_share_no_problem_with_those_held_out() -> None:
+    train, again = (load_labelled("tiny://judgements", num_tiny=64, seed=1) for _ in range(2))
+    held_out = load_labelled("tiny://judgements_held_out", num_tiny=64, seed=1)
+    assert train == again != load_labelled("tiny://judgements", num_tiny=64, seed=2)
+    assert not {item.prompt.messages for item in train} & {item.prompt.messages for item in held_out}
