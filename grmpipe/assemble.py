@@ -221,7 +221,7 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
         play=make_play(prepared, running.policy, config.rollout.temperature),
         judge=running.judge,
         watch=JudgeFitness(gate),
-        trainer=BatchTrainer(running.learner, config.train, config.algorithm),
+        trainer=BatchTrainer(running.learner, config.train, config.algorithm, config.rollout.max_new_tokens),
         push_weights=make_push(running),
         journal=observers.recorder,
         events=observers.timeline,

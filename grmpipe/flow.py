@@ -85,6 +85,7 @@ class FlowConfig:
     play_width: int
     judge_width: int
     seed: int
+    max_no_signal_groups: int = 0  # dropped and replaced in one step, where all rewards of a group are equal
     report_wait_s: float = 60.0  # a wait longer than this names what it waits for
 
 

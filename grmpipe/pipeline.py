@@ -21,7 +21,7 @@ from grmpipe.data.stream import EndOfData
 from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
 from grmpipe.rollout.group import Group
 from grmpipe.rollout.play import Seat
-from grmpipe.tally import Tally
+from grmpipe.tally import Tally, without_signal
 from grmpipe.types import Hearing, JudgedGroup, JudgeReport, Prompt, Rollout, Sitting
 from grmpipe.waits import Waits
 from models.seeds import derive_seed
@@ -100,6 +100,7 @@ class Pipeline:
         self._ready: dict[str, JudgedGroup] = {}  # by group_id, in order of arrival
         self._unweighed: list[str] = []  # ready, their age not looked at since they came or since the last step
         self._batch: list[JudgedGroup] = []
+        self._num_resampled = 0  # groups without signal that were dropped since the last step
         self._news = asyncio.Event()  # a group ended, or the run is to stop
         self._room = asyncio.Event()
         self._room.set()
@@ -292,6 +293,9 @@ class Pipeline:
         self._hearings.pop(group.group_id, None)
         if group.state == "failed":
             self._drop(group.group_id, group.cause)
+        elif self._num_resampled < self.config.max_no_signal_groups and without_signal(group.judged()):
+            self._num_resampled += 1
+            self._drop(group.group_id, "no_signal")
         else:
             self._ready[group.group_id] = group.judged()
             self.admission.ready(group.group_id)
@@ -387,6 +391,7 @@ class Pipeline:
     def _release_batch(self) -> tuple[JudgedGroup, ...]:
         """The batch was stepped: count it, and make room."""
         batch, self._batch = tuple(self._batch), []
+        self._num_resampled = 0
         oldest = max(self.version - group.version for group in batch)
         self.max_staleness_trained = max(self.max_staleness_trained, oldest)
         self.admission.stepped([group.group_id for group in batch])

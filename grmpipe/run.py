@@ -247,4 +247,5 @@ def flow_config(prepared: Prepared) -> FlowConfig:
         play_width=config.rollout.width,
         judge_width=config.judge.width,
         seed=config.seed,
+        max_no_signal_groups=int(config.algorithm.max_resampled_batches * config.train.groups_per_batch),
     )

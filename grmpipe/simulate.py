@@ -222,7 +222,7 @@ class Simulation:
             play=make_play(self.workload, routers[POLICY]),
             judge=make_judge(self.workload, routers.get(GRM), config.judge.kind),
             watch=JudgeFitness(gate),
-            trainer=BatchTrainer(learner, config.train, config.algorithm),
+            trainer=BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens),
             push_weights=functools.partial(push_to_living, sync, routers[POLICY]),
             journal=self.needs,
             events=self.events,

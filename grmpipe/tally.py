@@ -182,8 +182,9 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int) -> Metrics:
 
 
 def without_signal(group: JudgedGroup) -> bool:
-    """Whether all its rewards are equal: nothing to learn from."""
-    return len({verdict.outcome for verdict in group.verdicts if isinstance(verdict, Verdict)}) <= 1
+    """Whether all its rewards are equal, step by step: nothing to learn from."""
+    rewards = {tuple(span.value for span in v.rewards) for v in group.verdicts if isinstance(v, Verdict)}
+    return len(rewards) <= 1
 
 
 def score_length_correlation(pairs: Sequence[tuple[Rollout, object]]) -> float | None:

@@ -26,6 +26,7 @@ class BatchTrainer:
         self, learner: LearnerGroup, train: TrainConfig, algorithm: AlgorithmConfig, max_new_tokens: int = 0
     ) -> None:
         """`max_new_tokens`: of a turn; needed where long answers are penalised."""
+        assert max_new_tokens > 0 or algorithm.overlong_share == 0, "a penalty for length needs the limit"
         self._learner = learner
         self._algorithm = algorithm
         self._max_new_tokens = max_new_tokens

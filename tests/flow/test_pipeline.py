@@ -301,6 +301,33 @@ def test_a_group_with_too_few_verdicts_is_dropped_by_cause_and_replaced() -> Non
     assert (ledger.trained, ledger.submitted) == (24, 25)
 
 
+@dataclass
+class Undecided(Judge):
+    """Gives the siblings of one group the same reward."""
+
+    group_id: str = "g000001"
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        alike = dataclasses.replace(rollout, sibling=5) if rollout.group_id == self.group_id else rollout
+        return await Judge.judge(self, prompt, alike, priority)
+
+
+def test_a_group_without_signal_is_dropped_and_replaced() -> None:
+    bench = Bench(flow(max_no_signal_groups=2), judge=Undecided())
+    ledger = bench.run().admission
+    assert ledger.dropped == {"no_signal": 1}
+    assert (ledger.trained, ledger.submitted) == (24, 25)
+    assert "g000001" not in {group.group_id for groups in bench.trainer.steps for group in groups}
+
+
+def test_groups_without_signal_are_trained_once_a_step_has_dropped_its_share() -> None:
+    """Every group is bare: of each step 2 are dropped, 4 trained. Groups that end after a step are the next one's."""
+    bench = Bench(flow(max_no_signal_groups=2, max_staleness=0), group_judge=Together())
+    ledger = bench.run().admission
+    assert ledger.dropped == {"no_signal": 2 * 6}
+    assert ledger.trained == 24
+
+
 def test_a_group_ends_at_its_deadline_when_a_rollout_never_comes_back() -> None:
     bench = Bench(flow(), lengths=lambda context: 10**6 if context.request_id == "g000002/1/t0" else 10)
     ledger = bench.run().admission
