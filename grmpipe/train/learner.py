@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from grmpipe.train.losses import AGGREGATIONS
 from grmpipe.train.meter import Meter
 from grmpipe.train.objective import TokenLogprobs, summed_loss
-from grmpipe.train.schedule import learning_rate
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import export_hf, load_sharded, save_sharded
@@ -75,17 +73,6 @@ class DeviceBatch:
         )
 
 
-class NonFiniteGradients(ArithmeticError):
-    """The gradient norm is inf or nan. The batch was discarded, the weights are as they were."""
-
-    def __init__(self, norm: float) -> None:
-        super().__init__(norm)
-        self.norm = norm
-
-    def __str__(self) -> str:
-        return f"the gradient norm is {self.norm}: training diverged, no step was made; try a lower train.lr"
-
-
 class Learner:
     """One rank. Its methods are collectives: all ranks call the same ones in the same order.
 
@@ -107,13 +94,7 @@ class Learner:
             spec.model_path, mesh, self._device, spec.master_dtype, train.dtype, train.activation_checkpointing
         )
         self._reference = self._load_reference(mesh) if spec.algorithm.kl_coefficient > 0 else None
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=train.lr,
-            betas=(train.adam_betas[0], train.adam_betas[1]),
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
+        self._optimizer = make_optimizer(self._model, train)
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes)
         self._transport = _open_transport(spec, self._device) if rank == 0 else None
         self._meter = Meter(self._device)
@@ -174,19 +155,13 @@ class Learner:
         if not denominator > 0:
             raise ValueError("a batch without a trained token can't be stepped on; discard it")
         metrics = self._meter.read(totals, denominator)
-        # FSDP2 averages gradients over ranks, where the loss of a batch is a sum over them.
-        self._scale_gradients(self._world_size / denominator)
-        norm = self._clip(train.max_grad_norm)
-        if not math.isfinite(norm):
+        factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
+        try:
+            told = update(self._model, self._optimizer, factor, self._version, train)
+        finally:
             self.discard()
-            raise NonFiniteGradients(norm)
-        rate = learning_rate(self._version, train)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self.discard()
         self._version += 1
-        return {**metrics, "train/grad_norm": norm, "train/lr": rate}
+        return {**metrics, **told}
 
     def discard(self) -> None:
         """Drop the open batch."""
@@ -265,15 +240,6 @@ class Learner:
             return None
         with without_gradient(self._reference):
             return self._forward(self._reference, batch).logprobs_T
-
-    def _scale_gradients(self, factor: float) -> None:
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-    def _clip(self, max_norm: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 def _open_transport(spec: LearnerSpec, device: torch.device) -> WeightTransport:

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from grmpipe.train.learner import Learner, NonFiniteGradients
+from grmpipe.train.learner import Learner
 from grmpipe.train.losses import AGGREGATIONS
 from grmpipe.train.packer import Packer
 from grmpipe.train.samples import count
+from grmpipe.train.update import NonFiniteGradients
 from models.types import InlineBytes
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from grmpipe.train.learner import Learner, LearnerSpec, NonFiniteGradients
+from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.packer import Packer, pack
 from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.train.update import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.types import InlineBytes
 

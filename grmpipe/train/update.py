@@ -1,0 +1,55 @@
+"""One optimizer step on a sharded model: gradients divided, checked, clipped, applied. Knows no loss."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from grmpipe.train.schedule import learning_rate
+from grmpipe.train.settings import TrainConfig
+from grmpipe.types import Metrics
+
+
+class NonFiniteGradients(ArithmeticError):
+    """The gradient norm is inf or nan. The batch was discarded, the weights are as they were."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(norm)
+        self.norm = norm
+
+    def __str__(self) -> str:
+        return f"the gradient norm is {self.norm}: training diverged, no step was made; try a lower train.lr"
+
+
+def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=train.lr,
+        betas=(train.adam_betas[0], train.adam_betas[1]),
+        weight_decay=train.weight_decay,
+        fused=True,
+    )
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, factor: float, version: int, train: TrainConfig
+) -> Metrics:
+    """Multiply the gradients by `factor`, clip them, make the step after `version`. A collective.
+
+    Raises NonFiniteGradients, on all ranks, without a step.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
+    norm = (clipped.full_tensor() if isinstance(clipped, DTensor) else clipped).item()
+    if not math.isfinite(norm):
+        raise NonFiniteGradients(norm)
+    rate = learning_rate(version, train)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return {"train/grad_norm": norm, "train/lr": rate}
