@@ -20,6 +20,7 @@ from grmpipe.waits import WaitTimes
 from models.settings import OpenAIConfig
 from scheduler.elastic import ElasticPool
 from scheduler.health import RoleHealth
+from scheduler.placement import SERVED_ROLES, PlacementConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,14 @@ def setup_of(config: RunConfig) -> Setup:
         num_judgements=config.judge.num_judgements,
         max_staleness=config.train.max_staleness,
         rate_limited=is_rate_limited(config),
+        elastic_pools=elastic_pools(config.placement),
     )
+
+
+def elastic_pools(placement: PlacementConfig) -> dict[str, str]:
+    """role -> its pool, where slots change their role."""
+    served = {role: where.pool for role, where in placement.roles.items() if role in SERVED_ROLES}
+    return {role: pool for role, pool in served.items() if pool in placement.pools and placement.pools[pool].elastic}
 
 
 def is_rate_limited(config: RunConfig) -> bool:

@@ -15,7 +15,7 @@ from grmpipe.engine_checks import window_of
 from grmpipe.engines import device_of, engine_config_of, tensor_parallel_of
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluate import Evaluator
-from grmpipe.flow import Parts
+from grmpipe.flow import Parts, Trainer
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
@@ -26,9 +26,12 @@ from grmpipe.judge.watch import FailureGate
 from grmpipe.observers import Observers
 from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat, play
+from grmpipe.time_share import TrainerByTurns, begin_turn, time_share_of
 from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.learner_by_turns import LearnerByTurns
 from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.lending_learner import LendingLearner
 from grmpipe.types import Env, Judge, Prompt, Rollout
 from grmpipe.weight_route import transport_of
 from models.engines.openai import OpenAIEngine
@@ -42,6 +45,7 @@ from scheduler.health import BringCurrent, RoleHealth, need_no_weights, push_to_
 from scheduler.placement import Placement
 from scheduler.rate_limits import RateLimits
 from scheduler.router import Router
+from scheduler.time_share import TimeShare
 from scheduler.weight_sync import SyncReport, WeightSync
 
 log = logging.getLogger(__name__)
@@ -58,7 +62,15 @@ class Running:
     sync: WeightSync
     health: tuple[RoleHealth, ...]  # of the roles that have engines here
     elastic: tuple[ElasticPool, ...]
+    share: TimeShare | None  # the turns of the learner's pool
     outside: OpenAIEngine | None  # the judge's endpoint
+
+    def stops(self, clock: ActiveClock) -> None:
+        """From now on this clock stands still while nobody could answer: a role is out, or the learner has its turn."""
+        for health in self.health:
+            health.stops(clock)
+        if self.share is not None:
+            self.share.stops(clock)
 
     async def close(self) -> None:
         if self.outside is not None:
@@ -115,9 +127,9 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
     try:
         one_machine = len(cluster.machines("learner") | cluster.machines("policy")) == 1
         transport = transport_of(config, placement, same_machine=one_machine)
-        ranks, routers = await asyncio.gather(
-            cluster.start_group("learner", functools.partial(Learner, learner_spec(prepared, transport, run_dir))),
-            start_routers(cluster, prepared, events),
+        spec = learner_spec(prepared, transport, run_dir)
+        learner, routers = await (start_by_turns if placement.time_sharing_roles else start_together)(
+            cluster, prepared, spec, events
         )
     except BaseException:
         await cluster.shutdown()
@@ -126,12 +138,19 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
     outside = outside_engine(config)
     clock = ActiveClock()
     judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, grm, outside, events, clock))
-    learner = LearnerGroup(ranks)
     sync = make_sync(prepared, learner, cluster, transport)
     bring_current: dict[str, BringCurrent] = {"policy": sync.catch_up, "grm": need_no_weights}
     elastic = elastic_pools(prepared, routers, bring_current, sync, events)
     for pool in elastic:
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
+        if "grm" in pool.slots_by_role:
+            pool.stops("grm", clock)
+    share = None
+    if isinstance(learner, LearnerByTurns):
+        share = time_share_of(prepared, routers, bring_current, learner, events)
+        bring_current |= {role: functools.partial(share.bring_current, role) for role in placement.time_sharing_roles}
+        if "grm" in placement.time_sharing_roles:
+            share.stops(clock)
     health = [
         watch_over(role, router, cluster, config, events, bring_current[role]) for role, router in routers.items()
     ]
@@ -146,8 +165,28 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         sync=sync,
         health=tuple(health),
         elastic=elastic,
+        share=share,
         outside=outside,
     )
+
+
+async def start_together(
+    cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
+) -> tuple[LearnerGroup, dict[str, Router]]:
+    """Learner and engines, all at the same time."""
+    ranks, routers = await asyncio.gather(
+        cluster.start_group("learner", functools.partial(Learner, spec)), start_routers(cluster, prepared, events)
+    )
+    return LearnerGroup(ranks), routers
+
+
+async def start_by_turns(
+    cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
+) -> tuple[LearnerGroup, dict[str, Router]]:
+    """The learner first, which then makes room for the engines."""
+    learner = LearnerByTurns(await cluster.start_group("learner", functools.partial(LendingLearner, spec)))
+    await learner.reside("nothing")
+    return learner, await start_routers(cluster, prepared, events)
 
 
 def watch_over(
@@ -215,13 +254,18 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
         window=config.judge.failure_window,
         pause_s=config.judge.pause_s,
     )
+    trainer: Trainer = BatchTrainer(
+        running.learner, config.train, config.algorithm, config.rollout.max_new_tokens
+    )
+    if running.share is not None:
+        trainer = TrainerByTurns(trainer, begin_turn(running.share))
     return Parts(
         prompts=prepared.prompts,
         too_long=too_long(prepared),
         play=make_play(prepared, running.policy, config.rollout.temperature),
         judge=running.judge,
         watch=JudgeFitness(gate),
-        trainer=BatchTrainer(running.learner, config.train, config.algorithm, config.rollout.max_new_tokens),
+        trainer=trainer,
         push_weights=make_push(running),
         journal=observers.recorder,
         events=observers.timeline,
@@ -253,7 +297,10 @@ def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
 
 def make_push(running: Running) -> Callable[[int], Awaitable[SyncReport]]:
     """Weights of the learner to every policy engine that lives, confirmed."""
-    return functools.partial(push_to_living, running.sync, running.policy)
+    push, share = functools.partial(push_to_living, running.sync, running.policy), running.share
+    if share is None:
+        return push
+    return lambda version: share.push(lambda: push(version))
 
 
 def too_long(prepared: Prepared) -> Callable[[Prompt], bool]:

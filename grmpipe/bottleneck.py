@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from grmpipe.waits import WaitTimes
@@ -32,6 +32,7 @@ class Setup:
     num_judgements: int
     max_staleness: int
     rate_limited: bool = False
+    elastic_pools: Mapping[str, str] = field(default_factory=dict)  # role -> the pool whose slots come and go
 
 
 def bottleneck(times: WaitTimes, setup: Setup) -> str | None:
@@ -52,9 +53,9 @@ def bottleneck(times: WaitTimes, setup: Setup) -> str | None:
 def advice(holder: Holder, setup: Setup) -> list[str]:
     """What would shorten a wait, each as a key and a direction; the surest first."""
     changes = {
-        "policy": [more_slots("policy"), "lower rollout.max_new_tokens"],
+        "policy": [more_slots("policy", setup), "lower rollout.max_new_tokens"],
         "judge": judging(setup),
-        "batch": [more_slots("learner")],
+        "batch": [more_slots("learner", setup)],
         "weights": ["train on more groups a step (train.groups_per_batch)", "see sync.transport"],
     }[holder]
     if holder in ("policy", "judge", "batch") and setup.max_staleness == 0:
@@ -66,7 +67,7 @@ def judging(setup: Setup) -> list[str]:
     if setup.judge is None:
         return ["use a faster rule (judge.rule)"]
     if setup.judge == "here":
-        changes = [more_slots("grm")]
+        changes = [more_slots("grm", setup)]
     elif setup.rate_limited:
         changes = ["raise engine.openai.requests_per_minute or tokens_per_minute, if the endpoint allows it"]
     else:
@@ -76,5 +77,7 @@ def judging(setup: Setup) -> list[str]:
     return [*changes, "lower judge.max_new_tokens"]
 
 
-def more_slots(role: str) -> str:
+def more_slots(role: str, setup: Setup) -> str:
+    if pool := setup.elastic_pools.get(role):
+        return f"give the elastic pool more slots (placement.pools.{pool}.slots)"
     return f"give {role} more slots (placement.roles.{role}.replicas)"

@@ -10,10 +10,11 @@ from grmpipe.prepare import Prepared
 from models.seeds import derive_seed
 from scheduler.actors import Cluster
 from scheduler.continuation import Continuation
-from scheduler.elastic import ElasticPool, ElasticRole, put_to_sleep
+from scheduler.elastic import ElasticPool, ElasticRole
 from scheduler.events import EventSink
 from scheduler.health import BringCurrent
 from scheduler.router import Router
+from scheduler.sleep import put_to_sleep
 from scheduler.weight_sync import WeightSync
 
 
@@ -35,9 +36,8 @@ async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, even
     options = options_of(model.name, prepared.config)
     make_engine = ENGINES[options.engine](model, prepared.config, prepared.placement)
     engines = await cluster.start_engines(model.name, make_engine)
-    return Router(
-        model.name, engines, events, continuation_of(model, prepared) if is_elastic(model.name, prepared) else None
-    )
+    moves = is_elastic(model.name, prepared) or model.name in prepared.placement.time_sharing_roles
+    return Router(model.name, engines, events, continuation_of(model, prepared) if moves else None)
 
 
 def is_elastic(role: str, prepared: Prepared) -> bool:

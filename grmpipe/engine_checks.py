@@ -5,6 +5,7 @@ Every refusal is a ConfigError that names the key and what to type.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
@@ -48,6 +49,16 @@ def check_limits(role: str, engine: OpenAIConfig, config: RunConfig) -> None:
             f"{key}={per_minute}, and time out after judge.timeout_s={judge.timeout_s:g}; "
             f"type judge.width={max(1, fitting // 2)}, or a longer judge.timeout_s"
         )
+    if tokens := engine.tokens_per_minute:
+        one_s = judge.max_new_tokens * 60 / tokens  # the prompt aside
+        if one_s > judge.timeout_s:
+            key = option_key(role, config, "tokens_per_minute")
+            fitting = math.ceil(60 * judge.max_new_tokens / judge.timeout_s)
+            raise ConfigError(
+                f"{key}: a judgement of judge.max_new_tokens={judge.max_new_tokens} is {one_s:.0f} s worth of {tokens} "
+                f"tokens a minute, and those that wait for it time out after judge.timeout_s={judge.timeout_s:g}; "
+                f"type {key}={2 * fitting} or more, 0 for no limit, or a lower judge.max_new_tokens"
+            )
 
 
 def check_slots(role: str, config: RunConfig, placement: Placement) -> None:
@@ -64,22 +75,24 @@ def check_slots(role: str, config: RunConfig, placement: Placement) -> None:
 
 
 def check_sleep(role: str, config: RunConfig, placement: Placement) -> None:
-    """On a GPU that serves now one role, now another, the engine that doesn't serve must give its memory back."""
+    """On a GPU that several use by turns, the engine that doesn't serve must give its memory back."""
     pool = placement.seats[role][0].pool
-    if role not in served_roles(config) or not placement.elastic_slots(pool):
+    if role in placement.time_sharing_roles:
+        sharing, others = "time_shared", "the learner"
+    elif role in served_roles(config) and placement.elastic_slots(pool):
+        sharing, others = "elastic", "another role"
+    else:
         return
-    engine = engine_config_of(role, config)
+    engine, way_out = engine_config_of(role, config), f"placement.pools.{pool}.{sharing}=false"
     if isinstance(engine, VllmConfig | SglangConfig) and device_of(role, placement) == "cuda" and not engine.sleep_mode:
         key = option_key(role, config, "sleep_mode")
         raise ConfigError(
-            f"{key}: slots of the elastic pool {pool} serve now {role}, now another role, and their engines share the "
-            f"GPU's memory; type {key}=true, or placement.pools.{pool}.elastic=false"
+            f"{key}: slots of the {sharing} pool {pool} are used now by {role}, now by {others}, which share the GPU's "
+            f"memory; type {key}=true, or {way_out}"
         )
     if isinstance(engine, SglangConfig) and engine.urls:
         key = option_key(role, config, "urls")
-        raise ConfigError(
-            f"{key}: servers that run already have no slot here; type placement.pools.{pool}.elastic=false"
-        )
+        raise ConfigError(f"{key}: servers that run already have no slot here; type {way_out}")
 
 
 def check_urls(role: str, engine: SglangConfig, config: RunConfig, placement: Placement) -> None:

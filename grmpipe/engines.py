@@ -80,6 +80,12 @@ def engines_sleep(role: str, config: RunConfig, placement: Placement) -> bool:
     )
 
 
+def can_sleep(role: str, config: RunConfig, placement: Placement) -> bool:
+    """Can its engines give memory back while others need it? The embedded one can anywhere, but for its weights on a
+    CPU."""
+    return isinstance(engine_config_of(role, config), EmbeddedConfig) or engines_sleep(role, config, placement)
+
+
 # -- factories -----------------------------------------------------------------------------------------------------
 
 

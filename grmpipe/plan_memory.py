@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from grmpipe.config import RunConfig
-from grmpipe.engines import EngineOptions, engine_config_of, options_of
+from grmpipe.engines import EngineOptions, engine_config_of, engines_sleep, options_of
 from grmpipe.survey import Sized, Survey
 from models.engines.vllm_options import CPU_KV_CACHE_MB
 from models.footprint import Footprint
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from scheduler.devices import GB
-from scheduler.placement import Placement, PoolConfig, Seat
+from scheduler.placement import SERVED_ROLES, Placement, PoolConfig, Seat
 from scheduler.planner import Seating
 
 REMEDIES = {  # of an engine alone on a slot that is too small for it
@@ -28,6 +29,7 @@ class Part:
 
     what: str
     num_bytes: float
+    kind: Literal["weights", "kv", "other"] = "other"
 
 
 def memory_parts(survey: Survey, role: str) -> list[Part]:
@@ -53,12 +55,13 @@ def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: i
         return [Part(what="a client; the server is elsewhere", num_bytes=0.0)]
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
     weights = footprint.weight_bytes(options.dtype) / num_gpus
-    held = [Part(what=f"weights{shared}", num_bytes=weights)]
+    held = [Part(what=f"weights{shared}", num_bytes=weights, kind="weights")]
     if isinstance(engine, EmbeddedConfig):
         rows, tokens = engine.max_batch_rows, sized.context_tokens
         cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
         # It grows by copying: for a moment the old one and the new one are held.
-        return [*held, Part(what=f"KV of {rows} rows x {tokens} tokens, twice while it grows", num_bytes=2 * cache)]
+        grown = f"KV of {rows} rows x {tokens} tokens, twice while it grows"
+        return [*held, Part(what=grown, num_bytes=2 * cache, kind="kv")]
     room = kv_room(engine, pool, weights)
     if room is None:
         return held
@@ -69,7 +72,8 @@ def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: i
 def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | None:
     """What an engine reserves for keys and values on one device; None where that depends on the device's memory."""
     if isinstance(engine, VllmConfig) and (engine.kv_cache_mb or pool.resource == "cpu"):
-        return Part(what="KV, engine.vllm.kv_cache_mb", num_bytes=(engine.kv_cache_mb or CPU_KV_CACHE_MB) << 20)
+        kv_bytes = (engine.kv_cache_mb or CPU_KV_CACHE_MB) << 20
+        return Part(what="KV, engine.vllm.kv_cache_mb", num_bytes=kv_bytes, kind="kv")
     if pool.memory_gb is None or pool.resource == "cpu":
         return None
     if isinstance(engine, VllmConfig):
@@ -77,7 +81,8 @@ def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | N
     else:
         assert isinstance(engine, SglangConfig)
         share, key = engine.mem_fraction, "engine.sglang.mem_fraction"
-    return Part(what=f"KV, what is left of {key}={share:g}", num_bytes=max(0.0, share * pool.memory_gb * GB - weights))
+    left = max(0.0, share * pool.memory_gb * GB - weights)
+    return Part(what=f"KV, what is left of {key}={share:g}", num_bytes=left, kind="kv")
 
 
 def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
@@ -87,7 +92,8 @@ def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part
     if survey.config.algorithm.kl_coefficient > 0:
         sharded.append(("weights of the reference", 1))
     return [
-        *(Part(what=f"{what}{f', over {ranks} ranks' if ranks > 1 else ''}", num_bytes=copies * shard)
+        *(Part(what=f"{what}{f', over {ranks} ranks' if ranks > 1 else ''}", num_bytes=copies * shard,
+               kind="weights" if what == "weights" else "other")
           for what, copies in sharded),
         Part(what="gathered layers", num_bytes=footprint.gathered_bytes(train.dtype)),
         Part(what=f"activations of {train.micro_batch_tokens} tokens",
@@ -114,15 +120,54 @@ def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
         for slot in range(pool.slots):
             here = [seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots]
             known = all(parts[seat.role] for seat in here)
-            held = size(sum(part.num_bytes for seat in here for part in parts[seat.role])) if known else "not known"
+            held = size(held_at_once(survey, name, here, parts)) if known else "not known"
             limit = f" of {pool.memory_gb:g} GB" if pool.memory_gb else ""
-            roles = " + ".join(seat.role for seat in here) or "nobody"
+            roles = (" + ".join(seat.role for seat in here) or "nobody") + by_turns(survey, name)
             lines.setdefault(f"{name}\0{held}{limit}  {roles}", []).append(str(slot))
     told = [(key.split("\0"), slots) for key, slots in lines.items()]
     wide = max(len(f"{name} {spanned(slots)}") for (name, _), slots in told)
     return "\n".join(
         ["memory per slot", *(f"  {f'{name} {spanned(slots)}':<{wide}}  {text}" for (name, text), slots in told)]
     )
+
+
+def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping[str, list[Part]]) -> float:
+    """The most that the processes of a slot hold at any time: who sleeps, or waits on the host, holds less."""
+    config, placement = survey.config, survey.placement
+    whole = {seat.role: sum(part.num_bytes for part in parts[seat.role]) for seat in here}
+    sharing = [role for role in placement.time_sharing_roles if role in whole]
+    if "learner" in whole and sharing:
+        kept = {role: kept_asleep(survey, role, parts[role]) for role in sharing}
+        on_gpu = placement.pools[pool].resource == "gpu"
+        weights = sum(part.num_bytes for part in parts["learner"] if part.kind == "weights")
+        at_push, between = (weights, 0.0) if on_gpu else (whole["learner"],) * 2
+        policy = {"policy": whole["policy"]} if "policy" in sharing else {}
+        return max(
+            whole["learner"] + sum(kept.values()),
+            at_push + sum((kept | policy).values()),
+            between + sum(whole[role] for role in sharing),
+        )
+    served = [role for role in SERVED_ROLES if role in whole]
+    if placement.elastic_slots(pool) and all(engines_sleep(role, config, placement) for role in served):
+        return sum(whole.values()) - sum(whole[role] for role in served) + max(whole[role] for role in served)
+    return sum(whole.values())
+
+
+def kept_asleep(survey: Survey, role: str, parts: Sequence[Part]) -> float:
+    """Of an engine's memory: nothing on a GPU; on a CPU all but what the embedded engine can give back."""
+    if survey.placement.pools[survey.placement.seats[role][0].pool].resource == "gpu":
+        return 0.0
+    lent = "kv" if isinstance(engine_config_of(role, survey.config), EmbeddedConfig) else ""
+    return sum(part.num_bytes for part in parts if part.kind != lent)
+
+
+def by_turns(survey: Survey, pool: str) -> str:
+    """How those of a slot get along that don't hold their memory at the same time."""
+    if survey.placement.pools[pool].time_shared:
+        return ", the learner and the engines by turns"
+    served = [role for role in survey.placement.seats if role in SERVED_ROLES]
+    sleep = all(engines_sleep(role, survey.config, survey.placement) for role in served)
+    return ", the engines by turns" if survey.placement.elastic_slots(pool) and sleep else ""
 
 
 def everybody(placement: Placement) -> list[Seat]:
@@ -139,7 +184,7 @@ def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]
     for name, pool in placement.pools.items():
         for slot in range(pool.slots if pool.memory_gb else 0):
             here = [seat for seat in everybody(placement) if seat.pool == name and slot in seat.slots]
-            wanted = sum(part.num_bytes for seat in here for part in parts[seat.role])
+            wanted = held_at_once(survey, name, here, parts)
             if pool.memory_gb and wanted > pool.memory_gb * GB:
                 who = ", ".join(seat.name for seat in here)
                 warnings.append(

@@ -103,8 +103,7 @@ class TrainingRun:
             await self._after_step(report, running, pipeline, lookout)
 
         self._pipeline = pipeline = Pipeline(parts, flow_config(self._prepared), after_step, cut, kept)
-        for health in running.health:
-            health.stops(pipeline.clock)
+        running.stops(pipeline.clock)
         if self._state is not None:
             pipeline.tally.restore(self._state.totals)
         if not lookout.initial:

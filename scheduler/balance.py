@@ -162,7 +162,7 @@ def _gain(pool: Pool, slot: Slot, target: str) -> Move | None:
 def _idle(pool: Pool, slot: Slot, target: str) -> Move | None:
     goal, num_slots = pool.roles[target], pool.num_serving(target)
     if pool.roles[slot.role].requests >= pool.num_serving(slot.role) or goal.requests <= num_slots:
-        return None  # it is idle for a moment only, or would be there
+        return None  # its own role has work for it, or it would idle there, too
     move = pool.move(slot, target, f"idle for {slot.idle_s:.2g} s, {target} has {_work(pool, target)}")
     return move if slot.idle_s >= move.cost_s and goal.finish_s(num_slots) > 2 * move.cost_s else None
 

@@ -14,15 +14,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
-from models.types import Engine, EngineDied, Sleeper
+from models.types import Engine, EngineDied
 from scheduler.balance import NEVER_S, BalanceConfig, Move, Pool, RoleBacklog, Slot, decide
+from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
 from scheduler.health import BringCurrent, need_no_weights
 from scheduler.router import Router
+from scheduler.sleep import SleepingEngine, lull
 from scheduler.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
@@ -45,11 +46,6 @@ class ElasticRole:
     bring_current: BringCurrent = need_no_weights
     max_rows: int = 1 << 30
     sleeps: bool = False
-
-
-@runtime_checkable
-class _Sleeps(Engine, Sleeper, Protocol):
-    """An engine that can lend its memory."""
 
 
 NothingPushed = Callable[[], AbstractAsyncContextManager[object]]  # within it no engine is pushed to
@@ -79,9 +75,12 @@ class ElasticPool:
         first = next(iter(roles))
         self._serves = dict.fromkeys(slots, first)  # or will, once its move is done
         self._moving: set[str] = set()
+        self._levelling: set[str] = set()  # roles whose requests are being spread
         self._settled = asyncio.Event()  # a move ended
         self._news = asyncio.Event()
         self._switch_s: dict[tuple[str, str], float] = {}
+        self._clocks: dict[str, list[ActiveClock]] = {role: [] for role in roles}
+        self._standing: dict[str, ExitStack] = {}  # roles without a slot -> their clocks, which stand still
         for role, elastic in roles.items():
             elastic.router.on_change = self._news.set
             for slot in slots if role != first else ():
@@ -93,14 +92,22 @@ class ElasticPool:
         counts = Counter(self._serves.values())
         return {role: counts[role] for role in self._roles}
 
+    def stops(self, role: str, clock: ActiveClock) -> None:
+        """From now on this clock stands still while no slot serves the role."""
+        self._clocks[role].append(clock)
+        self._standing.pop(role, ExitStack()).close()
+        self._tell_clocks()
+
     async def run(self) -> None:
         """Look, move, wait for news. Raises what a move failed of, deaths aside."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    while (move := self._decide()) is not None:
+                    while (move := decide(view := self.view())) is not None:
                         self._begin(move)
                         tasks.create_task(self._carry_out(move))
+                    for role in self._uneven(view):
+                        tasks.create_task(self._level(role))
                     await self._until_news()
         except BaseExceptionGroup as crashes:
             raise crashes.exceptions[0] from None
@@ -112,35 +119,43 @@ class ElasticPool:
 
         def admit_and_serve() -> None:
             admit()
-            elastic.router.serve(name, engine)
+            if self._serves[slot] == role and slot not in self._moving:  # the slot may have gone meanwhile
+                elastic.router.serve(name, engine)
+                self._tell_clocks()
 
-        while slot in self._moving:
-            self._settled.clear()
-            await self._settled.wait()
+        await self._until_settled(slot)
         if self._serves[slot] == role:
             await elastic.bring_current(name, engine, admit_and_serve)
         else:
             admit()
+        await self._until_settled(slot)
+        if self._serves[slot] != role:
+            self._moving.add(slot)
+            try:
+                await self._put_to_sleep(elastic, name, engine)
+            finally:
+                self._settle(slot)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
-    def _decide(self) -> Move | None:
+    def view(self) -> Pool:
+        """The pool as the rules see it at this moment."""
         backlogs = {role: elastic.router.load.backlog(elastic.max_rows) for role, elastic in self._roles.items()}
         slots = [self._slot(slot, backlogs) for slot in self._engines]
-        return decide(Pool(roles=backlogs, slots=slots, cost_s=self._cost_s, hysteresis=self._config.hysteresis))
+        return Pool(roles=backlogs, slots=slots, cost_s=self._cost_s, hysteresis=self._config.hysteresis)
 
     def _slot(self, slot: str, backlogs: Mapping[str, RoleBacklog]) -> Slot:
         role, engines = self._serves[slot], self._engines[slot]
-        load, backlog = self._roles[role].router.load, backlogs[role]
+        router, backlog = self._roles[role].router, backlogs[role]
         if slot in self._moving:
             return Slot(name=slot, role=role, able=frozenset({role}))
         able = frozenset(other for other, elastic in self._roles.items() if engines[other] in elastic.router.alive)
-        stays = not self._config.hand_over and load[engines[role]]
+        stays = not self._config.hand_over and router.load[engines[role]]
         return Slot(
             name=slot,
             role=role,
             able=able,
-            idle_s=load.idle_s(engines[role]),
+            idle_s=router.load.idle_s(engines[role]),
             drain_s=backlog.longest * (backlog.step_s + backlog.row_s) if stays else 0.0,
         )
 
@@ -151,6 +166,27 @@ class ElasticPool:
         # Newcomers catch up one after another, and a push of the learner's waits behind them.
         return cost_s * (1 + sum(self._serves[slot] == target for slot in self._moving))
 
+    def _uneven(self, view: Pool) -> set[str]:
+        """Roles of which one slot has idled for as long as a move costs, and another one has requests to spare: the
+        rules reckon with work that is spread evenly."""
+        idle = {slot.role for slot in view.slots if slot.idle_s >= self._patience_s(slot)}
+        return {role for role in idle - self._levelling if self._config.hand_over and spare(self._roles[role].router)}
+
+    def _patience_s(self, slot: Slot) -> float:
+        return min((self._cost_s(slot.role, other) for other in slot.able - {slot.role}), default=LEAST_COST_S)
+
+    async def _level(self, role: str) -> None:
+        """Spread a role's requests; what is left over goes to idle slots one by one."""
+        router = self._roles[role].router
+        self._levelling.add(role)
+        try:
+            await router.level()
+            for _ in range(sum(not router.load[name] for name in router.serving)):
+                if (crowded := spare(router)) is not None:
+                    await router.hand_over(crowded, 1)
+        finally:
+            self._levelling.discard(role)
+
     # -- moving --------------------------------------------------------------------------------------------------------
 
     def _begin(self, move: Move) -> None:
@@ -160,6 +196,7 @@ class ElasticPool:
         self._moving.add(move.slot)
         self._serves[move.slot] = move.target
         self._roles[move.source].router.rest(self._engines[move.slot][move.source])
+        self._tell_clocks()
 
     async def _carry_out(self, move: Move) -> None:
         clock = asyncio.get_running_loop().time
@@ -171,14 +208,14 @@ class ElasticPool:
             log.warning("%s %s: %s", self.name, move.slot, death)
             return
         finally:
-            self._moving.discard(move.slot)
-            self._settled.set()
+            self._settle(move.slot)
+            self._tell_clocks()
         self._learn_cost(move, cost_s)
         self.moves[f"{move.source}->{move.target}"] += 1
         self._events.span(f"{self.name} {move.slot}", f"switch {move.source}->{move.target}", started_s, clock(),
                           cost_s=round(cost_s, 4), gain_s=round(move.gain_s, 4), reason=move.reason)  # fmt: skip
         if self._config.hand_over:
-            await self._roles[move.target].router.level()
+            await self._level(move.target)
 
     async def _leave(self, move: Move) -> float:
         """The slot's engine of the old role has no requests any more, and sleeps. Returns the seconds of the latter."""
@@ -188,13 +225,19 @@ class ElasticPool:
         await elastic.router.until_idle(name)
         engine, clock = elastic.router.alive.get(name), asyncio.get_running_loop().time
         left_s = clock()
-        if elastic.sleeps and isinstance(engine, _Sleeps):
-            try:
-                async with self._nothing_pushed():
-                    await _lull(name, engine)
-            except EngineDied as death:  # it frees its memory as well
-                elastic.router.bury(name, engine, death)
+        if engine is not None:
+            await self._put_to_sleep(elastic, name, engine)
         return clock() - left_s
+
+    async def _put_to_sleep(self, elastic: ElasticRole, name: str, engine: Engine) -> None:
+        """If it can. One that dies of it frees its memory as well."""
+        if not elastic.sleeps or not isinstance(engine, SleepingEngine):
+            return
+        try:
+            async with self._nothing_pushed():
+                await lull(name, engine)
+        except EngineDied as death:
+            elastic.router.bury(name, engine, death)
 
     async def _enter(self, move: Move) -> float:
         """The slot's engine of the new role is awake, current and serves. Returns the seconds that this took, less
@@ -205,7 +248,7 @@ class ElasticPool:
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
-            if elastic.sleeps and isinstance(engine, _Sleeps):
+            if elastic.sleeps and isinstance(engine, SleepingEngine):
                 await engine.wake()
                 await engine.resume()
             awake_s = clock()
@@ -215,6 +258,25 @@ class ElasticPool:
             raise
         loaded_s = report.seconds if isinstance(report, SyncReport) else clock() - awake_s
         return awake_s - began_s + loaded_s
+
+    def _settle(self, slot: str) -> None:
+        self._moving.discard(slot)
+        self._settled.set()
+        self._news.set()
+
+    async def _until_settled(self, slot: str) -> None:
+        while slot in self._moving:
+            self._settled.clear()
+            await self._settled.wait()
+
+    def _tell_clocks(self) -> None:
+        for role, elastic in self._roles.items():
+            if elastic.router.serving:
+                self._standing.pop(role, ExitStack()).close()
+            elif role not in self._standing:
+                self._standing[role] = ExitStack()
+                for clock in self._clocks[role]:
+                    self._standing[role].enter_context(clock.paused())
 
     def _learn_cost(self, move: Move, cost_s: float) -> None:
         way = move.source, move.target
@@ -229,17 +291,8 @@ class ElasticPool:
         self._news.clear()
 
 
-async def put_to_sleep(router: Router) -> None:
-    """Engines of a role that doesn't serve yet; those of the next role start on the same devices."""
-    for name, engine in router.alive.items():
-        if isinstance(engine, _Sleeps):
-            await _lull(name, engine)
-
-
-async def _lull(name: str, engine: _Sleeps) -> None:
-    """What it says is not what counts: its neighbour needs the memory."""
-    await engine.pause()
-    if (num_bytes := await engine.sleep()) == 0:
-        log.warning("%s sleeps and freed no memory: its neighbour on the slot may find none", name)
-    else:
-        log.info("%s sleeps: %.2f GB became free", name, num_bytes / 1e9)
+def spare(router: Router) -> str | None:
+    """The engine with most requests, if it has several and one of them could go on elsewhere."""
+    name = max(router.serving, key=router.load.__getitem__, default=None)
+    staying = [ask for ask in router.load.asks(name) if not ask.moving] if name is not None else []
+    return name if len(staying) > 1 and any(ask.movable for ask in staying) else None

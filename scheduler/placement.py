@@ -19,6 +19,7 @@ class PoolConfig:
     strategy: str = "PACK"  # over nodes, in Ray's words
     memory_gb: float | None = None  # of one slot; task=plan warns of what won't fit
     elastic: bool = False  # each slot has an engine of every role here, and serves the one that has the backlog
+    time_shared: bool = False  # the learner and the engines here have the slots by turns: these sleep while it updates
     device: str | None = None  # which GPU a slot is (h100, a100_80, ..): what task=plan and task=simulate reckon with
 
     def __post_init__(self) -> None:
@@ -28,6 +29,11 @@ class PoolConfig:
             raise ValueError(f"memory_gb: must be above 0, or null where it isn't known, got {self.memory_gb}")
         if self.resource not in RESOURCES:
             raise ValueError(f"resource: unknown resource {self.resource!r}; known: {', '.join(RESOURCES)}")
+        if self.elastic and self.time_shared:
+            raise ValueError(
+                "time_shared: slots of an elastic pool move while the learner works beside them, so it can't have them "
+                "by turns; set elastic=false, or time_shared=false"
+            )
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy: unknown strategy {self.strategy!r}; known: {', '.join(STRATEGIES)}")
 
@@ -104,6 +110,14 @@ class Placement:
         seats = {role: {seat.slots[0]: seat.name for seat in self.seats[role]} for role in roles}
         return {str(slot): {role: seats[role][slot] for role in roles} for slot in range(self.pools[pool].slots)}
 
+    @property
+    def time_sharing_roles(self) -> tuple[str, ...]:
+        """Roles whose engines sleep while the learner updates: those of its pool, where that is time-shared."""
+        pool = self.seats["learner"][0].pool if "learner" in self.seats else None
+        if pool is None or not self.pools[pool].time_shared:
+            return ()
+        return tuple(role for role in SERVED_ROLES if role in self.seats and self.seats[role][0].pool == pool)
+
     def bundles(self, pool: str) -> tuple[tuple[int, ...], ...]:
         """The slots of a pool in the pieces that must lie on one node."""
         blocks = {seat.slots for seats in self.seats.values() for seat in seats if seat.pool == pool}
@@ -148,7 +162,9 @@ def place(config: PlacementConfig, required_roles: Sequence[str]) -> Placement:
         for role in required_roles
     }
     used = {config.roles[role].pool for role in required_roles}
-    return Placement(pools={name: pool for name, pool in config.pools.items() if name in used}, seats=seats)
+    placement = Placement(pools={name: pool for name, pool in config.pools.items() if name in used}, seats=seats)
+    _refuse_turns_of_one(placement)
+    return placement
 
 
 def check_capacity(placement: Placement, nodes: Sequence[NodeCapacity]) -> None:
@@ -243,6 +259,17 @@ def _refuse_shared_blocks(
                     f"placement.roles.{role}.slots_per_replica: a replica of several slots can't share them "
                     f"(with {others[0]}); give {role} a pool of its own, or set slots_per_replica=1"
                 )
+
+
+def _refuse_turns_of_one(placement: Placement) -> None:
+    for name, pool in placement.pools.items():
+        here = [role for role, seats in placement.seats.items() if seats[0].pool == name]
+        if pool.time_shared and not ("learner" in here and placement.time_sharing_roles):
+            raise ValueError(
+                f"placement.pools.{name}.time_shared: the learner and engines take turns, and only {', '.join(here)} "
+                f"is there; set placement.roles.learner.pool={name} and placement.roles.policy.pool={name}, or "
+                f"placement.pools.{name}.time_shared=false"
+            )
 
 
 def _take(left: dict[str, int], pieces: Sequence[int], strategy: str) -> bool:

@@ -27,6 +27,7 @@ from models.engines.calls import Answer, Command, Ticket, Waiter, copy_of
 from models.engines.decoder import open_decoder
 from models.engines.endings import Endings
 from models.engines.weight_loading import WeightInbox
+from models.lent_memory import LentMemory, free_bytes
 from models.logprobs import chosen_logprobs
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
@@ -89,10 +90,12 @@ class EmbeddedEngine:
             decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step
         )
         self._batch.version = version
+        self._slots = slots
         self._inbox = WeightInbox(self._model, self._model.device)
+        self._lent_weights = LentMemory()
         self._tickets: dict[str, Ticket] = {}
         self._tickets_by_row: dict[Row, Ticket] = {}
-        self._paused = False
+        self._paused = self._asleep = False
         self._closing = False
         self._busy_s = 0.0
         self._num_finished = 0
@@ -162,6 +165,15 @@ class EmbeddedEngine:
         if len(ids) > self._context_tokens:
             raise EngineRefused(f"{len(ids)} tokens exceed the window of {self._context_tokens} of {self.model_name}")
         return await self._do(partial(self._score, ids))
+
+    async def sleep(self) -> int:
+        """Raises RuntimeError where requests are in flight, or not paused. On a CPU the weights stay: they are on the
+        host already."""
+        return await self._do(self._sleep)
+
+    async def wake(self) -> None:
+        """Paused yet."""
+        await self._do(self._wake)
 
     def close(self) -> None:
         """End the thread; whoever still waits gets EngineDied. Blocks for a step at most."""
@@ -277,13 +289,37 @@ class EmbeddedEngine:
             waiter.answer.give(completion)
 
     def _set_paused(self, paused: bool) -> None:
+        if not paused:
+            self._refuse_in_its_sleep()
         self._paused = paused
+
+    def _sleep(self) -> int:
+        if self._tickets or not self._paused:
+            raise RuntimeError("only a paused engine without requests may sleep")
+        if self._asleep:
+            return 0
+        device = self._model.device
+        free_before = free_bytes(device)
+        kv_bytes = self._slots.give_up()
+        if device.type == "cuda":
+            self._lent_weights.lend([*self._model.parameters(), *self._model.buffers()])
+        self._asleep = True
+        return free_bytes(device) - free_before if device.type == "cuda" else kv_bytes
+
+    def _wake(self) -> None:
+        self._lent_weights.take_back()
+        self._asleep = False
+
+    def _refuse_in_its_sleep(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: wake it first")
 
     def _close(self) -> None:
         self._closing = True
         self._inbox.close()
 
     def _begin(self, link: GroupLink | None) -> None:
+        self._refuse_in_its_sleep()
         if not self._paused:
             raise RuntimeError("a push of weights may only begin on a paused engine")
         self._inbox.begin(link)
@@ -299,6 +335,7 @@ class EmbeddedEngine:
         return WeightReceipt(version=version, checksums=self._inbox.collect_checksums())
 
     def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        self._refuse_in_its_sleep()
         token_ids_1T = torch.tensor([token_ids], device=self._model.device)
         logits_TV = self._model(token_ids_1T, use_cache=False).logits[0]
         logprobs_T, _ = chosen_logprobs(logits_TV[:-1], token_ids_1T[0, 1:])

@@ -45,6 +45,12 @@ class KvSlots:
         grown[:, :rows, :tokens] = self.kv_NRT2GD
         self.kv_NRT2GD = grown
 
+    def give_up(self) -> int:
+        """Hold nothing any more; returns the bytes that this frees. Rows grow anew."""
+        num_bytes = self.kv_NRT2GD.untyped_storage().nbytes()
+        self.kv_NRT2GD = self._allocate(0, 0)
+        return num_bytes
+
     def copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
         """The first tokens of the source rows, to the target rows. A row may be copied to many."""
         kv = self.kv_NRT2GD

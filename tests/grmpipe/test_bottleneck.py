@@ -66,6 +66,14 @@ def test_a_judge_outside_has_no_slots_to_be_given_and_one_judgement_can_t_be_few
     assert "requests_per_minute" in str(bottleneck(times, limited))
 
 
+def test_a_role_whose_slots_move_has_no_replicas_to_add() -> None:
+    setup = dataclasses.replace(SETUP, elastic_pools={"policy": "engines", "grm": "engines"})
+    for times in (WaitTimes(steps_s=10.0, policy_s=5.0), WaitTimes(steps_s=10.0, judge_s=5.0)):
+        said = str(bottleneck(times, setup))
+        assert "give the elastic pool more slots (placement.pools.engines.slots)" in said
+        assert "replicas" not in said
+
+
 def test_every_key_that_is_advised_exists() -> None:
     keys = {
         "rollout.max_new_tokens", "judge.num_judgements", "judge.max_new_tokens", "judge.rule", "sync.transport",

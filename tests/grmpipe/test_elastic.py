@@ -6,7 +6,7 @@ import pytest
 
 from grmpipe.config import ConfigError, RunConfig, from_values
 from grmpipe.elastic import other_seed, same_seed
-from grmpipe.engines import engines_sleep, max_rows_of
+from grmpipe.engines import can_sleep, engines_sleep, max_rows_of
 from grmpipe.prepare import seat_roles
 
 
@@ -44,6 +44,36 @@ def test_servers_that_run_already_have_no_elastic_slot() -> None:
     config = elastic("gpu", engine=engine, policy={"engine": "sglang"})
     with pytest.raises(ConfigError, match=r"urls: .*elastic=false"):
         seat_roles(config)
+
+
+def by_turns(resource: str = "gpu", learner: str = "all", **sections: object) -> RunConfig:
+    pools = {"all": {"slots": 2, "resource": resource, "time_shared": True}, "train": {"slots": 1}}
+    roles = {"policy": {"pool": "all"}, "grm": {"pool": "all"}, "learner": {"pool": learner}}
+    return from_values(RunConfig, {"placement": {"pools": pools, "roles": roles}, **sections})
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_engines_that_leave_a_gpu_to_the_learner_by_turns_must_be_able_to_sleep(kind: str) -> None:
+    key = rf"engine\.{kind}\.sleep_mode"
+    awake = by_turns(engine={kind: {"sleep_mode": False}}, policy={"engine": kind})
+    with pytest.raises(ConfigError, match=rf"{key}: .*time_shared pool all.*the learner.*type {key}=true"):
+        seat_roles(awake)
+    config = by_turns(engine={kind: {"sleep_mode": True}}, policy={"engine": kind})
+    placement = seat_roles(config)
+    assert placement.time_sharing_roles == ("policy", "grm")
+    assert can_sleep("policy", config, placement)
+    assert can_sleep("grm", config, placement), "the embedded engine"
+
+
+def test_a_pool_that_nobody_shares_with_the_learner_has_no_turns() -> None:
+    way_out = r"set placement\.roles\.learner\.pool=all"
+    with pytest.raises(ConfigError, match=rf"placement\.pools\.all\.time_shared: .*{way_out}"):
+        seat_roles(by_turns(learner="train"))
+
+
+def test_a_pool_is_elastic_or_time_shared() -> None:
+    with pytest.raises(ConfigError, match=r"placement\.pools\.engines\.time_shared: .*elastic"):
+        from_values(RunConfig, {"placement": {"pools": {"engines": {"elastic": True, "time_shared": True}}}})
 
 
 def test_only_engines_that_draw_by_position_keep_the_seed_of_a_moved_request() -> None:

@@ -55,6 +55,17 @@ def test_more_judgements_in_flight_than_the_rate_can_send_in_time_are_refused() 
     check_options(limited(width=60), seats(limited(width=60)))
 
 
+def test_tokens_a_minute_that_no_judgement_fits_into_are_refused() -> None:
+    def limited(tokens: int) -> RunConfig:
+        options = {"openai": {"api_key_env": "", "tokens_per_minute": tokens}}
+        judge = {"max_new_tokens": 500, "timeout_s": 60, "min_tokens_per_s": 10}
+        return config(grm=OUTSIDE, engine=options, judge=judge)
+
+    with pytest.raises(ConfigError, match=r"^engine\.openai\.tokens_per_minute: .* 300 s .*type .*=1000 or more"):
+        check_options(limited(100), seats(limited(100)))
+    check_options(limited(1000), seats(limited(1000)))
+
+
 def test_a_roles_own_options_stand_over_those_of_its_engine() -> None:
     run = config(
         engine={"vllm": {"max_batch_rows": 8, "options": {"block_size": 16}}},

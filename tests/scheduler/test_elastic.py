@@ -32,10 +32,12 @@ from models.types import (
     WeightTensor,
 )
 from scheduler.balance import BalanceConfig
+from scheduler.clock import ActiveClock
 from scheduler.continuation import Continuation
-from scheduler.elastic import ElasticPool, ElasticRole, put_to_sleep
+from scheduler.elastic import ElasticPool, ElasticRole
 from scheduler.health import HealthConfig, RoleHealth, push_to_living
 from scheduler.router import Router
+from scheduler.sleep import put_to_sleep
 from scheduler.supervise import run_until
 from scheduler.weight_push import SyncConfig
 from scheduler.weight_sync import WeightSync
@@ -337,6 +339,52 @@ def test_an_engine_that_dies_while_it_rests_is_replaced_and_rests() -> None:
 
     bench = on_virtual_clock(lambda: Bench(2, sleeps=False), main)
     assert [health.num_replaced for health in bench.health] == [0, 1]
+
+
+def test_a_clock_of_answers_stands_still_while_moves_leave_a_role_no_slot() -> None:
+    async def main(bench: Bench) -> None:
+        loop, clock = asyncio.get_running_loop(), ActiveClock()
+        bench.pool.stops("grm", clock)
+        began = clock.now()
+        await bench.push(0)
+        assert loop.time() > 0
+        assert clock.now() == began, "the policy has all slots"
+        rollouts = [asyncio.create_task(bench.ask("policy", n, 60)) for n in range(2)]
+        await bench.ask("grm", 0, 20)
+        assert 2.0 <= clock.now() - began < 2.3, "what it took a slot to come was counted"
+        await asyncio.gather(*rollouts)
+
+    on_virtual_clock(lambda: Bench(1), main)
+
+
+def test_an_engine_that_comes_back_to_a_slot_that_left_it_sleeps() -> None:
+    """It waits for a push; meanwhile its slot goes to the judge."""
+
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        bench.engines["policy-0"].die("killed by signal 9")
+        await bench.learner.step()
+        judging = [asyncio.create_task(bench.ask("grm", n, 150)) for n in range(8)]
+        await asyncio.sleep(10.0)
+        assert "grm-0" in bench.serving("grm")
+        await bench.push(1)
+        await asyncio.sleep(1.0)
+        assert "policy-0" in bench.routers["policy"].alive
+        assert "policy-0" not in bench.serving("policy")
+        assert not bench.engines["policy-0"].awake
+        await asyncio.gather(*judging)
+
+    on_virtual_clock(lambda: Bench(2), main)
+
+
+def test_requests_that_crowd_one_slot_go_to_another_that_idles() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        await asyncio.gather(*(bench.ask("policy", n, 100) for n in range(4)))
+
+    bench = on_virtual_clock(lambda: Bench(4), main)
+    serving = {name for name, engine in bench.engines.items() if engine.served}
+    assert serving == {f"policy-{n}" for n in range(4)}, "siblings stayed where the first one was"
 
 
 def test_an_engine_that_missed_no_push_needs_none_to_serve_again() -> None:

@@ -1,0 +1,94 @@
+"""Whole runs whose learner and engines have their slots by turns: the same training, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from grmpipe.observe.recorder import load_rollouts
+from grmpipe.tasks import RunFailed
+from grmpipe.train.batch import BatchTrainer
+from models.engines.embedded import EmbeddedEngine
+
+BY_TURNS = ("placement=time_shared", "placement.pools.all.slots=1")
+
+
+def check_complete(run: Any, groups: int) -> None:
+    """All groups trained, every rollout and judgement once, and the log-probs the model's."""
+    assert run.summary["status"] == "completed", run.summary["failure"]
+    assert run.summary["groups"] == {"submitted": groups, "trained": groups, "dropped": {}, "in_flight": 0}
+    assert run.summary["judging"]["failed"] == {}
+    rollouts = [line.rollout for line in load_rollouts(run.run_dir / "rollouts.jsonl")]
+    keys = sorted((rollout.group_id, rollout.sibling) for rollout in rollouts)
+    assert keys == sorted({*keys})
+    assert sorted((line["group_id"], line["sibling"]) for line in run.lines("judgements")) == keys
+    assert all(line["sync/probe_error_nats"] < 1e-3 for line in run.steps())
+
+
+def turns_of(run: Any) -> list[dict]:
+    events = json.loads((run.run_dir / "timeline.json").read_text())
+    return [event for event in events if event.get("name") == "the learner's turn"]
+
+
+def test_by_turns_a_run_trains_what_it_trains_unshared_to_the_last_bit(small_run: Callable) -> None:
+    """One rollout at a time and a rule that judges: then batches come in one order, however long anything takes."""
+    same = ("judge=rule", "rollout.width=1", "train.max_staleness=0", "train.num_steps=2")
+    shared, unshared = (small_run(*same, *more, run_dir=name) for name, more in (("by_turns", BY_TURNS), ("apart", ())))
+    weights = [load_file(run.run_dir / "policy" / "model.safetensors") for run in (shared, unshared)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    norms = [[line["train/grad_norm"] for line in run.steps()] for run in (shared, unshared)]
+    assert norms[0] == norms[1]
+
+
+def test_engines_sleep_while_the_learner_steps_and_what_runs_ahead_loses_nothing(
+    small_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted: list[str] = []
+    abort = EmbeddedEngine._abort
+
+    def note(engine: EmbeddedEngine, request_id: str) -> None:
+        if request_id in engine._tickets:
+            aborted.append(request_id)
+        abort(engine, request_id)
+
+    monkeypatch.setattr(EmbeddedEngine, "_abort", note)
+    run = small_run(*BY_TURNS, "train.max_staleness=1", "train.num_steps=4", "train.checkpoint_every=2")
+    check_complete(run, 16)
+    assert aborted, "nothing was in flight at any step: nothing was shown"
+    steps = run.steps()
+    assert steps[0]["memory/freed_by_policy_gb"] > 0
+    assert steps[0]["memory/freed_by_grm_gb"] > 0
+    assert len(turns_of(run)) >= 4 + 2, "four steps, and checkpoints between them"
+
+
+def test_a_run_by_turns_that_broke_is_resumed_from_what_it_saved_between_two_turns(
+    small_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = (*BY_TURNS, "train.num_steps=2", "train.max_staleness=0", "train.checkpoint_every=1")
+    step, num_steps = BatchTrainer.step, 0
+
+    async def breaks(trainer: BatchTrainer) -> dict[str, float]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 2:
+            raise RuntimeError("a cosmic ray")
+        return dict(await step(trainer))
+
+    monkeypatch.setattr(BatchTrainer, "step", breaks)
+    with pytest.raises(RunFailed, match="a cosmic ray"):
+        small_run(*same)
+    run = small_run(*same, "resume=auto")
+    check_complete(run, 8)
+    assert run.summary["versions"] == {"policy": 2, "grm": 0}
+
+
+@pytest.mark.timeout(300)
+def test_learner_and_engines_take_turns_in_processes_of_their_own(small_run: Callable) -> None:
+    run = small_run("placement=time_shared", "cluster=ray", "train.num_steps=2", "train.max_staleness=1")
+    check_complete(run, 8)
+    assert len(turns_of(run)) >= 2

@@ -1,0 +1,61 @@
+"""The embedded engine lends its memory, and draws afterwards what it would have drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+
+def in_a_loop(test: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**fixtures: object) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+@in_a_loop
+async def test_it_frees_its_cache_and_goes_on_as_if_it_had_not_slept(open_engine, ask, prompt_of) -> None:
+    rested, awake = open_engine(), open_engine()
+    prompt = prompt_of(9)
+    await ask(rested, prompt, "first", max_new_tokens=20)
+    held = rested._slots.kv_NRT2GD.untyped_storage().nbytes()
+    await rested.pause()
+    freed = await rested.sleep()
+    assert freed == held > 0
+    assert rested._slots.kv_NRT2GD.untyped_storage().nbytes() == 0
+    await rested.wake()
+    await rested.resume()
+    assert await ask(rested, prompt, "next") == await ask(awake, prompt, "next")
+
+
+@in_a_loop
+async def test_requests_that_come_in_its_sleep_wait_for_its_waking(engine, ask, prompt_of) -> None:
+    await engine.pause()
+    await engine.sleep()
+    answer = asyncio.ensure_future(ask(engine, prompt_of(5)))
+    await asyncio.sleep(0.05)
+    assert not answer.done()
+    await engine.wake()
+    await engine.resume()
+    assert (await answer).num_tokens > 0
+
+
+@in_a_loop
+async def test_it_neither_sleeps_over_requests_nor_works_in_its_sleep(engine, ask, prompt_of) -> None:
+    begun = asyncio.Event()
+    answer = asyncio.ensure_future(ask(engine, prompt_of(5), max_new_tokens=100, on_first_token=begun.set))
+    await begun.wait()
+    with pytest.raises(RuntimeError, match="without requests"):
+        await engine.sleep()
+    await engine.abort("r")
+    await answer
+    await engine.pause()
+    await engine.sleep()
+    for work in (engine.resume(), engine.begin_weights(), engine.score((1, 2))):
+        with pytest.raises(RuntimeError, match="wake it first"):
+            await work
+    assert await engine.sleep() == 0, "nothing is freed twice"
