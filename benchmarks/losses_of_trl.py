@@ -1,0 +1,168 @@
+"""Our losses beside TRL's on the same log-probs, in float64: how far value and gradient are apart.
+
+    python benchmarks/losses_of_trl.py runs/algorithms      # in an environment that has trl as well
+
+Calls TRL's own `GRPOTrainer._compute_loss` with log-probs instead of a model, and no trainer around it. Writes
+runs/algorithms/trl.json, which `benchmarks/algorithms.py report` tells. Trains nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor
+
+from grmpipe.train.losses import AGGREGATIONS
+from grmpipe.train.objective import TokenLogprobs, summed_loss
+from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.types import BatchTotals
+
+MAX_NEW_TOKENS = 12
+# Ours -> what TRL calls the same. Clips of 0.2 and 0.28 where nothing else is said.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ppo_clip, token_mean": ({}, {"loss_type": "dapo"}),
+    "ppo_clip, sequence_mean": ({"aggregation": "sequence_mean"}, {"loss_type": "grpo"}),
+    "ppo_clip, constant": ({"aggregation": "constant"}, {"loss_type": "dr_grpo"}),
+    "dual_clip": ({"loss": "dual_clip", "dual_clip_ratio": 2.0}, {"loss_type": "dapo", "delta": 2.0}),
+    "gspo": (
+        {"loss": "gspo", "aggregation": "sequence_mean"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ),
+    "cispo": (
+        {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
+        {"loss_type": "cispo", "epsilon_high": 1.28},
+    ),
+    "k3 in the loss": ({"kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
+    "off_policy rejection": (
+        {"rejections": ["off_policy"], "off_policy_delta": 0.05},
+        {"loss_type": "dapo", "off_policy_mask_threshold": 0.05},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """B samples of up to L trained tokens, padded."""
+
+    current_BL: Tensor
+    old_BL: Tensor
+    sampler_BL: Tensor
+    reference_BL: Tensor
+    mask_BL: Tensor
+    advantages_B: Tensor
+
+
+def make_batch(seed: int) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+
+    def near(of_BL: Tensor, spread: float) -> Tensor:
+        return of_BL + spread * torch.randn(of_BL.shape, generator=draw, dtype=torch.float64)
+
+    current_BL = near(torch.full((8, MAX_NEW_TOKENS), -1.0, dtype=torch.float64), 0.3)
+    lengths_B = torch.randint(1, MAX_NEW_TOKENS + 1, (8,), generator=draw)
+    return Batch(
+        current_BL=current_BL,
+        old_BL=near(current_BL, 0.4),
+        sampler_BL=near(current_BL, 0.4),
+        reference_BL=near(current_BL, 0.4),
+        mask_BL=(torch.arange(MAX_NEW_TOKENS) < lengths_B[:, None]).double(),
+        advantages_B=torch.randn(8, generator=draw, dtype=torch.float64),
+    )
+
+
+def ours(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Loss and its gradient by the current log-probs."""
+    algorithm = AlgorithmConfig(**{"clip_low": 0.2, "clip_high": 0.28, "correction": "none", **keys})
+    trained_BL, lengths_B = batch.mask_BL > 0, batch.mask_BL.sum(1).long()
+    current_BL = batch.current_BL.clone().requires_grad_()
+    logprobs = TokenLogprobs(
+        current_T=current_BL[trained_BL],
+        entropy_T=torch.zeros(int(lengths_B.sum()), dtype=torch.float64),
+        old_T=batch.old_BL[trained_BL],
+        sampler_T=batch.sampler_BL[trained_BL],
+        reference_T=batch.reference_BL[trained_BL] if algorithm.kl_coefficient > 0 else None,
+        ages_T=torch.zeros(int(lengths_B.sum())),
+    )
+    advantages_T = batch.advantages_B.repeat_interleave(lengths_B)
+    loss = summed_loss(logprobs, advantages_T, torch.ones_like(advantages_T), lengths_B, algorithm)
+    totals = BatchTotals(
+        num_loss_tokens=int(lengths_B.sum()), num_sequences=len(lengths_B), num_groups=1, oldest_version=0
+    )
+    value = loss.total / AGGREGATIONS[algorithm.aggregation].denominator(totals, MAX_NEW_TOKENS)
+    value.backward()
+    assert current_BL.grad is not None
+    return value.detach(), current_BL.grad
+
+
+def trls(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    current_BL = batch.current_BL.clone().requires_grad_()
+    settings = {
+        "loss_type": "dapo", "delta": None, "importance_sampling_level": "token", "epsilon_low": 0.2,
+        "epsilon_high": 0.28, "beta": 0.0, "off_policy_mask_threshold": None, **keys,
+    }  # fmt: skip
+    one_process = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+    trainer = SimpleNamespace(
+        **{key: value for key, value in settings.items() if key != "delta"},
+        args=SimpleNamespace(delta=settings["delta"], use_bias_correction_kl=False),
+        accelerator=one_process,
+        model=SimpleNamespace(training=False),
+        max_completion_length=MAX_NEW_TOKENS,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        use_vllm=False,
+        _entropy_bonus_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (current_BL, torch.zeros_like(current_BL), None),
+    )
+    ids_BL = torch.zeros_like(batch.mask_BL, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids_BL[:, :1],
+        "prompt_mask": ids_BL[:, :1] + 1,
+        "completion_ids": ids_BL,
+        "completion_mask": batch.mask_BL,
+        "advantages": batch.advantages_B,
+        "old_per_token_logps": batch.old_BL,
+        "sampling_per_token_logps": batch.sampler_BL,
+        "ref_per_token_logps": batch.reference_BL,
+        "num_items_in_batch": batch.mask_BL.sum(),
+    }
+    value = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    value.backward()
+    assert current_BL.grad is not None
+    return value.detach(), current_BL.grad
+
+
+def compare() -> dict[str, float]:
+    """The largest difference of value or gradient over 20 batches, by case."""
+    found: dict[str, float] = {}
+    for name, (our_keys, their_keys) in CASES.items():
+        gaps = []
+        for seed in range(20):
+            batch = make_batch(seed)
+            pairs = zip(ours(batch, our_keys), trls(batch, their_keys), strict=True)
+            gaps += [float((mine - theirs).abs().max()) for mine, theirs in pairs]
+        found[name] = max(gaps)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="that benchmarks/algorithms.py has its results in")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {"trl": trl.__version__, "largest_difference": compare()}
+    (folder / "trl.json").write_text(json.dumps(found), encoding="utf-8")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
