@@ -262,8 +262,22 @@ def _refuse_shared_blocks(
 
 
 def _refuse_turns_of_one(placement: Placement) -> None:
+    """Turns are between the policy's learner and engines; who else sat there would have no turn."""
     for name, pool in placement.pools.items():
         here = [role for role, seats in placement.seats.items() if seats[0].pool == name]
+        strangers = [role for role in here if role not in ("learner", *SERVED_ROLES)]
+        if pool.time_shared and strangers:
+            raise ValueError(
+                f"placement.roles.{strangers[0]}.pool: only the learner, policy and grm have the slots of the "
+                f"time-shared pool {name} by turns; set placement.roles.{strangers[0]}.pool to another one, or "
+                f"placement.pools.{name}.time_shared=false"
+            )
+        if pool.time_shared and "grm" in here and "grm_learner" in placement.seats:
+            raise ValueError(
+                f"placement.roles.grm.pool: a GRM that learns gets its weights at times of its own, when engines of "
+                f"the time-shared pool {name} may sleep; set placement.roles.grm.pool to another one, or "
+                f"placement.pools.{name}.time_shared=false"
+            )
         if pool.time_shared and not ("learner" in here and placement.time_sharing_roles):
             raise ValueError(
                 f"placement.pools.{name}.time_shared: the learner and engines take turns, and only {', '.join(here)} "

@@ -35,6 +35,22 @@ def test_an_elastic_pool_has_an_engine_of_each_role_on_each_slot() -> None:
     assert placement.bundles("engines") == ((0,), (1,), (2,))
 
 
+def test_only_the_policys_learner_and_engines_have_turns() -> None:
+    def seated(**pools: str) -> None:
+        slots = {"all": PoolConfig(slots=2, time_shared=True), "apart": PoolConfig()}
+        roles = {role: RoleConfig(pool=pool) for role, pool in pools.items()}
+        place(PlacementConfig(pools=slots, roles=roles), list(roles))
+
+    seated(learner="all", policy="all", grm="all", critic="apart")
+    seated(learner="all", policy="all", grm="apart", grm_learner="apart")
+    with pytest.raises(ValueError, match=r"placement\.roles\.critic\.pool: .*time-shared pool all"):
+        seated(learner="all", policy="all", critic="all")
+    with pytest.raises(ValueError, match=r"placement\.roles\.grm\.pool: a GRM that learns"):
+        seated(learner="all", policy="all", grm="all", grm_learner="apart")
+    with pytest.raises(ValueError, match=r"placement\.pools\.all\.time_shared: .*only learner"):
+        seated(learner="all", policy="apart")
+
+
 def test_a_pool_with_one_engine_role_or_without_elastic_has_no_slots_that_move() -> None:
     roles = {role: RoleConfig(pool="engines") for role in ("policy", "grm")}
     lone = place(PlacementConfig(pools={"engines": PoolConfig(elastic=True)}, roles=roles), ["policy"])
