@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.config import ConfigError, RunConfig, build
 from grmpipe.plan import plan
-from grmpipe.plan_memory import memory_parts, overfull_slots
+from grmpipe.plan_memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.survey import survey_run
 from scheduler.cost import Costs
 from scheduler.placement import Placement, place
@@ -123,6 +123,30 @@ def test_roles_that_crowd_one_gpu_are_told_apart(big_run: tuple[str, ...]) -> No
     warnings = overfull_slots(survey, parts)
     assert warnings
     assert all("give the roles pools of their own" in warning for warning in warnings)
+
+
+def held(*overrides: str) -> tuple[float, dict[str, float]]:
+    """Bytes of the one slot at most at any time, and of each of its processes at most."""
+    survey = survey_run(composed("+experiment=qwen3_one_gpu", "data.path=prompts.jsonl", *overrides), lambda *_: None)
+    parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
+    here = [seats[0] for seats in survey.placement.seats.values()]
+    whole = {role: sum(part.num_bytes for part in some) for role, some in parts.items()}
+    return held_at_once(survey, here[0].pool, here, parts), whole
+
+
+def test_who_has_a_gpu_by_turns_is_not_counted_twice(big_run: tuple[str, ...]) -> None:
+    beside, whole = held()
+    assert beside == sum(whole.values())
+    by_turns, _ = held("placement=one_gpu_time_shared")
+    assert max(whole["learner"], whole["policy"] + whole["grm"]) <= by_turns < 0.8 * beside
+    sleeping = ("engine=vllm", "engine.vllm.sleep_mode=true", "engine.vllm.gpu_memory_utilization=0.6")
+    moving, whole = held("placement.pools.all.elastic=true", *sleeping)
+    assert moving == whole["learner"] + max(whole["policy"], whole["grm"])
+
+
+def test_a_plan_says_who_has_a_slot_by_turns(big_run: tuple[str, ...]) -> None:
+    text = planned("+experiment=qwen3_one_gpu", *big_run[1:], "placement=one_gpu_time_shared")
+    assert ", the learner and the engines by turns" in text
 
 
 def test_the_recipe_asks_for_its_prompts() -> None:
