@@ -10,6 +10,7 @@ from typing import Literal
 
 from grmpipe.bottleneck import Setup, bottleneck
 from grmpipe.config import RunConfig
+from grmpipe.cotrain import CoTraining
 from grmpipe.engines import engine_config_of
 from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline import Pipeline
@@ -38,6 +39,7 @@ class Accounts:
     def __init__(self, config: RunConfig) -> None:
         self.before = Standing()  # where a resume goes on from
         self.learner_busy_s = 0.0
+        self.cotraining: CoTraining | None = None  # once it is started
         self.health: tuple[RoleHealth, ...] = ()  # of the engines, once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
         self._grm = "grm" if config.judged_by_model else None
@@ -47,6 +49,7 @@ class Accounts:
         self._busy_before_s: Mapping[str, float] = {}
         self._replaced_before: Mapping[str, int] = {}
         self._moves_before: Mapping[str, int] = {}
+        self._grm_version_before = 0
         self._step_began_cpu_s = time.process_time()
 
     @property
@@ -60,7 +63,13 @@ class Accounts:
     def restore(self, state: RunState, groups_per_batch: int) -> None:
         self._wall_before_s, self._busy_before_s = state.wall_s, state.busy_s
         self._replaced_before, self._moves_before = state.engines_replaced, state.moves
+        self._grm_version_before = state.grm_cut.version if state.grm_cut is not None else 0
         self.before = standing_at(state, groups_per_batch)
+
+    @property
+    def grm_version(self) -> int:
+        """Its completed optimizer steps: 0 where it doesn't learn."""
+        return self.cotraining.version if self.cotraining is not None else self._grm_version_before
 
     @property
     def engines_replaced(self) -> dict[str, int]:
@@ -100,6 +109,8 @@ class Accounts:
         """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""
         busy: defaultdict[str, float] = defaultdict(float, self._busy_before_s)
         busy["learner"] += self.learner_busy_s
+        if self.cotraining is not None:
+            busy["grm_learner"] += self.cotraining.learner_busy_s
         if pipeline is not None:
             busy["policy"] += pipeline.playing.meter.busy_s
             if self._grm is not None:
@@ -119,7 +130,7 @@ class Accounts:
         return Summary(
             status=status,
             steps=standing.version,
-            versions={"policy": standing.version} | ({self._grm: 0} if self._grm else {}),
+            versions={"policy": standing.version} | ({self._grm: self.grm_version} if self._grm else {}),
             wall_s=self.wall_s,
             eval=EvalSummary(initial=eval_initial, final=eval_final),
             busy_s=self.busy_s(pipeline),
@@ -193,4 +204,11 @@ def standing_at(state: RunState, groups_per_batch: int) -> Standing:
 
 
 def judging(total: Counts) -> JudgingSummary:
-    return JudgingSummary(asked=total.asked, counted=total.counted, failed=total.failed, tokens=total.judge_tokens)
+    return JudgingSummary(
+        asked=total.asked,
+        counted=total.counted,
+        failed=total.failed,
+        tokens=total.judge_tokens,
+        aborted_sittings=total.aborted,
+        voided_verdicts=total.voided,
+    )

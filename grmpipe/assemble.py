@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config import RunConfig
+from grmpipe.cotrain_parts import Trainee, start_grm_learner, trainee
 from grmpipe.elastic import elastic_pools, start_routers
 from grmpipe.engine_checks import window_of
 from grmpipe.engines import device_of, engine_config_of, tensor_parallel_of
@@ -20,6 +21,7 @@ from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
 from grmpipe.judge.hearing import OneByOne
+from grmpipe.judge.lessons import LabelJudge, rule_of
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.watch import FailureGate
@@ -64,6 +66,7 @@ class Running:
     elastic: tuple[ElasticPool, ...]
     share: TimeShare | None  # the turns of the learner's pool
     outside: OpenAIEngine | None  # the judge's endpoint
+    trainee: Trainee | None  # the GRM, where it learns too
 
     def stops(self, clock: ActiveClock) -> None:
         """From now on this clock stands still while nobody could answer: a role is out, or the learner has its turn."""
@@ -90,6 +93,10 @@ def rule_judge(prepared: Prepared, grm: Grm | None) -> Judge:
     return OneByOne(RuleJudge(prepared.config.judge.rule))
 
 
+def label_judge(prepared: Prepared, grm: Grm | None) -> Judge:
+    return OneByOne(LabelJudge(rule_of(prepared.config.judge)))
+
+
 def mixed_judge(prepared: Prepared, grm: Grm | None) -> Judge:
     mix = prepared.config.judge.mix
     return MixedJudge({name: (JUDGES[name](prepared, grm), weight) for name, weight in mix.items()})
@@ -109,6 +116,7 @@ JUDGES: dict[str, Callable[[Prepared, Grm | None], Judge]] = {
     "generative": generative_judge,
     "rule": rule_judge,
     "mixed": mixed_judge,
+    "label": label_judge,
 }
 ENVS: dict[str, Callable[[Prompt], Env]] = {"single_turn": SingleTurn}
 CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {
@@ -131,6 +139,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         learner, routers = await (start_by_turns if placement.time_sharing_roles else start_together)(
             cluster, prepared, spec, events
         )
+        grm_ranks = await start_grm_learner(cluster, prepared, run_dir)
     except BaseException:
         await cluster.shutdown()
         raise
@@ -139,7 +148,11 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
     clock = ActiveClock()
     judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, grm, outside, events, clock))
     sync = make_sync(prepared, learner, cluster, transport)
-    bring_current: dict[str, BringCurrent] = {"policy": sync.catch_up, "grm": need_no_weights}
+    learns_too = trainee(prepared, cluster, grm_ranks, grm)
+    bring_current: dict[str, BringCurrent] = {
+        "policy": sync.catch_up,
+        "grm": learns_too.sync.catch_up if learns_too is not None else need_no_weights,
+    }
     elastic = elastic_pools(prepared, routers, bring_current, sync, events)
     for pool in elastic:
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
@@ -167,6 +180,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         elastic=elastic,
         share=share,
         outside=outside,
+        trainee=learns_too,
     )
 
 

@@ -17,7 +17,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from grmpipe.cotrain_settings import CotrainConfig
 from grmpipe.data.settings import DataConfig
+from grmpipe.finetune_settings import FinetuneConfig
+from grmpipe.judge.label_settings import LabelConfig
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.observe.settings import TrackingConfig
 from grmpipe.plan_settings import PlanConfig
@@ -30,9 +33,10 @@ from scheduler.health import HealthConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.weight_sync import SyncConfig
 
-TASKS = ("train", "plan", "simulate", "doctor")
+TASKS = ("train", "finetune", "plan", "simulate", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
+ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline")
 # What may differ between a run and its resumption: none of it changes what is trained. Who samples may change, too:
 # every token brings its log-prob and its version along.
 FREE_ON_RESUME = (
@@ -74,11 +78,14 @@ class RunConfig:
     grm: ModelConfig = field(default_factory=lambda: ModelConfig(path="tiny://grm"))
     engine: EngineConfig = field(default_factory=EngineConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+    labels: LabelConfig = field(default_factory=LabelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    cotrain: CotrainConfig = field(default_factory=CotrainConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
@@ -112,6 +119,42 @@ class RunConfig:
                 f"type judge.structured=false, or grm.engine={' or '.join(ENGINES_WITH_GRAMMAR)}"
             )
 
+        self._check_cotrain()
+        if self.judge.kind == "label" or self.cotrain.enabled:
+            self._check_labels()
+        if self.task == "finetune" and self.judge.kind != "label":
+            raise ValueError("task: finetune learns from labelled judgements; type judge=label data.path=... as well")
+
+    def _check_labels(self) -> None:
+        low, high = self.judge.score_min, self.judge.score_max
+        if not low < self.labels.pass_score <= high:
+            raise ValueError(
+                f"labels.pass_score: must be above judge.score_min = {low} and at most judge.score_max = {high}, "
+                f"got {self.labels.pass_score}"
+            )
+
+    def _check_cotrain(self) -> None:
+        """A GRM that learns is here, draws its judgements, and is compared within groups."""
+        if not self.cotrain.enabled:
+            return
+        if not self.judged_by_model or self.judge_is_outside:
+            raise ValueError(
+                "cotrain.enabled: there is no GRM of ours to train: judge.kind=generative (or mixed) with a grm.path "
+                "and an engine here has one"
+            )
+        if self.task in ("plan", "simulate"):
+            raise ValueError(
+                f"cotrain.enabled: task={self.task} knows one learner only; to see the rest of the run type "
+                "cotrain.enabled=false"
+            )
+        if not self.judge.temperature > 0:
+            raise ValueError("cotrain.enabled: greedy judgements are all alike; type judge.temperature=1")
+        if self.algorithm.estimator in ESTIMATORS_OF_A_BATCH:
+            raise ValueError(
+                f"algorithm.estimator: {self.algorithm.estimator} compares over a whole batch, whose groups may be "
+                "judged by different versions of a GRM that learns; with cotrain.enabled type algorithm.estimator=grpo"
+            )
+
     @property
     def judged_by_model(self) -> bool:
         """Is there a GRM, here or outside?"""
@@ -126,7 +169,8 @@ class RunConfig:
     def roles(self) -> tuple[str, ...]:
         """Roles that need a place."""
         seated = self.judged_by_model and not self.judge_is_outside
-        return ("policy", "learner", "grm") if seated else ("policy", "learner")
+        roles = ("policy", "learner", "grm") if seated else ("policy", "learner")
+        return (*roles, "grm_learner") if self.cotrain.enabled else roles
 
 
 Config = TypeVar("Config")

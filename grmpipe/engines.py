@@ -118,7 +118,7 @@ def make_vllm(path: str, role: str, config: RunConfig, device: str, num_gpus: in
         seed=config.seed,
         chat_template=options.chat_template,
         tensor_parallel=num_gpus,
-        takes_weights=role == "policy",
+        takes_weights=role == "policy" or config.cotrain.enabled,
     )
 
 

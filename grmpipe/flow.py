@@ -85,6 +85,7 @@ class FlowConfig:
     play_width: int
     judge_width: int
     seed: int
+    group_prefix: str = "g"  # of group_ids; of two flows in one run each has its own
     max_no_signal_groups: int = 0  # dropped and replaced in one step, where all rewards of a group are equal
     report_wait_s: float = 60.0  # a wait longer than this names what it waits for
 
@@ -111,6 +112,7 @@ class Cut:
     in_flight: Mapping[int, str] = field(default_factory=dict)  # draw -> group_id
     dropped: Mapping[str, int] = field(default_factory=dict)
     max_staleness_trained: int = 0
+    judge_version: int = 0  # of a judge that learns in the same run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

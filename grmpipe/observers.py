@@ -26,6 +26,8 @@ FILES = {
     "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
     "checkpoints/": "to resume from",
     "policy/": "the trained policy, a Hugging Face directory",
+    "grm/": "the GRM, where it learnt too",
+    "cotrain/": "the lessons of the GRM: what it was asked, and what it said",
     "run.log": "everything else",
 }
 

@@ -14,15 +14,17 @@ train   consumes groups,   produces steps and versions;  waits for groups, oldes
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
 from grmpipe.rollout.group import Group
 from grmpipe.rollout.play import Seat
 from grmpipe.tally import Tally, without_signal
-from grmpipe.types import Hearing, JudgedGroup, JudgeReport, Prompt, Rollout, Sitting
+from grmpipe.types import Hearing, JudgedGroup, JudgeReport, Prompt, Rollout, Sitting, Verdict
 from grmpipe.waits import Waits
 from models.seeds import derive_seed
 from models.types import EngineRefused
@@ -76,7 +78,7 @@ class Pipeline:
             bound=config.play_width,
             shared_meter=self.waits.engines,
         )
-        self.judging: Stage[tuple[Group, Sitting]] = Stage(
+        self.judging: Stage[tuple[Group, Hearing, Sitting]] = Stage(
             "judge",
             self._judge,
             lambda item: item[0].group_id,
@@ -89,12 +91,18 @@ class Pipeline:
             "expire", self._expire, lambda group: group.group_id, width=1 << 30, bound=0
         )
         self.max_staleness_trained = cut.max_staleness_trained
+        self.judge_version = cut.judge_version
         self._after_step = after_step
         self._kept = dict(kept or {})
         self._to_restore = dict(sorted(cut.in_flight.items()))  # draw -> group_id
         self._next_draw = cut.next_draw
         self._groups: dict[str, Group] = {}  # open or ready or in the batch: all that are in flight
         self._hearings: dict[str, Hearing] = {}  # of open groups
+        self._begun: set[str] = set()  # of these, where the judge has begun
+        self._num_sitting = 0  # sittings under way
+        self._judging_holds = 0
+        self._judging_free = asyncio.Event()
+        self._judging_free.set()
         self._deadlines: dict[str, float] = {}
         self._running: set[str] = set()  # groups whose first token came
         self._ready: dict[str, JudgedGroup] = {}  # by group_id, in order of arrival
@@ -124,6 +132,7 @@ class Pipeline:
             in_flight=self._to_restore | {group.draw: group.group_id for group in self._groups.values()},
             dropped=dict(self.admission.dropped),
             max_staleness_trained=self.max_staleness_trained,
+            judge_version=self.judge_version,
         )
 
     def interrupt(self) -> None:
@@ -158,7 +167,7 @@ class Pipeline:
                 self._news.set()
                 return
             draw, self._next_draw = self._next_draw, self._next_draw + 1
-            await self._open(draw, prompt, f"g{draw:06d}")
+            await self._open(draw, prompt, f"{self.config.group_prefix}{draw:06d}")
 
     async def _until_room(self) -> None:
         await self.parts.watch.until_fit(self.clock)
@@ -194,10 +203,11 @@ class Pipeline:
         """Open the judging of a group: with verdicts that are kept, and what is to do on the rollouts without one."""
         hearing = self._hearings[group.group_id] = self.parts.judge.open(group.prompt, group.group_id, group.size)
         to_judge = [*hearing.begin()]
+        reports = kept.reports if self._still_holds(kept.reports, group.size) else {}
         for rollout in kept.rollouts:
             self._add_rollout(group, rollout)
             to_judge += hearing.add(rollout)
-            report = kept.reports.get(rollout.sibling)
+            report = reports.get(rollout.sibling)
             if kept.renamed:
                 self.parts.journal.rollout(group.draw, group.prompt, rollout)
             if kept.renamed and report is not None:
@@ -206,7 +216,14 @@ class Pipeline:
                 self._ended(group)
                 return
         for sitting in to_judge:
-            await self.judging.put((group, sitting))
+            await self.judging.put((group, hearing, sitting))
+
+    def _still_holds(self, reports: Mapping[int, JudgeReport], size: int) -> bool:
+        """A group is judged by one version of the judge: by the present one, or wholly by one before."""
+        verdicts = [report.verdict for report in reports.values()]
+        versions = {verdict.grm_version for verdict in verdicts if isinstance(verdict, Verdict)}
+        by_one_before = len(reports) == size and len(versions) == 1 and max(versions) < self.judge_version
+        return versions <= {self.judge_version} or by_one_before
 
     # -- play, judge, expire -----------------------------------------------------------------------------------------
 
@@ -225,8 +242,9 @@ class Pipeline:
         if self._add_rollout(group, rollout):
             self.tally.rollout(rollout)
             self.parts.journal.rollout(group.draw, group.prompt, rollout)
-            for sitting in self._hearings[group.group_id].add(rollout):
-                await self.judging.put((group, sitting))
+            hearing = self._hearings[group.group_id]
+            for sitting in hearing.add(rollout):
+                await self.judging.put((group, hearing, sitting))
 
     def _add_rollout(self, group: Group, rollout: Rollout) -> bool:
         added = group.add_rollout(rollout)
@@ -234,14 +252,22 @@ class Pipeline:
             self.waits.rolled_out(group.group_id)
         return added
 
-    async def _judge(self, item: tuple[Group, Sitting]) -> None:
-        group, sitting = item
+    async def _judge(self, item: tuple[Group, Hearing, Sitting]) -> None:
+        group, hearing, sitting = item
         await self.parts.watch.until_fit(self.clock)
-        if group.state != "open" or (sitting.members and not group.lacks_verdicts(sitting.members)):
+        await self._judging_free.wait()
+        if self._hearings.get(group.group_id) is not hearing:  # the group ended, or is heard anew
             return
-        hearing = self._hearings[group.group_id]
-        for sibling, report in (await hearing.judge(sitting, self._rank(group))).items():
-            self._add_report(group, sibling, report)
+        if sitting.members and not group.lacks_verdicts(sitting.members):
+            return
+        self._begun.add(group.group_id)
+        self._num_sitting += 1
+        try:
+            reports = await hearing.judge(sitting, self._rank(group))
+        finally:
+            self._num_sitting -= 1
+        for sibling, report in reports.items():
+            self._add_report(group, sibling, stamped(report, self.judge_version))
 
     def _add_report(self, group: Group, sibling: int, report: JudgeReport) -> None:
         if not group.add_verdict(sibling, report.verdict):
@@ -251,6 +277,36 @@ class Pipeline:
         if group.state != "open":
             self._ended(group)
         self.parts.watch.verdict(report)
+
+    @contextmanager
+    def judging_held(self) -> Iterator[None]:
+        """Within it no sitting begins, and deadlines stand still. Blocks may overlap."""
+        self._judging_holds += 1
+        self._judging_free.clear()
+        try:
+            with self.clock.paused():
+                yield
+        finally:
+            self._judging_holds -= 1
+            if self._judging_holds == 0:
+                self._judging_free.set()
+
+    async def change_judge(self, version: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
+        """Bring the judge to another version. No group is judged by two: what is being judged is broken off, the
+        verdicts of groups that still lack some are void, and these groups are heard anew."""
+        with self.judging_held():
+            for group_id in self._begun:
+                self.judging.cancel(group_id)
+            aborted = self._num_sitting
+            report = await change()
+            self.judge_version = version
+            heard_again, self._begun = self._begun, set()
+            voided = 0
+            for group in [self._groups[group_id] for group_id in sorted(heard_again)]:
+                voided += group.void_verdicts()
+                await self._hear(group, Kept(group_id=group.group_id, rollouts=tuple(group.rollouts)))
+            self.tally.judge_changed(aborted=aborted, voided=voided)
+        return report
 
     def _rank(self, group: Group) -> int:
         """Of its verdicts: groups of the batch that is due first go first, of these the one that lacks the fewest,
@@ -291,6 +347,7 @@ class Pipeline:
         self._deadlines.pop(group.group_id, None)
         self._running.discard(group.group_id)
         self._hearings.pop(group.group_id, None)
+        self._begun.discard(group.group_id)
         if group.state == "failed":
             self._drop(group.group_id, group.cause)
         elif self._num_resampled < self.config.max_no_signal_groups and without_signal(group.judged()):
@@ -424,6 +481,13 @@ class Pipeline:
     def _report_wait(self) -> None:
         waiting = [f"{group.group_id} ({describe(group)})" for group in self._groups.values() if group.state == "open"]
         log.warning("the learner waits for groups; pending: %s", "; ".join(waiting[:8]) or "none")
+
+
+def stamped(report: JudgeReport, judge_version: int) -> JudgeReport:
+    """A verdict knows which version of the judge gave it."""
+    if judge_version == 0 or not isinstance(report.verdict, Verdict):
+        return report
+    return dataclasses.replace(report, verdict=dataclasses.replace(report.verdict, grm_version=judge_version))
 
 
 def describe(group: Group) -> str:

@@ -13,15 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from grmpipe.config import ConfigError, RunConfig
+from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import disjoint, load_prompts
 from grmpipe.data.stream import PromptStream
 from grmpipe.engine_checks import check_installed, check_options, check_tensor_parallel, window_of
 from grmpipe.engines import Model, options_of, tensor_parallel_of
 from grmpipe.evaluate import EVAL_METRICS
 from grmpipe.judge.grm import estimated_tokens
+from grmpipe.judge.lessons import Lessons, rule_of
 from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.rule import RULES, Rule
+from grmpipe.judge.rule import Rule
 from grmpipe.judge.scale import Scale
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
@@ -37,6 +39,7 @@ from scheduler.placement import NodeCapacity, Placement, check_capacity, place
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]  # (what, share done)
+HELD_OUT_OF = {"tiny://train": "tiny://held_out", "tiny://judgements": "tiny://judgements_held_out"}
 CORES_ARE_SHARED = 1 << 20  # threads of one process, as many as one likes
 
 
@@ -58,11 +61,12 @@ class Prepared:
     prompts: PromptStream
     held_out: tuple[Prompt, ...]
     placement: Placement
+    lessons: PromptStream | None = None  # stored ones, for a GRM that learns beside the policy
 
     @property
     def is_right(self) -> Rule:
         """The rule that training never sees (unless the user makes it the judge)."""
-        return RULES[self.config.judge.rule]
+        return rule_of(self.config.judge)
 
 
 def prepare(config: RunConfig, progress: Progress) -> Prepared:
@@ -81,7 +85,15 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     if config.judged_by_model:
         check_judge(config, grm, data)
     prompts = PromptStream(data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs)
-    return Prepared(config=config, policy=policy, grm=grm, prompts=prompts, held_out=data.held_out, placement=placement)
+    return Prepared(
+        config=config,
+        policy=policy,
+        grm=grm,
+        prompts=prompts,
+        held_out=data.held_out,
+        placement=placement,
+        lessons=stored_lessons(config, data) if config.cotrain.enabled else None,
+    )
 
 
 # -- places --------------------------------------------------------------------------------------------------------
@@ -95,7 +107,21 @@ def seat_roles(config: RunConfig) -> Placement:
     if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
         with section(""):
             transport_of(config, placement, same_machine=True)
+            if config.cotrain.enabled:
+                transport_of(config, placement, same_machine=True, learner="grm_learner", engines="grm")
+    if config.cotrain.enabled:
+        check_grm_stays_awake(placement)
     return placement
+
+
+def check_grm_stays_awake(placement: Placement) -> None:
+    """Its weights are pushed between any two moments."""
+    pool = placement.seats["grm"][0].pool
+    if placement.elastic_slots(pool):
+        raise ConfigError(
+            f"cotrain.enabled: the pool {pool} is elastic, and an engine that sleeps takes no weights of a GRM that "
+            f"learns; set placement.pools.{pool}.elastic=false, or placement.roles.grm.pool to another"
+        )
 
 
 def check_machine(config: RunConfig, placement: Placement) -> None:
@@ -118,7 +144,7 @@ def this_machine(cluster_kind: str) -> NodeCapacity:
 def read_data(config: RunConfig) -> Data:
     """Prompts of both kinds; what the judge and the rule can't do without is there."""
     with section("data.path: "):
-        prompts = load_prompts(config.data.path, num_tiny_prompts=config.data.num_prompts)
+        prompts = prompts_at(config, config.data.path, config.data.num_prompts)
     with section("data.eval_path: "):
         held_out = load_held_out(config)
     train, num_shared = disjoint(prompts, held_out)
@@ -134,14 +160,41 @@ def read_data(config: RunConfig) -> Data:
     return Data(train=train, held_out=held_out)
 
 
+def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
+    """What the policy is asked: prompts, or labelled work in the judge's own prompt where a judge is in training."""
+    if config.judge.kind != "label":
+        return load_prompts(path, num_tiny_prompts=count)
+    return lessons_at(config, path, count)
+
+
+def lessons_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
+    judge = config.judge
+    with section("judge."):
+        lessons = Lessons.under(judge, config.labels)
+    return lessons.of(load_labelled(path, scale=(judge.score_min, judge.score_max), num_tiny=count))
+
+
+def stored_lessons(config: RunConfig, data: Data) -> PromptStream | None:
+    """Of cotrain.data_path. Without it the policy's own prompts must say what is right."""
+    cotrain = config.cotrain
+    if cotrain.data_path is not None:
+        with section("cotrain.data_path: "):
+            lessons = lessons_at(config, cotrain.data_path, cotrain.num_items)
+        return PromptStream(lessons, seed=config.seed)
+    for prompt in data.train:
+        with section("cotrain.data_path: is null, and "):
+            check_reference(config, prompt)
+    return None
+
+
 def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
     path = config.data.eval_path
     if path == "auto":
-        path = "tiny://held_out" if config.data.path == "tiny://train" else None
+        path = HELD_OUT_OF.get(config.data.path)
     if path is None:
         return ()
     count = config.data.num_eval_prompts
-    prompts = load_prompts(path, num_tiny_prompts=count)[:count]
+    prompts = prompts_at(config, path, count)[:count]
     for prompt in prompts:
         if prompt.reference is not None:
             check_reference(config, prompt)
@@ -156,7 +209,7 @@ def check_reference(config: RunConfig, prompt: Prompt) -> None:
             "add the field reference, or type judge=generative"
         )
     try:
-        RULES[config.judge.rule]("", prompt.reference)
+        rule_of(config.judge)("", prompt.reference)
     except ValueError as error:
         raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
 

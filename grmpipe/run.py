@@ -9,11 +9,12 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from grmpipe.accounts import Accounts
 from grmpipe.assemble import Running, make_evaluator, make_parts, start
+from grmpipe.cotrain import CoTraining
 from grmpipe.flow import Cut, FlowConfig, Kept, StepReport
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.lookout import Lookout
@@ -79,6 +80,8 @@ class TrainingRun:
             running = await start(self._prepared, self._observers.timeline, self._run_dir)
             if resumed is not None:
                 await running.learner.load(str(resumed / "learner"))
+                if running.trainee is not None:
+                    await running.trainee.learner.load(str(resumed / "grm_learner"))
             self._observers.note(f"ready after {self._accounts.since_start_s:.0f} s; files in {self._run_dir}")
             self._accounts.health, self._accounts.elastic = running.health, running.elastic
             looks = {f"the health of {health.role}": health.run() for health in running.health}
@@ -98,6 +101,9 @@ class TrainingRun:
         cut, kept = self._restore()
         lookout, parts = self._make_lookout(running), make_parts(self._prepared, running, self._observers)
         await parts.push_weights(cut.version)
+        if (cotraining := self._make_cotraining(running)) is not None:
+            await cotraining.push(cotraining.version)
+            parts, cut = cotraining.joined(parts), replace(cut, judge_version=cotraining.version)
 
         async def after_step(report: StepReport) -> None:
             await self._after_step(report, running, pipeline, lookout)
@@ -108,25 +114,31 @@ class TrainingRun:
             pipeline.tally.restore(self._state.totals)
         if not lookout.initial:
             await lookout.first(cut.version)
+
+        async def flow() -> None:
+            await pipeline.run()
+            await lookout.last(pipeline.version)
+
         try:
             with self._stopped_by_signals(pipeline):
-                await pipeline.run()
+                await (flow() if cotraining is None else cotraining.beside(pipeline, flow))
         except Interrupted:
             await running.learner.discard()
             await self._checkpoint(running, pipeline, lookout)
             return "interrupted"
-        await lookout.last(pipeline.version)
         await self._checkpoint(running, pipeline, lookout)
         await self._export(running)
         return "completed"
 
     async def _after_step(self, report: StepReport, running: Running, pipeline: Pipeline, lookout: Lookout) -> None:
         last = report.step == self._config.train.num_steps
+        cotraining = self._accounts.cotraining
+        learnt = cotraining.after_policy_step(report.step) if cotraining is not None else {}
         self._accounts.learner_busy_s += report.learner_busy_s
         counts = pipeline.tally.close_step()
         metrics = step_metrics(report, counts, pipeline.admission, self._prepared.is_right)
         metrics |= {f"engines/replaced_{role}": float(n) for role, n in self._accounts.engines_replaced.items()}
-        metrics |= self._accounts.slot_metrics() | self._accounts.driver_metrics()
+        metrics |= self._accounts.slot_metrics() | self._accounts.driver_metrics() | learnt
         metrics |= await lookout.after_step(report.step, last)
         metrics["alarm/hacking"] = float(lookout.ringing)
         self._observers.tracker.log(report.step, metrics)
@@ -135,6 +147,20 @@ class TrainingRun:
         if every and report.step % every == 0 and not last:
             await self._checkpoint(running, pipeline, lookout)
         self._accounts.step_begins()
+
+    def _make_cotraining(self, running: Running) -> CoTraining | None:
+        """Of a GRM that learns beside the policy."""
+        if running.trainee is None:
+            return None
+        self._accounts.cotraining = CoTraining(
+            self._prepared,
+            running.trainee,
+            self._run_dir,
+            self._observers.timeline,
+            running.health,
+            self._state.grm_cut if self._state is not None else None,
+        )
+        return self._accounts.cotraining
 
     def _make_lookout(self, running: Running) -> Lookout:
         judge = self._config.judge
@@ -150,11 +176,15 @@ class TrainingRun:
         return self.lookout
 
     async def _export(self, running: Running) -> None:
-        """The trained policy as a Hugging Face directory, with the chat template that it was trained under."""
-        directory = self._run_dir / "policy"
-        await running.learner.export(str(directory))
-        if template := self._config.policy.chat_template:
-            shutil.copyfile(template, directory / "chat_template.jinja")
+        """Whatever was trained, as Hugging Face directories, with the chat template that it was trained under."""
+        trained = {"policy": (running.learner, self._config.policy)}
+        if running.trainee is not None:
+            trained["grm"] = (running.trainee.learner, self._config.grm)
+        for name, (learner, model) in trained.items():
+            directory = self._run_dir / name
+            await learner.export(str(directory))
+            if template := model.chat_template:
+                shutil.copyfile(template, directory / "chat_template.jinja")
 
     # -- cuts --------------------------------------------------------------------------------------------------------
 
@@ -173,8 +203,11 @@ class TrainingRun:
         return cut, kept
 
     async def _checkpoint(self, running: Running, pipeline: Pipeline, lookout: Lookout) -> None:
+        draft = self._checkpoints.draft(pipeline.version)
+        cotraining = self._accounts.cotraining
         state = RunState(
             cut=pipeline.cut(),
+            grm_cut=await cotraining.save(draft / "grm_learner") if cotraining is not None else None,
             wall_s=self._accounts.wall_s,
             eval_initial=lookout.initial,
             totals=pipeline.tally.saved(),
@@ -185,7 +218,6 @@ class TrainingRun:
             engines_replaced=self._accounts.engines_replaced,
             moves=self._accounts.moves,
         )
-        draft = self._checkpoints.draft(pipeline.version)
         await running.learner.save(str(draft / "learner"))
         self._checkpoints.publish(draft, state)
 

@@ -32,6 +32,7 @@ class RunState:
     hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
+    grm_cut: Cut | None = None  # of the flow of a GRM that learns too
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -42,6 +43,8 @@ class RunState:
         cut = values["cut"]
         cut["in_flight"] = {int(draw): group_id for draw, group_id in cut["in_flight"].items()}
         values["cut"] = Cut(**cut)
+        if (grm_cut := values.get("grm_cut")) is not None:
+            values["grm_cut"] = Cut(**grm_cut)
         values["alarms"] = tuple(values["alarms"])
         values["hacking_readings"] = tuple((int(s), float(a), float(b)) for s, a, b in values["hacking_readings"])
         return RunState(**values)

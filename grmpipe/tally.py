@@ -24,6 +24,8 @@ class Counts:
     asked: int = 0  # judgements requested, re-asked ones included
     counted: int = 0  # judgements that entered a vote
     judge_tokens: int = 0
+    aborted: int = 0  # sittings that a new version of the judge broke off
+    voided: int = 0  # verdicts of groups that it had to judge again
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
     waits: WaitTimes = field(default_factory=WaitTimes)
 
@@ -41,6 +43,8 @@ class Counts:
         self.asked += other.asked
         self.counted += other.counted
         self.judge_tokens += other.judge_tokens
+        self.aborted += other.aborted
+        self.voided += other.voided
         self.failed += other.failed
         self.waits = self.waits.plus(other.waits)
 
@@ -64,6 +68,11 @@ class Tally:
         self.step.counted += len(report.judgements)
         self.step.judge_tokens += sum(completion.num_tokens for completion in generated)
         self.step.failed.update(failure.cause for failure in report.failures)
+
+    def judge_changed(self, *, aborted: int, voided: int) -> None:
+        """A new version of the GRM judges from now on."""
+        self.step.aborted += aborted
+        self.step.voided += voided
 
     def waited(self, times: WaitTimes) -> None:
         """At the end of a step."""
@@ -147,6 +156,8 @@ def flow_metrics(counts: Counts, seconds: float) -> Metrics:
         "judge/counted": float(counts.counted),
         "judge/tokens": float(counts.judge_tokens),
         "judge/tokens_per_s": counts.judge_tokens / seconds,
+        "judge/aborted_sittings": float(counts.aborted),
+        "judge/voided_verdicts": float(counts.voided),
     }
     return metrics | {f"judge/failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())}
 

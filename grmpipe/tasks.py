@@ -1,4 +1,4 @@
-"""The tasks of launch.py that need torch: train, plan, simulate. Each runs to its end and says how it ended."""
+"""The tasks of launch.py that need torch: train, plan and others. Each runs to its end, and says how it ended."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from grmpipe import prepare
 from grmpipe.config import ConfigError, RunConfig, to_yaml
 from grmpipe.failures import RunFailed, RunInterrupted
+from grmpipe.finetune import finetune
 from grmpipe.plan import plan
 from grmpipe.run import train
 from grmpipe.run_dir import Place, find_place, point_latest
@@ -36,7 +37,7 @@ def run_train(config: RunConfig) -> float | None:
     for note in notes(prepared):
         print(f"grmpipe: note: {note}", file=sys.stderr)
     open_run_dir(place, config)
-    summary = asyncio.run(train(prepared, place.run_dir, place.checkpoint))
+    summary = asyncio.run(RUNS[config.task](prepared, place.run_dir, place.checkpoint))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {place.run_dir}/run.log")
     if summary.status == "interrupted":
@@ -56,7 +57,8 @@ def show_simulation(config: RunConfig) -> None:
     print(text)
 
 
-TASKS = {"train": run_train, "plan": show_plan, "simulate": show_simulation}
+RUNS = {"train": train, "finetune": finetune}
+TASKS = {"train": run_train, "finetune": run_train, "plan": show_plan, "simulate": show_simulation}
 
 
 def objective_of(run_dir: Path) -> float | None:

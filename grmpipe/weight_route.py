@@ -1,24 +1,31 @@
-"""Which way the policy's weights take, by engine and placement. Moves nothing, asks no machine."""
+"""Which way a learner's weights take, by engine and placement. Moves nothing, asks no machine."""
 
 from __future__ import annotations
 
 from grmpipe.config import RunConfig
+from grmpipe.engines import options_of
 from scheduler.placement import Placement
 from scheduler.transport import Route, choose_transport
 
 
-def transport_of(config: RunConfig, placement: Placement, *, same_machine: bool) -> str:
-    """What `sync.transport` comes to. Raises ValueError that names it, and what works."""
-    return choose_transport(config.sync.transport, config.policy.engine, route_of(config, placement, same_machine))
+def transport_of(
+    config: RunConfig, placement: Placement, *, same_machine: bool, learner: str = "learner", engines: str = "policy"
+) -> str:
+    """What `sync.transport` comes to, from a role that learns to the role that serves what it learnt. Raises ValueError
+    that names it, and what works."""
+    route = route_of(config, placement, same_machine, learner, engines)
+    return choose_transport(config.sync.transport, options_of(engines, config).engine, route)
 
 
-def route_of(config: RunConfig, placement: Placement, same_machine: bool) -> Route:
-    learner, engines = placement.seats["learner"], placement.seats["policy"]
+def route_of(
+    config: RunConfig, placement: Placement, same_machine: bool, learning: str = "learner", serving: str = "policy"
+) -> Route:
+    learner, engines = placement.seats[learning], placement.seats[serving]
     shared = {(learner[0].pool, learner[0].slots)} == {(seat.pool, seat.slots) for seat in engines}
     return Route(
         learner=placement.pools[learner[0].pool].resource,
         engines=placement.pools[engines[0].pool].resource,
         same_machine=same_machine,
         same_gpu=shared and len(learner) == 1,
-        same_process=config.cluster.kind == "inprocess" and config.policy.engine == "embedded",
+        same_process=config.cluster.kind == "inprocess" and options_of(serving, config).engine == "embedded",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-KINDS = ("generative", "rule", "mixed")
+KINDS = ("generative", "rule", "mixed", "label")
 PARSERS = ("score_line", "boxed")
 VOTES = ("mean", "median")
 RULES = ("exact_answer", "contains_reference")

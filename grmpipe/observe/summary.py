@@ -32,6 +32,8 @@ class JudgingSummary:
     failed: Mapping[str, int] = field(default_factory=dict)  # by cause
     tokens: int = 0  # sampled
     saved_by_early_stop: int = 0
+    aborted_sittings: int = 0  # broken off by a new version of a GRM that learns
+    voided_verdicts: int = 0  # of groups that it judged anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,12 @@ class Group:
             self._close()
         return True
 
+    def void_verdicts(self) -> int:
+        """Forget them: the judge that gave them is another now. Returns how many there were."""
+        num_void = len(self._verdicts)
+        self._verdicts.clear()
+        return num_void
+
     def fail(self, cause: str) -> None:
         """End the group: a rollout is missing, or the run gave up on it."""
         if self.state == "open":

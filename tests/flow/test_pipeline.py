@@ -515,9 +515,10 @@ def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(see
     async def judge_sometimes_twice(prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         nonlocal doubled
         group = bench.pipeline._groups.get(rollout.group_id)
-        if group is not None and rng.random() < 0.1:
+        hearing = bench.pipeline._hearings.get(rollout.group_id)
+        if group is not None and hearing is not None and rng.random() < 0.1:
             doubled += 1
-            await bench.pipeline.judging.put((group, Sitting(members=(rollout.sibling,))))
+            await bench.pipeline.judging.put((group, hearing, Sitting(members=(rollout.sibling,))))
         return await judge_once(prompt, rollout, priority)
 
     bench.judge.judge = judge_sometimes_twice  # type: ignore[method-assign]
@@ -659,3 +660,116 @@ def test_on_resume_a_judge_of_whole_groups_sees_what_is_kept_and_sits_for_what_h
     assert {key: count for key, count in bench.journal.verdicts.items() if key[0] == "g000000"} == {
         ("g000000", sibling): 1 for sibling in (1, 2, 3)
     }
+
+
+@dataclass
+class LearningJudge(Judge):
+    """Its verdicts tell the version that they were asked of, and whether it changed meanwhile."""
+
+    version: int = 0
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        asked = self.version
+        await asyncio.sleep(self.delay(rollout))
+        assert self.version == asked, "a judgement was not broken off"
+        span = RewardSpan(turn=0, start=0, end=1, value=rollout.sibling / 10)
+        told = {"asked": float(asked)}
+        return JudgeReport(verdict=Verdict(rewards=(span,), score=1.0, breakdown=told, agreement=0.0, num_judgements=1))
+
+
+def run_with_a_judge_that_changes(bench: Bench, judge: LearningJudge, every_s: float) -> Pipeline:
+    async def change(version: int) -> SyncReport:
+        await asyncio.sleep(0.05)
+        judge.version = version
+        return SyncReport(version=version, seconds=0.05, pause_seconds=0.05, num_bytes=0, probe_error=0.0)
+
+    async def keep_changing() -> None:
+        for version in range(1, 1000):
+            await asyncio.sleep(every_s)
+            await bench.pipeline.change_judge(version, functools.partial(change, version))
+
+    async def go() -> Pipeline:
+        bench.pipeline = bench.build()
+        await run_until(bench.pipeline.run(), changes=keep_changing())
+        return bench.pipeline
+
+    return on_virtual_clock(go)
+
+
+def test_a_group_is_judged_by_one_version_of_a_judge_that_changes() -> None:
+    judge = LearningJudge(
+        delay=lambda rollout: 0.1 + 0.3 * random.Random(f"{rollout.group_id}{rollout.sibling}").random()
+    )
+    bench = Bench(flow(num_steps=12), judge=judge, lengths=long_tailed)
+    pipeline = run_with_a_judge_that_changes(bench, judge, every_s=0.7)
+    groups = [group for groups in bench.trainer.steps for group in groups]
+    assert len(groups) == 48
+    versions = [{v.grm_version for v in group.verdicts if isinstance(v, Verdict)} for group in groups]
+    assert all(len(of_group) == 1 for of_group in versions)
+    assert len(set.union(*versions)) > 3
+    assert all(v.breakdown["asked"] == v.grm_version for g in groups for v in g.verdicts if isinstance(v, Verdict))
+    totals = pipeline.tally.total_so_far()
+    assert totals.aborted > 0
+    assert totals.voided > 0
+    assert pipeline.cut().judge_version == pipeline.judge_version > 0
+
+
+def test_a_judge_that_changes_costs_no_group_its_deadline() -> None:
+    judge = LearningJudge(delay=lambda rollout: 0.3)
+    bench = Bench(flow(num_steps=4, group_deadline_s=3.0), judge=judge)
+
+    async def slow_change() -> SyncReport:
+        await asyncio.sleep(30.0)
+        judge.version = 1
+        return SyncReport(version=1, seconds=30.0, pause_seconds=0.0, num_bytes=0, probe_error=0.0)
+
+    async def change_once() -> None:
+        await asyncio.sleep(0.5)
+        await bench.pipeline.change_judge(1, slow_change)
+        await asyncio.sleep(1e9)
+
+    async def go() -> None:
+        bench.pipeline = bench.build()
+        await run_until(bench.pipeline.run(), change=change_once())
+
+    on_virtual_clock(go)
+    assert bench.pipeline.admission.dropped == {}
+
+
+def test_nothing_is_judged_while_judging_is_held_and_rollouts_go_on() -> None:
+    bench = Bench(flow(num_steps=1))
+
+    async def go() -> None:
+        bench.pipeline = bench.build()
+
+        async def release_later() -> None:
+            with bench.pipeline.judging_held():
+                await asyncio.sleep(50.0)
+            await asyncio.sleep(1e9)
+
+        await run_until(bench.pipeline.run(), hold=release_later())
+
+    on_virtual_clock(go)
+    assert min(bench.judge.began) >= 50.0
+    assert min(bench.ended_rollouts) < 5.0
+
+
+@pytest.mark.parametrize(("versions", "kept"), [((2, 2), True), ((1, 1), False), ((1, 2), False), ((1,) * 4, True)])
+def test_verdicts_kept_over_a_resume_are_not_mixed_with_those_of_another_version(
+    versions: tuple[int, ...], kept: bool
+) -> None:
+    """The judge is at version 2; two verdicts of four leave a group incomplete."""
+    first = Bench(flow(num_steps=1, max_staleness=0))
+    first.run()
+    rollouts = tuple(dataclasses.replace(r, group_id="g000000") for r in first.trainer.steps[0][0].rollouts)
+    span = RewardSpan(turn=0, start=0, end=1, value=0.5)
+    old = Verdict(rewards=(span,), score=5.0, breakdown={}, agreement=0.0, num_judgements=1)
+    reports = {n: JudgeReport(verdict=dataclasses.replace(old, grm_version=v)) for n, v in enumerate(versions)}
+    work = Kept(group_id="g000000", rollouts=rollouts, reports=reports)
+    cut = Cut(version=0, next_draw=1, in_flight={0: "g000000"}, judge_version=2)
+    bench = Bench(flow(num_steps=1, max_staleness=0), judge=LearningJudge(version=2), cut=cut, kept={0: work})
+    bench.run()
+    (group,) = [group for group in bench.trainer.steps[0] if group.group_id == "g000000"]
+    got = [verdict.grm_version for verdict in group.verdicts if isinstance(verdict, Verdict)]
+    assert got == (list(versions) + [2] * (4 - len(versions)) if kept else [2] * 4)
+    assert sum(v.score == 5.0 for v in group.verdicts if isinstance(v, Verdict)) == (len(versions) if kept else 0)

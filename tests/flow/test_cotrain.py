@@ -1,0 +1,104 @@
+"""A GRM that learns, in whole runs with the real engine, learners and tiny models: trained alone, beside the policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from grmpipe.config import ConfigError
+from grmpipe.observe.recorder import load_verdicts
+from grmpipe.run_state import RunState
+from grmpipe.types import Verdict
+
+TRAIN_GRM = ("+experiment=train_grm", "train.num_steps=2", "rollout.max_new_tokens=96")
+RFT = ("+experiment=rft_grm", "data.num_prompts=48", "data.num_eval_prompts=16", "finetune.critiques_per_batch=8")
+COTRAIN = (
+    "+experiment=cotrain", "train.num_steps=3", "cotrain.warmup_steps=1", "cotrain.lessons_per_batch=4",
+    "cotrain.judgements_per_lesson=4", "cotrain.num_items=32",
+)  # fmt: skip
+
+
+def test_a_trained_grm_serves_as_a_judge(small_run: Callable) -> None:
+    files = small_run(*TRAIN_GRM)
+    summary = files.summary
+    assert summary["versions"] == {"policy": 2}
+    assert 0 < summary["eval"]["initial"]["true_accuracy"] < 1
+    lessons = files.lines("rollouts")
+    assert {line["prompt"]["reference"] for line in lessons} == {"at least 8", "below 8"}
+    assert all(set(line["verdict"]["breakdown"].values()) <= {1.0, -1.0} for line in files.lines("judgements"))
+    assert summary["judging"]["failed"] == {}
+    used = small_run("train.num_steps=1", f"grm.path={files.run_dir / 'policy'}", run_dir="used")
+    assert used.summary["status"] == "completed"
+
+
+def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(small_run: Callable) -> None:
+    files = small_run(*RFT)
+    assert files.summary["status"] == "completed"
+    assert files.summary["steps"] > 0
+    assert set(files.summary["eval"]["final"]) >= {"true_accuracy", "true_accuracy_greedy"}
+    lessons = {line["lesson"]: line for line in files.lines("critiques")}
+    assert len(lessons) == 24  # every second item ranks
+    fates = {line["fate"] for line in lessons.values()}
+    assert {"kept", "too_easy"} <= fates
+    assert all(0 < len(line["kept"]) < 3 for line in lessons.values() if line["fate"] == "kept")
+    assert all(len(line["kept"]) == 1 for line in lessons.values() if line["fate"] == "hinted")
+    assert all(line["kept"] == [] for line in lessons.values() if line["fate"] in ("too_easy", "none_right"))
+    losses = [line["train/loss"] for line in files.lines("metrics") if "train/loss" in line]
+    assert len(losses) == files.summary["steps"]
+    assert all(loss > 0 for loss in losses)  # a negative log-likelihood
+
+
+def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(small_run: Callable) -> None:
+    files = small_run(*COTRAIN)
+    summary = files.summary
+    assert summary["status"] == "completed"
+    assert summary["versions"]["policy"] == 3
+    assert 1 + 2 <= summary["versions"]["grm"] <= 1 + 3
+    by_group: dict[str, set[int]] = {}
+    for (group_id, _), report in load_verdicts(files.run_dir / "judgements.jsonl"):
+        if isinstance(report.verdict, Verdict):
+            by_group.setdefault(group_id, set()).add(report.verdict.grm_version)
+            assert {judgement.version for judgement in report.judgements} == {report.verdict.grm_version}
+    trained = {line["group_id"] for line in files.lines("groups") if line["outcome"] == "trained"}
+    assert all(len(by_group[group_id]) == 1 for group_id in trained)
+    assert min(min(versions) for versions in by_group.values()) >= 1  # nothing is judged before the warm-up
+    assert [step["grm/version"] for step in files.steps()] == sorted(step["grm/version"] for step in files.steps())
+    lessons = [json.loads(line)["prompt"] for line in (files.run_dir / "cotrain" / "rollouts.jsonl").open()]
+    assert any(lesson["prompt_id"].startswith("g0") for lesson in lessons)  # own rollouts
+    assert any(lesson["prompt_id"].startswith("judgements") for lesson in lessons)
+    assert (files.run_dir / "grm" / "config.json").exists()
+
+
+def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable) -> None:
+    files = small_run(*COTRAIN, "train.checkpoint_every=2")
+    checkpoints = files.run_dir / "checkpoints"
+    (checkpoints / "latest").write_text("step_2")  # as a kill after the second step would have left it
+    (files.run_dir / "summary.json").unlink()
+    state = RunState.from_json((checkpoints / "step_2" / "run_state.json").read_text())
+    assert state.grm_cut is not None
+    again = small_run(*COTRAIN, "train.checkpoint_every=2", "resume=auto")
+    assert again.summary["status"] == "completed"
+    assert again.summary["versions"]["policy"] == 3
+    assert again.summary["versions"]["grm"] >= state.grm_cut.version
+    steps = again.steps()
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert steps[-1]["grm/version"] >= state.grm_cut.version
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("judge=rule", "no GRM of ours"),
+        ("judge.temperature=0", r"judge\.temperature=1"),
+        ("algorithm.estimator=reinforce_pp", r"algorithm\.estimator=grpo"),
+        ("placement=elastic", r"grm_learner|elastic=false"),
+        ("cotrain.data_path=tiny://nothing", r"cotrain\.data_path"),
+        ("labels.pass_score=11", r"labels\.pass_score"),
+        ("task=plan", r"cotrain\.enabled=false"),
+    ],
+)
+def test_what_a_grm_cant_learn_with_is_refused_by_name(small_run: Callable, override: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        small_run(*COTRAIN, override)
