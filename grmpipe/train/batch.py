@@ -9,6 +9,7 @@ import numpy as np
 from grmpipe.train.advantages import ESTIMATORS
 from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.train.packer import Packer, Round
+from grmpipe.train.replay import ReplayBuffer
 from grmpipe.train.reward_kl import Kl, kl_of_rollouts
 from grmpipe.train.samples import count, judged_siblings, split_rollout, to_samples
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
@@ -29,16 +30,19 @@ class BatchTrainer:
         assert max_new_tokens > 0 or algorithm.overlong_share == 0, "a penalty for length needs the limit"
         self._learner = learner
         self._algorithm = algorithm
+        self._updates = min(algorithm.updates_per_batch, train.groups_per_batch)
+        self._replay = ReplayBuffer(groups_per_batch=algorithm.replay_groups, max_age=train.max_staleness)
         self._max_new_tokens = max_new_tokens
         self._max_tokens = train.micro_batch_tokens
         self._packer = Packer(self._max_tokens, learner.size)
         self._groups: list[JudgedGroup] = []
+        self._replayed: list[JudgedGroup] = []  # of an earlier batch, in the open one again
         self._kl: dict[tuple[str, int], np.ndarray] = {}
         self._samples: list[TrainingSample] = []  # of groups that were taken; empty where the batch is waited for
 
     @property
     def starts_early(self) -> bool:
-        return self._algorithm.updates_per_batch == 1 and not self._waits_for_batch
+        return self._updates == 1 and not self._waits_for_batch
 
     @property
     def _waits_for_batch(self) -> bool:
@@ -49,7 +53,15 @@ class BatchTrainer:
         return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient > 0
 
     async def take(self, group: JudgedGroup) -> None:
+        """Replayed groups come first: there is nothing else to train yet."""
+        if not self._groups:
+            self._replayed = self._replay.draw(self._learner.version // self._updates)
+            for earlier in self._replayed:
+                await self._include(earlier)
         self._groups.append(group)
+        await self._include(group)
+
+    async def _include(self, group: JudgedGroup) -> None:
         if self._kl_is_in_reward:
             self._kl |= await self._kl_of(group)
         if self._waits_for_batch:
@@ -62,17 +74,17 @@ class BatchTrainer:
 
     async def step(self) -> Metrics:
         """End the batch. The open batch is empty afterwards, also where the learner refused it."""
-        groups = self._groups
+        groups = [*self._replayed, *self._groups]
         try:
             samples = self._estimated(groups) if self._waits_for_batch else self._samples
-            if self._algorithm.updates_per_batch > 1:
-                return await self._several_updates(groups, samples)
-            rounds = self._packer.flush() if self.starts_early else self._pack(samples)
-            for round_ in rounds:
-                await self._learner.accumulate(round_)
-            return await self._learner.step(count(samples, min(group.version for group in groups)))
+            metrics = await (self._several_updates if self._updates > 1 else self._one_update)(groups, samples)
+            self._replay.keep(self._groups)
+            return metrics | self._replay_metrics()
         finally:
             self._forget()
+
+    def _replay_metrics(self) -> Metrics:
+        return {"train/replayed_groups": float(len(self._replayed))} if self._algorithm.replay_groups > 0 else {}
 
     async def discard(self) -> None:
         """Drop the open batch: gradients, samples and all."""
@@ -81,7 +93,7 @@ class BatchTrainer:
         await self._learner.discard()
 
     def _forget(self) -> None:
-        self._groups, self._samples, self._kl = [], [], {}
+        self._groups, self._replayed, self._samples, self._kl = [], [], [], {}
 
     def _estimated(self, groups: Sequence[JudgedGroup]) -> Sequence[TrainingSample]:
         kl = self._kl if self._kl_is_in_reward else None
@@ -97,18 +109,27 @@ class BatchTrainer:
         references = [await self._learner.reference_logprobs(round_) for round_ in rounds]
         return kl_of_rollouts(rounds, references, self._algorithm.kl_estimator)
 
+    async def _one_update(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
+        for round_ in self._packer.flush() if self.starts_early else self._pack(samples):
+            await self._learner.accumulate(round_)
+        return await self._learner.step(count(samples, min(group.version for group in groups)))
+
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
         """Split by groups, in order; the metrics are the last update's."""
         oldest = min(group.version for group in groups)
-        parts = [self._part(samples, ids) for ids in split_ids(groups, self._algorithm.updates_per_batch)]
+        parts = [self._part(samples, ids) for ids in split_ids(groups, self._updates)]
         packed = [self._pack(part) for part in parts]
-        old = [[await self._learner.logprobs(round_) for round_ in rounds] for rounds in packed]
+        old = [[await self._old_logprobs(round_) for round_ in rounds] for rounds in packed]
         metrics: Metrics = {}
         for part, rounds, olds in zip(parts, packed, old, strict=True):
             for round_, old_logprobs in zip(rounds, olds, strict=True):
                 await self._learner.accumulate(round_, old_logprobs)
             metrics = await self._learner.step(count(part, oldest))
         return metrics
+
+    async def _old_logprobs(self, round_: Round) -> Sequence[np.ndarray] | None:
+        """None where the ratio is not against them."""
+        return await self._learner.logprobs(round_) if self._algorithm.proximal == "recomputed" else None
 
     def _part(self, samples: Sequence[TrainingSample], group_ids: set[str]) -> list[TrainingSample]:
         return [sample for sample in samples if sample.group_id in group_ids]

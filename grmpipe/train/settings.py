@@ -72,7 +72,9 @@ class AlgorithmConfig:
     kl_in: str = "loss"  # or in the reward, measured on the sampler's log-probs
     entropy_coefficient: float = 0.0
 
+    # Reuse.
     updates_per_batch: int = 1  # optimizer steps on one batch; above 1 the early start is off
+    replay_groups: int = 0  # of earlier batches, trained once more in each batch; none older than train.max_staleness
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -101,6 +103,7 @@ class AlgorithmConfig:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
         for key in (
             "kl_coefficient", "entropy_coefficient", "negative_weight", "overlong_penalty", "max_resampled_batches",
+            "replay_groups",
         ):  # fmt: skip
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
@@ -134,6 +137,22 @@ class AlgorithmConfig:
                 "is of, and policy_gradient has no ratio for that; type algorithm.updates_per_batch=1, or "
                 "algorithm.loss=ppo_clip"
             )
+
+
+def check_replay(algorithm: AlgorithmConfig, max_staleness: int) -> None:
+    """Raises ValueError where nothing could be replayed, or nothing would correct for its age."""
+    if algorithm.replay_groups == 0:
+        return
+    if max_staleness == 0:
+        raise ValueError(
+            "algorithm.replay_groups: what was trained once is a version old, and train.max_staleness=0 allows none; "
+            "type train.max_staleness=1 or more, or algorithm.replay_groups=0"
+        )
+    if algorithm.correction == "none" and algorithm.proximal != "sampler":
+        raise ValueError(
+            "algorithm.replay_groups: nothing corrects for the age of what is replayed; type algorithm.correction=tis, "
+            "or algorithm.proximal=sampler"
+        )
 
 
 def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:

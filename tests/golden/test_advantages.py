@@ -143,9 +143,12 @@ def test_process_compares_returns_at_the_same_step() -> None:
     assert found[2] == pytest.approx([0.0], abs=1e-5)
 
 
-def test_a_step_that_nobody_else_reached_and_what_follows_the_last_reward_have_no_advantage() -> None:
-    found = estimated("process", [steps(1.0, 5.0, tail=2), steps(0.0)])
-    assert found[0] == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-5)
+@pytest.mark.parametrize(("std", "first"), [("population", 1.0), ("sample", math.sqrt(0.5))])
+def test_a_step_that_nobody_else_reached_and_what_follows_the_last_reward_have_no_advantage(
+    std: str, first: float
+) -> None:
+    found = estimated("process", [steps(1.0, 5.0, tail=2), steps(0.0)], std=std)  # type: ignore[arg-type]
+    assert found[0] == pytest.approx([first, 0.0, 0.0, 0.0], abs=1e-5)
 
 
 def test_process_grpo_sums_rewards_that_are_normalised_together() -> None:

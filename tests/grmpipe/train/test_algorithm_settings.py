@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.train.settings import CORRECTIONS, AlgorithmConfig, check_pass_k
+from grmpipe.train.settings import CORRECTIONS, AlgorithmConfig, check_pass_k, check_replay
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,7 @@ from grmpipe.train.settings import CORRECTIONS, AlgorithmConfig, check_pass_k
         ("overlong_share", 1.1),
         ("max_resampled_batches", -1.0),
         ("updates_per_batch", 0),
+        ("replay_groups", -1),
     ],
 )
 def test_a_bad_value_is_named_by_its_key(key: str, value: object) -> None:
@@ -60,3 +61,13 @@ def test_k_is_below_the_group_size() -> None:
         check_pass_k(AlgorithmConfig(estimator="pass_at_k", pass_k=4), 4)
     check_pass_k(AlgorithmConfig(estimator="pass_at_k", pass_k=3), 4)
     check_pass_k(AlgorithmConfig(estimator="grpo", pass_k=9), 4)
+
+
+def test_a_replay_needs_staleness_and_a_correction() -> None:
+    with pytest.raises(ValueError, match=r"^algorithm\.replay_groups: .*train\.max_staleness=1"):
+        check_replay(AlgorithmConfig(replay_groups=2), 0)
+    with pytest.raises(ValueError, match=r"^algorithm\.replay_groups: .*algorithm\.correction=tis"):
+        check_replay(AlgorithmConfig(replay_groups=2, correction="none"), 1)
+    check_replay(AlgorithmConfig(replay_groups=2), 1)
+    check_replay(AlgorithmConfig(replay_groups=2, correction="none", proximal="sampler"), 1)
+    check_replay(AlgorithmConfig(), 0)

@@ -173,3 +173,30 @@ def test_a_kl_in_the_reward_is_each_rollouts_own() -> None:
     algorithm = AlgorithmConfig(estimator="dr_grpo", kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")
     ranks, _ = train(algorithm, group)
     assert [ranks.advantage_of(token) for token in (10, 11)] == pytest.approx([-0.1, 0.1])
+
+
+def test_a_trained_group_is_trained_once_more_before_the_next_ones_come() -> None:
+    """Two groups a batch, one of them again in the next; all are of version 0, and at most one version old."""
+    ranks = RecordingRanks()
+    config = TrainConfig(micro_batch_tokens=4, groups_per_batch=2, max_staleness=1)
+    seen, told = [], []
+
+    async def run() -> None:
+        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(replay_groups=1))
+        for first in (1, 3, 5):
+            for number in (first, first + 1):
+                await trainer.take(judged(number, 0.0, 1.0))
+            told.append((await trainer.step())["train/replayed_groups"])
+            seen.append([int(batch.token_ids_T[-1]) // 10 for batch in ranks.accumulated[::2]])
+            ranks.accumulated.clear()
+
+    asyncio.run(run())
+    assert seen == [[1, 2], [1, 3, 4], [5, 6]]  # at version 2 those of version 0 are too old
+    assert told == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("proximal", ["interpolated", "sampler"])
+def test_no_pass_for_pi_old_where_no_ratio_is_against_it(proximal: str) -> None:
+    algorithm = AlgorithmConfig(updates_per_batch=2, proximal=proximal, correction="none")
+    ranks, _ = train(algorithm, judged(1, 0.0, 1.0), judged(2, 0.0, 1.0))
+    assert ranks.calls == ["accumulate", "step", "accumulate", "step"]
