@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -93,6 +94,21 @@ def example_of(split: Split, lesson: Prompt, judgement: Judgement) -> Example:
         prompt_ids=judgement.prompt_ids,
         sampled_ids=judgement.completion.token_ids,
     )
+
+
+def batches(examples: Sequence[Example], num_items: int, num_steps: int, seed: int) -> Iterator[list[Example]]:
+    """`num_steps` batches of all judgements of `num_items` items, in a new order in each epoch."""
+    by_item: dict[str, list[Example]] = {}
+    for example in examples:
+        by_item.setdefault(example.item_id, []).append(example)
+    draw, waiting = random.Random(f"meta {seed}"), list[str]()
+    for _ in range(num_steps):
+        while len(waiting) < num_items:
+            epoch = list(by_item)
+            draw.shuffle(epoch)
+            waiting += epoch
+        items, waiting = waiting[:num_items], waiting[num_items:]
+        yield [example for item in items for example in by_item[item]]
 
 
 def write_examples(path: Path, examples: Sequence[Example]) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import random
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from grmpipe.failures import RunFailed
 from grmpipe.judge.asking import Asker
 from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.meta_rm import sigmoid
-from grmpipe.meta_examples import Example, Sampled, Split, sample, write_examples
+from grmpipe.meta_examples import Example, Sampled, Split, batches, sample, write_examples
 from grmpipe.meta_quality import measure
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.observers import Observers
@@ -188,18 +187,3 @@ class MetaTrainingRun:
 
 def classified(example: Example) -> Classified:
     return Classified(token_ids=example.token_ids, right=example.right)
-
-
-def batches(examples: Sequence[Example], num_items: int, num_steps: int, seed: int) -> Iterator[list[Example]]:
-    """`num_steps` batches of all judgements of `num_items` items, in a new order in each epoch."""
-    by_item: dict[str, list[Example]] = {}
-    for example in examples:
-        by_item.setdefault(example.item_id, []).append(example)
-    draw, waiting = random.Random(f"meta {seed}"), list[str]()
-    for _ in range(num_steps):
-        while len(waiting) < num_items:
-            epoch = list(by_item)
-            draw.shuffle(epoch)
-            waiting += epoch
-        items, waiting = waiting[:num_items], waiting[num_items:]
-        yield [example for item in items for example in by_item[item]]

@@ -111,6 +111,7 @@ def finished(model: PreTrainedModel, path: str) -> PreTrainedModel:
     head = head_of(model, path)
     head.to(torch.promote_types(head.weight.dtype, torch.float32))  # values less than 1 % apart are one in bf16
     head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(head.weight.dtype),))
+    head.register_forward_hook(lambda _, inputs, output: output.clone())  # FSDP2 warns of outputs that are views
     return model.eval()
 
 
