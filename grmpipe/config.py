@@ -26,7 +26,7 @@ from grmpipe.observe.settings import TrackingConfig
 from grmpipe.plan_settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.simulate_settings import SimulateConfig
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_pass_k
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_pass_k, check_replay
 from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
 from scheduler.balance import BalanceConfig
 from scheduler.health import HealthConfig
@@ -103,6 +103,7 @@ class RunConfig:
         if not re.fullmatch(r"[\w.-]+", self.experiment):
             raise ValueError(f"experiment: may hold letters, digits, '_', '.' and '-', got {self.experiment!r}")
         check_pass_k(self.algorithm, self.train.group_size)
+        check_replay(self.algorithm, self.train.max_staleness)
         if self.policy.engine not in ENGINES_OF_THE_POLICY:
             raise ValueError(
                 f"policy.engine: {self.policy.engine} takes no weights and gives no log-probs, so it can't serve a "

@@ -120,11 +120,11 @@ def test_gspo_token_takes_an_advantage_for_each_token() -> None:
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
-    tokens = scored([0.5, 1.0, 3.0], [1.0, -2.0, 1.0])
+    tokens = scored([0.5, 1.1, 3.0], [1.0, -2.0, 1.0])
     policy = cispo(tokens, 0.2, 0.28)
-    assert policy.loss_T.tolist() == pytest.approx([-0.8 * math.log(0.5), 0.0, -1.28 * math.log(3.0)])
+    assert policy.loss_T.tolist() == pytest.approx([-0.8 * math.log(0.5), 2.2 * math.log(1.1), -1.28 * math.log(3.0)])
     assert policy.clipped_T.tolist() == [1, 0, 1]
-    assert gradient(tokens, policy) == pytest.approx([-0.8, 2.0, -1.28])
+    assert gradient(tokens, policy) == pytest.approx([-0.8, 2.2, -1.28])
 
 
 def test_the_plain_policy_gradient_has_no_ratio() -> None:
