@@ -8,14 +8,14 @@ from dataclasses import fields
 from grmpipe.config import RunConfig
 from grmpipe.engine_checks import served_roles
 from grmpipe.engines import EngineOptions, engine_config_of, options_of, tensor_parallel_of
-from grmpipe.plan_costs import CostUnknown, Seated, assumptions, costs_of, step_work
+from grmpipe.plan_costs import CostUnknown, Seated, assumptions, cores_of, costs_of, step_work
 from grmpipe.plan_memory import memory, memory_parts, overfull_slots, slot_memory
 from grmpipe.plan_search import Simulate, find_plans, seconds, table, write_best
 from grmpipe.prepare import Progress
 from grmpipe.profile import Profile, read_profile
 from grmpipe.survey import Survey, survey_run
 from models.settings import OpenAIConfig
-from scheduler.bound import busiest_slot_s, busy_s, chain_s
+from scheduler.bound import DRIVER, busiest_slot_s, busy_s, chain_s
 from scheduler.placement import describe
 
 MOST_ROLLOUTS = 4096  # of a step that is simulated in passing: seconds
@@ -25,7 +25,7 @@ Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: not of 
 def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey, profile: None) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
     survey = survey_run(config, progress)
-    profile = read_profile(config.plan.profile) if config.plan.profile else None
+    profile = read_profile(config.plan.profile, cores_of(survey)) if config.plan.profile else None
     simulate = simulator(survey, profile)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
     blocks = [
@@ -88,7 +88,12 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
     lines += [
         f"  {role:<8} {seconds(loads[role])} of work for each of {seated[role].seating.replicas}" for role in loads
     ]
-    busiest = busiest_slot_s(placement, loads)
+    if costs.driver_request_s:
+        loads[DRIVER] = busy_s(DRIVER, work, costs, 1)
+        lines.append(
+            f"  {DRIVER:<8} {seconds(loads[DRIVER])} of work, on {costs.cores} cores with all that are on CPUs"
+        )
+    busiest = busiest_slot_s(placement, loads, costs.cores)
     why = (
         "the busiest slot's work"
         if busiest >= chain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -18,6 +19,7 @@ from models.settings import EmbeddedConfig, OpenAIConfig, SglangConfig
 from models.types import EngineSpeed, Message
 from scheduler.bound import RoleWork, StepWork
 from scheduler.cost import (
+    DRIVER_REQUEST_S,
     Costs,
     LearnerSpeed,
     ModelSizes,
@@ -132,6 +134,8 @@ def costs_of(
         learner=learner_of(survey, profile, learner),
         sync_s=sync_of(survey, profile, learner, weights["policy"]),
         switch_s=switch_of(survey, seated, weights),
+        driver_request_s=driver_of(survey, profile),
+        cores=cores_of(survey),
     )
 
 
@@ -206,6 +210,20 @@ def sync_of(survey: Survey, profile: Profile | None, where: Seated, num_bytes: f
     if profile is not None and profile.sync_s is not None and alike:
         return profile.sync_s
     return sync_time_s(num_bytes, device_for(where.pool, survey))
+
+
+def driver_of(survey: Survey, profile: Profile | None) -> float:
+    """Of the pipeline's own process, for each request. In one process with everybody it has no time of its own."""
+    if survey.config.cluster.kind == "inprocess":
+        return 0.0
+    return DRIVER_REQUEST_S if profile is None or profile.driver_request_s is None else profile.driver_request_s
+
+
+def cores_of(survey: Survey) -> int:
+    """Those of this machine, unless the configuration names others or asks for more."""
+    pools = survey.placement.pools.values()
+    asked = sum(pool.slots for pool in pools if pool.resource == "cpu")
+    return survey.config.plan.cores or max(asked, os.cpu_count() or 1)
 
 
 def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str, float]) -> float:

@@ -24,6 +24,7 @@ class PlanConfig:
     steps: int = 4  # simulated of each candidate
     max_candidates: int = 16  # simulated, of those with the best bounds
     search_s: float = 30.0  # for simulations, all together
+    cores: int = 0  # of the machine that CPU slots are on; 0: this one's, or as many as there are slots
     devices: dict[str, DeviceSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -34,6 +35,8 @@ class PlanConfig:
             raise ValueError(f"steps: must be at least 2 (the first one starts with empty engines), got {self.steps}")
         if self.max_candidates < 1:
             raise ValueError(f"max_candidates: must be at least 1, got {self.max_candidates}")
+        if self.cores < 0:
+            raise ValueError(f"cores: must be 0 (those of this machine) or more, got {self.cores}")
         if not self.search_s > 0:
             raise ValueError(f"search_s: must be above 0, got {self.search_s}")
         for key in ("profile", "write"):

@@ -1,27 +1,37 @@
 """An earlier run's files, read for what its work took: costs and lengths. Writes nothing.
 
-Engines are fitted to the spans of their requests, the learner to its spans and the tokens of each step. A lane of the
-timeline holds so many rows; requests that it left out are put beside their neighbours, as long as their tokens take.
+Engines are fitted to the spans of their requests, the learner to its spans and the tokens of each step. Processes that
+shared cores or a GPU slowed each other down: spans are measured in the work that got done in them, not in seconds.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from grmpipe.config import ConfigError, RunConfig, read_yaml
 from grmpipe.engines import engine_config_of
+from grmpipe.profile_files import (
+    Sizes,
+    Span,
+    driver_seconds,
+    judgement_sizes,
+    read_spans,
+    rollout_sizes,
+    tokens_by_step,
+)
 from models.settings import OpenAIConfig
+from scheduler.bound import LEARNER, POLICY
 from scheduler.cost import LearnerSpeed
 from scheduler.fit import EngineFit, Request, fit_engine, fit_learner
+from scheduler.placement import place
+from scheduler.sharing import Interval, WorkClock, shared_by, work_clock
 
-Record = dict[str, Any]  # of this file only: a line of a journal, an event of the timeline
-
+GRM = "grm"
+SYNC = "weight sync"
 WARM_UP_STEPS = 1  # allocations and compilations of a first step are no cost of the others
 MIN_CLEAR = 40  # requests that nothing interrupted; with fewer, the others are taken as well
 
@@ -43,58 +53,113 @@ class Profile:
     lengths: Mapping[str, Lengths]
     learner: LearnerSpeed | None
     sync_s: float | None
+    driver_request_s: float | None
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A span of the timeline, under the name of its lane, whatever its row."""
+class DriverUse:
+    """core_share: of one core, that the pipeline's own process took."""
 
-    lane: str
-    name: str
-    start_s: float
-    end_s: float
-    args: Record
+    request_s: float
+    core_share: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """One request as the journals know it."""
-
-    prompt_tokens: int
-    new_tokens: int
-
-
-def read_profile(path: str) -> Profile:
-    """Raises ConfigError where there is no run to read."""
+def read_profile(path: str, cores: int) -> Profile:
+    """cores: of the machine that ran it. Raises ConfigError where there is no run to read."""
     run_dir = Path(path).parent if path.endswith(".json") else Path(path)
     for name in ("timeline.json", "config.yaml", "rollouts.jsonl"):
         if not (run_dir / name).is_file():
             raise ConfigError(f"plan.profile: {run_dir} holds no {name}; give the directory of a run, or its timeline")
     config = read_yaml(run_dir / "config.yaml")
-    spans = list(read_spans(run_dir / "timeline.json"))
-    known = {"policy": rollout_sizes(run_dir), "grm": judgement_sizes(run_dir)}
+    known = {POLICY: rollout_sizes(run_dir), GRM: judgement_sizes(run_dir)}
+    seen = [*read_spans(run_dir / "timeline.json")]
+    roles = [role for role in (POLICY, GRM) if any(span.name == role for span in seen)]
+    hidden = {role: [*left_out(requests_of(role, seen), known[role])] for role in roles}
+    driver = driver_of(run_dir, config)
+    spans = measured_in_work([*seen, *(span for role in roles for span in hidden[role])], config, cores, driver)
     notes: list[str] = []
-    roles = [role for role in ("policy", "grm") if any(span.name == role for span in spans)]
     engines = {}
     for role in roles:
-        fit, said = engine_of(role, spans, known[role], config)
-        notes += said
-        if fit is not None:
+        if hidden[role]:
+            asked = len(requests_of(role, seen)) + len(hidden[role])
+            notes.append(f"{role}: {len(hidden[role])} of {asked} requests had no row in the timeline")
+        if (fit := engine_of(role, spans, known[role], config)) is not None:
             engines[role] = fit
-    learner, said = learner_of(spans, run_dir, known["policy"])
-    pushes = [span.end_s - span.start_s for span in spans if span.lane == "weight sync"][WARM_UP_STEPS:]
+        else:
+            notes.append(f"{role}: too few requests in the timeline to tell its speed")
+    learner, said = learner_of(spans, run_dir, known[POLICY])
+    notes += said
+    pushes = [span.end_s - span.start_s for span in spans if span.lane == SYNC][WARM_UP_STEPS:]
     if not pushes:
-        said.append("sync: fewer than two pushes of weights")
-    lengths = {role: mean_lengths(known[role]) for role in roles if known[role]}
+        notes.append("sync: fewer than two pushes of weights")
+    if driver is None:
+        notes.append("driver: its own time isn't told apart; take a run of two steps or more on cluster=ray")
     return Profile(
         config=config,
         engines=engines,
-        lengths=lengths,
+        lengths={role: mean_lengths(known[role]) for role in roles if known[role]},
         learner=learner,
         sync_s=median(pushes) if pushes else None,
-        notes=(*notes, *said),
+        driver_request_s=driver.request_s if driver else None,
+        notes=tuple(notes),
     )
+
+
+# -- the time of each, and of all ------------------------------------------------------------------------------------
+
+
+def driver_of(run_dir: Path, config: RunConfig) -> DriverUse | None:
+    """None where engines and learner lived in its process, or the run has too few steps."""
+    steps = driver_seconds(run_dir)[WARM_UP_STEPS:]
+    cpu_s, seconds, requests = (sum(column) for column in zip(*steps, strict=True)) if steps else (0.0, 0.0, 0)
+    if config.cluster.kind == "inprocess" or not requests or not seconds:
+        return None
+    return DriverUse(request_s=cpu_s / requests, core_share=min(1.0, cpu_s / seconds))
+
+
+def measured_in_work(spans: Sequence[Span], config: RunConfig, cores: int, driver: DriverUse | None) -> list[Span]:
+    """The same spans by the clock of whom they belong to: how far it would have come, had it had nothing to share."""
+    placement = place(config.placement, config.roles)
+    busy = busy_intervals(spans)
+    clocks: dict[str, WorkClock] = {}
+    for shared in shared_by(placement, cores):
+        lanes = {LEARNER if seat.role == LEARNER else seat.name for seat in shared.seats}
+        background = driver.core_share if driver and shared.is_host else 0.0
+        clock = work_clock([busy.get(lane, []) for lane in sorted(lanes)], shared.capacity, background)
+        clocks |= dict.fromkeys(lanes, clock)
+    if LEARNER in clocks:
+        clocks[SYNC] = clocks[LEARNER]
+    return [by_clock(span, clocks[span.lane]) if span.lane in clocks else span for span in spans]
+
+
+def busy_intervals(spans: Sequence[Span]) -> dict[str, list[Interval]]:
+    """By lane. A push is the learner's work; the policy's engines stand still in it."""
+    busy: dict[str, list[Interval]] = defaultdict(list)
+    pauses = sorted((span.start_s, span.end_s) for span in spans if span.lane == SYNC)
+    for span in spans:
+        if span.lane == SYNC:
+            busy[LEARNER].append((span.start_s, span.end_s))
+        elif span.name == POLICY:
+            busy[span.lane] += without(pauses, span.start_s, span.end_s)
+        else:
+            busy[span.lane].append((span.start_s, span.end_s))
+    return busy
+
+
+def without(pauses: Sequence[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
+    """What is left of a span."""
+    for pause_start_s, pause_end_s in pauses:
+        if start_s < pause_end_s and pause_start_s < end_s:
+            if start_s < pause_start_s:
+                yield start_s, pause_start_s
+            start_s = pause_end_s
+    if start_s < end_s:
+        yield start_s, end_s
+
+
+def by_clock(span: Span, clock: WorkClock) -> Span:
+    return replace(span, start_s=clock.at(span.start_s), end_s=clock.at(span.end_s))
 
 
 # -- engines -------------------------------------------------------------------------------------------------------
@@ -102,48 +167,48 @@ def read_profile(path: str) -> Profile:
 
 def engine_of(
     role: str, spans: Sequence[Span], known: Mapping[str, list[Sizes]], config: RunConfig
-) -> tuple[EngineFit | None, list[str]]:
-    """A role's speed, from its requests on all of its engines."""
-    seen = [span for span in spans if span.name == role and span.args.get("num_tokens", 0) > 0]
-    counted = {span.args["request"] for span in undisturbed(seen, role, spans, config)}
-    hidden = list(left_out(seen, known))
+) -> EngineFit | None:
+    """A role's speed, from its requests on all of its engines. None where they are too few."""
+    requests = requests_of(role, spans)
+    counted = {span.args["request"] for span in undisturbed(requests, spans)}
     usual = round(mean_lengths(known).prompt_tokens) if known else 0
     lanes: dict[str, list[Request]] = defaultdict(list)
-    for span in [*seen, *hidden]:
-        sizes = known.get(seat_of(span))
+    for span in requests:
+        seat = seat_of(span)
+        sizes = known.get(seat)
         request = Request(
             start_s=span.start_s,
             end_s=span.end_s,
             prompt_tokens=sizes[0].prompt_tokens if sizes else usual,
             new_tokens=span.args["num_tokens"],
+            # Siblings are asked the same; so are the judgements of one rollout.
+            shares=seat.rsplit("/", 1)[0] if role == POLICY else seat,
             counts=span.args["request"] in counted,
         )
         lanes[span.lane].append(request)
     engine = engine_config_of(role, config)
-    fit = fit_engine(list(lanes.values()), 1 << 30 if isinstance(engine, OpenAIConfig) else engine.max_batch_rows)
-    notes = [] if fit else [f"{role}: too few requests in the timeline to tell its speed"]
-    if hidden:
-        notes.append(f"{role}: {len(hidden)} of {len(seen) + len(hidden)} requests had no row in the timeline")
-    return fit, notes
+    return fit_engine(list(lanes.values()), 1 << 30 if isinstance(engine, OpenAIConfig) else engine.max_batch_rows)
 
 
-def undisturbed(seen: Sequence[Span], role: str, spans: Sequence[Span], config: RunConfig) -> Sequence[Span]:
-    """Requests of a warm engine that no push stopped, and no learner on the same slots slowed down; as far as there
-    are enough of them."""
-    roles = config.placement.roles
-    shares = role in roles and "learner" in roles and roles[role].pool == roles["learner"].pool
+def requests_of(role: str, spans: Sequence[Span]) -> list[Span]:
+    return [span for span in spans if span.name == role and span.args.get("num_tokens", 0) > 0]
+
+
+def undisturbed(requests: Sequence[Span], spans: Sequence[Span]) -> Sequence[Span]:
+    """Those of a warm engine that the timeline has seen itself and no push stopped, if they are enough."""
     first_step = min((span.end_s for span in spans if span.name.startswith("step ")), default=0.0)
-    lanes = [("weight sync", "learner"), ("weight sync",)] if shares else [("weight sync",)]
-    for disturbing in lanes:
-        others = [span for span in spans if span.lane in disturbing]
-        clear = [
-            span
-            for span in seen
-            if span.start_s > first_step and not any(o.start_s < span.end_s and span.start_s < o.end_s for o in others)
-        ]
-        if len(clear) >= MIN_CLEAR:
-            return clear
-    return seen
+    pushes = [span for span in spans if span.lane == SYNC]
+    clear = [
+        span
+        for span in requests
+        if span.start_s > first_step
+        and not span.args["request"].endswith(LEFT_OUT)
+        and not any(push.start_s < span.end_s and span.start_s < push.end_s for push in pushes)
+    ]
+    return clear if len(clear) >= MIN_CLEAR else requests
+
+
+LEFT_OUT = "/left out"
 
 
 def left_out(seen: Sequence[Span], known: Mapping[str, list[Sizes]]) -> Iterator[Span]:
@@ -172,7 +237,7 @@ def beside(neighbour: Span, sizes: Sizes, seat: str) -> Span:
     return replace(
         neighbour,
         end_s=neighbour.start_s + sizes.new_tokens * token_s,
-        args={"request": f"{seat}/left out", "num_tokens": sizes.new_tokens},
+        args={"request": f"{seat}{LEFT_OUT}", "num_tokens": sizes.new_tokens},
     )
 
 
@@ -197,7 +262,7 @@ def learner_of(
     """Seconds in its spans against tokens trained, step by step."""
     tokens = tokens_by_step(run_dir, known)
     busy, done = {}, 0.0
-    for span in sorted((span for span in spans if span.lane == "learner"), key=lambda span: span.start_s):
+    for span in sorted((span for span in spans if span.lane == LEARNER), key=lambda span: span.start_s):
         done += span.end_s - span.start_s
         if span.name.startswith("step "):
             busy[int(span.name.split()[1])] = done
@@ -207,82 +272,3 @@ def learner_of(
     if fit is None:
         return None, ["learner: fewer than three steps, the first not counted"]
     return fit[0], [f"learner: {fit[1]}"] if fit[1] else []
-
-
-def tokens_by_step(run_dir: Path, known: Mapping[str, list[Sizes]]) -> dict[int, int]:
-    """Prompt and new tokens of the groups that each step trained."""
-    of_group: Counter[str] = Counter()
-    for seat, turns in known.items():
-        # A later turn's prompt holds the earlier ones.
-        of_group[seat.rsplit("/", 1)[0]] += turns[-1].prompt_tokens + turns[-1].new_tokens
-    tokens: Counter[int] = Counter()
-    for line in json_lines(run_dir / "groups.jsonl"):
-        if line["outcome"] == "trained":
-            tokens[line["step"]] += of_group[line["group_id"]]
-    return tokens
-
-
-# -- files ---------------------------------------------------------------------------------------------------------
-
-
-def rollout_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
-    """`group/sibling` -> its turns."""
-    return {
-        f"{line['group_id']}/{line['sibling']}": [
-            Sizes(prompt_tokens=len(turn["prompt_ids"]), new_tokens=len(turn["token_ids"])) for turn in line["turns"]
-        ]
-        for line in json_lines(run_dir / "rollouts.jsonl")
-    }
-
-
-def judgement_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
-    """`group/sibling` -> its judgements, failed ones as far as they hold their tokens."""
-    return {
-        f"{line['group_id']}/{line['sibling']}": [
-            Sizes(prompt_tokens=len(one["prompt_ids"]), new_tokens=completion_tokens(one["completion"]))
-            for one in [*line["judgements"], *line["failures"]]
-            if "completion" in one
-        ]
-        for line in json_lines(run_dir / "judgements.jsonl")
-        if line["judgements"]
-    }
-
-
-def completion_tokens(completion: Record) -> int:
-    """A judge outside shows no ids, only how many they were."""
-    return len(completion["token_ids"]) or completion.get("unseen_tokens", 0)
-
-
-def json_lines(path: Path) -> Iterator[Record]:
-    """The lines of a journal; a torn last one is ignored."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
-
-
-def read_spans(path: Path) -> Iterator[Span]:
-    """The array is one event a line: a run that was killed leaves out the end."""
-    titles: dict[tuple[int, int], str] = {}
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            text = line.strip().rstrip(",")
-            if not text.startswith("{") or not text.endswith("}"):
-                continue
-            event = json.loads(text)
-            row = (event["pid"], event["tid"])
-            if event["name"] == "thread_name" and event["ph"] == "M":
-                titles[row] = event["args"]["name"].split(" · ")[0]
-            elif event["ph"] == "X":
-                start_s = event["ts"] / 1e6
-                yield Span(
-                    lane=titles.get(row, ""),
-                    name=event["name"],
-                    start_s=start_s,
-                    end_s=start_s + event["dur"] / 1e6,
-                    args=event.get("args", {}),
-                )

@@ -1,12 +1,11 @@
 """A run on a virtual clock: the very pipeline, admission, groups, routers, judge and batches; only engines and learner
-take time instead of working. Touches no disk and no process.
+take time instead of working, and the pipeline as much as it is said to. Touches no disk and no process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,6 @@ from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.flow import FlowConfig, Parts, StepReport
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
-from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
@@ -25,6 +23,7 @@ from grmpipe.judge.watch import FailureGate
 from grmpipe.pipeline import Pipeline
 from grmpipe.rollout.play import Play, Seat, play
 from grmpipe.simulation_bound import GRM, Bound, Needs, bound_of
+from grmpipe.simulation_driver import AttendedGrm, SimulatedDriver
 from grmpipe.simulation_learner import SimulatedRanks
 from grmpipe.simulation_scripts import CountingRenderer, Lengths, Writer
 from grmpipe.train.batch import BatchTrainer
@@ -34,14 +33,16 @@ from grmpipe.waits import WaitTimes
 from models.engines.simulated import SimulatedEngine
 from models.engines.simulated_pace import SharedDevice
 from models.types import Engine, SamplingParams
-from scheduler.bound import LEARNER, POLICY
+from scheduler.bound import DRIVER, LEARNER, POLICY
 from scheduler.continuation import Continuation
 from scheduler.cost import Costs
 from scheduler.elastic import ElasticPool, ElasticRole
 from scheduler.events import EventSink, NoEvents
+from scheduler.garbage import seldom_collected
 from scheduler.health import push_to_living
 from scheduler.placement import Placement
 from scheduler.router import Router
+from scheduler.sharing import shared_by
 from scheduler.supervise import run_until
 from scheduler.virtual_loop import run_virtually
 from scheduler.weight_sync import WeightSync
@@ -62,7 +63,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """One optimizer step. busy_s: seconds of work by role since the beginning, of all its processes together."""
+    """One optimizer step. busy_s: seconds of work by role since the beginning, of all its processes together; the
+    driver is one where requests cost it time."""
 
     ended_s: float
     step_s: float
@@ -98,11 +100,8 @@ def simulate(
     workload: Workload, placement: Placement, costs: Costs, num_steps: int, events: EventSink | None = None
 ) -> SimulatedRun:
     """Runs on a loop of its own, so it can't be called from within one. Repeatable: equal arguments, equal results."""
-    gc.freeze()  # else all that is imported is looked through for garbage again and again: a third of the time
-    try:
+    with seldom_collected():
         return run_virtually(lambda: Simulation(workload, placement, costs, num_steps, events or NoEvents()).run())
-    finally:
-        gc.unfreeze()
 
 
 @dataclass(slots=True)
@@ -115,7 +114,8 @@ class Simulation:
     num_steps: int
     events: EventSink
     engines: dict[str, list[SimulatedEngine]] = field(init=False)
-    devices: dict[tuple[str, int], SharedDevice] = field(init=False)
+    devices: dict[str, SharedDevice] = field(init=False)  # by the name of a seat
+    driver: SimulatedDriver = field(init=False)
     ranks: SimulatedRanks = field(init=False)
     needs: Needs = field(init=False)
     pipeline: Pipeline = field(init=False)
@@ -131,9 +131,11 @@ class Simulation:
 
     def assemble(self) -> tuple[Parts, list[ElasticPool]]:
         """What the pipeline runs on, and the pools whose slots move."""
-        self.devices = shared_devices(self.placement)
+        self.devices = shared_devices(self.placement, self.costs.cores)
+        self.driver = SimulatedDriver(self.costs.driver_request_s, self.devices.get(DRIVER))
+        first, *others = self.placement.seats[LEARNER]
         self.ranks = SimulatedRanks(
-            len(self.placement.seats[LEARNER]), self.costs.learner, self.costs.sync_s, self._device(LEARNER, 0)
+            1 + len(others), self.costs.learner, self.costs.sync_s, self.devices.get(first.name)
         )
         self.engines = {}
         routers = {role: self._start(role) for role in self.costs.engines}
@@ -151,7 +153,8 @@ class Simulation:
         engines: dict[str, Engine] = {}
         self.engines[role] = []
         for seat in self.placement.seats[role]:
-            engine = SimulatedEngine(role, writer, speed=self.costs.engines[role], device=self._device(role, seat.rank))
+            device = self.devices.get(seat.name)
+            engine = SimulatedEngine(role, writer, speed=self.costs.engines[role], device=device)
             self.engines[role].append(engine)
             engines[seat.name] = engine
         elastic = self.placement.elastic_slots(self.placement.seats[role][0].pool)
@@ -170,11 +173,6 @@ class Simulation:
             boxed=config.judge.parser == "boxed",
             unparseable_share=config.simulate.unparseable_share,
         )
-
-    def _device(self, role: str, rank: int) -> SharedDevice | None:
-        """Where somebody else sits as well; a process of several slots shares none of them."""
-        seat = self.placement.seats[role][rank]
-        return self.devices.get((seat.pool, seat.slots[0]))
 
     def _elastic_pools(self, routers: Mapping[str, Router], sync: WeightSync) -> list[ElasticPool]:
         pools = []
@@ -219,8 +217,8 @@ class Simulation:
         return Parts(
             prompts=self.workload.prompts,
             too_long=lambda prompt: False,
-            play=make_play(self.workload, routers[POLICY]),
-            judge=make_judge(self.workload, routers.get(GRM), config.judge.kind),
+            play=make_play(self.workload, routers[POLICY], self.driver),
+            judge=make_judge(self.workload, routers.get(GRM), config.judge.kind, self.driver),
             watch=JudgeFitness(gate),
             trainer=BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens),
             push_weights=functools.partial(push_to_living, sync, routers[POLICY]),
@@ -237,11 +235,14 @@ class Simulation:
             SimulatedStep(
                 ended_s=asyncio.get_running_loop().time(),
                 step_s=report.waits.steps_s,
-                busy_s=busy_s | {LEARNER: self.ranks.busy_s},
+                busy_s=busy_s | {LEARNER: self.ranks.busy_s} | self._driver_busy_s(),
                 staleness=max(report.step - 1 - group.version for group in report.groups),
                 waits=report.waits,
             )
         )
+
+    def _driver_busy_s(self) -> dict[str, float]:
+        return {DRIVER: self.driver.busy_s} if self.costs.driver_request_s else {}
 
     def _result(self, pools: Sequence[ElasticPool]) -> SimulatedRun:
         train = self.workload.config.train
@@ -250,8 +251,8 @@ class Simulation:
         before = self.steps[settled.start - 1] if settled.start else None
         began_s = before.ended_s if before else inside[0].ended_s - inside[0].step_s
         seconds = inside[-1].ended_s - began_s
-        counts = {role: len(engines) for role, engines in self.engines.items()} | {LEARNER: 1}
-        busy_s = {role: inside[-1].busy_s[role] - (before.busy_s[role] if before else 0.0) for role in counts}
+        busy_s = {role: busy - (before.busy_s[role] if before else 0.0) for role, busy in inside[-1].busy_s.items()}
+        counts = dict.fromkeys(busy_s, 1) | {role: len(engines) for role, engines in self.engines.items()}
         return SimulatedRun(
             steps=tuple(self.steps),
             settled=settled,
@@ -274,13 +275,16 @@ def settled_steps(num_steps: int, max_staleness: int) -> range:
     return range(edge, num_steps - edge)
 
 
-def shared_devices(placement: Placement) -> dict[tuple[str, int], SharedDevice]:
-    """(pool, slot) -> the slots with more than one process."""
-    tenants: dict[tuple[str, int], int] = {}
-    for seat in (seat for seats in placement.seats.values() for seat in seats):
-        for slot in seat.slots:
-            tenants[seat.pool, slot] = tenants.get((seat.pool, slot), 0) + 1
-    return {place: SharedDevice() for place, count in tenants.items() if count > 1}
+def shared_devices(placement: Placement, cores: int) -> dict[str, SharedDevice]:
+    """By the name of a seat, or of the driver: what it shares with others. A process of several GPUs fares as the first
+    of them does."""
+    devices: dict[str, SharedDevice] = {}
+    for shared in shared_by(placement, cores):
+        device = SharedDevice(shared.capacity)
+        devices |= {seat.name: device for seat in shared.seats if seat.name not in devices}
+        if shared.is_host:
+            devices[DRIVER] = device
+    return devices
 
 
 def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
@@ -298,26 +302,29 @@ def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
     )
 
 
-def make_play(workload: Workload, policy: Engine) -> Play:
+def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Play:
     """The real episode, with a tokenizer that counts."""
-    rollout = workload.config.rollout
+    limits = workload.config.rollout
     renderer = CountingRenderer(workload.chars_per_token[POLICY])
-    params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
+    params = SamplingParams(max_new_tokens=limits.max_new_tokens, temperature=limits.temperature)
 
     async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        return await play(seat, SingleTurn(prompt), policy, renderer, params, rollout.max_turns, on_first_token)
+        await driver.attend()
+        rollout = await play(seat, SingleTurn(prompt), policy, renderer, params, limits.max_turns, on_first_token)
+        await driver.attend()
+        return rollout
 
     return played
 
 
-def make_judge(workload: Workload, grm: Router | None, kind: str) -> Judge:
+def make_judge(workload: Workload, grm: Router | None, kind: str, driver: SimulatedDriver) -> Judge:
     """The real judge, of a GRM whose critiques are scripted and really parsed."""
     config = workload.config
     if kind == "rule":
         return OneByOne(RuleJudge(config.judge.rule))
     if kind == "mixed":
         mix = config.judge.mix.items()
-        return MixedJudge({name: (make_judge(workload, grm, name), weight) for name, weight in mix})
+        return MixedJudge({name: (make_judge(workload, grm, name, driver), weight) for name, weight in mix})
     assert grm is not None, "a GRM outside has no place to be simulated on"
-    here = GrmHere(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), context_tokens=0)
+    here = AttendedGrm(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), driver)
     return OneByOne(GenerativeJudge(here, config.judge, config.seed))

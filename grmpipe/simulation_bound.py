@@ -15,7 +15,7 @@ from typing import Literal
 
 from grmpipe.types import JudgeReport, Prompt, Rollout
 from models.types import EngineSpeed
-from scheduler.bound import LEARNER, POLICY, busiest_slot_s
+from scheduler.bound import DRIVER, LEARNER, POLICY, busiest_slot_s, is_on_cpu
 from scheduler.cost import Costs
 from scheduler.placement import Placement
 
@@ -67,6 +67,7 @@ class Needs:
         for turn in rollout.turns:
             speed, asked = self._costs.engines[POLICY], (len(turn.prompt_ids), turn.completion.num_tokens)
             played_s += alone_s(speed, *asked)
+            needs.work_s[DRIVER] += self._costs.driver_request_s
             needs.work_s[POLICY] += least_s(speed, *asked, rows=self._rows[POLICY], sharers=self._group_size)
         needs.played_s[rollout.sibling] = played_s
         last = rollout.turns[-1]
@@ -82,6 +83,7 @@ class Needs:
             asked = (len(judgement.prompt_ids), judgement.completion.num_tokens)
             needs.work_s[GRM] += least_s(speed, *asked, rows=self._rows[GRM], sharers=self._num_judgements)
             longest_s = max(longest_s, alone_s(speed, *asked))
+            needs.work_s[DRIVER] += self._costs.driver_request_s
         needs.chain_s = max(needs.chain_s, needs.played_s[rollout.sibling] + longest_s)
 
     def group_ended(
@@ -101,7 +103,7 @@ class Needs:
 
     def close_step(self, step: int) -> None:
         trained, self._step = self._step, []
-        roles = (*self._costs.engines, LEARNER)
+        roles = (*self._costs.engines, LEARNER, *([DRIVER] if self._costs.driver_request_s else []))
         work_s = {role: sum(needs.work_s[role] for needs in trained) for role in roles}
         chain_s = max(needs.chain_s for needs in trained)
         self.steps[step] = StepNeeds(work_s=work_s, chain_s=chain_s + self._costs.learner.step_s + self._costs.sync_s)
@@ -110,7 +112,7 @@ class Needs:
 def bound_of(steps: Sequence[StepNeeds], placement: Placement, costs: Costs, max_staleness: int) -> Bound:
     """The least mean time of these steps. Synchronous ones are bound each for itself."""
     loads = [loads_of(step, placement, costs) for step in steps]
-    busiest = [busiest_slot_s(placement, load) for load in loads]
+    busiest = [busiest_slot_s(placement, load, costs.cores) for load in loads]
     chains = [step.chain_s for step in steps]
     if max_staleness == 0:
         step_s = fmean(map(max, zip(busiest, chains, strict=True)))
@@ -128,9 +130,11 @@ def loads_of(step: StepNeeds, placement: Placement, costs: Costs) -> dict[str, f
     """Seconds of work for each process of a role. A push stops the learner and the policy's engines."""
     loads = {}
     for role, work_s in step.work_s.items():
-        loads[role] = work_s if role == LEARNER else work_s / len(placement.seats[role])
+        loads[role] = work_s if role in (LEARNER, DRIVER) else work_s / len(placement.seats[role])
     loads[LEARNER] += costs.learner.step_s + costs.sync_s
-    if placement.seats[POLICY][0].pool != placement.seats[LEARNER][0].pool:  # on one slot it counts once
+    paused, pushing = placement.seats[POLICY][0], placement.seats[LEARNER][0]
+    on_cores = costs.cores and is_on_cpu(placement, paused)  # who pauses leaves its core to others
+    if paused.pool != pushing.pool and not on_cores:  # on one slot a push counts once
         loads[POLICY] += costs.sync_s
     return loads
 

@@ -14,7 +14,7 @@ from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.scale import Scale
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
-from grmpipe.plan_costs import SAMPLED_PROMPTS, Seated, costs_of, lengths_of
+from grmpipe.plan_costs import SAMPLED_PROMPTS, Seated, cores_of, costs_of, lengths_of
 from grmpipe.prepare import Progress
 from grmpipe.profile import Profile, read_profile
 from grmpipe.run_dir import HOME, holds_run, new_run_dir
@@ -33,7 +33,7 @@ from scheduler.planner import Predicted
 def run_simulation(config: RunConfig, progress: Progress) -> str:
     """Simulate as placed, write simulation.json and timeline.json, return what to print. Raises ConfigError."""
     survey = survey_run(config, progress)
-    profile = read_profile(config.plan.profile) if config.plan.profile else None
+    profile = read_profile(config.plan.profile, cores_of(survey)) if config.plan.profile else None
     workload, costs = workload_of(survey, profile), stated_or_reckoned(survey, profile)
     directory = open_directory(config)
     timeline = Timeline(directory / "timeline.json")
@@ -134,6 +134,8 @@ def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
         learner=LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s),
         sync_s=stated.sync_s,
         switch_s=stated.switch_s,
+        driver_request_s=stated.driver_request_s,
+        cores=cores_of(survey),
     )
 
 

@@ -1,21 +1,22 @@
 """The least that a step can take: the work of each slot, and the longest chain. Pure.
 
-No overlap beats it: a slot that serves several roles does all their work, and a synchronous step can't end before one
-rollout was played, judged, packed and stepped on.
+No overlap beats it: a slot that serves several roles does all their work, cores do all that runs on them, and a
+synchronous step can't end before one rollout was played, judged, packed and stepped on.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from models.types import EngineSpeed
 from scheduler.cost import Costs
-from scheduler.placement import Placement
+from scheduler.placement import Placement, Seat
 
 LEARNER = "learner"
+DRIVER = "driver"  # the pipeline's own process: no role, and no seat
 POLICY = "policy"
 
 
@@ -57,25 +58,34 @@ def kv_rows(work: RoleWork, speed: EngineSpeed) -> float:
 
 
 def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float:
-    """Seconds a step that each process of a role is busy. `costs` are those of a learner of that many ranks.
-
-    A push of weights stops learner and policy."""
+    """Seconds a step that each process of a role is busy, or the driver. `costs` are those of a learner of that many
+    ranks. A push of weights stops learner and policy."""
+    if role == DRIVER:
+        return sum(asked.requests for asked in work.engines.values()) * costs.driver_request_s
     if role == LEARNER:
         return work.learner_tokens * costs.learner.token_s + costs.learner.step_s + costs.sync_s
     own = engine_busy_s(work.engines[role], costs.engines[role], num_processes, work.max_staleness + 1)
     return own + (costs.sync_s if role == POLICY else 0.0)
 
 
-def busiest_slot_s(placement: Placement, loads: Mapping[str, float]) -> float:
+def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int = 0) -> float:
     """Seconds a step that some slot has to work, however the engines of each role divide its work among them.
 
+    With `cores`, processes on CPU slots run on any of these: no faster than all together, nor than each by itself.
     A learner's ranks work alike. The work of any roles must go where they sit, on top of the learner's there: the least
     makespan of work that may be split is the largest such mean over sets of roles (max-flow, min-cut).
-    loads: of each process of a role, were its work divided evenly.
+    loads: of each process of a role, were its work divided evenly; of the driver, where it has any.
     """
     fixed: dict[tuple[str, int], float] = defaultdict(float)
     where: dict[str, set[tuple[str, int]]] = {}
+    floating = {role for role, seats in placement.seats.items() if cores and is_on_cpu(placement, seats[0])}
+    least_s = driver_s = loads.get(DRIVER, 0.0)
+    if cores:
+        on_cores = [(loads[role], len(placement.seats[role])) for role in floating]
+        least_s = busiest_core_s([(driver_s, 1), *on_cores], cores)
     for role, seats in placement.seats.items():
+        if role in floating:
+            continue
         where[role] = {(seat.pool, slot) for seat in seats for slot in seat.slots}
         for place in where[role] if role == LEARNER else ():
             fixed[place] += loads[role]
@@ -86,7 +96,18 @@ def busiest_slot_s(placement: Placement, loads: Mapping[str, float]) -> float:
             places = set().union(*(where[role] for role in roles))
             work = sum(loads[role] * len(where[role]) for role in roles) + sum(fixed[place] for place in places)
             means.append(work / len(places))
-    return max([*fixed.values(), *means])
+    return max([*fixed.values(), *means, least_s])
+
+
+def busiest_core_s(loads: Collection[tuple[float, int]], cores: int) -> float:
+    """Of processes that share cores: none is faster than its own work, nor all than theirs together.
+
+    loads: seconds of each process of a role, and how many they are."""
+    return max(sum(load * count for load, count in loads) / cores, *(load for load, _ in loads))
+
+
+def is_on_cpu(placement: Placement, seat: Seat) -> bool:
+    return placement.pools[seat.pool].resource == "cpu"
 
 
 def chain_s(work: StepWork, costs: Costs) -> float:

@@ -20,6 +20,7 @@ DECODE_FLOPS_SHARE = 0.5  # the same products with few rows; where they are too 
 LEARNER_FLOPS_SHARE = 0.4  # MFU of FSDP2 on dense models of 8 to 70 B (torchtitan, arXiv 2410.06511): 0.34 to 0.46
 LINK_SHARE = 0.7  # of NVLink or PCIe: NCCL broadcasts, pinned copies
 TENSOR_PARALLEL_SHARE = 0.9  # kept per doubling: two all-reduces a layer wait for the slowest
+DRIVER_REQUEST_S = 5e-4  # over Ray, of short answers (benchmarks/simulator.md); a profile replaces it
 SYNC_FIXED_S = 0.05  # pause, buckets, commit, probe: there are no smaller pushes
 
 FORWARD_FLOPS = 2  # per parameter and token
@@ -44,6 +45,8 @@ class Costs:
     learner: LearnerSpeed
     sync_s: float  # a push of the policy's weights, the pause
     switch_s: float = 0.0  # an elastic slot's change of role
+    driver_request_s: float = 0.0  # of the pipeline's own process for each request to an engine, one after another
+    cores: int = 0  # that processes on CPU slots run on, and the pipeline; 0: a slot is a core of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

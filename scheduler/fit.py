@@ -20,12 +20,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What an engine did for somebody. `counts`: whether it is to be fitted, or only was there beside the others."""
+    """What an engine did for somebody.
+
+    shares: names its prompt; of the requests that share one, the first to come pays its prefill. Empty: it shares none.
+    counts: whether it is to be fitted, or only was there beside the others.
+    """
 
     start_s: float
     end_s: float
     prompt_tokens: int
     new_tokens: int
+    shares: str = ""
     counts: bool = True
 
 
@@ -72,19 +77,30 @@ def fit_engine(engines: Sequence[Sequence[Request]], max_rows: int) -> EngineFit
 
 def describe_requests(requests: Sequence[Request], max_rows: int) -> tuple[Floats, Floats]:
     """For each request that counts: its steps; the rows of those steps; their cached tokens; the prompts that came in
-    meanwhile, its own included. And what it took."""
+    meanwhile and weren't there yet, its own included. And what it took."""
     starts, ends = np.array([r.start_s for r in requests]), np.array([r.end_s for r in requests])
     prompts = np.array([r.prompt_tokens for r in requests], dtype=np.float64)
     tokens = np.array([r.new_tokens for r in requests], dtype=np.float64)
     taken = ends - starts
     rows = over_time(starts, ends, np.ones(len(requests))) / np.maximum(taken, 1e-9)
     cached = over_time(starts, ends, prompts + tokens / 2) / np.maximum(taken, 1e-9)
-    order = np.argsort(starts)
-    come = np.concatenate([[0.0], np.cumsum(prompts[order])])
+    order = np.argsort(starts, kind="stable")
+    come = np.concatenate([[0.0], np.cumsum((prompts * new_prompts(requests, order))[order])])
     arrived = come[np.searchsorted(starts[order], ends)] - come[np.searchsorted(starts[order], starts)]
     usable = np.array([r.counts for r in requests], dtype=bool) & (taken > 0) & (tokens > 0) & (rows <= max_rows)
     table = np.stack([tokens, tokens * rows, tokens * cached, arrived], axis=1)
     return table[usable], taken[usable]
+
+
+def new_prompts(requests: Sequence[Request], order: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Which of the requests brought a prompt that none before it, in this order, had brought."""
+    known: set[str] = set()
+    new = np.ones(len(requests), dtype=bool)
+    for index in order.tolist():
+        if shares := requests[index].shares:
+            new[index] = shares not in known
+            known.add(shares)
+    return new
 
 
 def over_time(starts: Floats, ends: Floats, weights: Floats) -> Floats:

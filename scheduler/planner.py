@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from scheduler.bound import StepWork, busy_s, chain_s
+from scheduler.bound import StepWork, busiest_core_s, busy_s, chain_s
 from scheduler.cost import Costs
 from scheduler.devices import GB
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
@@ -261,6 +261,8 @@ def weigh(candidate: Candidate, question: Question) -> Weighed:
     costs, seats = question.costs(candidate), candidate.seats
     loads = {role: busy_s(role, question.work, costs, seats[role].replicas) for role in question.work.roles}
     slots_s = sorted((sum(loads[role] for role in room.seats) for room in candidate.rooms), reverse=True)
+    if costs.cores and all(question.kinds[room.kind].resource == "cpu" for room in candidate.rooms):
+        slots_s = [busiest_core_s([(loads[role], seats[role].replicas) for role in loads], costs.cores)]
     chain = 0.0 if question.work.max_staleness else chain_s(question.work, costs)
     return Weighed(candidate=candidate, bound_s=max(slots_s[0], chain), loads=loads, slots_s=tuple(slots_s))
 

@@ -38,19 +38,31 @@ class Tenant(Protocol):
 
 
 class SharedDevice:
-    """A device that several processes are placed on: those that are busy get equal shares of it."""
+    """What several processes work on: those that are busy get equal shares of it, and none more than a whole.
 
-    def __init__(self) -> None:
-        self._busy: list[Tenant] = []
+    capacity: how many of them get a whole: 1 of a GPU, the number of its cores of a machine.
+    """
+
+    def __init__(self, capacity: int = 1) -> None:
+        self._capacity = capacity
+        self._busy: dict[Tenant, None] = {}
+        self._share = 1.0
 
     def occupy(self, tenant: Tenant) -> None:
-        self._busy.append(tenant)
-        self._tell()
+        self._busy[tenant] = None
+        if not self._divide():
+            tenant.share_changed(self._share)
 
     def vacate(self, tenant: Tenant) -> None:
-        self._busy.remove(tenant)
-        self._tell()
+        del self._busy[tenant]
+        self._divide()
 
-    def _tell(self) -> None:
-        for tenant in self._busy:
-            tenant.share_changed(1 / len(self._busy))
+    def _divide(self) -> bool:
+        """False: the shares stay as they were."""
+        share = min(1.0, self._capacity / max(1, len(self._busy)))
+        if share == self._share:
+            return False
+        self._share = share
+        for tenant in tuple(self._busy):
+            tenant.share_changed(share)
+        return True

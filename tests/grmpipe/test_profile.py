@@ -10,7 +10,7 @@ import pytest
 from grmpipe.config import ConfigError, RunConfig, to_yaml
 from grmpipe.observe.timeline import Timeline
 from grmpipe.profile import read_profile
-from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
+from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig
 
 APART = PlacementConfig(
     pools={name: PoolConfig() for name in ("policy", "grm", "learner")},
@@ -18,6 +18,7 @@ APART = PlacementConfig(
 )
 ROLLOUT_S, JUDGEMENT_S = 0.01, 0.02  # a token of either, whoever else decodes
 PROMPT, GROUPS, SIBLINGS, STEPS = 30, 8, 4, 6
+CORES, DRIVER_REQUEST_S = 4, 0.002  # nobody has to share
 
 
 def made_by_hand(run_dir: Path, *, rows: int = 64) -> Path:
@@ -25,7 +26,7 @@ def made_by_hand(run_dir: Path, *, rows: int = 64) -> Path:
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(to_yaml(RunConfig(placement=APART)))
     timeline = Timeline(run_dir / "timeline.json")
-    journals: dict[str, list[dict]] = {"rollouts": [], "judgements": [], "groups": []}
+    journals: dict[str, list[dict]] = {"rollouts": [], "judgements": [], "groups": [], "metrics": []}
     now_s, shown = 100.0, 0
     for step in range(1, STEPS + 1):
         tokens, begun_s = 0, now_s
@@ -54,6 +55,9 @@ def made_by_hand(run_dir: Path, *, rows: int = 64) -> Path:
         now_s += tokens / 1000 + 0.5
         timeline.span("weight sync", f"version {step}", now_s, now_s + 0.125)
         now_s += 0.25
+        asked = GROUPS * SIBLINGS
+        driven = {"driver/cpu_s": 2 * asked * DRIVER_REQUEST_S, "time/step_s": now_s - begun_s}
+        journals["metrics"].append({"step": step, "rollout/finished": asked, "judge/asked": asked, **driven})
     timeline.close()
     for name, lines in journals.items():
         (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -61,7 +65,7 @@ def made_by_hand(run_dir: Path, *, rows: int = 64) -> Path:
 
 
 def test_engines_learner_pushes_and_lengths_are_found_again(tmp_path: Path) -> None:
-    profile = read_profile(str(made_by_hand(tmp_path / "run")))
+    profile = read_profile(str(made_by_hand(tmp_path / "run")), CORES)
     for role, token_s in (("policy", ROLLOUT_S), ("grm", JUDGEMENT_S)):
         assert profile.engines[role].error < 0.01
         assert profile.engines[role].speed.step_s == pytest.approx(token_s, rel=0.02)
@@ -69,26 +73,50 @@ def test_engines_learner_pushes_and_lengths_are_found_again(tmp_path: Path) -> N
     assert profile.learner.token_s == pytest.approx(0.001, rel=0.01)
     assert profile.learner.step_s == pytest.approx(0.5, rel=0.05)
     assert profile.sync_s == pytest.approx(0.125, rel=1e-3)
+    assert profile.driver_request_s == pytest.approx(DRIVER_REQUEST_S)
     assert profile.lengths["policy"].prompt_tokens == PROMPT
     assert profile.lengths["grm"].new_tokens == 2 * profile.lengths["policy"].new_tokens
     assert profile.notes == ()
 
 
+def test_who_shared_a_core_is_as_fast_as_it_would_have_been_alone(tmp_path: Path) -> None:
+    run_dir = made_by_hand(tmp_path / "run")
+    apart, crowded = (read_profile(str(run_dir), cores) for cores in (CORES, 1))
+    driven = 2 * GROUPS * SIBLINGS * DRIVER_REQUEST_S * STEPS
+    for role in (
+        "policy",
+        "grm",
+    ):  # rollouts and their judgements overlap; nobody but the driver is about when steps are made
+        assert crowded.engines[role].speed.step_s < 0.9 * apart.engines[role].speed.step_s
+    assert apart.learner is not None
+    assert crowded.learner is not None
+    assert crowded.learner.token_s == pytest.approx(apart.learner.token_s, rel=driven / STEPS)
+    assert crowded.learner.token_s < apart.learner.token_s
+
+
+def test_the_driver_of_a_single_process_is_not_told_apart(tmp_path: Path) -> None:
+    run_dir = made_by_hand(tmp_path / "run")
+    (run_dir / "config.yaml").write_text(to_yaml(RunConfig(placement=APART, cluster=ClusterConfig(kind="inprocess"))))
+    profile = read_profile(str(run_dir), CORES)
+    assert profile.driver_request_s is None
+    assert any(note.startswith("driver: ") for note in profile.notes)
+
+
 def test_a_timeline_is_taken_as_well_as_its_directory_and_a_torn_end_does_not_matter(tmp_path: Path) -> None:
     run_dir = made_by_hand(tmp_path / "run")
-    whole = read_profile(str(run_dir))
+    whole = read_profile(str(run_dir), CORES)
     for name in ("timeline.json", "rollouts.jsonl"):
         file = run_dir / name
         file.write_bytes(file.read_bytes()[:-20])
-    torn = read_profile(str(run_dir / "timeline.json"))
+    torn = read_profile(str(run_dir / "timeline.json"), CORES)
     assert torn.engines["grm"].speed.step_s == pytest.approx(whole.engines["grm"].speed.step_s, rel=0.01)
 
 
 def test_requests_without_a_row_are_counted_among_the_others_and_told(tmp_path: Path) -> None:
-    profile = read_profile(str(made_by_hand(tmp_path / "run", rows=40)))
+    profile = read_profile(str(made_by_hand(tmp_path / "run", rows=40)), CORES)
     assert profile.engines["policy"].speed.step_s == pytest.approx(ROLLOUT_S, rel=0.05)
     assert profile.engines["policy"].mean_rows == pytest.approx(
-        read_profile(str(made_by_hand(tmp_path / "all"))).engines["policy"].mean_rows, rel=0.1
+        read_profile(str(made_by_hand(tmp_path / "all")), CORES).engines["policy"].mean_rows, rel=0.1
     )
     assert any(note.startswith("policy: ") and "had no row in the timeline" in note for note in profile.notes)
 
@@ -98,7 +126,7 @@ def test_what_could_not_be_measured_is_said(tmp_path: Path) -> None:
     lines = (run_dir / "timeline.json").read_text().splitlines()
     kept = [line for line in lines if "j0.0" not in line and '"step ' not in line and '"version ' not in line]
     (run_dir / "timeline.json").write_text("\n".join(kept))
-    profile = read_profile(str(run_dir))
+    profile = read_profile(str(run_dir), CORES)
     assert set(profile.engines) == {"policy"}
     assert profile.learner is None
     assert profile.sync_s is None
@@ -107,4 +135,4 @@ def test_what_could_not_be_measured_is_said(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^plan\.profile: .* holds no timeline\.json; give the directory of a run"):
-        read_profile(str(tmp_path))
+        read_profile(str(tmp_path), CORES)

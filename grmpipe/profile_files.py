@@ -1,0 +1,117 @@
+"""The files of an earlier run as records: its requests, its steps, its spans. It judges nothing of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]  # a line of a journal, an event of the timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A span of the timeline, under the name of its lane, whatever its row."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    args: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """One request as the journals know it."""
+
+    prompt_tokens: int
+    new_tokens: int
+
+
+def rollout_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
+    """`group/sibling` -> its turns."""
+    return {
+        f"{line['group_id']}/{line['sibling']}": [
+            Sizes(prompt_tokens=len(turn["prompt_ids"]), new_tokens=len(turn["token_ids"])) for turn in line["turns"]
+        ]
+        for line in json_lines(run_dir / "rollouts.jsonl")
+    }
+
+
+def judgement_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
+    """`group/sibling` -> its judgements, failed ones as far as they hold their tokens."""
+    return {
+        f"{line['group_id']}/{line['sibling']}": [
+            Sizes(prompt_tokens=len(one["prompt_ids"]), new_tokens=completion_tokens(one["completion"]))
+            for one in [*line["judgements"], *line["failures"]]
+            if "completion" in one
+        ]
+        for line in json_lines(run_dir / "judgements.jsonl")
+        if line["judgements"]
+    }
+
+
+def completion_tokens(completion: Record) -> int:
+    """A judge outside shows no ids, only how many they were."""
+    return len(completion["token_ids"]) or completion.get("unseen_tokens", 0)
+
+
+def tokens_by_step(run_dir: Path, known: Mapping[str, list[Sizes]]) -> dict[int, int]:
+    """Prompt and new tokens of the groups that each step trained."""
+    of_group: Counter[str] = Counter()
+    for seat, turns in known.items():
+        # A later turn's prompt holds the earlier ones.
+        of_group[seat.rsplit("/", 1)[0]] += turns[-1].prompt_tokens + turns[-1].new_tokens
+    tokens: Counter[int] = Counter()
+    for line in json_lines(run_dir / "groups.jsonl"):
+        if line["outcome"] == "trained":
+            tokens[line["step"]] += of_group[line["group_id"]]
+    return tokens
+
+
+def driver_seconds(run_dir: Path) -> list[tuple[float, float, int]]:
+    """Of each step: CPU seconds of the driver, seconds, requests to engines that came back. Of no step where the run
+    didn't count them."""
+    return [
+        (line["driver/cpu_s"], line["time/step_s"], int(line["rollout/finished"] + line["judge/asked"]))
+        for line in json_lines(run_dir / "metrics.jsonl")
+        if "driver/cpu_s" in line
+    ]
+
+
+def json_lines(path: Path) -> Iterator[Record]:
+    """The lines of a journal; a torn last one is ignored."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+def read_spans(path: Path) -> Iterator[Span]:
+    """The array is one event a line: a run that was killed leaves out the end."""
+    titles: dict[tuple[int, int], str] = {}
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            text = line.strip().rstrip(",")
+            if not text.startswith("{") or not text.endswith("}"):
+                continue
+            event = json.loads(text)
+            row = (event["pid"], event["tid"])
+            if event["name"] == "thread_name" and event["ph"] == "M":
+                titles[row] = event["args"]["name"].split(" · ")[0]
+            elif event["ph"] == "X":
+                start_s = event["ts"] / 1e6
+                yield Span(
+                    lane=titles.get(row, ""),
+                    name=event["name"],
+                    start_s=start_s,
+                    end_s=start_s + event["dur"] / 1e6,
+                    args=event.get("args", {}),
+                )

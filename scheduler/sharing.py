@@ -1,0 +1,83 @@
+"""Processes that share what they work on: who shares with whom, and the work that gets done meanwhile. Pure.
+
+Those that are busy get equal shares, and none gets more than the whole of one core or of one GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.placement import Placement, Seat
+
+Interval = tuple[float, float]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """capacity: how many of its processes get all that they ask for."""
+
+    capacity: int
+    seats: tuple[Seat, ...]
+    is_host: bool = False  # the cores of a machine: its driver works on them as well
+
+
+def shared_by(placement: Placement, cores: int) -> list[Shared]:
+    """What several processes share. A GPU is shared by those seated on it. Seats on CPUs are no fences: their processes
+    run on whatever core is free, of so many; 0: each CPU slot is taken for a device of its own."""
+    seats = [seat for seats in placement.seats.values() for seat in seats]
+    floating = tuple(seat for seat in seats if cores and placement.pools[seat.pool].resource == "cpu")
+    by_slot: dict[tuple[str, int], list[Seat]] = {}
+    for seat in seats:
+        for slot in seat.slots if seat not in floating else ():
+            by_slot.setdefault((seat.pool, slot), []).append(seat)
+    shared = [Shared(capacity=1, seats=tuple(tenants)) for tenants in by_slot.values() if len(tenants) > 1]
+    return [*shared, Shared(capacity=cores, seats=floating, is_host=True)] if cores else shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkClock:
+    """Reads, at a moment, the seconds of work that a process which never stopped would have done by then."""
+
+    times_P: Floats  # P: moments at which somebody began or ended
+    worked_P: Floats
+
+    def at(self, time_s: float) -> float:
+        """Beyond what was seen, all of it."""
+        if not len(self.times_P) or time_s <= self.times_P[0]:
+            return time_s
+        beyond_s = max(0.0, time_s - float(self.times_P[-1]))
+        return float(np.interp(time_s, self.times_P, self.worked_P)) + beyond_s
+
+
+def work_clock(busy: Sequence[Sequence[Interval]], capacity: int, background: float = 0.0) -> WorkClock:
+    """Of what is shared by processes that were busy in these intervals.
+
+    background: the share of the time in which one more of them works; when, nobody knows.
+    """
+    united = [interval for intervals in busy for interval in union(intervals)]
+    if not united:
+        return WorkClock(times_P=np.empty(0), worked_P=np.empty(0))
+    times = np.array([moment for interval in united for moment in interval])
+    changes = np.tile([1, -1], len(united))
+    order = np.argsort(times, kind="stable")
+    times, count = times[order], np.maximum(np.cumsum(changes[order])[:-1], 1)
+    alone, beside = (np.minimum(1.0, capacity / (count + more)) for more in (0, 1))
+    share = (1 - background) * alone + background * beside
+    worked = times[0] + np.concatenate([[0.0], np.cumsum(share * np.diff(times))])
+    return WorkClock(times_P=times, worked_P=worked)
+
+
+def union(intervals: Sequence[Interval]) -> list[Interval]:
+    """The same time, as intervals that don't overlap."""
+    united: list[Interval] = []
+    for start_s, end_s in sorted(intervals):
+        if united and start_s <= united[-1][1]:
+            united[-1] = (united[-1][0], max(united[-1][1], end_s))
+        else:
+            united.append((start_s, end_s))
+    return united

@@ -1,0 +1,75 @@
+"""The driver does one thing after another, and shares its cores with whoever else is busy there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from grmpipe.simulation_driver import SimulatedDriver
+from models.engines.simulated_pace import SharedDevice
+from scheduler.virtual_loop import run_virtually
+
+
+class Neighbour:
+    """Busy all the time."""
+
+    def share_changed(self, share: float) -> None:
+        self.share = share
+
+
+def test_requests_pass_one_after_another() -> None:
+    async def main() -> list[float]:
+        driver, clock = SimulatedDriver(0.2), asyncio.get_running_loop().time
+
+        async def one() -> float:
+            await driver.attend()
+            return clock()
+
+        ends = await asyncio.gather(*(one() for _ in range(3)))
+        await asyncio.sleep(1.0)
+        ends.append(await one())
+        assert driver.busy_s == pytest.approx(0.4)
+        return ends
+
+    assert run_virtually(main) == pytest.approx([0.1, 0.2, 0.3, 1.4])
+
+
+def test_a_crowded_machine_slows_it_and_its_work_slows_the_others() -> None:
+    async def main() -> None:
+        device, neighbours = SharedDevice(capacity=2), [Neighbour() for _ in range(3)]
+        for neighbour in neighbours:
+            device.occupy(neighbour)
+        assert {neighbour.share for neighbour in neighbours} == {2 / 3}
+        driver = SimulatedDriver(0.2, device)
+        attended = asyncio.create_task(driver.attend())
+        await asyncio.sleep(0.01)
+        assert {neighbour.share for neighbour in neighbours} == {0.5}
+        await attended
+        assert asyncio.get_running_loop().time() == pytest.approx(0.2), "half of a core"
+        assert {neighbour.share for neighbour in neighbours} == {2 / 3}
+        device.vacate(neighbours[0])
+        await driver.attend()
+        assert asyncio.get_running_loop().time() == pytest.approx(0.2 + 0.15), "two thirds"
+
+    run_virtually(main)
+
+
+def test_who_gives_up_holds_nobody_up() -> None:
+    async def main() -> None:
+        driver = SimulatedDriver(0.2)
+        first, second = (asyncio.create_task(driver.attend()) for _ in range(2))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        await second
+        assert asyncio.get_running_loop().time() == pytest.approx(0.2)
+
+    run_virtually(main)
+
+
+def test_a_driver_that_costs_nothing_waits_for_nothing() -> None:
+    async def main() -> None:
+        await SimulatedDriver(0.0).attend()
+        assert asyncio.get_running_loop().time() == 0.0
+
+    run_virtually(main)
