@@ -9,7 +9,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import ConfigError, build
+from grmpipe.config import ESTIMATORS_OF_A_BATCH, ConfigError, build
+from grmpipe.train.advantages import ESTIMATORS as ESTIMATORS_BY_NAME
 from grmpipe.train.settings import CORRECTIONS, ESTIMATORS, LOSSES, PROXIMALS, REJECTIONS, AlgorithmConfig
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -38,6 +39,17 @@ def test_every_name_has_a_file(key: str, names: tuple[str, ...]) -> None:
         value = values.get(key, [])
         chosen |= {value} if isinstance(value, str) else set(value)
     assert chosen == set(names)
+
+
+def test_who_needs_the_batch_is_known_where_runs_are_checked() -> None:
+    declared = {name for name, estimator in ESTIMATORS_BY_NAME.items() if estimator.need == "batch"}
+    assert set(ESTIMATORS_OF_A_BATCH) == declared
+
+
+def test_a_replay_that_could_hold_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.replay_groups"):
+        composed("algorithm=[grpo,replay]", "train.max_staleness=0")
+    assert composed("algorithm=[grpo,replay]").replay_groups == 4
 
 
 def test_one_choice_is_a_whole_algorithm() -> None:
