@@ -6,6 +6,7 @@ What workers run is defined inside functions, so that it travels by value: worke
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -38,6 +39,7 @@ from scheduler.health import dead_among, push_to_living
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.ray_cluster import RayCluster
 from scheduler.router import Router
+from scheduler.scorers import ScorerPool
 from scheduler.weight_push import EngineLost, SyncConfig
 from scheduler.weight_sync import WeightSync
 
@@ -75,6 +77,9 @@ def members() -> MemberFactory:
         def add(self, amount: int) -> int:
             self.total += amount
             return self.total
+
+        def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+            return [float(sum(sequence)) for sequence in sequences]
 
         def refuse(self) -> None:
             raise ValueError("train.lr: no")
@@ -224,6 +229,22 @@ class Source:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return (-1.0,) * (len(token_ids) - 1)
+
+
+def test_a_killed_scorer_is_replaced_and_every_sequence_gets_its_number() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        group = await cluster.start_group("meta", members())
+        pool = ScorerPool("meta", group, functools.partial(cluster.restart_member, "meta"), 2, max_batch_tokens=2)
+        first, second = cast("list[int]", await group.call_all("process_id"))
+        os.kill(second, signal.SIGKILL)
+        asked = [(number, 1) for number in range(8)]
+        assert await asyncio.gather(*map(pool.score, asked)) == [float(number + 1) for number, _ in asked]
+        while not pool.num_replaced:
+            await asyncio.sleep(0.05)
+        now = cast("list[int]", await group.call_all("process_id"))
+        assert now[0] == first and now[1] != second and not is_running(second)
+
+    on_cluster(seats(meta=2), scene)
 
 
 def test_weights_reach_every_engine_as_they_were_sent() -> None:
