@@ -25,6 +25,7 @@ from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import step_metrics
 from grmpipe.types import Metrics
+from scheduler.garbage import seldom_collected
 from scheduler.supervise import describe_failure, run_until
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class TrainingRun:
             await lookout.last(pipeline.version)
 
         try:
-            with self._stopped_by_signals(pipeline):
+            with self._stopped_by_signals(pipeline), seldom_collected():
                 await (flow() if cotraining is None else cotraining.beside(pipeline, flow))
         except Interrupted:
             await running.learner.discard()
