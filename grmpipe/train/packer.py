@@ -33,12 +33,14 @@ class Packer:
         self._max_tokens = max_tokens
         self._world_size = world_size
         self._waiting: list[TrainingSample] = []
+        self._waiting_tokens = 0
 
     def add(self, samples: Sequence[TrainingSample]) -> list[Round]:
         """Take samples; return the rounds that are full."""
         self._waiting += samples
+        self._waiting_tokens += sum(len(sample.token_ids) for sample in samples)
         rounds = []
-        while sum(len(sample.token_ids) for sample in self._waiting) >= self._max_tokens * self._world_size:
+        while self._waiting_tokens >= self._max_tokens * self._world_size:
             rounds.append(self._next_round())
         return rounds
 
@@ -52,6 +54,7 @@ class Packer:
     def discard(self) -> None:
         """Forget what waits: its batch was dropped."""
         self._waiting.clear()
+        self._waiting_tokens = 0
 
     def _next_round(self) -> Round:
         """Longest first, each to the rank with least to do: ranks wait for the slowest of a round."""
@@ -66,6 +69,7 @@ class Packer:
             else:
                 left_over.append(sample)
         self._waiting = left_over
+        self._waiting_tokens -= sum(loads)
         return Round(
             micro_batches=tuple(pack(samples) if samples else idle() for samples in bins),
             samples=tuple(tuple(samples) for samples in bins),
