@@ -64,9 +64,10 @@ def check_limits(role: str, engine: OpenAIConfig, config: RunConfig) -> None:
 def check_slots(role: str, config: RunConfig, placement: Placement) -> None:
     """Does a process use all GPUs that its seat has?"""
     num_gpus = tensor_parallel_of(role, placement)
-    if num_gpus == 1 or (role != "learner" and options_of(role, config).engine in SEVERAL_GPUS):
+    by_engine = role in served_roles(config)  # a rank of a learner, or a scorer, knows one GPU
+    if num_gpus == 1 or (by_engine and options_of(role, config).engine in SEVERAL_GPUS):
         return
-    other_engine = "" if role == "learner" else f" or {role}.engine=vllm, which lays one model over several"
+    other_engine = "" if not by_engine else f" or {role}.engine=vllm, which lays one model over several"
     raise ConfigError(
         f"placement.roles.{role}.slots_per_replica: a process of {role} uses one GPU, "
         f"{num_gpus - 1} of {num_gpus} would idle; "
