@@ -67,7 +67,7 @@ def check_slots(role: str, config: RunConfig, placement: Placement) -> None:
     by_engine = role in served_roles(config)  # a rank of a learner, or a scorer, knows one GPU
     if num_gpus == 1 or (by_engine and options_of(role, config).engine in SEVERAL_GPUS):
         return
-    other_engine = "" if not by_engine else f" or {role}.engine=vllm, which lays one model over several"
+    other_engine = f" or {role}.engine=vllm, which lays one model over several" if by_engine else ""
     raise ConfigError(
         f"placement.roles.{role}.slots_per_replica: a process of {role} uses one GPU, "
         f"{num_gpus - 1} of {num_gpus} would idle; "
