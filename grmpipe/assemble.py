@@ -306,7 +306,14 @@ def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
         judge=running.judge,
         is_right=prepared.is_right,
         seed=prepared.config.seed,
+        pass_score=pass_score_of(prepared.config),
     )
+
+
+def pass_score_of(config: RunConfig) -> float | None:
+    """From which score on a GRM calls an answer right; None where no GRM judges, or not on such a scale."""
+    judge, pass_score = config.judge, config.labels.pass_score
+    return pass_score if config.judged_by_model and judge.score_min < pass_score <= judge.score_max else None
 
 
 def make_push(running: Running) -> Callable[[int], Awaitable[SyncReport]]:

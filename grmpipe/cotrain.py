@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -137,10 +136,8 @@ class CoTraining:
 
     async def _warm_up(self, policy: Pipeline) -> None:
         """Until then the policy rolls out, and nothing is judged for it."""
-        if not self._pace.is_warm:
-            with ExitStack() as held:
-                held.enter_context(policy.judging_held())
-                await self._pace.until_warm()
+        with policy.judging_hold.held():
+            await self._pace.until_warm()
 
     def _make_flow(self, policy: Pipeline) -> Pipeline:
         config, judge = self._config, self._config.judge

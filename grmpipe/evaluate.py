@@ -17,7 +17,7 @@ from models.types import EngineRefused, ignore_first_token
 
 log = logging.getLogger(__name__)
 
-EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "response_tokens")
+EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "grm_accuracy", "response_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged."""
+    """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged.
+
+    pass_score: from which score on a judge calls an answer right; None where there is no such score.
+    """
 
     prompts: Sequence[Prompt]
     play_sampled: Play
@@ -48,6 +51,7 @@ class Evaluator:
     judge: Judge
     is_right: Rule
     seed: int
+    pass_score: float | None = None
 
     async def look(self, name: str, limit: int | None = None) -> Evaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` keeps the requests of looks apart."""
@@ -62,7 +66,7 @@ class Evaluator:
             for prompt, rollout in zip(prompts, await greedy, strict=True)
             if rollout is not None and prompt.reference is not None
         ]
-        return Evaluation(metrics=summarise(judged, greedy_right), rollouts=judged)
+        return Evaluation(metrics=summarise(judged, greedy_right, self.pass_score), rollouts=judged)
 
     async def _played(self, group_id: str, prompt: Prompt, play: Play) -> Rollout | None:
         seat = Seat(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
@@ -81,7 +85,9 @@ class Evaluator:
         return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=right)
 
 
-def summarise(judged: Sequence[JudgedRollout], greedy_right: Sequence[bool]) -> Metrics:
+def summarise(
+    judged: Sequence[JudgedRollout], greedy_right: Sequence[bool], pass_score: float | None = None
+) -> Metrics:
     """What could be measured, and nothing else: a failed verdict is in no mean, an unknown truth in no accuracy."""
     scores = [one.report.verdict.score for one in judged if isinstance(one.report.verdict, Verdict)]
     right = [one.right for one in judged if one.right is not None]
@@ -92,6 +98,17 @@ def summarise(judged: Sequence[JudgedRollout], greedy_right: Sequence[bool]) -> 
         metrics["true_accuracy_greedy"] = statistics.fmean(greedy_right)
     if scores:
         metrics["grm_score"] = statistics.fmean(scores)
+    if pass_score is not None and (sides := agreements(judged, pass_score)):
+        metrics["grm_accuracy"] = statistics.fmean(sides)
     if judged:
         metrics["response_tokens"] = statistics.fmean(one.rollout.num_sampled_tokens for one in judged)
     return metrics
+
+
+def agreements(judged: Sequence[JudgedRollout], pass_score: float) -> list[bool]:
+    """Of answers whose truth is known and that have a verdict: does it pass the right ones, and no others?"""
+    return [
+        (one.report.verdict.score >= pass_score) == one.right
+        for one in judged
+        if one.right is not None and isinstance(one.report.verdict, Verdict)
+    ]

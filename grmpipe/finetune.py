@@ -86,6 +86,7 @@ class FinetuneRun:
                 await running.close()
 
     async def _run(self, running: Running) -> None:
+        self._observers.metrics.truncate_after(-1)  # of before a resume: the steps are made anew
         await make_push(running)(0)
         await self._look(running, "initial")
         critiques = await Sampling(self._prepared, running, self._run_dir / CRITIQUES).run()

@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
+from grmpipe.hold import Hold
 from grmpipe.rollout.group import Group
 from grmpipe.rollout.play import Seat
 from grmpipe.tally import Tally, without_signal
@@ -92,6 +92,7 @@ class Pipeline:
         )
         self.max_staleness_trained = cut.max_staleness_trained
         self.judge_version = cut.judge_version
+        self.judging_hold = Hold(self.clock)  # while it is held no sitting begins
         self._after_step = after_step
         self._kept = dict(kept or {})
         self._to_restore = dict(sorted(cut.in_flight.items()))  # draw -> group_id
@@ -100,9 +101,6 @@ class Pipeline:
         self._hearings: dict[str, Hearing] = {}  # of open groups
         self._begun: set[str] = set()  # of these, where the judge has begun
         self._num_sitting = 0  # sittings under way
-        self._judging_holds = 0
-        self._judging_free = asyncio.Event()
-        self._judging_free.set()
         self._deadlines: dict[str, float] = {}
         self._running: set[str] = set()  # groups whose first token came
         self._ready: dict[str, JudgedGroup] = {}  # by group_id, in order of arrival
@@ -255,7 +253,7 @@ class Pipeline:
     async def _judge(self, item: tuple[Group, Hearing, Sitting]) -> None:
         group, hearing, sitting = item
         await self.parts.watch.until_fit(self.clock)
-        await self._judging_free.wait()
+        await self.judging_hold.passed()
         if self._hearings.get(group.group_id) is not hearing:  # the group ended, or is heard anew
             return
         if sitting.members and not group.lacks_verdicts(sitting.members):
@@ -278,26 +276,13 @@ class Pipeline:
             self._ended(group)
         self.parts.watch.verdict(report)
 
-    @contextmanager
-    def judging_held(self) -> Iterator[None]:
-        """Within it no sitting begins, and deadlines stand still. Blocks may overlap."""
-        self._judging_holds += 1
-        self._judging_free.clear()
-        try:
-            with self.clock.paused():
-                yield
-        finally:
-            self._judging_holds -= 1
-            if self._judging_holds == 0:
-                self._judging_free.set()
-
     async def change_judge(self, version: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
         """Bring the judge to another version. No group is judged by two: what is being judged is broken off, the
         verdicts of groups that still lack some are void, and these groups are heard anew."""
-        with self.judging_held():
+        with self.judging_hold.held():
+            aborted = self._num_sitting
             for group_id in self._begun:
                 self.judging.cancel(group_id)
-            aborted = self._num_sitting
             report = await change()
             self.judge_version = version
             heard_again, self._begun = self._begun, set()

@@ -111,6 +111,12 @@ def seat_roles(config: RunConfig) -> Placement:
                 transport_of(config, placement, same_machine=True, learner="grm_learner", engines="grm")
     if config.cotrain.enabled:
         check_grm_stays_awake(placement)
+    if config.task == "finetune" and placement.time_sharing_roles:
+        pool = placement.seats["learner"][0].pool
+        raise ConfigError(
+            f"placement.pools.{pool}.time_shared: fine-tuning samples first and learns then, without turns; "
+            f"set placement.pools.{pool}.time_shared=false"
+        )
     return placement
 
 

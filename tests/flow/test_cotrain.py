@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from grmpipe.config import ConfigError
+from grmpipe.observe.journal import replace_journal
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_state import RunState
 from grmpipe.types import Verdict
@@ -48,6 +49,20 @@ def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(smal
     losses = [line["train/loss"] for line in files.lines("metrics") if "train/loss" in line]
     assert len(losses) == files.summary["steps"]
     assert all(loss > 0 for loss in losses)  # a negative log-likelihood
+
+
+def test_after_a_kill_only_what_is_missing_is_sampled_again(small_run: Callable) -> None:
+    files = small_run(*RFT)
+    before = files.lines("critiques")
+    marked = [{**line, "fate": "too_long", "kept": []} for line in before[:6]]  # would not come of sampling again
+    replace_journal(files.run_dir / "critiques.jsonl", marked)
+    (files.run_dir / "summary.json").unlink()
+    again = small_run(*RFT, "resume=auto")
+    assert again.summary["status"] == "completed"
+    lines = again.lines("critiques")
+    assert lines[:6] == marked
+    assert {line["lesson"] for line in lines} == {line["lesson"] for line in before}
+    assert [line["step"] for line in again.lines("metrics")] == list(range(again.summary["steps"] + 1))
 
 
 def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(small_run: Callable) -> None:

@@ -743,7 +743,7 @@ def test_nothing_is_judged_while_judging_is_held_and_rollouts_go_on() -> None:
         bench.pipeline = bench.build()
 
         async def release_later() -> None:
-            with bench.pipeline.judging_held():
+            with bench.pipeline.judging_hold.held():
                 await asyncio.sleep(50.0)
             await asyncio.sleep(1e9)
 

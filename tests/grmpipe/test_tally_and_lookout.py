@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -134,6 +135,16 @@ def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
     assert looked.metrics["true_accuracy"] == 0.5  # of two with a reference; the fourth could not be played
     assert looked.metrics["grm_score"] == 8
     assert len(looked.rollouts) == 3
+
+
+def test_a_judge_is_right_where_it_passes_right_answers_and_no_others() -> None:
+    def score(rollout: Rollout) -> Verdict | Failed:
+        return LOST if "5" in rollout.text else verdict(9 if "4" not in rollout.text else 3)
+
+    looking = dataclasses.replace(evaluator(score, ("0", "7", None, "3", "7", "5")), pass_score=8)
+    looked = asyncio.run(looking.look("look"))  # passed and right, passed and wrong, -, not played, not passed, failed
+    assert looked.metrics["grm_accuracy"] == pytest.approx(2 / 3)
+    assert "grm_accuracy" not in asyncio.run(evaluator(score, ("0",)).look("look")).metrics
 
 
 def test_without_references_there_is_no_accuracy() -> None:

@@ -1,0 +1,148 @@
+"""What training does to the judge: on labelled work, and beside a policy that would fool it if it were frozen.
+
+    python benchmarks/judge_training.py runs/judge_training [--seeds 0 1 2]
+
+Runs `rft_grm`, `train_grm`, `reward_hacking` (a frozen judge) and `cotrain` (the same judge, in training) for every
+seed, into runs/judge_training/<experiment>_<seed>; what finished there is used again, what was broken off goes on.
+Writes benchmarks/judge_training.md. Changes nothing that it measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grmpipe.observe.journal import read_journal
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "benchmarks" / "judge_training.md"
+EXPERIMENTS = ("rft_grm", "train_grm", "reward_hacking", "cotrain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished run, by its files."""
+
+    seed: int
+    summary: Mapping[str, Any]
+    looks: Sequence[Mapping[str, float]]  # lines of metrics.jsonl with a look at held-out problems
+    steps: Sequence[Mapping[str, float]]
+
+    def at(self, step: int, metric: str) -> float:
+        """A look's; the last one up to `step`."""
+        return [look[metric] for look in self.looks if look["step"] <= step and metric in look][-1]
+
+
+def run(folder: Path, experiment: str, seed: int, overrides: Sequence[str]) -> Run:
+    """Run it, unless it is complete. Exits where it fails: its own words are on the screen."""
+    run_dir = folder / f"{experiment}_{seed}"
+    command = [sys.executable, "launch.py", f"+experiment={experiment}", f"seed={seed}", f"run_dir={run_dir}"]
+    if subprocess.run([*command, "resume=auto", *overrides], cwd=ROOT, check=False).returncode != 0:
+        sys.exit(f"{' '.join(command)} failed")
+    return read(run_dir, seed)
+
+
+def read(run_dir: Path, seed: int) -> Run:
+    lines = list(read_journal(run_dir / "metrics.jsonl"))
+    return Run(
+        seed=seed,
+        summary=json.loads((run_dir / "summary.json").read_text(encoding="utf-8")),
+        looks=[line for line in lines if "eval/true_accuracy" in line],
+        steps=[line for line in lines if "time/step_s" in line],
+    )
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+def labelled(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Agreement with held-out labels before and after, a row per recipe and seed."""
+    lines = ["| recipe | seed | steps | T = 1, before | after | greedy, before | after |", "|---" * 7 + "|"]
+    for experiment in ("rft_grm", "train_grm"):
+        for one in runs[experiment]:
+            before, after = one.summary["eval"]["initial"], one.summary["eval"]["final"]
+            cells = [
+                f"{when[name]:.3f}" for name in ("true_accuracy", "true_accuracy_greedy") for when in (before, after)
+            ]
+            lines.append(f"| {experiment} | {one.seed} | {one.summary['steps']} | {' | '.join(cells)} |")
+    return lines
+
+
+def beside(frozen: Sequence[Run], learning: Sequence[Run], metric: str, form: str) -> list[str]:
+    """A metric over the steps: seeds of the frozen judge beside the same seeds of the one in training."""
+    steps = sorted({int(look["step"]) for one in (*frozen, *learning) for look in one.looks})
+    names = [f"frozen, {one.seed}" for one in frozen] + [f"in training, {one.seed}" for one in learning]
+    lines = [f"| step | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for step in steps:
+        cells = [format(one.at(step, metric), form) for one in (*frozen, *learning)]
+        lines.append(f"| {step} | {' | '.join(cells)} |")
+    return lines
+
+
+def cost(frozen: Sequence[Run], learning: Sequence[Run]) -> str:
+    def step_s(runs: Sequence[Run]) -> float:
+        return statistics.median(step["time/step_s"] for one in runs for step in one.steps)
+
+    voided = sum(one.summary["judging"]["voided_verdicts"] for one in learning)
+    judged = sum(one.summary["judging"]["counted"] for one in learning)
+    return (
+        f"A step of the policy took {step_s(learning):.2f} s beside a GRM in training, {step_s(frozen):.2f} s beside a "
+        f"frozen one (medians; on the same cores). Judged again after a push: {voided} of {judged} verdicts."
+    )
+
+
+def report(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    frozen, learning = runs["reward_hacking"], runs["cotrain"]
+    seeds = ", ".join(str(one.seed) for one in learning)
+    return [
+        "# Training the judge",
+        "",
+        f"`python benchmarks/judge_training.py runs/judge_training` (seeds {seeds}). Defaults of the experiments; the",
+        "judge is `tiny://weak_grm`, half taught, and impressed by work that is longer than the question asks for.",
+        "",
+        "## On labelled judgements",
+        "",
+        "Share of held-out judgements that agree with their label (a right answer is passed, and no other).",
+        "`rft_grm` is rejective fine-tuning, `train_grm` reinforcement learning by rule, both from the weak judge.",
+        "",
+        *labelled(runs),
+        "",
+        "## Beside the policy: frozen against in training",
+        "",
+        "The same policy, prompts and seeds. True accuracy of held-out answers at T = 1, by a rule that the policy",
+        "never learns from:",
+        "",
+        *beside(frozen, learning, "eval/true_accuracy", ".2f"),
+        "",
+        "What the judge thinks of them (its mean score, 1 to 10):",
+        "",
+        *beside(frozen, learning, "eval/grm_score", ".1f"),
+        "",
+        cost(frozen, learning),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("overrides", nargs="*", help="of all runs, such as cluster=inprocess")
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    runs = {
+        experiment: [run(folder, experiment, seed, args.overrides) for seed in args.seeds] for experiment in EXPERIMENTS
+    }
+    lines = report(runs)
+    REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
