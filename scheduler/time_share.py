@@ -167,9 +167,11 @@ class TimeShare:
             if needed == self._resides:
                 return
             freed = await self._learner.reside(needed)
-            log.info("the learner has %s on the device: %.3g GB became free", needed, freed / 1e9)
-            if needed != "everything":
-                self.freed_bytes[LEARNER] = (self.freed_bytes.get(LEARNER, 0) if needed == "nothing" else 0) + freed
+            log.info("the learner has %s on the device: %+.3g GB are free", needed, freed / 1e9)
+            if self._resides == "everything":
+                self.freed_bytes[LEARNER] = freed
+            elif needed == "nothing" and self._began_s is not None:  # the other half of what a turn ends with
+                self.freed_bytes[LEARNER] = self.freed_bytes.get(LEARNER, 0) + freed
             self._resides = needed
 
     # -- the engines ---------------------------------------------------------------------------------------------------

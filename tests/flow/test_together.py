@@ -182,8 +182,9 @@ class Learner:
 
     async def reside(self, residence: Residence) -> int:
         await asyncio.sleep(0.2)
-        self.residence = residence
-        return 1
+        sizes = {"everything": 12, "weights": 4, "nothing": 0}
+        self.residence, before = residence, self.residence
+        return sizes[before] - sizes[residence]
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         assert self.residence != "nothing"
@@ -455,6 +456,8 @@ def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
     for engine in run.engines.values():
         began = [] if engine.role == "grm" else engine.begun
         assert all(version >= run.pushed_when_asked[name] for name, version in began), "promise 5: old weights serve"
+    if run.share is not None:
+        assert run.share.freed_bytes["learner"] == 12, "it gives back all that it had"
     if not world.deaths and not world.hung_share and world.deadline_s > 100:
         assert not ledger.dropped, "nothing befell it"
 
