@@ -123,6 +123,32 @@ def test_kl_pulls_towards_the_reference(gpt2_path: str, make_samples) -> None:
     assert metrics["train/grad_norm"] > 0
 
 
+def test_a_kl_in_the_reward_is_not_in_the_loss_and_its_reference_stays(gpt2_path: str, make_samples) -> None:
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=0.5, kl_in="reward"))
+    before = learner.reference_logprobs(batch)
+    np.testing.assert_array_equal(before, learner.logprobs(batch))
+    learner.accumulate(batch)
+    assert "train/kl_nats" not in learner.step(totals)
+    np.testing.assert_array_equal(learner.reference_logprobs(batch), before)
+    assert np.abs(learner.logprobs(batch) - before).max() > 1e-3
+
+
+def test_a_learner_knows_the_age_of_its_tokens(gpt2_path: str, make_samples) -> None:
+    """Decoupled with an interpolated pi_prox: at ages 0 and 1 it is the sampler and w is 1; at age 2 it is half way."""
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    algorithm = AlgorithmConfig(proximal="interpolated", correction="decoupled", decoupled_cap=1e9)
+    learner = make_learner(gpt2_path, algorithm)
+    for version in range(3):
+        trained_T = batch.loss_mask_T > 0
+        log_ratios = (learner.logprobs(batch) - batch.sampler_logprobs_T)[trained_T]
+        half_way = np.where(version - batch.versions_T[trained_T] == 2, np.exp(log_ratios / 2), 1.0)
+        learner.accumulate(batch)
+        assert learner.step(totals)["train/correction_mean"] == pytest.approx(half_way.mean(), rel=1e-5)
+    assert half_way.max() != 1.0
+
+
 def test_a_second_update_measures_the_ratio_against_the_first_pass(gpt2_path: str, make_samples) -> None:
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
