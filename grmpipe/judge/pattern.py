@@ -19,17 +19,20 @@ BLANK = r"[ \t\r]*"
 ENDS = r"[ \t\r\n]*"
 
 
-def score_line(scale: Scale) -> str:
-    """Whatever, then a line `Score: N`."""
+def score_line(scale: Scale, num_scores: int = 1) -> str:
+    """Whatever, then a line `Score: N`. It holds one score only."""
+    assert num_scores == 1, num_scores
     return f"{LINES}{BLANK}Score: {scores(scale)}{ENDS}"
 
 
-def boxed(scale: Scale) -> str:
-    r"""Whatever, then \boxed{N} in a line that is no quotation; on its right anything that opens no other box."""
-    return rf"{LINES}(?:[ \t]*[^ \t\n>][^\n]*|[ \t]*)\\boxed\{{ *{scores(scale)} *\}}[^\\\n]*{ENDS}"
+def boxed(scale: Scale, num_scores: int = 1) -> str:
+    r"""Whatever, then \boxed{s_1, ..., s_n} in a line that is no quotation; on its right anything that opens no other
+    box."""
+    inside = ",".join([f" *{scores(scale)} *"] * num_scores)
+    return rf"{LINES}(?:[ \t]*[^ \t\n>][^\n]*|[ \t]*)\\boxed\{{{inside}\}}[^\\\n]*{ENDS}"
 
 
-PATTERNS: dict[str, Callable[[Scale], str]] = {"score_line": score_line, "boxed": boxed}
+PATTERNS: dict[str, Callable[[Scale, int], str]] = {"score_line": score_line, "boxed": boxed}
 
 
 def scores(scale: Scale) -> str:

@@ -2,59 +2,103 @@
 
 The fence: every line of the policy's text begins with "> ", whatever kind of line break it follows, so that no text of
 the policy can start a line of its own. A template may only print the fenced text, never compute with it: a filter could
-take the fence away.
+take the fence away. Of several texts each has a fence of its own. Principles stand without one: the judge wrote them
+before there was any text of the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grmpipe.judge.scale import Scale
-from grmpipe.types import Prompt
+from grmpipe.judge.settings import JudgeConfig
+from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
 TEMPLATES = Path(__file__).parent / "templates"
-FIELDS = ("question", "messages", "response", "reference", "score_min", "score_max")
+# What of the policy's a template of each protocol shows: a text, or a list of texts and the name of each in a loop.
+SHOWN = {"pointwise": "response", "rubric": "response", "listwise": "responses", "pairwise": "responses"} | {
+    "steps": "steps"
+}
+ITEM_OF = {"responses": "response", "steps": "step"}
+FIELDS = ("question", "messages", "reference", "criteria", "principles", "num_scores", "score_min", "score_max")
 SHOWN_PLAINLY_IN = (nodes.Template, nodes.If, nodes.For)
-PROBE = Prompt(prompt_id="probe", messages=(Message(role="user", content="a question"),), reference="an answer")
+PROBE = Prompt(
+    prompt_id="probe",
+    messages=(Message(role="user", content="a question"),),
+    reference="an answer",
+    rubric=(Criterion(text="a criterion"),),
+)
+PROBE_PRINCIPLES = "what matters here"
 JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
 
 
 class JudgePrompt:
-    """A template, checked when it is made: ValueError names the template and the field."""
+    """A template, checked when it is made: ValueError names the template and the field.
 
-    def __init__(self, template_text: str, *, name: str = "template", scale: Scale | None = None) -> None:
+    shared_principles: the judge wrote them ahead of time, and the template must show them.
+    """
+
+    def __init__(
+        self,
+        template_text: str,
+        *,
+        name: str = "template",
+        scale: Scale | None = None,
+        protocol: str = "pointwise",
+        shared_principles: bool = False,
+    ) -> None:
         self.name = name
         self._scale = scale or Scale()
-        check(name, parsed(name, template_text))
+        self._shown = SHOWN[protocol]
+        self._needs = ("criteria",) * (protocol == "rubric") + ("principles",) * shared_principles
+        check(name, parsed(name, template_text), self._shown, self._needs)
         self._template = JINJA.from_string(template_text)
         self._try_out()
 
     @classmethod
-    def load(cls, template: str, scale: Scale | None = None) -> JudgePrompt:
-        """`template` is the name of a shipped file (tiny, pointwise, boxed) or a path."""
-        shipped = TEMPLATES / f"{template}.jinja"
-        path = shipped if shipped.is_file() else Path(template)
-        if not path.is_file():
-            names = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
-            raise ValueError(f"template: no file {template!r}; type one of {names}, or the path of a Jinja file")
-        return cls(path.read_text(encoding="utf-8"), name=str(path), scale=scale)
+    def load(
+        cls,
+        template: str,
+        scale: Scale | None = None,
+        *,
+        protocol: str = "pointwise",
+        shared_principles: bool = False,
+    ) -> JudgePrompt:
+        """`template` is the name of a shipped file (tiny, pointwise, ...) or a path."""
+        path = path_of("template", template)
+        text = path.read_text(encoding="utf-8")
+        return cls(text, name=str(path), scale=scale, protocol=protocol, shared_principles=shared_principles)
 
-    def render(self, prompt: Prompt, response: str) -> str:
-        """What the judge reads. ValueError if the template needs something that this prompt doesn't have."""
+    @classmethod
+    def of(cls, config: JudgeConfig) -> JudgePrompt:
+        scale = Scale(low=config.score_min, high=config.score_max)
+        ahead = config.principles == "ahead"
+        return cls.load(config.template, scale, protocol=config.protocol, shared_principles=ahead)
+
+    def render(self, prompt: Prompt, *texts: str, principles: str | None = None) -> str:
+        """What the judge reads of one text of the policy, or of several in the order shown.
+
+        ValueError if the template needs something that this prompt doesn't have.
+        """
+        fences = [fenced(text) for text in texts]
+        assert self._shown in ITEM_OF or len(fences) == 1, "this template shows one response"
+        rubric = [{"text": criterion.text, "weight": criterion.weight} for criterion in prompt.rubric]
         fields = {
             "question": question_of(prompt),
             "messages": prompt.messages,
-            "response": fenced(response),
+            self._shown: fences if self._shown in ITEM_OF else fences[0],
+            "num_scores": len(rubric) if "criteria" in self._needs else len(fences),
             "score_min": self._scale.low,
             "score_max": self._scale.high,
         }
-        if prompt.reference is not None:  # left undefined otherwise: "None" must not reach a judge
-            fields["reference"] = prompt.reference
+        # Left undefined otherwise: "None" must not reach a judge.
+        known = {"reference": prompt.reference, "criteria": rubric or None, "principles": principles}
+        fields |= {name: value for name, value in known.items() if value is not None}
         try:
             return self._template.render(fields)
         except UndefinedError as error:
@@ -62,12 +106,45 @@ class JudgePrompt:
 
     def _try_out(self) -> None:
         """What only shows in rendering shows now: a sum of texts, an include, a branch that hides the response."""
+        texts = [f"what the policy wrote, {part}" for part in range(2 if self._shown in ITEM_OF else 1)]
         try:
-            shown = self.render(PROBE, "what the policy wrote")
+            shown = self.render(PROBE, *texts, principles=PROBE_PRINCIPLES)
         except Exception as error:  # a template is code of the user's, and may raise anything
             raise ValueError(f"template {self.name}: {error}") from error
-        if fenced("what the policy wrote") not in shown:
-            raise ValueError(f"template {self.name}: hides the field response where a prompt has a reference")
+        if not all(fenced(text) in shown for text in texts):
+            raise ValueError(f"template {self.name}: hides the field {self._shown} where a prompt has a reference")
+
+
+class PrinciplesPrompt:
+    """A template that asks for principles, before there is any response: it shows the question alone."""
+
+    FIELDS = ("question", "messages", "reference", "criteria")
+
+    def __init__(self, template: str) -> None:
+        path = path_of("principles_template", template)
+        self.name, text = str(path), path.read_text(encoding="utf-8")
+        refuse_unknown(self.name, parsed(self.name, text), self.FIELDS)
+        self._template = JINJA.from_string(text)
+        self.render(PROBE)
+
+    def render(self, prompt: Prompt) -> str:
+        """ValueError if the template needs something that this prompt doesn't have."""
+        known = {"reference": prompt.reference, "criteria": prompt.rubric or None}
+        fields = {"question": question_of(prompt), "messages": prompt.messages}
+        fields |= {name: value for name, value in known.items() if value is not None}
+        try:
+            return self._template.render(fields)
+        except Exception as error:  # a template is code of the user's, and may raise anything
+            raise ValueError(f"template {self.name}, prompt {prompt.prompt_id}: {error}") from error
+
+
+def path_of(key: str, template: str) -> Path:
+    shipped = TEMPLATES / f"{template}.jinja"
+    path = shipped if shipped.is_file() else Path(template)
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
+        raise ValueError(f"{key}: no file {template!r}; type one of {names}, or the path of a Jinja file")
+    return path
 
 
 def fenced(text: str) -> str:
@@ -90,18 +167,42 @@ def parsed(name: str, template_text: str) -> nodes.Template:
         raise ValueError(f"template {name}, line {error.lineno}: {error.message}") from error
 
 
-def check(name: str, tree: nodes.Template) -> None:
-    """The template knows only our fields, and prints `response`, plainly."""
-    for field in sorted(meta.find_undeclared_variables(tree) - set(FIELDS)):
-        raise ValueError(f"template {name}: unknown field {field!r}; known: {', '.join(FIELDS)}")
-    num_uses = sum(node.name == "response" for node in tree.find_all(nodes.Name))
-    if num_uses == 0:
-        raise ValueError(f"template {name}: doesn't use the field response; put {{{{ response }}}} where it belongs")
-    if num_uses != sum(1 for node in plain_prints(tree) if node.name == "response"):
+def check(name: str, tree: nodes.Template, shown: str, needs: Sequence[str]) -> None:
+    """The template knows only our fields, and prints what it shows of the policy's, plainly."""
+    refuse_unknown(name, tree, (*FIELDS, shown))
+    used = {node.name for node in tree.find_all(nodes.Name)}
+    for field in (shown, *needs):
+        if field not in used:
+            raise ValueError(
+                f"template {name}: doesn't use the field {field}; put {how_to_show(field)} where it belongs"
+            )
+    guarded = {shown, ITEM_OF.get(shown, shown)}
+    num_uses = sum(node.name in guarded for node in tree.find_all(nodes.Name))
+    loops = [loop for loop in tree.find_all(nodes.For) if goes_over(loop, shown)] if shown in ITEM_OF else []
+    printed = [node.name for node in plain_prints(tree) if node.name == ITEM_OF.get(shown, shown)]
+    if num_uses != len(printed) + 2 * len(loops):
         raise ValueError(
-            f"template {name}: response may only be printed, as {{{{ response }}}}: no filter, test, assignment or "
+            f"template {name}: {shown} may only be printed, as {how_to_show(shown)}: no filter, test, assignment or "
             "block around it, which could take its fence away"
         )
+
+
+def refuse_unknown(name: str, tree: nodes.Template, known: Sequence[str]) -> None:
+    for field in sorted(meta.find_undeclared_variables(tree) - set(known)):
+        raise ValueError(f"template {name}: unknown field {field!r}; known: {', '.join(known)}")
+
+
+def how_to_show(field: str) -> str:
+    if (item := ITEM_OF.get(field)) is None:
+        return f"{{{{ {field} }}}}"
+    return f"{{% for {item} in {field} %}}{{{{ {item} }}}}{{% endfor %}}"
+
+
+def goes_over(loop: nodes.For, field: str) -> bool:
+    """`for response in responses`, and nothing else."""
+    if not isinstance(loop.iter, nodes.Name) or not isinstance(loop.target, nodes.Name):
+        return False
+    return (loop.iter.name, loop.target.name) == (field, ITEM_OF[field]) and loop.test is None
 
 
 def plain_prints(node: nodes.Node) -> Iterator[nodes.Name]:

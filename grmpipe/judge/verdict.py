@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.vote import Vote, agreement
-from grmpipe.types import RewardSpan, Rollout, Verdict
+from grmpipe.types import Failed, RewardSpan, Rollout, Verdict
+
+COMPONENT = "generative"  # what a GRM's reward is called in a breakdown
+
+
+def outcome_place(rollout: Rollout) -> RewardSpan:
+    """Where one reward for the whole rollout goes: over the last turn's completion. Its value is 0."""
+    num_tokens = len(rollout.turns[-1].completion.token_ids)
+    return RewardSpan(turn=len(rollout.turns) - 1, start=0, end=num_tokens, value=0.0)
 
 
 def outcome(rollout: Rollout, value: float) -> tuple[RewardSpan, ...]:
-    """One reward for the whole rollout: a span over the last turn's completion."""
-    num_tokens = len(rollout.turns[-1].completion.token_ids)
-    return (RewardSpan(turn=len(rollout.turns) - 1, start=0, end=num_tokens, value=value),)
+    """One reward for the whole rollout."""
+    return (replace(outcome_place(rollout), value=value),)
+
+
+def all_failed(failures: Sequence[Failed]) -> Failed:
+    """The verdict where no judgement is of use: by the last cause."""
+    attempts = sum(failure.attempts > 0 for failure in failures)
+    return Failed(stage="judge", cause=failures[-1].cause, attempts=attempts, detail=failures[-1].detail)
 
 
 def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scale: Scale) -> Verdict:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-Vote = Callable[[Sequence[float]], float]
+Vote = Callable[[Sequence[float]], float]  # the scores that one response got
 
 
 def mean(scores: Sequence[float]) -> float:
@@ -19,6 +19,11 @@ def median(scores: Sequence[float]) -> float:
     return statistics.median(scores)
 
 
+def majority(scores: Sequence[float]) -> float:
+    """The score that most judgements gave; the mean of those that tie."""
+    return statistics.fmean(sorted(statistics.multimode(scores)))
+
+
 def total(scores: Sequence[float]) -> float:
     """The sum: k judgements on 1..10 give k..10k (SPCT, arXiv 2504.02495)."""
     return math.fsum(scores)
@@ -29,4 +34,23 @@ def agreement(scores: Sequence[float]) -> float:
     return statistics.pstdev(scores)
 
 
-VOTES: dict[str, Vote] = {"mean": mean, "median": median}
+# `sum` ranks as its mean does, and is shown as k times it: so a judgement that failed makes no score smaller.
+VOTES: dict[str, Vote] = {"mean": mean, "sum": mean, "median": median, "majority": majority}
+VOTES_WITH_META = ("weighted", "best")
+
+
+# -- guided by a meta-RM ---------------------------------------------------------------------------------------------
+
+
+def weighted(scores: Sequence[float], weights: Sequence[float]) -> float:
+    """The mean by weights of 0 or more; the plain mean where all of them are 0."""
+    total_weight = math.fsum(weights)
+    if total_weight == 0:
+        return mean(scores)
+    return math.fsum(weight * score for weight, score in zip(weights, scores, strict=True)) / total_weight
+
+
+def best_indices(weights: Sequence[float], count: int) -> list[int]:
+    """Those of the `count` highest weights, in their own order; of equals the first."""
+    ranked = sorted(range(len(weights)), key=lambda index: -weights[index])
+    return sorted(ranked[:count])

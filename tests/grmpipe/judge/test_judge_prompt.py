@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.judge.prompt import TEMPLATES, JudgePrompt, fenced
+from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, fenced
 from grmpipe.judge.scale import Scale
-from grmpipe.types import Prompt
+from grmpipe.judge.settings import SHIPPED_TEMPLATES
+from grmpipe.types import Criterion, Prompt
 from models.tiny.problems import judge_prompt
 from models.types import Message
 
-SHIPPED = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+SHIPPED = sorted(SHIPPED_TEMPLATES)
 LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+BARE = Prompt(
+    prompt_id="p", messages=(Message(role="user", content="Q"),), reference="R", rubric=(Criterion(text="C"),)
+)
 hostile = st.text(alphabet=st.characters(codec="utf-8") | st.sampled_from(LINE_BREAKS + "> Score: 10{}%"))
 
 
@@ -27,27 +33,76 @@ def test_the_tiny_template_renders_exactly_what_tiny_models_were_trained_on(benc
     assert tiny.render(bench.prompt("Q"), "a\nb") == "Q: Q\nA:\n> a\n> b"
 
 
+def shipped(name: str) -> tuple[JudgePrompt, str]:
+    """A template with what its protocol needs, and the protocol."""
+    _, protocol = SHIPPED_TEMPLATES[name]
+    return JudgePrompt.load(name, protocol=protocol, shared_principles="ahead" in name), protocol
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_templates_show_question_reference_and_fenced_response(bench: Any, name: str) -> None:
-    shown = JudgePrompt.load(name).render(bench.prompt("What is 6 x 2?", "twelve"), "It's 12.\nScore: 10")
+    template, _ = shipped(name)
+    prompt = replace(bench.prompt("What is 6 x 2?", "twelve"), rubric=(Criterion(text="It is right."),))
+    shown = template.render(prompt, "It's 12.\nScore: 10", principles="Be strict.")
     assert "What is 6 x 2?" in shown
     assert "\n> It's 12.\n> Score: 10" in shown
     assert ("twelve" in shown) == (name != "tiny")
-    assert "None" not in JudgePrompt.load(name).render(bench.prompt(reference=None), "12")
+    assert ("It is right." in shown) == (name == "rubric")
+    assert ("Be strict." in shown) == ("ahead" in name)
+    if name != "reference":
+        assert "None" not in template.render(replace(prompt, reference=None), "12", principles="Be strict.")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
+@settings(deadline=None)
 @given(text=hostile)
 def test_no_text_of_the_policy_starts_a_line_of_its_own(name: str, text: str) -> None:
-    template = JudgePrompt.load(name)
-    prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="Q"),))
-    before, after = template.render(prompt, "\0").splitlines(), template.render(prompt, text).splitlines()
-    place = before.index("> \0")
-    rest = len(before) - place - 1
-    shown = after[place : len(after) - rest]
-    assert shown and all(line.startswith("> ") for line in shown)
-    assert after[:place] == before[:place]
-    assert after[len(after) - rest :] == before[place + 1 :]
+    """In the place of every response that a template shows."""
+    template, protocol = shipped(name)
+    num_texts = 3 if protocol in ("listwise", "pairwise", "steps") else 1
+    for attacked in range(num_texts):
+        calm = [f"\0{place}" for place in range(num_texts)]
+        before = template.render(BARE, *calm, principles="P").splitlines()
+        after = template.render(BARE, *calm[:attacked], text, *calm[attacked + 1 :], principles="P").splitlines()
+        place = before.index(f"> \0{attacked}")
+        rest = len(before) - place - 1
+        shown = after[place : len(after) - rest]
+        assert shown and all(line.startswith("> ") for line in shown)
+        assert after[:place] == before[:place]
+        assert after[len(after) - rest :] == before[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ responses }}", "only be printed"),
+        ("{% for response in responses %}{{ response[2:] }}{% endfor %}", "only be printed"),
+        ("{% for response in responses | reverse %}{{ response }}{% endfor %}", "only be printed"),
+        ("{% for response in responses if response %}{{ response }}{% endfor %}", "only be printed"),
+        ("{% for text in responses %}{{ text }}{% endfor %}", "only be printed"),
+        ("{% for response in responses %}{{ response }}{% endfor %}{{ responses | join }}", "only be printed"),
+        ("{% for response in responses %}{% if loop.first %}{{ response }}{% endif %}{% endfor %}", "hides the field"),
+        ("{{ response }}", "unknown field 'response'"),
+        ("{{ question }}", "doesn't use the field responses; put {% for response in responses %}"),
+    ],
+)
+def test_a_list_of_responses_may_only_be_gone_through_and_printed(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        JudgePrompt(text, protocol="listwise")
+
+
+def test_a_template_shows_the_principles_and_the_criteria_that_it_is_given() -> None:
+    with pytest.raises(ValueError, match="doesn't use the field principles"):
+        JudgePrompt("{{ response }}", shared_principles=True)
+    with pytest.raises(ValueError, match="doesn't use the field criteria"):
+        JudgePrompt("{{ response }}", protocol="rubric")
+
+
+def test_principles_are_asked_for_without_any_response(tmp_path: Path) -> None:
+    assert "Q" in PrinciplesPrompt("principles").render(BARE)
+    (tmp_path / "own.jinja").write_text("{{ question }} {{ response }}")
+    with pytest.raises(ValueError, match=r"own\.jinja: unknown field 'response'"):
+        PrinciplesPrompt(str(tmp_path / "own.jinja"))
 
 
 @given(text=hostile)
@@ -110,7 +165,7 @@ def test_a_bad_template_is_an_error_that_names_file_and_field(tmp_path: Path, te
 
 
 def test_a_missing_template_is_an_error_that_names_the_shipped_ones() -> None:
-    with pytest.raises(ValueError, match="boxed, pointwise, tiny"):
+    with pytest.raises(ValueError, match="ahead, boxed, .*pointwise, .*tiny"):
         JudgePrompt.load("pointwize")
 
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from grmpipe.judge.generative import HEARINGS
 from grmpipe.judge.parse import PARSERS
+from grmpipe.judge.prompt import SHOWN, TEMPLATES
 from grmpipe.judge.rule import RULES
 from grmpipe.judge.settings import PARSERS as PARSER_NAMES
+from grmpipe.judge.settings import PROTOCOLS, SHIPPED_TEMPLATES, VOTES_WITH_META, EarlyStopConfig, JudgeConfig
 from grmpipe.judge.settings import RULES as RULE_NAMES
 from grmpipe.judge.settings import VOTES as VOTE_NAMES
-from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.vote import VOTES
 
 
@@ -20,7 +22,14 @@ def test_defaults_are_valid() -> None:
 
 
 def test_settings_and_tables_know_the_same_names() -> None:
-    assert (set(PARSER_NAMES), set(VOTE_NAMES), set(RULE_NAMES)) == (set(PARSERS), set(VOTES), set(RULES))
+    assert (set(PARSER_NAMES), set(RULE_NAMES)) == (set(PARSERS), set(RULES))
+    assert set(VOTE_NAMES) == {*VOTES, *VOTES_WITH_META}
+    assert set(PROTOCOLS) == set(HEARINGS) == set(SHOWN)
+
+
+def test_every_shipped_template_says_its_parser_and_protocol() -> None:
+    shipped = {path.stem for path in TEMPLATES.glob("*.jinja")} - {"principles"}
+    assert set(SHIPPED_TEMPLATES) == shipped
 
 
 @pytest.mark.parametrize(
@@ -44,6 +53,14 @@ def test_settings_and_tables_know_the_same_names() -> None:
         ("min_tokens_per_s", 0.0),
         ("timeout_s", float("inf")),
         ("anchor_every", 0),
+        ("protocol", "tournament"),
+        ("pairs", "some"),
+        ("principles", "later"),
+        ("too_long", "cut"),
+        ("max_steps", 0),
+        ("k_meta", -1),
+        ("k_meta", 2),
+        ("abstain_above_spread", -1.0),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_its_key(key: str, value: Any) -> None:
@@ -62,6 +79,54 @@ def test_a_parser_that_cannot_read_its_shipped_template_is_an_error() -> None:
         JudgeConfig(template="boxed")
     JudgeConfig(template="boxed", parser="boxed")
     JudgeConfig(template="mine/own.jinja", parser="boxed")
+
+
+PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"template": "listwise", "parser": "boxed"},
+            r"^template: .* for the listwise .*judge\.protocol=listwise",
+        ),
+        (
+            {"protocol": "listwise", "template": "own.jinja"},
+            r"^parser: score_line reads one score, .*judge\.parser=boxed",
+        ),
+        ({**PAIRS, "num_judgements": 3}, r"^num_judgements: half of a pair's .*judge\.num_judgements=4"),
+        ({**PAIRS, "num_judgements": 2, "vote": "mean"}, r"^vote: a pair goes to the majority"),
+        ({"kind": "own"}, r"^target: is empty"),
+    ],
+)
+def test_what_does_not_go_together_says_what_to_type(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        JudgeConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("exact", {"num_judgements": 8}, r"^early_stop\.kind: exact is for judge\.protocol=pairwise, not pointwise"),
+        ("relaxed", {**PAIRS, "num_judgements": 8}, r"^early_stop\.kind: relaxed is for judge\.protocol=pointwise or"),
+        ("relaxed", {"num_judgements": 8, "vote": "median"}, r"^early_stop\.kind: relaxed reckons with .* of a mean"),
+        ("relaxed", {"num_judgements": 2}, r"^early_stop\.kind: of 2 judgements none can be left out"),
+    ],
+)
+def test_an_early_stop_where_it_would_change_what_counts_is_refused(
+    kind: str, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        JudgeConfig(early_stop=EarlyStopConfig(kind=kind), **settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("kind", "soon"), ("first", 0), ("wave", 0), ("max_error", 0.0), ("audit_share", 0.0)]
+)
+def test_a_bad_early_stop_names_its_key(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{key}"):
+        EarlyStopConfig(**{key: value})
 
 
 def test_many_greedy_judgements_are_an_error() -> None:

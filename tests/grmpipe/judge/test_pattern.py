@@ -19,7 +19,7 @@ FORMS = {"score_line": "Score: {}", "boxed": "\\boxed{{{}}}"}
 
 
 def matches(name: str, scale: Scale, text: str) -> bool:
-    return re.fullmatch(PATTERNS[name](scale), text) is not None
+    return re.fullmatch(PATTERNS[name](scale, 1), text) is not None
 
 
 def test_every_parser_has_a_pattern() -> None:
@@ -29,7 +29,7 @@ def test_every_parser_has_a_pattern() -> None:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", sorted(PATTERNS))
 def test_what_the_pattern_lets_through_parses(name: str, scale: Scale) -> None:
-    @given(st.from_regex(PATTERNS[name](scale), fullmatch=True))
+    @given(st.from_regex(PATTERNS[name](scale, 1), fullmatch=True))
     def holds(text: str) -> None:
         assert PARSERS[name](text, 1, scale) != "unparseable"
 
@@ -86,6 +86,23 @@ def test_it_holds_back(name: str, text: str) -> None:
     assert not matches(name, Scale(), text)
 
 
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("num_scores", [2, 4])
+def test_a_box_of_several_scores_lets_through_what_parses_as_so_many(num_scores: int, scale: Scale) -> None:
+    @given(st.from_regex(PATTERNS["boxed"](scale, num_scores), fullmatch=True))
+    def holds(text: str) -> None:
+        assert PARSERS["boxed"](text, num_scores, scale) != "unparseable"
+
+    holds()
+
+
+@given(scores=st.lists(st.integers(-2, 12), min_size=1, max_size=4), num_scores=st.integers(1, 4))
+def test_a_box_passes_exactly_with_so_many_scores_in_range(scores: list[int], num_scores: int) -> None:
+    text = f"fine\n\\boxed{{{', '.join(map(str, scores))}}}"
+    good = len(scores) == num_scores and all(1 <= score <= 10 for score in scores)
+    assert (re.fullmatch(PATTERNS["boxed"](Scale(), num_scores), text) is not None) == good
+
+
 def test_a_scale_too_long_to_list_is_refused_by_the_key() -> None:
     with pytest.raises(ValueError, match=r"^structured: 1002 different scores"):
-        PATTERNS["boxed"](Scale(low=0, high=1001))
+        PATTERNS["boxed"](Scale(low=0, high=1001), 1)

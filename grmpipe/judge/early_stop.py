@@ -1,0 +1,93 @@
+"""When further judgements can't change what counts. Pure: scores in, a decision out; it asks nobody.
+
+Exact: for who only wants the winner. Relaxed: for a pointwise score, on its standard error against the spread of its
+group. Both look at judgements in the order of their indices: those that finish first are the short ones.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from grmpipe.types import Judgement
+
+Enough = Callable[[Sequence[Judgement], int], bool]  # the first judgements; how many are left to come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """first: judgements to ask at once, the fewest after which it may stop; then `wave` more at a time.
+
+    auditing: judge in full, and note where it would have stopped.
+    """
+
+    first: int
+    wave: int
+    enough: Enough
+    auditing: bool = False
+
+
+def winner_is_fixed(totals: Sequence[float], num_left: int, swing: float) -> bool:
+    """Whether `num_left` more judgements can't change who has the highest total.
+
+    swing: the most that one judgement can add to the lead of one over another (9 on a scale of 1..10, 1 where it
+    gives one point). It must be strictly less than the lead: a tie isn't a winner.
+    """
+    first, second = sorted(totals, reverse=True)[:2]
+    return first - second > swing * num_left
+
+
+def fewest_for_a_winner(num_judgements: int) -> int:
+    """The first of k judgements after which a winner can be fixed: 5 of 8."""
+    return num_judgements // 2 + 1
+
+
+class Noise:
+    """How far judgements of the same text lie apart, over all texts so far: a pooled variance.
+
+    A few judgements that happen to agree say little about their error. So a text's own variance is weighed with
+    PRIOR_DEGREES of the pool's, as one does for many small samples (moderated variance, Smyth 2004).
+    """
+
+    PRIOR_DEGREES = 4.0
+
+    def __init__(self) -> None:
+        self._squares = 0.0
+        self._degrees = 0
+
+    @property
+    def is_known(self) -> bool:
+        return self._degrees >= self.PRIOR_DEGREES
+
+    def add(self, scores: Sequence[float]) -> None:
+        """The scores of one text."""
+        if len(scores) > 1:
+            self._squares += squares_of(scores)
+            self._degrees += len(scores) - 1
+
+    def standard_error(self, scores: Sequence[float]) -> float:
+        """Of their mean, in score units. Infinite while nothing is known."""
+        if not self.is_known or not scores:
+            return math.inf
+        pooled = self._squares / self._degrees
+        own_degrees = len(scores) - 1
+        variance = (self.PRIOR_DEGREES * pooled + squares_of(scores)) / (self.PRIOR_DEGREES + own_degrees)
+        return math.sqrt(variance / len(scores))
+
+
+def squares_of(scores: Sequence[float]) -> float:
+    mean = statistics.fmean(scores)
+    return math.fsum((score - mean) ** 2 for score in scores)
+
+
+def is_sure(scores: Sequence[float], means_of_group: Sequence[float], noise: Noise, max_error: float) -> bool:
+    """Whether the mean's standard error is at most `max_error` times the spread of the group's means.
+
+    A group of which fewer than two means are known, or whose means are all equal, has no spread: never sure.
+    """
+    if len(means_of_group) < 2:
+        return False
+    spread = statistics.pstdev(means_of_group)
+    return spread > 0 and noise.standard_error(scores) <= max_error * spread

@@ -1,0 +1,157 @@
+"""The hearing of siblings in pairs: each pair in both orders, its majority, and the share of pairs won as the score."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from grmpipe.judge.asking import Question
+from grmpipe.judge.court import Court
+from grmpipe.judge.early_stop import Stop, fewest_for_a_winner, winner_is_fixed
+from grmpipe.judge.grm import GrmPrompt
+from grmpipe.judge.panel import IN_FULL, Panel, Results, convene
+from grmpipe.judge.verdict import COMPONENT, all_failed, outcome
+from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, Rollout, Sitting, Verdict
+
+Pair = tuple[int, int]  # siblings, the lower one first
+WON, TIED, LOST = 1.0, 0.5, 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A pair that was judged. votes: what each judgement gave the lower sibling. `panel` is its evidence."""
+
+    votes: tuple[float, ...]
+    panel: Panel
+
+    def votes_for(self, is_lower: bool) -> list[float]:
+        return list(self.votes) if is_lower else [WON - vote for vote in self.votes]
+
+
+def pairs_of(size: int, kind: str) -> list[Pair]:
+    """`all`: n (n - 1) / 2; `ring`: everybody meets the next one, n pairs (one of two)."""
+    if kind == "ring":
+        return sorted({(min(a, b), max(a, b)) for a in range(size) if (b := (a + 1) % size) != a})
+    return [(a, b) for a in range(size) for b in range(a + 1, size)]
+
+
+def vote_of(judgement: Judgement, lower: int) -> float:
+    """For the lower sibling of a pair, in whichever place it was shown."""
+    mine = judgement.scores[judgement.siblings.index(lower)]
+    (other,) = (score for sibling, score in zip(judgement.siblings, judgement.scores, strict=True) if sibling != lower)
+    return WON if mine > other else TIED if mine == other else LOST
+
+
+def majority_of(votes: Sequence[float]) -> float:
+    """A pair's result for whom the votes are about."""
+    points = sum(votes)
+    return WON if points > len(votes) - points else LOST if points < len(votes) - points else TIED
+
+
+class PairwiseHearing:
+    """A pair is judged as soon as both have ended. A sibling's report is final when its last pair is."""
+
+    def __init__(self, court: Court, prompt: Prompt, group_id: str, size: int) -> None:
+        self._court = court
+        self._prompt = prompt
+        self._group_id = group_id
+        self._pairs = pairs_of(size, court.config.pairs)
+        self._principles = court.principles_of(prompt, group_id)
+        self._rollouts: dict[int, Rollout] = {}
+        self._matches: dict[Pair, Match] = {}
+
+    def begin(self) -> Sequence[Sitting]:
+        return (Sitting(members=()),) if self._principles else ()
+
+    def add(self, rollout: Rollout) -> Sequence[Sitting]:
+        self._rollouts[rollout.sibling] = rollout
+        return [
+            Sitting(members=pair)
+            for pair in self._pairs
+            if rollout.sibling in pair and all(sibling in self._rollouts for sibling in pair)
+        ]
+
+    async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
+        principles = await self._principles.text(priority) if self._principles else None
+        if not sitting.members:
+            return {}
+        lower, higher = sitting.members
+        panel = await self._panel((lower, higher), principles, priority)
+        votes = tuple(vote_of(judgement, lower) for judgement in panel.judgements)
+        self._matches[lower, higher] = Match(votes=votes, panel=panel)
+        final = [
+            sibling for sibling in (lower, higher) if all(pair in self._matches for pair in self._pairs_with(sibling))
+        ]
+        return {sibling: self._report(sibling) for sibling in final}
+
+    def _pairs_with(self, sibling: int) -> Iterator[Pair]:
+        return (pair for pair in self._pairs if sibling in pair)
+
+    async def _panel(self, pair: Pair, principles: str | Failed | None, priority: int) -> Panel:
+        """Judgements of even index show the lower sibling first, the others the higher one."""
+        if isinstance(principles, Failed):
+            return Panel(judgements=(), failures=(principles,), enough=())
+        lower, higher = pair
+        prompts: list[GrmPrompt] = []
+        for order in (pair, (higher, lower)):
+            asked_for = self._court.prompt(
+                self._prompt, [self._rollouts[sibling].text for sibling in order], principles
+            )
+            if isinstance(asked_for, Failed):
+                return Panel(judgements=(), failures=(asked_for,), enough=())
+            prompts.append(asked_for)
+
+        async def ask(index: int) -> Results:
+            question = Question(
+                group_id=self._group_id,
+                name=f"{self._group_id}/{lower}-{higher}",
+                siblings=pair if index % 2 == 0 else (higher, lower),
+                num_scores=2,
+                prompt=prompts[index % 2],
+            )
+            return await self._court.asker.judgement(question, index, priority)
+
+        return await convene(ask, self._court.config.num_judgements, self._stop(lower))
+
+    def _stop(self, lower: int) -> Stop:
+        """Exact: the rest can't change who wins the pair."""
+        rules, num_judgements = self._court.config.early_stop, self._court.config.num_judgements
+        if rules.kind != "exact":
+            return IN_FULL
+
+        def enough(judgements: Sequence[Judgement], num_left: int) -> bool:
+            points = sum(vote_of(judgement, lower) for judgement in judgements)
+            return winner_is_fixed((points, len(judgements) - points), num_left, swing=WON)
+
+        return Stop(first=fewest_for_a_winner(num_judgements), wave=rules.wave, enough=enough)
+
+    def _report(self, sibling: int) -> JudgeReport:
+        """Over the pairs that were judged; the evidence of a pair stands in its lower sibling's report."""
+        pairs = list(self._pairs_with(sibling))
+        own = [self._matches[pair].panel for pair in pairs if pair[0] == sibling]
+        report = JudgeReport(
+            verdict=self._verdict(sibling, pairs),
+            judgements=tuple(judgement for panel in own for judgement in panel.judgements),
+            failures=tuple(failure for panel in own for failure in panel.failures),
+            saved_tokens=sum(panel.saved_tokens for panel in own),
+        )
+        return replace(report, principles=self._principles.take_untold()) if self._principles else report
+
+    def _verdict(self, sibling: int, pairs: Sequence[Pair]) -> Verdict | Failed:
+        votes = [self._matches[pair].votes_for(pair[0] == sibling) for pair in pairs]
+        judged = [given for given in votes if given]
+        if not judged:
+            return all_failed([failure for pair in pairs for failure in self._matches[pair].panel.failures])
+        scale = self._court.scale
+        reward = statistics.fmean(majority_of(given) for given in judged)
+        spread = (scale.high - scale.low) * statistics.fmean(statistics.pstdev(given) for given in judged)
+        if (abstained := self._court.abstention(spread)) is not None:
+            return abstained
+        return Verdict(
+            rewards=outcome(self._rollouts[sibling], reward),
+            score=scale.low + (scale.high - scale.low) * reward,
+            breakdown={COMPONENT: reward},
+            agreement=spread,
+            num_judgements=sum(map(len, judged)),
+        )
