@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -280,6 +280,7 @@ class Hearing(Protocol):
         ...
 
 
+@runtime_checkable
 class Judge(Protocol):
     """Opens a hearing for each group."""
 

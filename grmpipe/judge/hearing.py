@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from grmpipe.types import Failed, Hearing, Judge, JudgeReport, Prompt, Rollout, Sitting
 
 
+@runtime_checkable
 class RolloutJudge(Protocol):
     """Judges one rollout, whatever its siblings are. Failures come back as values."""
 
