@@ -23,6 +23,7 @@ from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
 from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.lessons import LabelJudge, rule_of
 from grmpipe.judge.mixed import MixedJudge
+from grmpipe.judge.own import own_judge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.watch import FailureGate
 from grmpipe.observers import Observers
@@ -102,6 +103,10 @@ def mixed_judge(prepared: Prepared, grm: Grm | None) -> Judge:
     return MixedJudge({name: (JUDGES[name](prepared, grm), weight) for name, weight in mix.items()})
 
 
+def users_judge(prepared: Prepared, *_: object) -> Judge:
+    return own_judge(prepared.config.judge)
+
+
 async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:
     from scheduler.ray_cluster import RayCluster
 
@@ -117,6 +122,7 @@ JUDGES: dict[str, Callable[[Prepared, Grm | None], Judge]] = {
     "rule": rule_judge,
     "mixed": mixed_judge,
     "label": label_judge,
+    "own": users_judge,
 }
 ENVS: dict[str, Callable[[Prompt], Env]] = {"single_turn": SingleTurn}
 CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {

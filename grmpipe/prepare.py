@@ -22,7 +22,8 @@ from grmpipe.evaluate import EVAL_METRICS
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.lessons import Lessons, rule_of
 from grmpipe.judge.pattern import PATTERNS
-from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.judge.own import own_judge
+from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.rule import Rule
 from grmpipe.judge.scale import Scale
 from grmpipe.observe.summary import Summary
@@ -84,6 +85,9 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_policy(config, policy, data)
     if config.judged_by_model:
         check_judge(config, grm, data)
+    if config.judge.kind == "own":
+        with section("judge."):
+            own_judge(config.judge)
     prompts = PromptStream(data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs)
     return Prepared(
         config=config,
@@ -295,16 +299,25 @@ def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
     """
     scale = Scale(low=config.judge.score_min, high=config.judge.score_max)
     with section("judge."):
-        template = JudgePrompt.load(config.judge.template, scale)
+        template = JudgePrompt.of(config.judge)
+        ahead = config.judge.principles == "ahead"
         for prompt in [prompt for prompt in (*data.train, *data.held_out) if prompt.reference is None][:1]:
-            template.render(prompt, "")
+            template.render(prompt, "", principles="" if ahead else None)
+            if ahead:
+                PrinciplesPrompt(config.judge.principles_template).render(prompt)
+        if config.judge.protocol == "rubric":
+            check_rubrics(data)
         if config.judge.structured:
-            PATTERNS[config.judge.parser](scale)
+            PATTERNS[config.judge.parser](scale, 1)
+    num_shown = {"listwise": config.train.group_size, "pairwise": 2}.get(config.judge.protocol, 1)
+    cut = config.judge.too_long == "cut_response_middle"
+    principle_tokens = config.judge.principles_max_new_tokens if ahead else 0
+    extra_tokens = principle_tokens + (0 if cut else num_shown * config.rollout.max_new_tokens)
 
     def length(prompt: Prompt) -> int:
-        text = template.render(prompt, "")
+        text = template.render(prompt, *[""] * num_shown, principles="" if ahead else None)
         weighed = len(grm.renderer.render((Message(role="user", content=text),))) if grm else estimated_tokens(text)
-        return weighed + config.rollout.max_new_tokens
+        return weighed + extra_tokens
 
     with section("grm."):
         length(data.train[0])
@@ -316,6 +329,15 @@ def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
         lengths=((prompt, length(prompt)) for prompt in data.train),
         what="question with an answer of rollout.max_new_tokens",
     )
+
+
+def check_rubrics(data: Data) -> None:
+    for prompt in (*data.train, *data.held_out):
+        if not prompt.rubric:
+            raise ValueError(
+                f"protocol: rubric judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; add the field "
+                "rubric (a list of texts), or type judge=pointwise"
+            )
 
 
 def check_window(

@@ -171,6 +171,7 @@ class Simulation:
             seed=config.seed,
             scale=Scale(low=config.judge.score_min, high=config.judge.score_max),
             boxed=config.judge.parser == "boxed",
+            num_scores={"listwise": config.train.group_size, "pairwise": 2}.get(config.judge.protocol, 1),
             unparseable_share=config.simulate.unparseable_share,
         )
 
@@ -327,4 +328,4 @@ def make_judge(workload: Workload, grm: Router | None, kind: str, driver: Simula
         return MixedJudge({name: (make_judge(workload, grm, name, driver), weight) for name, weight in mix})
     assert grm is not None, "a GRM outside has no place to be simulated on"
     here = AttendedGrm(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), driver)
-    return OneByOne(GenerativeJudge(here, config.judge, config.seed))
+    return GenerativeJudge(here, config.judge, config.seed)

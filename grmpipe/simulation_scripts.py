@@ -61,13 +61,14 @@ class Writer:
     is drawn anew, comes to the same.
 
     scale: of a GRM's scores; None for a policy.
-    boxed: how a score is written.
+    boxed: how scores are written; num_scores: as many as that, all the same.
     """
 
     lengths: Lengths
     seed: int
     scale: Scale | None = None
     boxed: bool = False
+    num_scores: int = 1
     unparseable_share: float = 0.0
 
     def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
@@ -88,7 +89,8 @@ class Writer:
         if number < 0 or self.scale.low + number > self.scale.high:
             return UNREADABLE
         score = self.scale.low + number
-        return f"\\boxed{{{score}}}" if self.boxed else f"Score: {score}"
+        scores = ", ".join([str(score)] * self.num_scores)
+        return f"\\boxed{{{scores}}}" if self.boxed else f"Score: {score}"
 
     def _score(self, seed: int, request_id: str) -> int:
         """Above the low end of the scale; beyond its high end where nobody could read it."""
