@@ -148,6 +148,11 @@ class RunConfig:
                 f"cotrain.enabled: task={self.task} knows one learner only; to see the rest of the run type "
                 "cotrain.enabled=false"
             )
+        if self.judge.protocol == "pairwise" and self.cotrain.own_share > 0:
+            raise ValueError(
+                "cotrain.own_share: a judge of pairs can't learn from single rollouts; type cotrain.own_share=0, and "
+                "give rankings as cotrain.data_path"
+            )
         if not self.judge.temperature > 0:
             raise ValueError("cotrain.enabled: greedy judgements are all alike; type judge.temperature=1")
         if self.algorithm.estimator in ESTIMATORS_OF_A_BATCH:

@@ -24,6 +24,7 @@ from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.lessons import LabelJudge, Lessons, label_rule
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.rule import RULES
+from grmpipe.judge.scale import Scale
 from grmpipe.lesson_stream import LessonStream
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pacing import Pace
@@ -141,7 +142,7 @@ class CoTraining:
 
     def _make_flow(self, policy: Pipeline) -> Pipeline:
         config, judge = self._config, self._config.judge
-        scale = Lessons.under(judge, config.labels).scale
+        scale = Scale(low=judge.score_min, high=judge.score_max)
         parts = Parts(
             prompts=self._lessons,
             too_long=grm_too_long(config, self._grm.model),

@@ -191,10 +191,20 @@ def stored_lessons(config: RunConfig, data: Data) -> PromptStream | None:
         with section("cotrain.data_path: "):
             lessons = lessons_at(config, cotrain.data_path, cotrain.num_items)
         return PromptStream(lessons, seed=config.seed)
-    for prompt in data.train:
-        with section("cotrain.data_path: is null, and "):
-            check_reference(config, prompt)
+    if not any(rulable(config, prompt) for prompt in data.train):
+        raise ConfigError(
+            f"cotrain.data_path: is null, and of no prompt in {config.data.path} can the rule {config.judge.rule} tell "
+            "right answers from wrong ones; give labelled judgements, or prompts with a reference"
+        )
     return None
+
+
+def rulable(config: RunConfig, prompt: Prompt) -> bool:
+    try:
+        check_reference(config, prompt)
+    except ValueError:
+        return False
+    return True
 
 
 def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:

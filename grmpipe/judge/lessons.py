@@ -6,6 +6,7 @@ no model.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from grmpipe.judge.rule import RULES, Rule
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.verdict import outcome
-from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, Verdict
+from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse, Verdict
 from models.types import Message
 
+PROTOCOLS = ("pointwise", "listwise", "pairwise")
 SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
 BEST_LABEL = re.compile(r"best ([0-9]+) of ([0-9]+)")  # in the order shown, from 1
 RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); what can't be read is wrong, the format earns nothing
@@ -27,41 +29,63 @@ RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); what can't be rea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """Makes lessons of labelled work, under one template and one scale."""
+    """Makes lessons of labelled work, as a judge asks about it: of one response, of all at once, or of two."""
 
     template: JudgePrompt
-    scale: Scale
+    protocol: str
     labels: LabelConfig
 
     @staticmethod
     def under(judge: JudgeConfig, labels: LabelConfig) -> Lessons:
         """As `judge` asks in a run. Raises ValueError for a template that can't be had."""
-        scale = Scale(low=judge.score_min, high=judge.score_max)
-        return Lessons(template=JudgePrompt.load(judge.template, scale), scale=scale, labels=labels)
+        if judge.protocol not in PROTOCOLS:
+            raise ValueError(
+                f"protocol: labels are of whole responses, and {judge.protocol} judges parts; "
+                f"type judge.protocol={' or '.join(PROTOCOLS)}"
+            )
+        if judge.principles == "ahead":
+            raise ValueError("principles: a lesson is one judgement, principles and all; type judge.principles=inline")
+        return Lessons(template=JudgePrompt.of(judge), protocol=judge.protocol, labels=labels)
 
     def of(self, items: Sequence[Labelled]) -> tuple[Prompt, ...]:
-        """One for each item that the template can show. ValueError where that is none."""
-        lessons = [self._lesson(item) for item in items if not isinstance(item, RankedResponses)]
+        """All that can be asked of each item: of rankings nothing by a judge of one response, of a single response
+        nothing by a judge of two. ValueError where that comes to nothing at all."""
+        lessons = [lesson for item in items for lesson in self._of(item)]
         if not lessons:
+            wanted, way_out = ("rankings", "pointwise") if self.protocol == "pairwise" else ("scores", "listwise")
             raise ValueError(
-                f"holds no scored response, and the template {self.template.name} shows one response at a time; "
-                "type a judge.template for several"
+                f"holds no {wanted}, which a {self.protocol} judge learns from; "
+                f"type judge.protocol={way_out}, with a template and a parser for it"
             )
         return tuple(lessons)
 
     def right_or_wrong(self, lesson_id: str, prompt: Prompt, response: str, *, right: bool) -> Prompt:
         """Of a response whose truth a rule knows: the judge is to pass it, or not to."""
-        return self._asked(lesson_id, prompt, response, self._side(right))
+        return self._asked(lesson_id, prompt, [response], self._side(right))
 
-    def _lesson(self, item: Labelled) -> Prompt:
-        assert not isinstance(item, RankedResponses)
+    def _of(self, item: Labelled) -> list[Prompt]:
+        if isinstance(item, ScoredResponse):
+            return [] if self.protocol == "pairwise" else [self._scored(item)]
+        best, others = item.best, [index for index in range(len(item.responses)) if index != item.best]
+        if self.protocol == "listwise":
+            return [self._ranked(item.item_id, item, [best, *others])]
+        if self.protocol == "pairwise":
+            return [self._ranked(f"{item.item_id}/{other}", item, [best, other]) for other in others]
+        return []
+
+    def _scored(self, item: ScoredResponse) -> Prompt:
         exact = self.labels.rule == "exact"
         label = f"exactly {item.score}" if exact else self._side(item.score >= self.labels.pass_score)
-        return self._asked(item.item_id, item.prompt, item.response, label, item.subset)
+        return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
 
-    def _asked(self, lesson_id: str, prompt: Prompt, response: str, label: str, source: str = "") -> Prompt:
-        text = self.template.render(prompt, response)
-        message = Message(role="user", content=text)
+    def _ranked(self, lesson_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
+        """In an order of its own, the same in every run."""
+        order = random.Random(lesson_id).sample(shown, len(shown))
+        label = f"best {order.index(item.best) + 1} of {len(order)}"
+        return self._asked(lesson_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
+
+    def _asked(self, lesson_id: str, prompt: Prompt, texts: Sequence[str], label: str, source: str = "") -> Prompt:
+        message = Message(role="user", content=self.template.render(prompt, *texts))
         return Prompt(prompt_id=lesson_id, messages=(message,), source=source, reference=label)
 
     def _side(self, right: bool) -> str:

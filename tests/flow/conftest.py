@@ -15,9 +15,9 @@ from grmpipe.config import RunConfig, build
 from grmpipe.tasks import run_task
 
 ROOT = Path(__file__).parents[2]
-# The quickstart, small enough for a test: a step takes a second.
+# Small enough for a test: a step takes a second.
 SMALL = (
-    "+experiment=quickstart", "cluster=inprocess", "tracking=none", "train.num_steps=3", "train.groups_per_batch=4",
+    "cluster=inprocess", "tracking=none", "train.num_steps=3", "train.groups_per_batch=4",
     "train.group_size=4", "data.num_prompts=64", "data.num_eval_prompts=16", "judge.anchors=8",
     "tracking.console=false",
 )  # fmt: skip
@@ -50,11 +50,11 @@ def composed(*overrides: str) -> RunConfig:
 def small_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logging: None
 ) -> Iterator[Callable[..., RunFiles]]:
-    """Run the small quickstart with overrides; returns its files."""
+    """Run the quickstart, or another experiment, small and with overrides; returns its files."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*overrides: str, run_dir: str = "run") -> RunFiles:
-        run_task(composed(*SMALL, f"run_dir={run_dir}", *overrides))
+    def run(*overrides: str, experiment: str = "quickstart", run_dir: str = "run") -> RunFiles:
+        run_task(composed(f"+experiment={experiment}", *SMALL, f"run_dir={run_dir}", *overrides))
         return RunFiles(tmp_path / run_dir)
 
     yield run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,16 +14,16 @@ from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_state import RunState
 from grmpipe.types import Verdict
 
-TRAIN_GRM = ("+experiment=train_grm", "train.num_steps=2", "rollout.max_new_tokens=96")
-RFT = ("+experiment=rft_grm", "data.num_prompts=48", "data.num_eval_prompts=16", "finetune.critiques_per_batch=8")
+TRAIN_GRM = ("train.num_steps=2", "rollout.max_new_tokens=96")
+RFT = ("data.num_prompts=48", "data.num_eval_prompts=16", "finetune.critiques_per_batch=8")
 COTRAIN = (
-    "+experiment=cotrain", "train.num_steps=3", "cotrain.warmup_steps=1", "cotrain.lessons_per_batch=4",
+    "train.num_steps=3", "cotrain.warmup_steps=1", "cotrain.lessons_per_batch=4",
     "cotrain.judgements_per_lesson=4", "cotrain.num_items=32",
 )  # fmt: skip
 
 
 def test_a_trained_grm_serves_as_a_judge(small_run: Callable) -> None:
-    files = small_run(*TRAIN_GRM)
+    files = small_run(*TRAIN_GRM, experiment="train_grm")
     summary = files.summary
     assert summary["versions"] == {"policy": 2}
     assert 0 < summary["eval"]["initial"]["true_accuracy"] < 1
@@ -35,7 +36,7 @@ def test_a_trained_grm_serves_as_a_judge(small_run: Callable) -> None:
 
 
 def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(small_run: Callable) -> None:
-    files = small_run(*RFT)
+    files = small_run(*RFT, experiment="rft_grm")
     assert files.summary["status"] == "completed"
     assert files.summary["steps"] > 0
     assert set(files.summary["eval"]["final"]) >= {"true_accuracy", "true_accuracy_greedy"}
@@ -52,12 +53,12 @@ def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(smal
 
 
 def test_after_a_kill_only_what_is_missing_is_sampled_again(small_run: Callable) -> None:
-    files = small_run(*RFT)
+    files = small_run(*RFT, experiment="rft_grm")
     before = files.lines("critiques")
     marked = [{**line, "fate": "too_long", "kept": []} for line in before[:6]]  # would not come of sampling again
     replace_journal(files.run_dir / "critiques.jsonl", marked)
     (files.run_dir / "summary.json").unlink()
-    again = small_run(*RFT, "resume=auto")
+    again = small_run(*RFT, "resume=auto", experiment="rft_grm")
     assert again.summary["status"] == "completed"
     lines = again.lines("critiques")
     assert lines[:6] == marked
@@ -66,7 +67,7 @@ def test_after_a_kill_only_what_is_missing_is_sampled_again(small_run: Callable)
 
 
 def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(small_run: Callable) -> None:
-    files = small_run(*COTRAIN)
+    files = small_run(*COTRAIN, experiment="cotrain")
     summary = files.summary
     assert summary["status"] == "completed"
     assert summary["versions"]["policy"] == 3
@@ -87,13 +88,13 @@ def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(sm
 
 
 def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable) -> None:
-    files = small_run(*COTRAIN, "train.checkpoint_every=2")
+    files = small_run(*COTRAIN, "train.checkpoint_every=2", experiment="cotrain")
     checkpoints = files.run_dir / "checkpoints"
     (checkpoints / "latest").write_text("step_2")  # as a kill after the second step would have left it
     (files.run_dir / "summary.json").unlink()
     state = RunState.from_json((checkpoints / "step_2" / "run_state.json").read_text())
     assert state.grm_cut is not None
-    again = small_run(*COTRAIN, "train.checkpoint_every=2", "resume=auto")
+    again = small_run(*COTRAIN, "train.checkpoint_every=2", "resume=auto", experiment="cotrain")
     assert again.summary["status"] == "completed"
     assert again.summary["versions"]["policy"] == 3
     assert again.summary["versions"]["grm"] >= state.grm_cut.version
@@ -116,4 +117,10 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable) -> None:
 )
 def test_what_a_grm_cant_learn_with_is_refused_by_name(small_run: Callable, override: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        small_run(*COTRAIN, override)
+        small_run(*COTRAIN, override, experiment="cotrain")
+
+
+def test_without_labels_and_references_there_is_nothing_to_learn_from(small_run: Callable, tmp_path: Path) -> None:
+    (tmp_path / "bare.jsonl").write_text("".join(json.dumps({"prompt": f"What is {n}?"}) + "\n" for n in range(8)))
+    with pytest.raises(ConfigError, match=r"cotrain\.data_path: is null"):
+        small_run(*COTRAIN, "cotrain.data_path=null", "data=file", "data.path=bare.jsonl", experiment="cotrain")

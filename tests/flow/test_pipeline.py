@@ -667,9 +667,11 @@ class LearningJudge(Judge):
     """Its verdicts tell the version that they were asked of, and whether it changed meanwhile."""
 
     version: int = 0
+    asked: Counter[tuple[str, int, int]] = field(default_factory=Counter)  # group, sibling, version
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         asked = self.version
+        self.asked[rollout.group_id, rollout.sibling, asked] += 1
         await asyncio.sleep(self.delay(rollout))
         assert self.version == asked, "a judgement was not broken off"
         span = RewardSpan(turn=0, start=0, end=1, value=rollout.sibling / 10)
@@ -711,6 +713,7 @@ def test_a_group_is_judged_by_one_version_of_a_judge_that_changes() -> None:
     totals = pipeline.tally.total_so_far()
     assert totals.aborted > 0
     assert totals.voided > 0
+    assert set(judge.asked.values()) == {1}  # by each version once at most
     assert pipeline.cut().judge_version == pipeline.judge_version > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -81,8 +82,52 @@ def test_what_cant_be_read_is_a_wrong_answer_and_no_failure_of_a_judge(rollout: 
     assert report.failures == ()
 
 
-def test_a_template_for_one_response_leaves_rankings_out_and_says_so_where_nothing_is_left() -> None:
-    ranked = RankedResponses(item_id="r", prompt=QUESTION, responses=("a", "b"), best=1)
-    assert [lesson.prompt_id for lesson in under("exact").of([ranked, scored(7)])] == ["s7"]
-    with pytest.raises(ValueError, match=r"judge\.template"):
-        under("exact").of([ranked])
+RANKED = RankedResponses(item_id="r", prompt=QUESTION, responses=("It is 41.", "It is 42.", "It is 43."), best=1)
+LISTWISE = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
+PAIRWISE = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 2}
+
+
+def test_a_judge_of_one_response_learns_nothing_from_rankings_and_says_so_where_nothing_is_left() -> None:
+    assert [lesson.prompt_id for lesson in under("exact").of([RANKED, scored(7)])] == ["s7"]
+    with pytest.raises(ValueError, match=r"judge\.protocol=listwise"):
+        under("exact").of([RANKED])
+
+
+def test_a_list_is_shown_in_a_drawn_order_and_the_label_says_where_the_best_stands() -> None:
+    items = [dataclasses.replace(RANKED, item_id=f"r{n}") for n in range(40)]
+    lessons = under("exact", **LISTWISE).of(items)
+    places = set()
+    for lesson in lessons:
+        text = lesson.messages[0].content
+        shown = sorted(RANKED.responses, key=text.index)
+        assert lesson.reference == f"best {shown.index('It is 42.') + 1} of 3"
+        places.add(lesson.reference)
+    assert len(places) == 3
+
+
+def test_a_ranking_is_as_many_pairs_as_there_are_worse_responses() -> None:
+    lessons = under("exact", **PAIRWISE).of([RANKED, scored(7)])
+    assert [lesson.prompt_id for lesson in lessons] == ["r/0", "r/2"]
+    for lesson, other in zip(lessons, ("It is 41.", "It is 43."), strict=True):
+        text = lesson.messages[0].content
+        assert lesson.reference == f"best {1 if text.index('It is 42.') < text.index(other) else 2} of 2"
+
+
+def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_lesson() -> None:
+    rule = rule_of(JudgeConfig(kind="label", **LISTWISE))
+    assert rule(r"so \boxed{3, 9, 4}", "best 2 of 3")
+    assert not rule(r"so \boxed{9, 9, 4}", "best 2 of 3")
+    assert not rule(r"so \boxed{3, 9}", "best 2 of 3")
+    assert rule(r"so \boxed{8}", "at least 8")
+
+
+@pytest.mark.parametrize(
+    ("judge", "told"),
+    [
+        ({"protocol": "steps", "template": "steps", "parser": "boxed"}, r"judge\.protocol"),
+        ({"template": "ahead", "parser": "boxed", "principles": "ahead"}, r"judge\.principles=inline"),
+    ],
+)
+def test_a_judge_whose_judgements_no_label_fits_is_refused(judge: dict[str, str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        under("exact", **judge)

@@ -1,0 +1,52 @@
+"""Which critiques are imitated, and what a hint tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from grmpipe.judge.rejection import hint_of, hinted, kept_of, without_hint
+from grmpipe.types import Prompt, Rollout, Turn
+from models.types import Completion, Message
+
+
+def critique(sibling: int) -> Rollout:
+    completion = Completion(token_ids=(7, 8), logprobs=(0.0, 0.0), text="", finish_reason="stop", versions=())
+    turn = Turn(prompt_ids=(1, 2, 3), completion=completion)
+    return Rollout(group_id="g", sibling=sibling, turns=(turn,), status="finished")
+
+
+@pytest.mark.parametrize(
+    ("right", "fate", "kept"),
+    [
+        ((True, True, True), "too_easy", ()),
+        ((True, False, True), "kept", (0, 2)),
+        ((False, False, True), "kept", (2,)),
+        ((False, False, False), "none_right", ()),
+    ],
+)
+def test_right_critiques_of_lessons_that_arent_too_easy_are_kept(
+    right: tuple[bool, ...], fate: str, kept: tuple[int, ...]
+) -> None:
+    told, rollouts = kept_of([critique(0), critique(1), critique(2)], right)
+    assert (told, tuple(rollout.sibling for rollout in rollouts)) == (fate, kept)
+
+
+@pytest.mark.parametrize(
+    ("label", "hint"),
+    [
+        ("best 2 of 4", "The best response is: Response 2"),
+        ("exactly 7", "The true score is: 7"),
+        ("at least 8", "The true score is: at least 8"),
+    ],
+)
+def test_a_hint_tells_the_label_at_the_end_of_the_lesson(label: str, hint: str) -> None:
+    lesson = Prompt(prompt_id="p", messages=(Message(role="user", content="Judge this."),), reference=label)
+    assert hint_of(label) == hint
+    assert hinted(lesson).messages[0].content == f"Judge this.\n\n{hint}"
+
+
+def test_a_hinted_critique_is_trained_as_an_answer_to_the_plain_lesson() -> None:
+    told = critique(3)
+    plain = without_hint(told, (1, 2))
+    assert plain.turns[0].prompt_ids == (1, 2)
+    assert plain.turns[0].completion is told.turns[0].completion
