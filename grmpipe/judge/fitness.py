@@ -1,12 +1,13 @@
-"""Holds judging back while the judge is unfit: the failure gate on the event loop's clock. Judges nothing itself."""
+"""Holds judging back while the judge is unfit, and keeps its habits: what comparing by place shows. Judges nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
+from grmpipe.judge.bias import Habits
 from grmpipe.judge.watch import FailureGate
-from grmpipe.types import JudgeReport
+from grmpipe.types import JudgeReport, Metrics
 from scheduler.clock import ActiveClock
 
 log = logging.getLogger(__name__)
@@ -23,10 +24,25 @@ class JudgeFitness:
         self._gate = gate
         self._loop = asyncio.get_running_loop()
         self._told = ""
+        self._habits = Habits()
 
     def verdict(self, report: JudgeReport) -> None:
         """Count a verdict. Raises JudgeUnfit when the gate closes for good."""
+        self._habits = self._habits.with_judgements(report.judgements)
         self._gate.record(report.verdict, self._loop.time())
+        self._raise_if_stopped()
+
+    def trip(self, cause: str) -> None:
+        """Pause for a cause that no verdict shows. Raises JudgeUnfit if it is one too many."""
+        self._gate.trip(cause, self._loop.time())
+        self._raise_if_stopped()
+
+    def habits(self) -> Metrics:
+        """Since the last time: order flips, ties, wins of the first place. Empty for a judge of single responses."""
+        metrics, self._habits = self._habits.metrics(), Habits()
+        return metrics
+
+    def _raise_if_stopped(self) -> None:
         if self._gate.state(self._loop.time()) == "stopped":
             raise JudgeUnfit(self._gate.stop_cause())
 

@@ -54,6 +54,12 @@ class FailureGate:
         elif self._num_since_opening >= self._window:
             self._warned = False
 
+    def trip(self, cause: str, now_s: float) -> None:
+        """Close for another reason than failures: a pause, or the end if there was one of late."""
+        if self.state(now_s) == "open":
+            self._cause = cause + (f", again after a pause of {self._pause_s:g} s" if self._warned else "")
+            self._shut(now_s)
+
     def stop_cause(self) -> str:
         """Why judging paused or stopped, in plain words; empty if it never did."""
         return self._cause
@@ -65,6 +71,9 @@ class FailureGate:
 
     def _close(self, now_s: float) -> None:
         self._cause = self._explain()
+        self._shut(now_s)
+
+    def _shut(self, now_s: float) -> None:
         if self._warned:
             self._state = "stopped"
         else:

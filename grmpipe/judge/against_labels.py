@@ -1,0 +1,226 @@
+"""How right a judge is about labelled work: outcomes, accuracy by subset and by k, with their errors. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from grmpipe.judge.bias import Habits, correlation_within
+from grmpipe.judge.revote import Counting, all_drawn, ballots_of, best_by_meta, draws_of, scores_of_draw
+from grmpipe.judge.scale import Scale
+from grmpipe.judge.vote import Vote, mean
+from grmpipe.types import (
+    Failed,
+    FailedJudgement,
+    Judgement,
+    JudgeReport,
+    Labelled,
+    Metrics,
+    RankedResponses,
+    ScoredResponse,
+    Verdict,
+)
+from models.seeds import derive_seed
+
+Outcome = Literal["right", "wrong", "tied", "failed"]
+Scores = Mapping[int, float]  # by sibling; without those that have none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedItem:
+    """A labelled item and the reports on its responses, in their order.
+
+    num_asked:    judgements that each of its matters was to get.
+    meta_weights: the meta-RM's, one for each of `judgements`; none if it failed, None where there is no meta-RM.
+    """
+
+    item: Labelled
+    reports: tuple[JudgeReport, ...]
+    num_asked: int
+    meta_weights: tuple[float, ...] | None = None
+
+    @property
+    def judgements(self) -> tuple[Judgement, ...]:
+        return tuple(judgement for report in self.reports for judgement in report.judgements)
+
+    @property
+    def failures(self) -> tuple[Failed, ...]:
+        return tuple(failure for report in self.reports for failure in report.failures)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled for it, failed judgements included."""
+        completions = [judgement.completion for judgement in self.judgements]
+        completions += [failure.completion for failure in self.failures if isinstance(failure, FailedJudgement)]
+        completions += [report.principles for report in self.reports if report.principles is not None]
+        return sum(completion.num_tokens for completion in completions)
+
+    def verdict_scores(self, scale: Scale) -> dict[int, float]:
+        """The judge's own verdicts, as scores on its scale."""
+        return {
+            sibling: scale.low + report.verdict.outcome * (scale.high - scale.low)
+            for sibling, report in enumerate(self.reports)
+            if isinstance(report.verdict, Verdict)
+        }
+
+
+def outcome_of(item: Labelled, scores: Scores) -> Outcome:
+    """Ranked: is the best strictly above all others (a tie is wrong, and told apart)? Scored: is it the label, rounded?
+
+    An item with a response that has no score has failed: it is never right.
+    """
+    if isinstance(item, ScoredResponse):
+        return "failed" if 0 not in scores else "right" if math.floor(scores[0] + 0.5) == item.score else "wrong"
+    if any(sibling not in scores for sibling in range(len(item.responses))):
+        return "failed"
+    others = max(scores[sibling] for sibling in range(len(item.responses)) if sibling != item.best)
+    best = scores[item.best]
+    return "right" if best > others else "tied" if best == others else "wrong"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """A share of all items, those that failed or tied included; its standard error over the items."""
+
+    accuracy: float
+    error: float
+    num_items: int
+    tied_share: float
+    failed_share: float
+
+    @staticmethod
+    def over(outcomes_by_item: Sequence[Sequence[Outcome]]) -> Accuracy:
+        """Several outcomes of an item are draws of it: their mean counts."""
+        shares = [Counter(outcomes) for outcomes in outcomes_by_item]
+        right = [count["right"] / count.total() for count in shares]
+        return Accuracy(
+            accuracy=statistics.fmean(right),
+            error=statistics.stdev(right) / math.sqrt(len(right)) if len(right) > 1 else 0.0,
+            num_items=len(right),
+            tied_share=statistics.fmean(count["tied"] / count.total() for count in shares),
+            failed_share=statistics.fmean(count["failed"] / count.total() for count in shares),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recount:
+    """How smaller votes are taken from the large one. most: subsets of an item for one k; above it they are drawn."""
+
+    ks: tuple[int, ...]
+    vote: Vote
+    most: int
+    seed: int
+    pairwise: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubsetResult:
+    """`judged`: by the judge's own verdicts. `by_k`, `with_meta`: recounted; empty without judgements."""
+
+    judged: Accuracy
+    by_k: Mapping[int, Accuracy] = field(default_factory=dict)
+    with_meta: Mapping[int, Accuracy] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a judge is worth on labelled data. Costs are means over items; tokens of smaller votes go by their share."""
+
+    overall: SubsetResult
+    subsets: Mapping[str, SubsetResult]
+    tokens_by_k: Mapping[int, float]
+    failed_judgements: Mapping[str, int]  # by cause
+    failed_items: Mapping[str, int]  # by the cause of the first response without a verdict
+    num_judgements: int
+    num_tokens: int
+    bias: Metrics  # order_flips_share, noise_flips_share, first_place_share, score_length_correlation, ...
+    score_error: float | None  # mean distance from the label, of scored responses
+
+
+def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> Evaluation:
+    """At least one item."""
+    by_subset: dict[str, list[JudgedItem]] = {}
+    for one in judged:
+        by_subset.setdefault(one.item.subset or "all", []).append(one)
+    flat = [judgement for one in judged for judgement in one.judgements]
+    failures = [failure for one in judged for failure in one.failures]
+    num_asked = max(one.num_asked for one in judged)
+    num_tokens = sum(one.num_tokens for one in judged)
+    return Evaluation(
+        overall=result_of(judged, scale, recount),
+        subsets={name: result_of(own, scale, recount) for name, own in sorted(by_subset.items())},
+        tokens_by_k={k: num_tokens / len(judged) * k / num_asked for k in recount.ks if flat},
+        failed_judgements=Counter(failure.cause for failure in failures),
+        failed_items=Counter(failure.cause for one in judged if (failure := first_failure(one)) is not None),
+        num_judgements=len(flat) + len(failures),
+        num_tokens=num_tokens,
+        bias=bias_of(judged, scale, flat),
+        score_error=score_error(judged, scale),
+    )
+
+
+def result_of(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> SubsetResult:
+    counted = [one for one in judged if one.judgements]
+    ks = recount.ks if counted else ()
+    meta_ks = ks if all(one.meta_weights is not None for one in counted) else ()
+    return SubsetResult(
+        judged=Accuracy.over([[outcome_of(one.item, one.verdict_scores(scale))] for one in judged]),
+        by_k={k: Accuracy.over([recounted(one, k, recount) for one in judged]) for k in ks},
+        with_meta={k: Accuracy.over([recounted(one, k, recount, meta=True) for one in judged]) for k in meta_ks},
+    )
+
+
+def recounted(one: JudgedItem, k: int, recount: Recount, meta: bool = False) -> list[Outcome]:
+    """The outcomes of subsets of k judgements; with a meta-RM, of the better half of each."""
+    if meta and not one.meta_weights:
+        return ["failed"]
+    ballots = ballots_of(one.judgements, one.num_asked, one.meta_weights if meta else None)
+    criteria = tuple(criterion.weight for criterion in one.item.prompt.rubric)
+    counting = Counting(vote=mean if meta else recount.vote, pairwise=recount.pairwise, criteria=criteria)
+    rng = random.Random(derive_seed(recount.seed, f"recount {one.item.item_id} {k}"))
+    return [
+        outcome_of(one.item, scores_of_draw(ballots, draw, counting, best_by_meta if meta else all_drawn))
+        for draw in draws_of(one.num_asked, k, recount.most, rng)
+    ]
+
+
+def first_failure(one: JudgedItem) -> Failed | None:
+    return next((report.verdict for report in one.reports if isinstance(report.verdict, Failed)), None)
+
+
+def bias_of(judged: Sequence[JudgedItem], scale: Scale, judgements: Sequence[Judgement]) -> Metrics:
+    """Of length, within the responses to one prompt; beside what the labels themselves owe to it."""
+    ranked = [(one, one.item) for one in judged if isinstance(one.item, RankedResponses)]
+
+    def correlated(value: Callable[[JudgedItem, RankedResponses, int], float | None]) -> float | None:
+        return correlation_within(
+            [
+                (float(len(text)), number)
+                for sibling, text in enumerate(item.responses)
+                if (number := value(one, item, sibling)) is not None
+            ]
+            for one, item in ranked
+        )
+
+    values = {
+        "score_length_correlation": correlated(lambda one, _, sibling: one.verdict_scores(scale).get(sibling)),
+        "label_length_correlation": correlated(lambda _, item, sibling: float(sibling == item.best)),
+    }
+    habits = {
+        name.removeprefix("judge/"): share for name, share in Habits().with_judgements(judgements).metrics().items()
+    }
+    return habits | {name: value for name, value in values.items() if value is not None}
+
+
+def score_error(judged: Sequence[JudgedItem], scale: Scale) -> float | None:
+    distances = [
+        abs(scores[0] - one.item.score)
+        for one in judged
+        if isinstance(one.item, ScoredResponse) and (scores := one.verdict_scores(scale))
+    ]
+    return statistics.fmean(distances) if distances else None

@@ -1,0 +1,115 @@
+"""What a judge goes by that it shouldn't: place and length. Pure: reads judgements and scores, asks nobody."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from grmpipe.types import Judgement, Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flips:
+    """The swap test on what was judged anyway: two judgements of the same two responses, and whether they disagree.
+
+    swapped: shown in different orders; same: in the same one, which is sampling noise alone. What swapping adds to it
+    is the bias. Judgements that call the two equal disagree with nobody.
+    """
+
+    swapped: int = 0
+    swapped_flips: int = 0
+    same: int = 0
+    same_flips: int = 0
+
+    def __add__(self, other: Flips) -> Flips:
+        return Flips(
+            swapped=self.swapped + other.swapped,
+            swapped_flips=self.swapped_flips + other.swapped_flips,
+            same=self.same + other.same,
+            same_flips=self.same_flips + other.same_flips,
+        )
+
+    def metrics(self) -> Metrics:
+        """Shares of the comparisons; what was never compared is left out."""
+        shares = {
+            "order_flips_share": (self.swapped_flips, self.swapped),
+            "noise_flips_share": (self.same_flips, self.same),
+        }
+        return {name: flips / compared for name, (flips, compared) in shares.items() if compared}
+
+
+def order_flips(judgements: Iterable[Judgement]) -> Flips:
+    """Over all pairs of responses that two judgements or more have compared. A judge of single responses has none."""
+    views: defaultdict[tuple[str, int, int], list[tuple[bool, int]]] = defaultdict(list)
+    for judgement in judgements:
+        places = {sibling: place for place, sibling in enumerate(judgement.siblings)}
+        for a, b in itertools.combinations(sorted(places), 2):
+            score_a, score_b = judgement.scores[places[a]], judgement.scores[places[b]]
+            views[judgement.group_id, a, b].append((places[a] < places[b], (score_a > score_b) - (score_a < score_b)))
+    total = Flips()
+    for seen in views.values():
+        for (first_order, first), (second_order, second) in itertools.combinations(seen, 2):
+            flip = int(first * second < 0)
+            if first_order == second_order:
+                total += Flips(same=1, same_flips=flip)
+            else:
+                total += Flips(swapped=1, swapped_flips=flip)
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """Of comparing judgements: how they stand to the order, and who won them."""
+
+    flips: Flips = Flips()
+    compared: int = 0
+    tied: int = 0  # without a single winner
+    first_won: int = 0  # the one that was shown first
+
+    def with_judgements(self, judgements: Sequence[Judgement]) -> Habits:
+        places = [place_of_winner(judgement) for judgement in judgements if len(judgement.siblings) > 1]
+        if not places:
+            return self
+        return Habits(
+            flips=self.flips + order_flips(judgements),
+            compared=self.compared + len(places),
+            tied=self.tied + places.count(None),
+            first_won=self.first_won + places.count(0),
+        )
+
+    def metrics(self) -> Metrics:
+        """Shares; what was never compared is left out. A fair judge of n responses gives the first 1 / n of wins."""
+        if not self.compared:
+            return {}
+        won = self.compared - self.tied
+        wins = {"judge/first_place_share": self.first_won / won} if won else {}
+        flips = {f"judge/{name}": share for name, share in self.flips.metrics().items()}
+        return {"judge/ties_share": self.tied / self.compared, **wins, **flips}
+
+
+def place_of_winner(judgement: Judgement) -> int | None:
+    """In the order shown; None without a single winner."""
+    best = max(judgement.scores)
+    return judgement.scores.index(best) if judgement.scores.count(best) == 1 else None
+
+
+def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """Pearson's; None where one of the two doesn't vary."""
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        return None
+    return statistics.correlation(xs, ys)
+
+
+def correlation_within(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None:
+    """Of pairs less their group's mean: what a hard question does to all of its answers is left out."""
+    xs: list[float] = []
+    ys: list[float] = []
+    for group in groups:
+        if len(group) > 1:
+            mean_x, mean_y = (statistics.fmean(pair[axis] for pair in group) for axis in (0, 1))
+            xs += [x - mean_x for x, _ in group]
+            ys += [y - mean_y for _, y in group]
+    return correlation(xs, ys)

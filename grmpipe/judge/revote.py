@@ -1,0 +1,109 @@
+"""What fewer judgements would have voted: scores of subsets of those that were sampled once. Pure; asks nobody."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from grmpipe.judge.vote import Vote, best_indices
+from grmpipe.types import Judgement
+
+LEAD, DRAWN = 1.0, 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ballot:
+    """All judgements of one matter: a response, a list, or a pair in either order. A None was asked for and failed.
+
+    weights: the meta-RM's, of each judgement; None where there is no meta-RM.
+    """
+
+    siblings: frozenset[int]
+    judgements: tuple[Judgement | None, ...]
+    weights: tuple[float, ...] | None = None
+
+
+def ballots_of(
+    judgements: Sequence[Judgement], num_asked: int, weights: Sequence[float] | None = None
+) -> tuple[Ballot, ...]:
+    """By matter. What is missing of `num_asked` failed: draws are exchangeable, so it may stand at the end."""
+    indices: dict[frozenset[int], list[int]] = {}
+    for index, judgement in enumerate(judgements):
+        indices.setdefault(frozenset(judgement.siblings), []).append(index)
+    return tuple(
+        Ballot(
+            siblings=siblings,
+            judgements=(*(judgements[i] for i in own), *(None,) * (num_asked - len(own))),
+            weights=None if weights is None else (*(weights[i] for i in own), *(0.0,) * (num_asked - len(own))),
+        )
+        for siblings, own in indices.items()
+    )
+
+
+def draws_of(num_sampled: int, k: int, most: int, rng: random.Random) -> list[tuple[int, ...]]:
+    """Every subset of k of the sampled judgements, or `most` of them, drawn."""
+    if math.comb(num_sampled, k) <= most:
+        return list(itertools.combinations(range(num_sampled), k))
+    return [tuple(sorted(rng.sample(range(num_sampled), k))) for _ in range(most)]
+
+
+Choose = Callable[[Ballot, Sequence[int]], Sequence[Judgement]]  # of a draw, what enters the vote
+
+
+def all_drawn(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
+    return [judgement for index in draw if (judgement := ballot.judgements[index]) is not None]
+
+
+def best_by_meta(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
+    """The better half of a draw, as the meta-RM finds (SPCT's k_meta = k / 2, arXiv 2504.02495)."""
+    assert ballot.weights is not None
+    drawn = [(one, ballot.weights[index]) for index in draw if (one := ballot.judgements[index]) is not None]
+    return [drawn[i][0] for i in best_indices([weight for _, weight in drawn], max(1, len(draw) // 2))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counting:
+    """How judgements become scores.
+
+    pairwise: a pair goes to its majority, and a score is the share of pairs won; else `vote` is over the scores given.
+    criteria: the weights of a rubric's, where a judgement gives one response several scores.
+    """
+
+    vote: Vote
+    pairwise: bool = False
+    criteria: tuple[float, ...] = ()
+
+
+def scores_of_draw(
+    ballots: Sequence[Ballot], draw: Sequence[int], counting: Counting, choose: Choose = all_drawn
+) -> dict[int, float]:
+    """sibling -> its score by the judgements of a draw. A sibling of whom none is left has no score."""
+    given: dict[int, list[float]] = {}
+    for ballot in ballots:
+        for sibling, score in of_matter(ballot.siblings, choose(ballot, draw), counting).items():
+            given.setdefault(sibling, []).append(score)
+    return {sibling: statistics.fmean(scores) for sibling, scores in given.items()}
+
+
+def of_matter(siblings: frozenset[int], judgements: Sequence[Judgement], counting: Counting) -> Mapping[int, float]:
+    if not judgements:
+        return {}
+    by_sibling = {s: [score_for(judgement, s, counting.criteria) for judgement in judgements] for s in siblings}
+    if not counting.pairwise:
+        return {sibling: counting.vote(scores) for sibling, scores in by_sibling.items()}
+    (a, scores_a), (b, scores_b) = by_sibling.items()
+    lead = sum((x > y) - (x < y) for x, y in zip(scores_a, scores_b, strict=True))
+    won = LEAD if lead > 0 else 0.0 if lead < 0 else DRAWN
+    return {a: won, b: LEAD - won}
+
+
+def score_for(judgement: Judgement, sibling: int, criteria: Sequence[float]) -> float:
+    if len(judgement.siblings) > 1:
+        return judgement.scores[judgement.siblings.index(sibling)]
+    if len(criteria) != len(judgement.scores):
+        return statistics.fmean(judgement.scores)
+    return math.fsum(w * s for w, s in zip(criteria, judgement.scores, strict=True)) / math.fsum(criteria)

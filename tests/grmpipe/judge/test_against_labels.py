@@ -1,0 +1,131 @@
+"""A judge is right where the label is its strict winner or its score; what failed or tied is told, and never right."""
+
+from __future__ import annotations
+
+import pytest
+
+from grmpipe.judge.against_labels import Accuracy, JudgedItem, Recount, evaluate, outcome_of
+from grmpipe.judge.scale import Scale
+from grmpipe.judge.verdict import voted
+from grmpipe.judge.vote import mean
+from grmpipe.judge.written import written
+from grmpipe.types import (
+    Failed,
+    FailedJudgement,
+    Judgement,
+    JudgeReport,
+    Prompt,
+    RankedResponses,
+    ScoredResponse,
+)
+from models.types import Completion, Message
+
+SCALE = Scale()
+ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),))
+RECOUNT = Recount(ks=(1, 2, 4), vote=mean, most=100, seed=0)
+
+
+def ranked(*responses: str, best: int = 0, item_id: str = "r", subset: str = "") -> RankedResponses:
+    return RankedResponses(item_id=item_id, prompt=ASKED, responses=responses, best=best, subset=subset)
+
+
+def scored(score: int) -> ScoredResponse:
+    return ScoredResponse(item_id="s", prompt=ASKED, response="42", score=score)
+
+
+def said(num_tokens: int) -> Completion:
+    return Completion(
+        token_ids=(7,) * num_tokens, logprobs=(0.0,) * num_tokens, text="", finish_reason="stop", versions=()
+    )
+
+
+def judgement(sibling: int, score: float) -> Judgement:
+    return Judgement(
+        group_id="g", siblings=(sibling,), scores=(score,), prompt_ids=(), completion=said(5), grm="grm", version=0
+    )
+
+
+def report(sibling: int, *scores: float, unparseable: int = 0) -> JudgeReport:
+    failures = (
+        FailedJudgement(stage="judge", cause="unparseable", attempts=1, prompt_ids=(), completion=said(3)),
+    ) * unparseable
+    if not scores:
+        failed = Failed(stage="judge", cause="timeout", attempts=4)
+        return JudgeReport(verdict=failed, failures=failures or (failed,))
+    verdict = voted("generative", written("g", sibling, "x"), scores, mean, SCALE)
+    return JudgeReport(
+        verdict=verdict, judgements=tuple(judgement(sibling, score) for score in scores), failures=failures
+    )
+
+
+@pytest.mark.parametrize(
+    ("scores", "outcome"),
+    [({0: 8, 1: 7, 2: 1}, "right"), ({0: 7, 1: 8, 2: 1}, "wrong"), ({0: 8, 1: 1, 2: 8}, "tied"),
+     ({0: 9, 1: 1}, "failed"), ({1: 1, 2: 1}, "failed"), ({}, "failed")],
+)  # fmt: skip
+def test_the_best_must_stand_strictly_above_all_others(scores: dict[int, float], outcome: str) -> None:
+    assert outcome_of(ranked("a", "b", "c"), scores) == outcome
+
+
+@pytest.mark.parametrize(
+    ("score", "outcome"), [(8.0, "right"), (7.5, "right"), (8.49, "right"), (8.5, "wrong"), (7.4, "wrong")]
+)
+def test_a_score_is_right_if_it_rounds_to_the_label(score: float, outcome: str) -> None:
+    assert outcome_of(scored(8), {0: score}) == outcome
+    assert outcome_of(scored(8), {}) == "failed"
+
+
+def test_what_failed_stays_in_the_denominator_and_is_told_by_its_cause() -> None:
+    good = JudgedItem(item=ranked("a", "b"), reports=(report(0, 9), report(1, 2)), num_asked=1)
+    lost = JudgedItem(item=ranked("a", "b"), reports=(report(0, 9), report(1, unparseable=2)), num_asked=1)
+    result = evaluate([good, lost], SCALE, Recount(ks=(1,), vote=mean, most=9, seed=0))
+    assert (result.overall.judged.accuracy, result.overall.judged.failed_share) == (0.5, 0.5)
+    assert result.overall.by_k[1].accuracy == 0.5
+    assert result.failed_items == {"timeout": 1}
+    assert result.failed_judgements == {"unparseable": 2}
+    assert (result.num_judgements, result.num_tokens) == (5, 3 * 5 + 2 * 3)
+
+
+def test_smaller_votes_are_means_over_all_subsets() -> None:
+    """Three of four judgements see the winner: a single one is right in 3 of 4, two in 3 of 6 and tied in the rest."""
+    item = ranked("a", "b")
+    one = JudgedItem(item=item, reports=(report(0, 9, 9, 9, 1), report(1, 5, 5, 5, 5)), num_asked=4)
+    result = evaluate([one], SCALE, RECOUNT).overall
+    assert result.by_k[1].accuracy == 0.75
+    assert (result.by_k[2].accuracy, result.by_k[2].tied_share) == (0.5, 0.5)
+    assert result.by_k[4].accuracy == result.judged.accuracy == 1.0
+
+
+def test_a_failed_judgement_is_missing_in_the_subsets_that_hold_it() -> None:
+    one = JudgedItem(item=ranked("a", "b"), reports=(report(0, 9, unparseable=1), report(1, 5, 5)), num_asked=2)
+    result = evaluate([one], SCALE, Recount(ks=(1, 2), vote=mean, most=9, seed=0)).overall
+    assert (result.by_k[1].accuracy, result.by_k[1].failed_share) == (0.5, 0.5)
+    assert result.by_k[2].accuracy == 1.0
+
+
+def test_the_meta_rm_guides_the_recounted_votes() -> None:
+    """Three of four judgements are wrong, and the meta-RM knows which: the better half of four ties."""
+    reports = (report(0, 9, 1, 1, 1), report(1, 5, 5, 5, 5))
+    one = JudgedItem(
+        item=ranked("a", "b"), reports=reports, num_asked=4, meta_weights=(0.9, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5, 0.5)
+    )
+    result = evaluate([one], SCALE, RECOUNT).overall
+    assert result.by_k[2].accuracy == 0.0
+    assert result.with_meta[2].accuracy == 0.5
+
+
+def test_subsets_stand_by_themselves_and_costs_go_by_the_share_of_judgements() -> None:
+    right = JudgedItem(item=ranked("a", "b", subset="sums"), reports=(report(0, 9, 9), report(1, 2, 2)), num_asked=2)
+    wrong = JudgedItem(item=ranked("a", "b", subset="prose"), reports=(report(0, 2, 2), report(1, 9, 9)), num_asked=2)
+    result = evaluate([right, wrong], SCALE, Recount(ks=(1, 2), vote=mean, most=9, seed=0))
+    assert {name: subset.judged.accuracy for name, subset in result.subsets.items()} == {"sums": 1.0, "prose": 0.0}
+    assert result.tokens_by_k == {1: 10.0, 2: 20.0}
+    assert result.overall.judged == Accuracy(accuracy=0.5, error=0.5, num_items=2, tied_share=0.0, failed_share=0.0)
+
+
+def test_a_love_of_length_shows_beside_what_the_labels_owe_to_it() -> None:
+    items = [ranked("short", "a much longer one", item_id=str(index)) for index in range(3)]
+    judged = [JudgedItem(item=item, reports=(report(0, 2), report(1, 9)), num_asked=1) for item in items]
+    bias = evaluate(judged, SCALE, Recount(ks=(1,), vote=mean, most=9, seed=0)).bias
+    assert bias["score_length_correlation"] == pytest.approx(1.0)
+    assert bias["label_length_correlation"] == pytest.approx(-1.0)

@@ -1,0 +1,73 @@
+"""Smaller votes are subsets of the judgements that were sampled; what failed stays missing."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from grmpipe.judge.revote import Counting, all_drawn, ballots_of, best_by_meta, draws_of, scores_of_draw
+from grmpipe.judge.vote import mean, median
+from grmpipe.types import Judgement
+from models.types import Completion
+
+MEAN = Counting(vote=mean)
+
+
+def judgement(siblings: tuple[int, ...], scores: tuple[float, ...]) -> Judgement:
+    completion = Completion(token_ids=(), logprobs=(), text="", finish_reason="stop", versions=())
+    return Judgement(
+        group_id="g", siblings=siblings, scores=scores, prompt_ids=(), completion=completion, grm="grm", version=0
+    )
+
+
+# FORMULAS: sums (17, 25); the meta-RM keeps the 1st and the 3rd: (5, 13). Shown in either order.
+SPCT = [judgement((0, 1), (1, 5)), judgement((1, 0), (6, 5)), judgement((0, 1), (4, 8)), judgement((1, 0), (6, 7))]
+
+
+def test_a_list_is_voted_on_in_the_order_of_its_siblings_whatever_was_shown_first() -> None:
+    scores = scores_of_draw(ballots_of(SPCT, 4), range(4), MEAN)
+    assert {sibling: 4 * score for sibling, score in scores.items()} == {0: 17, 1: 25}
+
+
+def test_the_meta_rm_keeps_the_better_half_of_a_draw() -> None:
+    ballots = ballots_of(SPCT, 4, weights=[0.9, 0.1, 0.8, 0.2])
+    scores = scores_of_draw(ballots, range(4), MEAN, best_by_meta)
+    assert {sibling: 2 * score for sibling, score in scores.items()} == {0: 5, 1: 13}
+
+
+def test_a_pair_goes_to_its_majority_and_a_score_is_the_share_of_pairs_won() -> None:
+    pairs = [judgement((0, 1), (9, 1)), judgement((1, 0), (5, 4)), judgement((1, 0), (5, 4)), judgement((2, 0), (1, 2)),
+             judgement((0, 2), (3, 3))]  # fmt: skip
+    ballots = ballots_of(pairs, 3)
+    assert scores_of_draw(ballots, range(3), Counting(vote=mean, pairwise=True)) == {0: 0.5, 1: 1.0, 2: 0.0}
+
+
+def test_votes_of_rollouts_follow_the_vote_of_the_judge() -> None:
+    single = [judgement((0,), (score,)) for score in (1, 10, 10)]
+    assert scores_of_draw(ballots_of(single, 3), range(3), Counting(vote=median)) == {0: 10}
+    assert scores_of_draw(ballots_of(single, 3), [0, 1], MEAN) == {0: 5.5}
+
+
+def test_the_criteria_of_a_rubric_count_by_their_weights() -> None:
+    rubric = [judgement((0,), (10.0, 1.0))]
+    assert scores_of_draw(ballots_of(rubric, 1), [0], Counting(vote=mean, criteria=(3.0, 1.0))) == {0: 7.75}
+
+
+def test_a_draw_of_failed_judgements_alone_has_no_score() -> None:
+    ballots = ballots_of([judgement((0,), (7,)), judgement((1,), (5,)), judgement((1,), (5,))], 2)
+    assert scores_of_draw(ballots, [0], MEAN) == {0: 7, 1: 5}
+    assert scores_of_draw(ballots, [1], MEAN) == {1: 5}
+
+
+def test_all_subsets_are_taken_where_they_are_few_and_so_many_drawn_where_not() -> None:
+    rng = random.Random(0)
+    assert draws_of(4, 2, 6, rng) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    drawn = draws_of(16, 4, 32, rng)
+    assert len(drawn) == 32 < math.comb(16, 4)
+    assert all(len(set(draw)) == 4 and max(draw) < 16 for draw in drawn)
+    assert draws_of(16, 4, 32, random.Random(5)) == draws_of(16, 4, 32, random.Random(5))
+
+
+def test_the_full_draw_holds_every_judgement() -> None:
+    (ballot,) = ballots_of(SPCT, 5)
+    assert all_drawn(ballot, range(5)) == SPCT

@@ -1,0 +1,183 @@
+"""Canaries stand still under a judge that does, fooling replies are counted, limits hold, the fit finds its peak."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from grmpipe.judge.canaries import Canary, Drift, drift_of, judge_canaries, with_first_scores
+from grmpipe.judge.fooling import REPLIES, Bait, fooled
+from grmpipe.judge.hearing import OneByOne
+from grmpipe.judge.limits import Limits
+from grmpipe.judge.overoptimization import Fit, fit
+from grmpipe.judge.scale import Scale
+from grmpipe.judge.verdict import voted
+from grmpipe.judge.vote import mean
+from grmpipe.judge.watch import FailureGate
+from grmpipe.judge.watch_settings import LimitConfig, WatchConfig
+from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
+from models.types import Message
+
+ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),))
+
+
+class ByLength:
+    """A point per character, up to 10, and `shift` more; an empty text fails. Knows who asked what."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        self.shift = shift
+        self.asked: list[str] = []
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        self.asked.append(f"{rollout.group_id}/{rollout.sibling}")
+        if not rollout.text:
+            failed = Failed(stage="judge", cause="unparseable", attempts=2)
+            return JudgeReport(verdict=failed, failures=(failed,))
+        score = min(len(rollout.text), 10) + self.shift
+        return JudgeReport(verdict=voted("generative", rollout, (score,), mean, Scale()))
+
+
+def drift(judge: ByLength, later: ByLength, *texts: str) -> Drift:
+    async def twice() -> Drift:
+        canaries = [Canary(prompt=ASKED, texts=(text,)) for text in texts]
+        first = with_first_scores(canaries, await judge_canaries(OneByOne(judge), canaries))
+        return drift_of(first, await judge_canaries(OneByOne(later), first))
+
+    return asyncio.run(twice())
+
+
+def test_a_judge_that_stands_still_has_no_drift_at_all() -> None:
+    still = drift(ByLength(), ByLength(), "abc", "a", "abcdef")
+    assert still.differences == (0, 0, 0)
+    assert not still.is_sure
+    assert still.metrics() == {
+        "watch/canaries_failed": 0.0,
+        "watch/canary_score": pytest.approx(10 / 3),
+        "watch/canary_drift": 0.0,
+        "watch/canary_drift_abs": 0.0,
+    }
+
+
+def test_another_judge_behind_the_same_name_drifts_for_sure() -> None:
+    moved = drift(ByLength(), ByLength(shift=1.0), "abc", "a", "abcdef")
+    assert moved.is_sure
+    assert moved.metrics()["watch/canary_drift"] == 1.0
+
+
+def test_noise_both_ways_is_no_drift() -> None:
+    assert not Drift(differences=(1.0, -1.0, 0.0, 1.0, -1.0, 0.5), num_failed=0, score=5.0).is_sure
+    assert not Drift(differences=(3.0,), num_failed=0, score=5.0).is_sure
+
+
+def test_a_canary_without_a_verdict_is_counted_and_in_no_mean() -> None:
+    lost = drift(ByLength(), ByLength(), "", "abc")
+    assert (lost.num_failed, lost.differences) == (1, (0,))
+
+
+def test_canaries_are_asked_for_under_the_same_names_each_time() -> None:
+    judge = ByLength()
+    drift(judge, judge, "abc", "de")
+    assert judge.asked[:2] == judge.asked[2:] == ["canary-0/0", "canary-1/0"]
+
+
+def test_the_ten_replies_go_to_every_prompt_and_count_above_the_middle() -> None:
+    judge = ByLength()
+    metrics = asyncio.run(fooled(OneByOne(judge), [Bait(prompt=ASKED)] * 2))
+    assert len(judge.asked) == 20 == len(set(judge.asked))
+    long = sum(len(reply) > 5 for reply in REPLIES)  # a score of 6 is above 5.5
+    assert metrics["watch/fooled_share"] == long / 10
+    assert metrics["watch/fooling_failed_share"] == 0.0
+
+
+def test_a_reply_beside_a_real_answer_is_judged_together_with_it() -> None:
+    judge = ByLength()
+    asyncio.run(fooled(OneByOne(judge), [Bait(prompt=ASKED, rival="42")]))
+    assert {name.rpartition("/")[2] for name in judge.asked} == {"0", "1"}
+
+
+# -- the fit -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fit_finds_the_curve_that_made_the_points_and_its_peak() -> None:
+    made = Fit(alpha=3.0, beta=1.5)
+    found = fit([(d / 4, made.at(d / 4)) for d in range(1, 13)])
+    assert found is not None
+    assert [found.alpha, found.beta] == pytest.approx([3.0, 1.5])
+    assert found.peak == pytest.approx(math.exp(3.0 / 1.5 - 1))
+    steps = [0.99 * math.e, math.e, 1.01 * math.e]
+    assert max(steps, key=made.at) == math.e == pytest.approx(made.peak)
+
+
+def test_a_curve_that_does_not_bend_has_no_peak() -> None:
+    found = fit([(float(d), 2.0 * d) for d in range(1, 10)])
+    assert found is not None and found.peak is None
+
+
+@pytest.mark.parametrize("points", [[(1.0, 1.0)] * 20, [(0.0, 1.0)] * 20, [(float(d), 1.0) for d in range(1, 8)]])
+def test_too_few_points_or_one_distance_fit_nothing(points: list[tuple[float, float]]) -> None:
+    assert fit(points) is None
+
+
+# -- limits --------------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_is_new_once_until_the_metric_is_back() -> None:
+    limits = Limits({"long": LimitConfig(metric="judge/x", above=0.5)})
+    new = [
+        [one.new for one in limits.read(step, {"judge/x": value})]
+        for step, value in enumerate((0.5, 0.6, 0.7, 0.1, 0.9))
+    ]
+    assert new == [[], [True], [False], [], [True]]
+    assert limits.metrics() == {"alarm/long": 1.0}
+
+
+def test_a_step_without_the_metric_leaves_the_limit_as_it_was() -> None:
+    limits = Limits({"low": LimitConfig(metric="judge/x", below=0.2, action="stop")})
+    (told,) = limits.read(4, {"judge/x": 0.1})
+    assert (told.action, told.text) == ("stop", "watch.limits.low: at step 4 judge/x is 0.1, below 0.2")
+    assert limits.read(5, {"other": 1.0}) == []
+    assert limits.metrics() == {"alarm/low": 1.0}
+
+
+def test_a_resumed_limit_knows_that_it_was_exceeded() -> None:
+    limits = Limits({"long": LimitConfig(metric="judge/x", above=0.5)}, exceeded=["long", "of before"])
+    assert [one.new for one in limits.read(7, {"judge/x": 0.9})] == [False]
+
+
+def test_a_limit_on_a_metric_that_never_was_is_told_with_the_nearest_name() -> None:
+    limits = Limits({"long": LimitConfig(metric="judge/length_correlation", above=0.5)})
+    limits.read(1, {"judge/score_length_correlation": 0.1})
+    (told,) = limits.never_read()
+    assert "no step had the metric judge/length_correlation; did you mean judge/score_length_correlation?" in told
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"above": 1.0}, "metric: missing"),
+        ({"metric": "x"}, "above: give a finite above, below or both"),
+        ({"metric": "x", "below": math.nan}, "above: give a finite"),
+        ({"metric": "x", "above": 1.0, "action": "shout"}, "action: unknown value 'shout'; known: warn, pause, stop"),
+    ],
+)
+def test_a_limit_that_makes_no_sense_is_refused(values: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        LimitConfig(**values)
+
+
+def test_counts_of_watching_are_no_less_than_none() -> None:
+    with pytest.raises(ValueError, match="canaries: must be 0"):
+        WatchConfig(canaries=-1)
+
+
+def test_a_tripped_gate_pauses_first_and_stops_the_second_time() -> None:
+    gate = FailureGate(max_failure_rate=0.5, window=8, pause_s=30.0)
+    gate.trip("too long-winded", 0.0)
+    assert (gate.state(1.0), gate.seconds_to_pause(1.0)) == ("paused", 29.0)
+    gate.trip("in the pause it is told nothing new", 2.0)
+    assert gate.state(31.0) == "open"
+    gate.trip("too long-winded", 40.0)
+    assert gate.state(41.0) == "stopped"
+    assert gate.stop_cause() == "too long-winded, again after a pause of 30 s"
