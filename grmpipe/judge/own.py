@@ -24,8 +24,8 @@ def own_judge(config: JudgeConfig) -> Judge:
         raise ValueError(f"target: the module {module_name} has no {class_name}") from error
     except Exception as error:  # importing runs the user's code
         raise ValueError(
-            f"target: {module_name} can't be imported ({type(error).__name__}: {error}); install it, or put its folder on "
-            "PYTHONPATH"
+            f"target: {module_name} can't be imported ({type(error).__name__}: {error}); install it, or put its folder "
+            "on PYTHONPATH"
         ) from error
     if not inspect.isclass(made):
         raise ValueError(f"target: {config.target} is no class")
@@ -40,6 +40,6 @@ def own_judge(config: JudgeConfig) -> Judge:
     if isinstance(judge, RolloutJudge):
         return OneByOne(judge)
     raise ValueError(
-        f"target: {config.target} is no judge: it needs `async def judge(self, prompt, rollout, priority=0)` that gives a "
-        "JudgeReport, or `open(self, prompt, group_id, size)` that gives a Hearing"
+        f"target: {config.target} is no judge: it needs `async def judge(self, prompt, rollout, priority=0)` that "
+        "gives a JudgeReport, or `open(self, prompt, group_id, size)` that gives a Hearing"
     )

@@ -51,7 +51,7 @@ def cuts_of(token_ids: Sequence[int], step_end: str, decode: Decode) -> list[int
             cuts.append(place)
             start = place
     kept: list[int] = []
-    for cut, following in zip(cuts, [*cuts[1:], len(token_ids)], strict=True):
+    for cut, following in itertools.pairwise([*cuts, len(token_ids)]):
         if decode(token_ids[cut:following]).strip():
             kept.append(cut)
     if kept and not decode(token_ids[: kept[0]]).strip():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.judge.vote import agreement, mean, median, total
+from grmpipe.judge.vote import agreement, best_indices, majority, mean, median, total, weighted
 
 JUDGEMENTS = ((1, 5), (5, 6), (4, 8), (7, 6))  # of two responses
 FIRST, SECOND = zip(*JUDGEMENTS, strict=True)
@@ -28,3 +28,25 @@ def test_agreement_is_the_population_std_and_zero_for_one_vote() -> None:
     assert agreement((7,)) == 0
     assert agreement((2, 4)) == 1
     assert agreement(FIRST) == pytest.approx(4.6875**0.5)
+
+
+def test_a_meta_rm_that_trusts_the_1st_and_3rd_gives_the_sums_of_the_paper() -> None:
+    kept = best_indices((0.9, 0.2, 0.8, 0.1), 2)
+    assert kept == [0, 2]
+    assert (total([FIRST[index] for index in kept]), total([SECOND[index] for index in kept])) == (5, 13)
+
+
+def test_of_equally_trusted_judgements_the_first_are_kept() -> None:
+    assert best_indices((0.5, 0.5, 0.5, 0.9), 2) == [0, 3]
+
+
+def test_weights_move_the_mean_and_none_at_all_leave_it() -> None:
+    assert weighted((1, 9), (3, 1)) == 3
+    assert weighted((1, 9), (0, 0)) == 5
+    assert weighted((1, 9), (0, 1)) == 9
+
+
+def test_the_majority_takes_what_most_gave_and_the_middle_of_a_tie() -> None:
+    assert majority((7, 7, 1)) == 7
+    assert majority((7, 1, 7, 1)) == 4
+    assert majority((9, 2, 1)) == 4

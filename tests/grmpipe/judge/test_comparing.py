@@ -1,0 +1,139 @@
+"""Listwise and pairwise judging: who sits when, in which order, and what comes back to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from grmpipe.judge.pairwise import majority_of, pairs_of
+from grmpipe.judge.settings import EarlyStopConfig
+from grmpipe.types import Failed, JudgeReport
+
+LISTWISE = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
+PAIRWISE = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority"}
+WORTH = {"bad": 2, "fair": 5, "good": 9}
+
+
+def by_worth(bench: Any) -> Any:
+    """A judge that sees what each response is worth."""
+
+    def author(prompt: str, context: Any) -> Any:
+        shown = re.findall(r"^> (\w+)$", prompt, re.MULTILINE)
+        return bench.answer(f"I looked.\n\\boxed{{{', '.join(str(WORTH[text]) for text in shown)}}}")
+
+    return author
+
+
+def hear(bench: Any, judge: Any, texts: list[str]) -> dict[int, JudgeReport]:
+    """The reports of a group, its rollouts ending in the reverse order; each sibling is reported on once."""
+
+    async def go() -> dict[int, JudgeReport]:
+        hearing = judge.open(bench.prompt(), "g7", len(texts))
+        sittings = list(hearing.begin())
+        for sibling in reversed(range(len(texts))):
+            sittings += hearing.add(bench.rollout(texts[sibling], sibling=sibling))
+        reports: dict[int, JudgeReport] = {}
+        for some in await asyncio.gather(*(hearing.judge(sitting) for sitting in sittings)):
+            assert not reports.keys() & some.keys()
+            reports |= some
+        return reports
+
+    return bench.run(go())
+
+
+def test_a_list_is_judged_once_in_many_orders_and_scores_find_their_way_back(bench: Any) -> None:
+    judge, engine = bench.generative(by_worth(bench), num_judgements=6, **LISTWISE)
+    texts = ["bad", "good", "fair", "bad"]
+    reports = hear(bench, judge, texts)
+    assert [reports[sibling].verdict.score for sibling in range(4)] == [WORTH[text] for text in texts]
+    assert len(engine.asked) == 6
+    assert [len(reports[sibling].judgements) for sibling in range(4)] == [6, 0, 0, 0]
+    orders = {judgement.siblings for judgement in reports[0].judgements}
+    assert len(orders) > 1 and all(sorted(order) == [0, 1, 2, 3] for order in orders)
+
+
+def test_a_list_waits_for_its_last_sibling(bench: Any) -> None:
+    judge, _ = bench.generative(by_worth(bench), **LISTWISE)
+    hearing = judge.open(bench.prompt(), "g7", 2)
+    assert hearing.begin() == () == hearing.add(bench.rollout("bad", sibling=1))
+    (sitting,) = hearing.add(bench.rollout("good", sibling=0))
+    assert sitting.members == (0, 1)
+
+
+def test_a_place_in_the_list_that_always_wins_helps_nobody_in_particular(bench: Any) -> None:
+    """The order is drawn anew for each judgement."""
+    judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{10, 1}"), num_judgements=40, **LISTWISE)
+    reports = hear(bench, judge, ["good", "bad"])
+    assert all(3.5 < reports[sibling].verdict.score < 7.5 for sibling in (0, 1))
+
+
+def test_a_list_whose_judgements_all_fail_fails_for_every_sibling_and_is_counted_once(bench: Any) -> None:
+    judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{3}"), **LISTWISE)
+    reports = hear(bench, judge, ["good", "bad"])
+    assert [report.verdict.cause for report in reports.values()] == ["unparseable"] * 2
+    assert sorted(len(report.failures) for report in reports.values()) == [0, 2]
+
+
+def test_a_list_of_one_can_be_judged_and_a_pair_of_one_is_refused(bench: Any) -> None:
+    judge, _ = bench.generative(by_worth(bench), **LISTWISE)
+    assert bench.run(judge.judge(bench.prompt(), bench.rollout("fair"))).verdict.score == 5
+    judge, engine = bench.generative(by_worth(bench), num_judgements=2, **PAIRWISE)
+    verdict = bench.run(judge.judge(bench.prompt(), bench.rollout("fair"))).verdict
+    assert isinstance(verdict, Failed) and verdict.cause == "refused"
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(("kind", "pairs"), [("all", 6), ("ring", 4)])
+def test_pairs_meet_in_both_orders_and_the_share_won_is_the_score(bench: Any, kind: str, pairs: int) -> None:
+    judge, engine = bench.generative(by_worth(bench), num_judgements=2, pairs=kind, **PAIRWISE)
+    reports = hear(bench, judge, ["good", "fair", "bad", "fair"])
+    scores = [reports[sibling].verdict.score for sibling in range(4)]
+    assert scores == [10, 5.5, 1, 5.5]
+    assert len(engine.asked) == 2 * pairs == sum(len(report.judgements) for report in reports.values())
+    asked = [judgement.siblings for report in reports.values() for judgement in report.judgements]
+    assert all(tuple(reversed(order)) in asked for order in asked)
+    assert [report.verdict.outcome for _, report in sorted(reports.items())] == pytest.approx([1, 0.5, 0, 0.5])
+
+
+def test_a_judge_that_prefers_a_place_gives_nobody_a_win(bench: Any) -> None:
+    judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{9, 2}"), num_judgements=4, **PAIRWISE)
+    reports = hear(bench, judge, ["good", "bad", "fair"])
+    assert {report.verdict.score for report in reports.values()} == {5.5}
+    assert all(report.verdict.agreement == pytest.approx(4.5) for report in reports.values())
+
+
+def test_a_pair_that_failed_leaves_the_others_and_no_pair_at_all_is_a_failure(bench: Any) -> None:
+    def author(prompt: str, context: Any) -> Any:
+        return bench.answer("hm") if "/0-1/" in context.request_id else bench.answer("\\boxed{4, 4}")
+
+    judge, _ = bench.generative(author, num_judgements=2, **PAIRWISE)
+    three = hear(bench, judge, ["good", "bad", "fair"])
+    assert {report.verdict.score for report in three.values()} == {5.5}
+    two = hear(bench, judge, ["good", "bad"])
+    assert [report.verdict.cause for report in two.values()] == ["unparseable"] * 2
+
+
+@pytest.mark.parametrize("worse", ["bad", "fair"])
+def test_a_pair_stops_when_its_winner_is_fixed(bench: Any, worse: str) -> None:
+    judge, engine = bench.generative(
+        by_worth(bench), num_judgements=8, early_stop=EarlyStopConfig(kind="exact", wave=1), **PAIRWISE
+    )
+    reports = hear(bench, judge, ["good", worse])
+    assert [reports[sibling].verdict.score for sibling in (0, 1)] == [10, 1]
+    assert len(engine.asked) == 5
+    lengths = [judgement.completion.num_tokens for judgement in reports[0].judgements]
+    assert reports[0].saved_tokens + reports[1].saved_tokens == round(3 * sum(lengths) / 5)
+
+
+def test_a_ring_is_everybody_with_the_next() -> None:
+    assert pairs_of(4, "ring") == [(0, 1), (0, 3), (1, 2), (2, 3)]
+    assert pairs_of(2, "ring") == pairs_of(2, "all") == [(0, 1)]
+    assert pairs_of(1, "ring") == pairs_of(1, "all") == []
+    assert len(pairs_of(8, "all")) == 28
+
+
+def test_a_majority_needs_more_than_half() -> None:
+    assert [majority_of(votes) for votes in ([1, 1, 0], [0, 0.5], [1, 0], [0.5, 0.5])] == [1.0, 0.0, 0.5, 0.5]

@@ -1,0 +1,133 @@
+"""An exact stop never changes the winner; a relaxed one waits for what it needs to know, and is audited."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grmpipe.judge.early_stop import Noise, fewest_for_a_winner, is_sure, winner_is_fixed
+from grmpipe.judge.settings import EarlyStopConfig
+from grmpipe.types import JudgeReport
+
+SWING = 9  # of a score from 1 to 10
+JUDGEMENTS = st.integers(2, 4).flatmap(lambda n: st.lists(st.tuples(*[st.integers(1, 10)] * n), min_size=8, max_size=8))
+
+
+def totals(judgements: Any) -> list[int]:
+    return [sum(scores) for scores in zip(*judgements, strict=True)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(judgements=JUDGEMENTS)
+def test_an_exact_stop_never_changes_the_winner_of_the_full_vote(judgements: Any) -> None:
+    full = totals(judgements)
+    for count in range(1, 8):
+        sums = totals(judgements[:count])
+        if winner_is_fixed(sums, 8 - count, SWING):
+            assert count >= 5
+            assert full.count(max(full)) == 1
+            assert full.index(max(full)) == sums.index(max(sums))
+
+
+def test_of_8_judgements_the_fifth_is_the_first_that_can_fix_a_winner() -> None:
+    landslide = [(10, 1)] * 8
+    stops = [count for count in range(1, 8) if winner_is_fixed(totals(landslide[:count]), 8 - count, SWING)]
+    assert stops[0] == 5 == fewest_for_a_winner(8)
+    assert fewest_for_a_winner(2) == 2
+
+
+def test_a_lead_that_can_still_be_evened_out_is_no_win() -> None:
+    assert not winner_is_fixed((19, 10), 1, SWING)
+    assert winner_is_fixed((20, 10), 1, SWING)
+
+
+def known(*texts: tuple[float, ...]) -> Noise:
+    noise = Noise()
+    for scores in texts:
+        noise.add(scores)
+    return noise
+
+
+def test_two_judgements_that_agree_are_not_taken_for_certain() -> None:
+    noise = known((4, 6, 5, 7, 3), (8, 6, 7, 9, 5))  # pooled variance 2.5
+    assert noise.standard_error((5, 5)) == pytest.approx((4 * 2.5 / 5 / 2) ** 0.5)
+    assert noise.standard_error((5, 5)) > noise.standard_error((5, 5, 5, 5))
+    assert noise.standard_error((1, 10)) > noise.standard_error((5, 5))
+
+
+def test_nothing_is_sure_while_the_noise_or_the_spread_is_unknown() -> None:
+    assert not is_sure((5, 5), (2, 9), Noise(), 0.25)
+    assert not is_sure((5, 5), (5,), known((5, 5, 5, 5, 5)), 0.25)
+    assert not is_sure((5, 5), (5, 5, 5), known((5, 5, 5, 5, 5)), 0.25)
+    assert is_sure((5, 5), (5, 9), known((5, 5, 5, 5, 5)), 0.25)
+    assert not is_sure((5, 5), (5, 9), known((1, 9, 5, 1, 9)), 0.25)
+
+
+def group(bench: Any, scores: dict[str, list[int]], **stop: Any) -> tuple[list[JudgeReport], Any]:
+    """Siblings judged side by side; `scores` of each text, by the index of the judgement."""
+
+    def author(prompt: str, context: Any) -> Any:
+        text = prompt.rsplit("> ", 1)[1]
+        index = int(context.request_id.split("/j")[1].split(".")[0])
+        return bench.answer(f"Score: {scores[text][index]}", delay_s=1.0 + index / 10)
+
+    judge, engine = bench.generative(author, num_judgements=8, early_stop=EarlyStopConfig(kind="relaxed", **stop))
+
+    async def go() -> list[JudgeReport]:
+        hearing = judge.open(bench.prompt(), "g0", 1)  # what the judge's noise is, it learns from a first group
+        for text in ("calm",):
+            await hearing.judge(*hearing.add(bench.rollout(text)))
+        engine.asked.clear()
+        hearing = judge.open(bench.prompt(), "g1", 3)
+        sittings = [
+            one
+            for sibling, text in enumerate(("bad", "fair", "good"))
+            for one in hearing.add(bench.rollout(text, sibling=sibling, group_id="g1"))
+        ]
+        reports = await asyncio.gather(*(hearing.judge(one) for one in sittings))
+        return [report for some in reports for report in some.values()]
+
+    return bench.run(go()), engine
+
+
+CLEAR = {"calm": [5] * 8, "bad": [1, 2] * 4, "fair": [5] * 8, "good": [10] * 8}
+
+
+def test_clear_scores_stop_early_and_say_what_they_saved(bench: Any) -> None:
+    reports, engine = group(bench, CLEAR, audit_share=1e-9)
+    assert [report.verdict.score for report in reports] == [1.5, 5, 10]
+    assert len(engine.asked) < 24
+    asked = [sum(f"/{sibling}/" in context.request_id for context, _ in engine.asked) for sibling in range(3)]
+    lengths = [report.judgements[0].completion.num_tokens for report in reports]
+    assert [report.saved_tokens for report in reports] == [
+        (8 - count) * length for count, length in zip(asked, lengths, strict=True)
+    ]
+    assert all(report.audit is None for report in reports)
+
+
+def test_scores_that_scatter_as_widely_as_the_group_are_judged_in_full(bench: Any) -> None:
+    noisy = {"calm": [1, 10] * 4, "bad": [1, 9] * 4, "fair": [2, 10] * 4, "good": [3, 10] * 4}
+    reports, engine = group(bench, noisy, audit_share=1e-9)
+    assert len(engine.asked) == 24
+    assert all(report.saved_tokens == 0 for report in reports)
+
+
+def test_an_audited_rollout_is_judged_in_full_and_told_beside_where_it_would_have_stopped(bench: Any) -> None:
+    turning = {**CLEAR, "good": [10] * 4 + [6] * 4}
+    reports, engine = group(bench, turning, audit_share=1.0)
+    assert len(engine.asked) == 24
+    audit = reports[2].audit
+    assert audit is not None and audit.stopped_after < 8
+    assert (audit.stopped_score, audit.full_score) == (10, 8) and reports[2].verdict.score == 8
+
+
+def test_what_is_in_flight_when_it_is_enough_is_cancelled_at_the_engine(bench: Any) -> None:
+    """A wave of two, of which the first is enough."""
+    reports, engine = group(bench, CLEAR, audit_share=1e-9, first=1, wave=2)
+    assert engine.in_flight == 0
+    assert engine.cancelled
+    assert len(engine.asked) == len(engine.cancelled) + sum(len(report.judgements) for report in reports)

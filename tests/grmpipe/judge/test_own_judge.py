@@ -1,0 +1,70 @@
+"""A judge of the user's own comes in by its dotted path, or is refused in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grmpipe.judge.hearing import judge_alone
+from grmpipe.judge.own import own_judge
+from grmpipe.judge.settings import JudgeConfig
+
+SOURCE = """
+from grmpipe.judge.hearing import OneByOne
+from grmpipe.judge.rule import RuleJudge
+
+class ByRule:
+    def __init__(self, rule="exact_answer"):
+        self._inner = RuleJudge(rule)
+    async def judge(self, prompt, rollout, priority=0):
+        return await self._inner.judge(prompt, rollout, priority)
+
+class OfGroups(OneByOne):
+    def __init__(self):
+        super().__init__(ByRule())
+
+class NoJudge:
+    pass
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "users_own_judges.py").write_text(SOURCE)
+    (tmp_path / "users_broken_judges.py").write_text("import nowhere_to_be_found")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "users_own_judges"
+
+
+@pytest.mark.parametrize("name", ["ByRule", "OfGroups"])
+def test_it_judges_rollouts_or_opens_hearings(bench: Any, module: str, name: str) -> None:
+    judge = own_judge(JudgeConfig(kind="own", target=f"{module}.{name}"))
+    assert bench.run(judge_alone(judge, bench.prompt(), bench.rollout("Answer: 12"))).verdict.outcome == 1
+
+
+def test_it_is_made_with_its_options(bench: Any, module: str) -> None:
+    options = {"rule": "contains_reference"}
+    judge = own_judge(JudgeConfig(kind="own", target=f"{module}.ByRule", options=options))
+    verdict = bench.run(judge_alone(judge, bench.prompt(reference="a dozen"), bench.rollout("a dozen"))).verdict
+    assert verdict.outcome == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        ("ByRule", {}, r"^target: 'ByRule' is no dotted path"),
+        ("no_such_package.Judge", {}, r"^target: no_such_package can't be imported \(ModuleNotFoundError"),
+        ("users_broken_judges.Judge", {}, r"^target: users_broken_judges can't be imported .*nowhere_to_be_found"),
+        ("users_own_judges.ByRuler", {}, r"^target: the module users_own_judges has no ByRuler"),
+        ("users_own_judges.number", {}, r"^target: users_own_judges.number is no class"),
+        ("users_own_judges.NoJudge", {}, r"^target: users_own_judges.NoJudge is no judge: it needs"),
+        ("users_own_judges.ByRule", {"ruler": "x"}, r"^options: users_own_judges.ByRule can't be made with .*ruler"),
+    ],
+)
+def test_what_is_no_judge_is_refused_by_its_key(module: str, target: str, options: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        own_judge(JudgeConfig(kind="own", target=target, options=options))

@@ -1,0 +1,270 @@
+"""Rubrics, steps, principles ahead of time, votes by a meta-RM, prompts that don't fit, abstentions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grmpipe.judge.fitting import without_middle
+from grmpipe.judge.generative import GenerativeJudge
+from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.meta import JudgedResponses
+from grmpipe.judge.settings import JudgeConfig
+from grmpipe.judge.steps import steps_of
+from grmpipe.types import Criterion, Failed, RewardSpan, Rollout, Turn
+from models.types import Completion, EngineDied, VersionSpan
+
+RUBRIC = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
+STEPS = {"protocol": "steps", "template": "steps", "parser": "boxed"}
+AHEAD = {"principles": "ahead", "template": "ahead", "parser": "boxed"}
+
+
+class Renderer:
+    def render(self, messages: Any) -> tuple[int, ...]:
+        return tuple(map(ord, messages[-1].content))
+
+
+def characters(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+# -- rubric ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rubric_gives_a_score_for_each_criterion_weighted_as_it_says(bench: Any) -> None:
+    judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{10, 1, 4}"), **RUBRIC)
+    rubric = (Criterion(text="rhymes", weight=2), Criterion(text="is short"), Criterion(text="is true"))
+    report = bench.run(judge.judge(replace(bench.prompt(), rubric=rubric), bench.rollout("a poem")))
+    assert report.verdict.score == pytest.approx((2 * 10 + 1 + 4) / 4)
+    assert report.verdict.outcome == pytest.approx((report.verdict.score - 1) / 9)
+    assert report.judgements[0].scores == (10, 1, 4)
+
+
+def test_a_prompt_without_a_rubric_and_a_judgement_of_too_few_scores_are_no_numbers(bench: Any) -> None:
+    judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{10}"), **RUBRIC)
+    assert bench.run(judge.judge(bench.prompt(), bench.rollout("a poem"))).verdict.cause == "refused"
+    two = (Criterion(text="rhymes"), Criterion(text="is short"))
+    report = bench.run(judge.judge(replace(bench.prompt(), rubric=two), bench.rollout("a poem")))
+    assert report.verdict.cause == "unparseable"
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def with_decode(bench: Any, author: Any, **config: Any) -> GenerativeJudge:
+    _, engine = bench.generative(author)
+    return GenerativeJudge(GrmHere("grm", engine, Renderer(), 10**6), JudgeConfig(**config), seed=1, decode=characters)
+
+
+def test_each_step_gets_its_own_span_and_the_spans_add_up_to_the_reward(bench: Any) -> None:
+    judge = with_decode(bench, lambda prompt, context: bench.answer("\\boxed{10, 1}"), **STEPS)
+    report = bench.run(judge.judge(bench.prompt(), bench.rollout("6 x 2 = 12\nSo 13.")))
+    assert report.verdict.rewards == (
+        RewardSpan(turn=0, start=0, end=11, value=0.5),
+        RewardSpan(turn=0, start=11, end=17, value=0.0),
+    )
+    assert (report.verdict.outcome, report.verdict.score) == (0.5, 5.5)
+
+
+def test_a_step_may_be_a_turn(bench: Any) -> None:
+    judge = with_decode(bench, lambda prompt, context: bench.answer("\\boxed{4, 7}"), step_end="", **STEPS)
+    first, second = (bench.rollout(text).turns[0] for text in ("one\ntwo", "three"))
+    rollout = Rollout(group_id="g7", sibling=0, turns=(first, second), status="finished")
+    rewards = bench.run(judge.judge(bench.prompt(), rollout)).verdict.rewards
+    assert [(span.turn, span.start, span.end) for span in rewards] == [(0, 0, 7), (1, 0, 5)]
+
+
+@given(
+    text=st.text(alphabet="ab \n;", max_size=40),
+    step_end=st.sampled_from(["\n", "\n\n", ";", "", "ab"]),
+    max_steps=st.integers(1, 4),
+)
+def test_steps_cover_every_token_once_and_none_but_an_only_one_is_blank(
+    text: str, step_end: str, max_steps: int
+) -> None:
+    ids = tuple(map(ord, text))
+    span = VersionSpan(model="policy", version=0, start=0, end=len(ids))
+    sampled = Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), text=text, finish_reason="stop", versions=(span,))
+    rollout = Rollout(group_id="g", sibling=0, turns=(Turn(prompt_ids=(1,), completion=sampled),), status="finished")
+    steps = steps_of(rollout, step_end, max_steps, characters)
+    assert 1 <= len(steps) <= max_steps
+    assert "".join(step.text for step in steps) == text
+    assert [steps[0].start, *(step.end for step in steps)] == [0, *(step.start for step in steps[1:]), len(ids)]
+    assert len(steps) == 1 or all(step.text.strip() for step in steps)
+
+
+# -- principles ------------------------------------------------------------------------------------------------------
+
+
+def writes_principles(bench: Any, asked: list[str], first: Any = None) -> Any:
+    def author(prompt: str, context: Any) -> Any:
+        asked.append(context.request_id)
+        if "/principles/" not in context.request_id:
+            assert "Be strict." in prompt
+            return bench.answer("\\boxed{7}", delay_s=1)
+        if first is not None and context.request_id.endswith("/0.0"):
+            return first
+        return bench.answer("Be strict.", delay_s=5)
+
+    return author
+
+
+@pytest.mark.parametrize("rollouts_first", [False, True])
+def test_principles_are_written_once_and_shared_whoever_comes_first(bench: Any, rollouts_first: bool) -> None:
+    asked: list[str] = []
+    judge, _ = bench.generative(writes_principles(bench, asked), width=1, **AHEAD)
+
+    async def go() -> list[Any]:
+        hearing = judge.open(bench.prompt(), "g7", 2)
+        sittings = [*hearing.begin()]
+        sittings += [one for sibling in (0, 1) for one in hearing.add(bench.rollout("12", sibling=sibling))]
+        return await asyncio.gather(*(hearing.judge(one) for one in (sittings[::-1] if rollouts_first else sittings)))
+
+    reports = [report for some in bench.run(go()) for report in some.values()]
+    assert sum("/principles/" in request_id for request_id in asked) == 1
+    assert sorted(report.verdict.score for report in reports) == [7, 7]
+    assert [report.principles.text for report in reports if report.principles] == ["Be strict."]
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "abort"])
+def test_principles_that_are_of_no_use_are_asked_for_again(bench: Any, finish_reason: Any) -> None:
+    asked: list[str] = []
+    judge, _ = bench.generative(writes_principles(bench, asked, bench.answer("Be", finish_reason)), **AHEAD)
+
+    async def go() -> list[Any]:
+        hearing = judge.open(bench.prompt(), "g7", 1)
+        first = await hearing.judge(*hearing.begin())
+        return [first, await hearing.judge(*hearing.add(bench.rollout("12")))]
+
+    assert bench.run(go())[1][0].verdict.score == 7
+    assert asked[0] == "g7/principles/0.0" and asked[1] in ("g7/principles/0.1", "g7/principles/1.0")
+
+
+def test_without_principles_a_rollout_is_failed_by_their_cause(bench: Any) -> None:
+    judge, _ = bench.generative(lambda prompt, context: EngineDied("killed"), **AHEAD)
+    report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+    assert (report.verdict.cause, report.judgements) == ("died", ())
+
+
+def test_who_writes_principles_may_be_cancelled_and_the_next_takes_over(bench: Any) -> None:
+    asked: list[str] = []
+    judge, engine = bench.generative(writes_principles(bench, asked), **AHEAD)
+
+    async def go() -> Any:
+        hearing = judge.open(bench.prompt(), "g7", 1)
+        first = asyncio.ensure_future(hearing.judge(*hearing.begin()))
+        second = asyncio.ensure_future(hearing.judge(*hearing.add(bench.rollout("12"))))
+        await asyncio.sleep(1)
+        first.cancel()
+        return await second
+
+    assert bench.run(go())[0].verdict.score == 7
+    assert engine.cancelled == ["g7/principles/0.0"]
+
+
+# -- votes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Meta:
+    """Trusts judgements by their text."""
+
+    trust: dict[str, float]
+    seen: list[JudgedResponses] = field(default_factory=list)
+
+    async def scores(self, judged: Sequence[JudgedResponses], priority: int = 0) -> Sequence[float]:
+        self.seen += judged
+        return [self.trust[one.judgement.completion.text] for one in judged]
+
+
+def guided(bench: Any, scores: Sequence[int], meta: Any, **config: Any) -> Any:
+    def author(prompt: str, context: Any) -> Any:
+        return bench.answer(f"Score: {scores[int(context.request_id.split('/j')[1].split('.')[0])]}")
+
+    _, engine = bench.generative(author)
+    grm = GrmHere("grm", engine, Renderer(), 10**6)
+    judge = GenerativeJudge(grm, JudgeConfig(num_judgements=len(scores), **config), seed=1, meta=meta)
+    return bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+
+
+def test_the_meta_rm_weighs_judgements_or_keeps_the_best_half(bench: Any) -> None:
+    meta = Meta({"Score: 1": 0.9, "Score: 5": 0.1, "Score: 4": 0.8, "Score: 7": 0.2})
+    best = guided(bench, (1, 5, 4, 7), meta, vote="best").verdict
+    assert (best.score, best.num_judgements, best.agreement) == (2.5, 2, 1.5)
+    one = guided(bench, (1, 5, 4, 7), meta, vote="best", k_meta=1).verdict
+    assert (one.score, one.num_judgements) == (1, 1)
+    weighed = guided(bench, (1, 5, 4, 7), meta, vote="weighted").verdict
+    assert weighed.score == pytest.approx((0.9 * 1 + 0.1 * 5 + 0.8 * 4 + 0.2 * 7) / 2)
+    assert meta.seen[0].responses == ("12",)
+
+
+def test_a_meta_rm_that_dies_fails_the_verdict_and_keeps_the_evidence(bench: Any) -> None:
+    class Dead:
+        async def scores(self, judged: Any, priority: int = 0) -> Any:
+            raise EngineDied("killed")
+
+    report = guided(bench, (1, 5), Dead(), vote="best")
+    assert (report.verdict.cause, len(report.judgements)) == ("died", 2)
+
+
+def test_a_vote_that_needs_a_meta_rm_is_refused_without_one(bench: Any) -> None:
+    with pytest.raises(ValueError, match=r"^vote: best needs a meta-RM"):
+        bench.generative(lambda prompt, context: None, vote="best")
+
+
+def test_a_sum_is_shown_from_k_to_10_k_and_a_failure_makes_it_no_smaller(bench: Any) -> None:
+    assert guided(bench, (5, 6, 8, 6), None, vote="sum").verdict.score == 25
+
+    def author(prompt: str, context: Any) -> Any:
+        return EngineDied("x") if "/j0." in context.request_id else bench.answer("Score: 6")
+
+    judge, _ = bench.generative(author, num_judgements=4, vote="sum")
+    verdict = bench.run(judge.judge(bench.prompt(), bench.rollout("12"))).verdict
+    assert (verdict.score, verdict.outcome) == (24, pytest.approx(5 / 9))
+
+
+def test_judgements_too_far_apart_are_no_verdict(bench: Any) -> None:
+    report = guided(bench, (1, 9), None, abstain_above_spread=3.9)
+    assert isinstance(report.verdict, Failed) and report.verdict.cause == "undecided"
+    assert len(report.judgements) == 2
+    assert guided(bench, (1, 9), None, abstain_above_spread=4.0).verdict.score == 5
+
+
+# -- what doesn't fit ------------------------------------------------------------------------------------------------
+
+
+def test_a_response_that_does_not_fit_loses_its_middle_or_is_too_long(bench: Any) -> None:
+    prompts: list[str] = []
+
+    def author(prompt: str, context: Any) -> Any:
+        prompts.append(prompt)
+        return bench.answer("Score: 3")
+
+    long = "\n".join(f"line {number}" for number in range(200))
+    window = {"context_tokens": 400, "max_new_tokens": 100}
+    judge, engine = bench.generative(author, **window)
+    assert bench.run(judge.judge(bench.prompt(), bench.rollout(long))).verdict.cause == "too_long"
+    assert engine.asked == []
+    judge, _ = bench.generative(author, too_long="cut_response_middle", **window)
+    assert bench.run(judge.judge(bench.prompt(), bench.rollout(long))).verdict.score == 3
+    assert 290 < len(prompts[0]) <= 300
+    assert "> line 0\n" in prompts[0] and prompts[0].endswith("> line 199") and "\n> [... " in prompts[0]
+    hopeless, _ = bench.generative(author, context_tokens=110, max_new_tokens=100, too_long="cut_response_middle")
+    assert bench.run(hopeless.judge(bench.prompt(), bench.rollout(long))).verdict.cause == "too_long"
+
+
+@given(text=st.text(max_size=60), kept=st.integers(1, 60))
+def test_a_cut_keeps_the_ends_and_says_how_much_is_gone(text: str, kept: int) -> None:
+    cut = without_middle(text, kept)
+    if len(text) <= kept:
+        assert cut == text
+    else:
+        assert cut.startswith(text[: (kept + 1) // 2])
+        assert cut.endswith(text[len(text) - kept // 2 :])
+        assert f"[... {len(text) - kept} characters cut ...]" in cut
