@@ -375,7 +375,7 @@ and 400 over the run. A push of weights takes {push:g} s, waking an engine {wake
 Static splits are policy + judge slots, 1 + 7 to 7 + 1. A ratio above 1: elastic is faster.
 
 `python benchmarks/elastic.py --steps {steps} --seeds {seeds} --first-seed {first_seed}`: means over {seeds} draws of
-the lengths, and how far the ratio went among them.
+the lengths, and how far the ratio went among them. The balancer's rule was chosen on draws 0 to 2; these are fresh.
 
 | mix | staleness | load | elastic | best split | ratio | by draw | even split | ratio | moves a step |
 |---|---|---|---|---|---|---|---|---|---|"""

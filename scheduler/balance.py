@@ -49,6 +49,7 @@ class RoleBacklog:
     row_s: float
     max_rows: float = math.inf  # of one slot
     idle_s: float = 0.0
+    takeover_s: float = 0.0  # of a slot's time, for a request that another one began: it is prefilled again
 
     def finish_s(self, num_slots: int) -> float:
         """Until all of it is done, if nothing comes and nothing moves."""
@@ -104,10 +105,15 @@ class Pool:
         source, goal, cost_s = self.roles[slot.role], self.roles[target], self.cost_s(slot.role, target) + slot.drain_s
         n_source, n_target = self.num_serving(slot.role), self.num_serving(target)
         n_left = n_source - (slot.role in slot.able)
-        # While the slot changes the others go on: what is lost is its own share of the work.
-        lost_s = cost_s / (n_target + 1) if goal.requests else 0.0
+        # While the slot changes the others go on: what is lost is its own share of the work, and what it takes to
+        # spread anew what it had, and what it gets.
+        leaves = slot.role in slot.able and n_left and not slot.idle_s
+        leaving = source.requests / n_source if leaves else 0.0
+        left_s = leaving * source.takeover_s / max(n_left, 1)
+        coming = goal.requests / (n_target + 1) if n_target else 0.0
+        lost_s = (cost_s + coming * goal.takeover_s) / (n_target + 1) if goal.requests else 0.0
         before_s = together_s(source.finish_s(n_source), goal.finish_s(n_target))
-        after_s = together_s(source.finish_s(n_left), goal.finish_s(n_target + 1) + lost_s)
+        after_s = together_s(source.finish_s(n_left) + left_s, goal.finish_s(n_target + 1) + lost_s)
         return Move(
             slot=slot.name,
             source=slot.role,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ class Ask:
     request_id: str
     num_before: int  # tokens sampled on other engines
     movable: bool
+    taken_s: float
     begun_s: float | None = None  # of its first token here
     rows_s_at_begin: float = 0.0
     moving: bool = False
@@ -30,6 +32,7 @@ class _Hand:
     num_rows: int = 0
     rows_s: float = 0.0
     changed_s: float = 0.0
+    last_begun_s: float = -math.inf
 
 
 class Load:
@@ -56,7 +59,8 @@ class Load:
 
     def take(self, name: str, request_id: str, movable: bool, num_before: int) -> Ask:
         """An engine was sent one."""
-        ask = Ask(request_id=request_id, movable=movable, num_before=num_before)
+        now_s = asyncio.get_running_loop().time()
+        ask = Ask(request_id=request_id, movable=movable, num_before=num_before, taken_s=now_s)
         self._hands[name].asks[id(ask)] = ask
         return ask
 
@@ -66,6 +70,9 @@ class Load:
             return
         hand = self._settled(name)
         hand.num_rows += 1
+        if ask.num_before:  # prefills go one after another: its own began when the one before it had ended
+            self.pace.took_over(hand.changed_s - max(ask.taken_s, hand.last_begun_s), len(hand.asks))
+        hand.last_begun_s = hand.changed_s
         ask.begun_s, ask.rows_s_at_begin = hand.changed_s, hand.rows_s
 
     def ended(self, name: str, ask: Ask, num_tokens: int | None) -> None:
@@ -112,6 +119,7 @@ class Load:
             row_s=row_s,
             max_rows=max_rows,
             idle_s=now_s - self._idle_from_s,
+            takeover_s=pace.takeover_s(max_rows),
         )
 
     def _settled(self, name: str) -> _Hand:

@@ -21,6 +21,7 @@ class Pace:
     expected_tokens: float = 256.0
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _takeovers: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _sorted: list[int] = field(default_factory=list)
     _tails: list[int] = field(default_factory=list)
 
@@ -33,6 +34,15 @@ class Pace:
         """After its first token one engine took so long for so many, among `rows` on average."""
         if num_tokens > 1 and seconds > 0:
             self._steps.append((max(rows, 1.0), seconds / (num_tokens - 1)))
+
+    def took_over(self, seconds: float, in_hand: int) -> None:
+        """An engine that had so many in hand took so long until one that another engine began went on."""
+        self._takeovers.append((in_hand, seconds))
+
+    def takeover_s(self, max_rows: int) -> float:
+        """Mean of an engine's time for such a one, where it didn't wait for a row; 0 until there were any."""
+        seconds = [s for in_hand, s in self._takeovers if in_hand <= max_rows]
+        return sum(seconds) / len(seconds) if seconds else 0.0
 
     @property
     def step_now_s(self) -> float:

@@ -139,6 +139,13 @@ def test_no_slot_idles_for_longer_than_a_switch_costs_while_there_is_work_for_it
                 assert decide(view) is not None
 
 
+def test_requests_that_are_dear_to_take_over_keep_a_slot_where_it_is() -> None:
+    view = pool(backlog("policy", 100), backlog("grm", 400), slots(4, 4))
+    assert decide(view) is not None
+    dear = {role: replace(one, takeover_s=0.2) for role, one in view.roles.items()}
+    assert decide(replace(view, roles=dear)) is None
+
+
 def test_the_thin_tail_of_the_rollouts_needs_one_slot_and_the_rest_goes_to_the_judge() -> None:
     tail = replace(backlog("policy", 6, each=500, longest=2000), row_s=0.0002)
     judging = backlog("grm", 200, each=1000)

@@ -54,6 +54,14 @@ def test_batches_of_one_size_tell_their_own_time_right() -> None:
     assert min(step_s, row_s) > 0
 
 
+def test_what_taking_over_a_request_costs_is_measured_where_none_waited_for_a_row() -> None:
+    pace = Pace()
+    assert pace.takeover_s(64) == 0.0
+    for seconds, in_hand in [(0.1, 10), (0.3, 64), (9.0, 65)]:
+        pace.took_over(seconds, in_hand)
+    assert pace.takeover_s(64) == pytest.approx(0.2)
+
+
 def test_a_request_of_one_token_tells_nothing_of_the_pace() -> None:
     pace = Pace()
     pace.sampled(1, 0.5, 8.0)
