@@ -140,6 +140,8 @@ REJECTIONS: dict[str, Rejection] = {
 
 def kept(drift: Drift, algorithm: AlgorithmConfig) -> Tensor:
     """[T]: 1 for the tokens of samples that every rejection keeps, else 0."""
+    if not algorithm.rejections:
+        return torch.ones_like(drift.log_weights_T)
     kept_S = torch.ones_like(drift.sample_lengths_S, dtype=torch.bool)
     for name in algorithm.rejections:
         kept_S &= REJECTIONS[name](drift, algorithm)
