@@ -21,6 +21,7 @@ from grmpipe.waits import WaitTimes
 from models.settings import OpenAIConfig
 from scheduler.elastic import ElasticPool
 from scheduler.health import RoleHealth
+from scheduler.scorers import ScorerPool
 from scheduler.placement import SERVED_ROLES, PlacementConfig
 
 
@@ -42,6 +43,7 @@ class Accounts:
         self.cotraining: CoTraining | None = None  # once it is started
         self.health: tuple[RoleHealth, ...] = ()  # of the engines, once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
+        self.scorers: ScorerPool | None = None
         self._grm = "grm" if config.judged_by_model else None
         self._setup = setup_of(config)
         self._began_s = time.monotonic()
@@ -76,6 +78,8 @@ class Accounts:
         """By role."""
         replaced = Counter(self._replaced_before)
         replaced.update({health.role: health.num_replaced for health in self.health})
+        if self.scorers is not None:
+            replaced[self.scorers.role] += self.scorers.num_replaced
         return dict(replaced)
 
     @property

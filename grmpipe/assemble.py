@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from grmpipe.config import RunConfig
 from grmpipe.cotrain_parts import Trainee, start_grm_learner, trainee
@@ -22,10 +23,12 @@ from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
 from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.lessons import LabelJudge, rule_of
+from grmpipe.judge.meta import MetaScorer
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.own import own_judge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.watch import FailureGate
+from grmpipe.meta_model import guide_of, start_scorers
 from grmpipe.observers import Observers
 from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat, play
@@ -48,6 +51,7 @@ from scheduler.health import BringCurrent, RoleHealth, need_no_weights, push_to_
 from scheduler.placement import Placement
 from scheduler.rate_limits import RateLimits
 from scheduler.router import Router
+from scheduler.scorers import ScorerPool
 from scheduler.time_share import TimeShare
 from scheduler.weight_sync import SyncReport, WeightSync
 
@@ -67,6 +71,7 @@ class Running:
     elastic: tuple[ElasticPool, ...]
     share: TimeShare | None  # the turns of the learner's pool
     outside: OpenAIEngine | None  # the judge's endpoint
+    scorers: ScorerPool | None  # the meta-RM
     trainee: Trainee | None  # the GRM, where it learns too
 
     def stops(self, clock: ActiveClock) -> None:
@@ -85,22 +90,22 @@ class Running:
 # -- tables: a new kind is a file and a row ------------------------------------------------------------------------
 
 
-def generative_judge(prepared: Prepared, grm: Grm | None) -> Judge:
+def generative_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
     assert grm is not None
-    return OneByOne(GenerativeJudge(grm, prepared.config.judge, prepared.config.seed))
+    return GenerativeJudge(grm, prepared.config.judge, prepared.config.seed, meta, prepared.policy.renderer.decode)
 
 
-def rule_judge(prepared: Prepared, grm: Grm | None) -> Judge:
+def rule_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
     return OneByOne(RuleJudge(prepared.config.judge.rule))
 
 
-def label_judge(prepared: Prepared, grm: Grm | None) -> Judge:
+def label_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
     return OneByOne(LabelJudge(rule_of(prepared.config.judge)))
 
 
-def mixed_judge(prepared: Prepared, grm: Grm | None) -> Judge:
+def mixed_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
     mix = prepared.config.judge.mix
-    return MixedJudge({name: (JUDGES[name](prepared, grm), weight) for name, weight in mix.items()})
+    return MixedJudge({name: (JUDGES[name](prepared, grm, meta), weight) for name, weight in mix.items()})
 
 
 def users_judge(prepared: Prepared, *_: object) -> Judge:
@@ -117,7 +122,13 @@ async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
     return InProcessCluster(placement)
 
 
-JUDGES: dict[str, Callable[[Prepared, Grm | None], Judge]] = {
+class MakeJudge(Protocol):
+    """`grm`: what a generative judge asks; `meta`: what guides its vote. None where there is none."""
+
+    def __call__(self, prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None, /) -> Judge: ...
+
+
+JUDGES: dict[str, MakeJudge] = {
     "generative": generative_judge,
     "rule": rule_judge,
     "mixed": mixed_judge,
@@ -146,13 +157,16 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
             cluster, prepared, spec, events
         )
         grm_ranks = await start_grm_learner(cluster, prepared, run_dir)
+        scorers = await start_scorers(cluster, prepared.meta, config, placement, events)
     except BaseException:
         await cluster.shutdown()
         raise
     policy, grm = routers["policy"], routers.get("grm")
     outside = outside_engine(config)
     clock = ActiveClock()
-    judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, grm, outside, events, clock))
+    judge = JUDGES[config.judge.kind](
+        prepared, grm_of(prepared, grm, outside, events, clock), guide_of(prepared.meta, scorers)
+    )
     sync = make_sync(prepared, learner, cluster, transport)
     learns_too = trainee(prepared, cluster, grm_ranks, grm)
     bring_current: dict[str, BringCurrent] = {
@@ -186,6 +200,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         elastic=elastic,
         share=share,
         outside=outside,
+        scorers=scorers,
         trainee=learns_too,
     )
 

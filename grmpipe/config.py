@@ -21,7 +21,8 @@ from grmpipe.cotrain_settings import CotrainConfig
 from grmpipe.data.settings import DataConfig
 from grmpipe.finetune_settings import FinetuneConfig
 from grmpipe.judge.label_settings import LabelConfig
-from grmpipe.judge.settings import JudgeConfig
+from grmpipe.judge.settings import VOTES_WITH_META, JudgeConfig
+from grmpipe.meta_settings import MetaConfig
 from grmpipe.observe.settings import TrackingConfig
 from grmpipe.plan_settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
@@ -33,7 +34,7 @@ from scheduler.health import HealthConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.weight_sync import SyncConfig
 
-TASKS = ("train", "finetune", "plan", "simulate", "doctor")
+TASKS = ("train", "finetune", "train_meta", "plan", "simulate", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
 ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline")
@@ -76,6 +77,7 @@ class RunConfig:
     objective: str = "eval.final.grm_score"  # a path into summary.json; what a sweep maximises
     policy: ModelConfig = field(default_factory=ModelConfig)
     grm: ModelConfig = field(default_factory=lambda: ModelConfig(path="tiny://grm"))
+    meta: MetaConfig = field(default_factory=MetaConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     labels: LabelConfig = field(default_factory=LabelConfig)
@@ -121,6 +123,7 @@ class RunConfig:
             )
 
         self._check_cotrain()
+        self._check_meta()
         if self.judge.kind == "label" or self.cotrain.enabled:
             self._check_labels()
         if self.task == "finetune" and self.judge.kind != "label":
@@ -132,6 +135,26 @@ class RunConfig:
             raise ValueError(
                 f"labels.pass_score: must be above judge.score_min = {low} and at most judge.score_max = {high}, "
                 f"got {self.labels.pass_score}"
+            )
+
+    def _check_meta(self) -> None:
+        """A vote that asks a meta-RM has one, and something for it to read."""
+        if not self.guided_by_meta:
+            return
+        if self.task in ("plan", "simulate"):
+            raise ValueError(
+                f"judge.vote: task={self.task} knows no meta-RM, whose work is small beside the GRM's; to see the rest "
+                "of the run type judge.vote=mean"
+            )
+        if self.judge_is_outside:
+            raise ValueError(
+                f"judge.vote: {self.judge.vote} asks a meta-RM, which reads the judge's tokens, and an endpoint shows "
+                "none; type judge.vote=mean"
+            )
+        if self.meta.path is None:
+            raise ValueError(
+                f"meta.path: judge.vote={self.judge.vote} asks a meta-RM, and there is none; train one by "
+                "+experiment=train_meta_rm and type meta.path=<its run_dir>/meta, or judge.vote=mean"
             )
 
     def _check_cotrain(self) -> None:
@@ -172,11 +195,17 @@ class RunConfig:
         return self.judged_by_model and self.grm.engine == "openai"
 
     @property
+    def guided_by_meta(self) -> bool:
+        """Does the vote ask a meta-RM? One in training guides nobody."""
+        return self.judged_by_model and self.judge.vote in VOTES_WITH_META and self.task != "train_meta"
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """Roles that need a place."""
         seated = self.judged_by_model and not self.judge_is_outside
         roles = ("policy", "learner", "grm") if seated else ("policy", "learner")
-        return (*roles, "grm_learner") if self.cotrain.enabled else roles
+        more = {"grm_learner": self.cotrain.enabled, "meta": self.guided_by_meta}
+        return (*roles, *(role for role, needed in more.items() if needed))
 
 
 Config = TypeVar("Config")

@@ -40,6 +40,8 @@ from scheduler.supervise import describe_failure
 
 log = logging.getLogger(__name__)
 
+STEPS_PER_NOTE = 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaTraining:
@@ -60,7 +62,7 @@ class MetaTraining:
 
 async def train_meta(ready: MetaTraining, run_dir: Path) -> Summary:
     """Run to an end of any kind. What goes wrong within is not raised: the summary says it."""
-    observers = Observers.open(ready.config, run_dir, None)
+    observers = Observers.open(ready.config, run_dir, None, gauges=False)
     run = MetaTrainingRun(ready, run_dir, observers)
     try:
         summary = await run.execute()
@@ -129,6 +131,8 @@ class MetaTrainingRun:
                 told = cast(list[Metrics], await learner.call_all("step"))[0]
                 self._num_steps += 1
                 self._observers.tracker.log(self._num_steps, told)
+                if self._num_steps % STEPS_PER_NOTE == 0:
+                    self._observers.note(f"step {self._num_steps}/{train.num_steps}  loss {told['train/loss']:.3f}")
             await self._look(learner)
             await learner.call_all("export", str(self._run_dir / "meta"))
 

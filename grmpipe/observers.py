@@ -26,6 +26,7 @@ FILES = {
     "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
     "checkpoints/": "to resume from",
     "policy/": "the trained policy, a Hugging Face directory",
+    "meta/": "the trained meta-RM: give it as meta.path",
     "grm/": "the GRM, where it learnt too",
     "cotrain/": "the lessons of the GRM: what it was asked, and what it said",
     "run.log": "everything else",
@@ -44,7 +45,8 @@ class Observers:
     wandb: WandbSink
 
     @staticmethod
-    def open(config: RunConfig, run_dir: Path, wandb_run_id: str | None) -> Observers:
+    def open(config: RunConfig, run_dir: Path, wandb_run_id: str | None, *, gauges: bool = True) -> Observers:
+        """`gauges`: whether the console shows each step; what it shows is a policy's."""
         console = ConsoleSink(config.train.num_steps) if config.tracking.console else None
         setup_logging(run_dir, console.console if console else None)
         wandb = WandbSink(config.tracking, run_dir, dataclasses.asdict(config), wandb_run_id)
@@ -52,7 +54,7 @@ class Observers:
         metrics = JsonlSink(run_dir / "metrics.jsonl")
         sinks: list[Sink] = [metrics, wandb]
         return Observers(
-            tracker=Tracker([*sinks, console] if console else sinks),
+            tracker=Tracker([*sinks, console] if console and gauges else sinks),
             metrics=metrics,
             recorder=Recorder(run_dir),
             timeline=Timeline(run_dir / "timeline.json"),

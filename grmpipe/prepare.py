@@ -26,6 +26,7 @@ from grmpipe.judge.own import own_judge
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.rule import Rule
 from grmpipe.judge.scale import Scale
+from grmpipe.meta_model import MetaModel, find_meta
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
 from grmpipe.weight_route import transport_of
@@ -62,6 +63,7 @@ class Prepared:
     prompts: PromptStream
     held_out: tuple[Prompt, ...]
     placement: Placement
+    meta: MetaModel | None = None  # guides the vote
     lessons: PromptStream | None = None  # stored ones, for a GRM that learns beside the policy
 
     @property
@@ -79,6 +81,10 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_objective(config)
     policy = find_model("policy", config, progress)
     grm = find_model("grm", config, progress) if "grm" in config.roles else None
+    meta = None
+    if grm is not None and "meta" in config.roles:
+        with section("meta."):
+            meta = find_meta(config, grm, progress)
     for model in (policy, grm) if grm is not None else (policy,):
         if tensor_parallel_of(model.name, placement) > 1:
             check_tensor_parallel(model.name, heads_of(model.path), placement)
@@ -96,6 +102,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         prompts=prompts,
         held_out=data.held_out,
         placement=placement,
+        meta=meta,
         lessons=stored_lessons(config, data) if config.cotrain.enabled else None,
     )
 

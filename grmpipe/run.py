@@ -85,6 +85,7 @@ class TrainingRun:
                     await running.trainee.learner.load(str(resumed / "grm_learner"))
             self._observers.note(f"ready after {self._accounts.since_start_s:.0f} s; files in {self._run_dir}")
             self._accounts.health, self._accounts.elastic = running.health, running.elastic
+            self._accounts.scorers = running.scorers
             looks = {f"the health of {health.role}": health.run() for health in running.health}
             balance = {f"the balance of {pool.name}": pool.run() for pool in running.elastic}
             return self._summary(await run_until(self._train(running), **looks, **balance))

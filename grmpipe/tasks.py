@@ -16,6 +16,8 @@ from grmpipe import prepare
 from grmpipe.config import ConfigError, RunConfig, to_yaml
 from grmpipe.failures import RunFailed, RunInterrupted
 from grmpipe.finetune import finetune
+from grmpipe.meta_prepare import prepare_meta_training
+from grmpipe.meta_training import train_meta
 from grmpipe.plan import plan
 from grmpipe.run import train
 from grmpipe.run_dir import Place, find_place, point_latest
@@ -45,6 +47,17 @@ def run_train(config: RunConfig) -> float | None:
     return summary.objective
 
 
+def run_train_meta(config: RunConfig) -> float | None:
+    place = find_place(config)
+    with model_progress() as progress:
+        ready = prepare_meta_training(config, progress)
+    open_run_dir(place, config)
+    summary = asyncio.run(train_meta(ready, place.run_dir))
+    if summary.status == "failed":
+        raise RunFailed(f"{summary.failure}\nSee {place.run_dir}/run.log")
+    return summary.objective
+
+
 def show_plan(config: RunConfig) -> None:
     with model_progress() as progress:
         text = plan(config, progress, simulator)
@@ -58,7 +71,13 @@ def show_simulation(config: RunConfig) -> None:
 
 
 RUNS = {"train": train, "finetune": finetune}
-TASKS = {"train": run_train, "finetune": run_train, "plan": show_plan, "simulate": show_simulation}
+TASKS = {
+    "train": run_train,
+    "finetune": run_train,
+    "train_meta": run_train_meta,
+    "plan": show_plan,
+    "simulate": show_simulation,
+}
 
 
 def objective_of(run_dir: Path) -> float | None:
