@@ -42,6 +42,11 @@ def test_a_pair_goes_to_its_majority_and_a_score_is_the_share_of_pairs_won() -> 
     assert scores_of_draw(ballots, range(3), Counting(vote=mean, pairwise=True)) == {0: 0.5, 1: 1.0, 2: 0.0}
 
 
+def test_a_pair_that_is_even_is_half_won_by_both() -> None:
+    pair = [judgement((0, 1), (9, 1)), judgement((1, 0), (5, 4))]
+    assert scores_of_draw(ballots_of(pair, 2), range(2), Counting(vote=mean, pairwise=True)) == {0: 0.5, 1: 0.5}
+
+
 def test_votes_of_rollouts_follow_the_vote_of_the_judge() -> None:
     single = [judgement((0,), (score,)) for score in (1, 10, 10)]
     assert scores_of_draw(ballots_of(single, 3), range(3), Counting(vote=median)) == {0: 10}
