@@ -43,7 +43,14 @@ def find_meta(config: RunConfig, grm: Model, progress: Callable[[str, float], No
 
 def shared_window(directory: str, config: RunConfig, grm: Model) -> int:
     """The window of a model that reads what the GRM read and wrote. Raises ValueError for other tokens."""
-    renderer = Renderer.load(directory, config.grm.chat_template)
+    try:
+        renderer = Renderer.load(directory, config.grm.chat_template)
+    except ValueError as error:
+        if not str(error).startswith("chat_template"):
+            raise
+        raise ValueError(
+            f"path: the tokenizer in {directory} has no chat template; copy the GRM's tokenizer files there"
+        ) from error
     same = renderer.render((PROBE,)) == grm.renderer.render((PROBE,))
     if not same or renderer.num_token_ids != grm.renderer.num_token_ids:
         raise ValueError(

@@ -55,6 +55,11 @@ def run_train_meta(config: RunConfig) -> float | None:
     summary = asyncio.run(train_meta(ready, place.run_dir))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {place.run_dir}/run.log")
+    if summary.status == "interrupted":
+        raise RunInterrupted(
+            f"interrupted at step {summary.steps}; once there is {place.run_dir}/judgements.jsonl, a new run can read "
+            "it by meta.judgements=..."
+        )
     return summary.objective
 
 
