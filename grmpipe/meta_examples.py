@@ -89,7 +89,7 @@ def example_of(split: Split, lesson: Prompt, judgement: Judgement) -> Example:
         subset=lesson.source,
         label=label,
         scores=judgement.scores,
-        right=judged_right([round(score) for score in judgement.scores], label),
+        right=judged_right(judgement.scores, label),
         text=judgement.completion.text,
         prompt_ids=judgement.prompt_ids,
         sampled_ids=judgement.completion.token_ids,
@@ -142,4 +142,14 @@ def read_example(line: str, where: str) -> Example:
         raise ValueError(f"{where}: split is {' or '.join(get_args(Split))}, right is true or false")
     if not all(isinstance(token_id, int) for name in ("prompt_ids", "sampled_ids") for token_id in row[name]):
         raise ValueError(f"{where}: prompt_ids and sampled_ids hold token ids")
-    return Example(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+    return Example(
+        split=row["split"],
+        item_id=row["item_id"],
+        subset=row["subset"],
+        label=row["label"],
+        scores=tuple(row["scores"]),
+        right=row["right"],
+        text=row["text"],
+        prompt_ids=tuple(row["prompt_ids"]),
+        sampled_ids=tuple(row["sampled_ids"]),
+    )

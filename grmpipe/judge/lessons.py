@@ -92,7 +92,7 @@ class Lessons:
         return f"{'at least' if right else 'below'} {self.labels.pass_score}"
 
 
-def judged_right(scores: Sequence[int], label: str) -> bool:
+def judged_right(scores: Sequence[float], label: str) -> bool:
     """Do scores, in the order shown, agree with a label? ValueError for one that isn't of this room."""
     if match := BEST_LABEL.fullmatch(label):
         best, count = int(match[1]) - 1, int(match[2])
