@@ -8,7 +8,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16")
 ENGINES = ("embedded", "vllm", "sglang", "openai")
 ENGINES_OF_THE_POLICY = ("embedded", "vllm", "sglang")  # they take weights and give log-probs
-ENGINES_WITH_GRAMMAR = ("vllm", "sglang")  # they can hold a text to a regular expression
+ENGINES_WITH_GRAMMAR = ("embedded", "vllm", "sglang")  # they can hold a text to a regular expression
 
 
 @dataclass(frozen=True)

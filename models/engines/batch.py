@@ -16,6 +16,7 @@ from torch import Tensor
 
 from models.engines.decoder import Decoder
 from models.engines.endings import Endings
+from models.engines.grammar import Grammar, Held
 from models.engines.kv_slots import KvSlots
 from models.engines.packing import groups_of_like_length
 from models.engines.sampling import draw, uniforms
@@ -45,6 +46,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
     finish_reason: FinishReason | None = None
+    held: Held | None = None  # to a pattern
 
     @property
     def position(self) -> int:
@@ -105,12 +107,14 @@ class Batch:
         seed: int,
         max_rows: int,
         prefill_tokens: int,
+        grammar: Grammar | None = None,
     ) -> None:
         self.version = 0
         self.num_sampled_tokens = 0
         self.num_prefilled_tokens = 0
         self._decoder, self._slots, self._endings = decoder, slots, endings
         self._model_name, self._seed = model_name, seed
+        self._grammar = grammar
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
         self._arrivals = itertools.count()
         self._families: dict[tuple[int, ...], Family] = {}
@@ -131,6 +135,9 @@ class Batch:
         family = self._families.setdefault(prompt_ids, Family(prompt_ids))
         family.num_members += 1
         row = Row(family, params, priority, next(self._arrivals))
+        if params.pattern is not None:
+            assert self._grammar is not None
+            row.held = Held.to(params.pattern, self._grammar)
         insort(self._waiting, row)
         return row
 
@@ -151,6 +158,8 @@ class Batch:
         for row, token_id, logprob in zip(self._running, token_ids, logprobs, strict=True):
             row.token_ids.append(token_id)
             row.logprobs.append(logprob)
+            if row.held is not None:
+                row.held.advance(token_id)
             if len(row.token_ids) == 1:
                 begun.append(row)
             row.finish_reason = self._endings.finish_reason(row.token_ids, row.params)
@@ -201,7 +210,7 @@ class Batch:
             self._columns = Columns.of(rows, self._slots.shape.device)
         columns = self._columns
         num_attended = 1 + max(row.position for row in rows)
-        logits_BV = self._decoder.decode(columns.pending_B, columns.positions_B, num_attended)
+        logits_BV = held_back(rows, self._decoder.decode(columns.pending_B, columns.positions_B, num_attended))
         uniforms_B = uniforms(columns.seeds_B ^ self._seed, columns.positions_B)
         token_ids_B, logprobs_B = draw(logits_BV, columns.temperature_B, columns.top_p_B, uniforms_B)
         columns.pending_B = token_ids_B
@@ -276,6 +285,17 @@ class Batch:
         row.family.num_members -= 1
         if row.family.num_members == 0:
             del self._families[row.family.prompt_ids]
+
+
+def held_back(rows: Sequence[Row], logits_BV: Tensor) -> Tensor:
+    """Tokens that would leave a row's pattern at -inf: log-probs are those of what is left."""
+    held = [(index, row.held.allowed_V()) for index, row in enumerate(rows) if row.held is not None]
+    if not held:
+        return logits_BV
+    forbidden_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
+    for index, allowed_V in held:
+        forbidden_BV[index] = ~allowed_V.to(logits_BV.device)
+    return logits_BV.masked_fill(forbidden_BV, -torch.inf)
 
 
 def _within_budget(rows: Sequence[Row], tokens: int) -> list[list[Row]]:

@@ -26,6 +26,7 @@ from models.engines.batch import Batch, Row
 from models.engines.calls import Answer, Command, Ticket, Waiter, copy_of
 from models.engines.decoder import open_decoder
 from models.engines.endings import Endings
+from models.engines.grammar import Grammar, parsed
 from models.engines.weight_loading import WeightInbox
 from models.lent_memory import LentMemory, free_bytes
 from models.logprobs import chosen_logprobs
@@ -86,8 +87,9 @@ class EmbeddedEngine:
         self._model = load_causal_lm(model_path, dtype, device)
         decoder, slots = open_decoder(self._model, config.max_batch_rows, self._context_tokens)
         endings = Endings(renderer.decode, renderer.stop_token_ids)
+        grammar = Grammar(renderer.decode, renderer.num_token_ids, renderer.stop_token_ids, renderer.vocab_size)
         self._batch = Batch(
-            decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step
+            decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step, grammar
         )
         self._batch.version = version
         self._slots = slots
@@ -211,7 +213,10 @@ class EmbeddedEngine:
             )
         self._refuse_unknown_ids(prompt_ids)
         if params.pattern is not None:
-            raise EngineRefused("the embedded engine has no grammar: a pattern needs engine=vllm or engine=sglang")
+            try:
+                parsed(params.pattern)
+            except ValueError as error:
+                raise EngineRefused(str(error)) from error
         if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
             raise EngineRefused(f"these sampling parameters can't be served: {params}")
 
