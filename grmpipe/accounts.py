@@ -213,6 +213,8 @@ def judging(total: Counts) -> JudgingSummary:
         counted=total.counted,
         failed=total.failed,
         tokens=total.judge_tokens,
+        saved_by_early_stop=total.saved_tokens,
+        early_stop_error=total.audit_error / total.audits if total.audits else None,
         aborted_sittings=total.aborted,
         voided_verdicts=total.voided,
     )

@@ -27,6 +27,9 @@ class Counts:
     aborted: int = 0  # sittings that a new version of the judge broke off
     voided: int = 0  # verdicts of groups that it had to judge again
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
+    saved_tokens: int = 0  # of judgements that an early stop left out, estimated from below
+    audits: int = 0  # rollouts judged in full to try the early stop
+    audit_error: float = 0.0  # score units, summed up: the vote at the stop against the full one
     waits: WaitTimes = field(default_factory=WaitTimes)
 
     @staticmethod
@@ -46,6 +49,9 @@ class Counts:
         self.aborted += other.aborted
         self.voided += other.voided
         self.failed += other.failed
+        self.saved_tokens += other.saved_tokens
+        self.audits += other.audits
+        self.audit_error += other.audit_error
         self.waits = self.waits.plus(other.waits)
 
 
@@ -64,6 +70,13 @@ class Tally:
     def report(self, report: JudgeReport) -> None:
         generated = [f.completion for f in report.failures if isinstance(f, FailedJudgement)]
         generated += [judgement.completion for judgement in report.judgements]
+        if report.principles is not None:
+            generated.append(report.principles)
+            self.step.asked += 1
+        if (audit := report.audit) is not None:
+            self.step.audits += 1
+            self.step.audit_error += abs(audit.stopped_score - audit.full_score)
+        self.step.saved_tokens += report.saved_tokens
         self.step.asked += len(report.judgements) + len(report.failures)
         self.step.counted += len(report.judgements)
         self.step.judge_tokens += sum(completion.num_tokens for completion in generated)
@@ -159,6 +172,10 @@ def flow_metrics(counts: Counts, seconds: float) -> Metrics:
         "judge/aborted_sittings": float(counts.aborted),
         "judge/voided_verdicts": float(counts.voided),
     }
+    if counts.saved_tokens or counts.audits:
+        metrics["judge/saved_tokens"] = float(counts.saved_tokens)
+    if counts.audits:
+        metrics["judge/early_stop_error"] = counts.audit_error / counts.audits
     return metrics | {f"judge/failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())}
 
 
