@@ -352,8 +352,8 @@ def check_rubrics(data: Data) -> None:
     for prompt in (*data.train, *data.held_out):
         if not prompt.rubric:
             raise ValueError(
-                f"protocol: rubric judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; add the field "
-                "rubric (a list of texts), or type judge=pointwise"
+                f"protocol: rubric judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; add the "
+                "field rubric (a list of texts), or type judge=pointwise"
             )
 
 

@@ -93,7 +93,7 @@ def inputs(tmp_path: Path) -> Path:
          r"^engine\.openai\.api_key_env: the environment variable NO_KEY_IS_CALLED_THIS is not set; set it"),
         (["grm.engine=openai", "grm.path=a-judge", "engine.openai.api_key_env=''", "judge.structured=true"],
          r"^judge\.structured: openai can't hold a judgement to a form; type judge\.structured=false, or"),
-        (["judge=rubric"], r"^judge\.protocol: rubric judges by the prompt's criteria, and prompt \S+ has none; add the"),
+        (["judge=rubric"], r"^judge\.protocol: rubric judges by the prompt's criteria, and prompt \S+ has none; add"),
         (["judge.kind=own", "judge.target=nowhere.Judge"], r"^judge\.target: nowhere can't be imported .*install it"),
         (["rollout.top_k=50"], r"^rollout\.top_k: must be 0 to train"),
         (["policy.engine=sglang", "engine.sglang.python=nope/bin/python"],
