@@ -194,6 +194,8 @@ def lessons_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
 def stored_lessons(config: RunConfig, data: Data) -> PromptStream | None:
     """Of cotrain.data_path. Without it the policy's own prompts must say what is right."""
     cotrain = config.cotrain
+    with section("judge."):
+        Lessons.under(config.judge, config.labels)
     if cotrain.data_path is not None:
         with section("cotrain.data_path: "):
             lessons = lessons_at(config, cotrain.data_path, cotrain.num_items)

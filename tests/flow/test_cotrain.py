@@ -112,6 +112,7 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable) -> None:
         ("placement=elastic", r"grm_learner|elastic=false"),
         ("cotrain.data_path=tiny://nothing", r"cotrain\.data_path"),
         ("labels.pass_score=11", r"labels\.pass_score"),
+        ("judge=pairwise", r"cotrain\.own_share=0"),
         ("task=plan", r"cotrain\.enabled=false"),
     ],
 )
