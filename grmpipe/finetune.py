@@ -166,7 +166,11 @@ class Sampling:
     async def _sample(self, lesson: Prompt, journal: Journal, known: dict[str, dict[str, object]]) -> None:
         async with self._places:
             fate, kept = await self._fate(lesson)
-        record: dict[str, object] = {"lesson": lesson.prompt_id, "fate": fate, "kept": [encode_rollout(one) for one in kept]}
+        record: dict[str, object] = {
+            "lesson": lesson.prompt_id,
+            "fate": fate,
+            "kept": [encode_rollout(one) for one in kept],
+        }
         journal.append(record)
         known[lesson.prompt_id] = record
 
