@@ -30,7 +30,7 @@ def steps_of(rollout: Rollout, step_end: str, max_steps: int, decode: Decode) ->
     steps: list[Step] = []
     for index, turn in enumerate(rollout.turns):
         token_ids = turn.completion.token_ids
-        if not step_end:
+        if not step_end or not token_ids:  # a text that nobody sampled has no tokens to cut at
             steps.append(Step(turn=index, start=0, end=len(token_ids), text=turn.completion.text))
             continue
         cuts = cuts_of(token_ids, step_end, decode)[: max_steps - 1]
