@@ -14,8 +14,10 @@ from pathlib import Path
 
 from grmpipe.accounts import Accounts
 from grmpipe.assemble import Running, make_evaluator, make_parts, start
+from grmpipe.config import ConfigError
 from grmpipe.cotrain import CoTraining
 from grmpipe.flow import Cut, FlowConfig, Kept, StepReport
+from grmpipe.judge.dry import NUM_PROMPTS, dry_judgement
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.lookout import Lookout
 from grmpipe.observe.summary import Status, Summary
@@ -91,6 +93,8 @@ class TrainingRun:
             return self._summary(await run_until(self._train(running), **looks, **balance))
         except asyncio.CancelledError:
             return self._summary("interrupted")
+        except ConfigError:  # found on a dry judgement: nothing was trained
+            raise
         except Exception as error:
             log.exception("the run failed", extra={"file_only": True})
             return self._summary("failed", describe_failure(error) + self._save_failed_batch(error))
@@ -100,6 +104,8 @@ class TrainingRun:
 
     async def _train(self, running: Running) -> Status:
         """All steps, between two looks at the held-out problems."""
+        if self._state is None and self._config.judged_by_model:
+            await self._try_judge(running)
         cut, kept = self._restore()
         lookout, parts = self._make_lookout(running), make_parts(self._prepared, running, self._observers)
         await parts.push_weights(cut.version)
@@ -163,6 +169,12 @@ class TrainingRun:
             self._state.grm_cut if self._state is not None else None,
         )
         return self._accounts.cotraining
+
+    async def _try_judge(self, running: Running) -> None:
+        """Raises ConfigError for a judge whose answers can't be read."""
+        prompts = [self._prepared.prompts.at(draw) for draw in range(min(NUM_PROMPTS, len(self._prepared.prompts)))]
+        if told := await dry_judgement(running.judge, self._config.judge, prompts):
+            raise ConfigError(f"judge.{told}")
 
     def _make_lookout(self, running: Running) -> Lookout:
         judge = self._config.judge
