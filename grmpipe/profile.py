@@ -84,7 +84,7 @@ def read_profile(path: str, cores: int) -> Profile:
         if hidden[role]:
             asked = len(requests_of(role, seen)) + len(hidden[role])
             notes.append(f"{role}: {len(hidden[role])} of {asked} requests had no row in the timeline")
-        if (fit := engine_of(role, spans, known[role], config)) is not None:
+        if (fit := engine_of(role, spans, known[role], config, driver)) is not None:
             engines[role] = fit
         else:
             notes.append(f"{role}: too few requests in the timeline to tell its speed")
@@ -166,9 +166,11 @@ def by_clock(span: Span, clock: WorkClock) -> Span:
 
 
 def engine_of(
-    role: str, spans: Sequence[Span], known: Mapping[str, list[Sizes]], config: RunConfig
+    role: str, spans: Sequence[Span], known: Mapping[str, list[Sizes]], config: RunConfig, driver: DriverUse | None
 ) -> EngineFit | None:
-    """A role's speed, from its requests on all of its engines. None where they are too few."""
+    """A role's speed, from its requests on all of its engines. None where they are too few.
+
+    A request is believed to cost the engine's process about what it costs the driver at the other end of the wire."""
     requests = requests_of(role, spans)
     counted = {span.args["request"] for span in undisturbed(requests, spans)}
     usual = round(mean_lengths(known).prompt_tokens) if known else 0
@@ -187,7 +189,8 @@ def engine_of(
         )
         lanes[span.lane].append(request)
     engine = engine_config_of(role, config)
-    return fit_engine(list(lanes.values()), 1 << 30 if isinstance(engine, OpenAIConfig) else engine.max_batch_rows)
+    max_rows = 1 << 30 if isinstance(engine, OpenAIConfig) else engine.max_batch_rows
+    return fit_engine(list(lanes.values()), max_rows, driver.request_s if driver else 0.0)
 
 
 def requests_of(role: str, spans: Sequence[Span]) -> list[Span]:

@@ -10,17 +10,18 @@ from models.types import EngineSpeed
 @dataclass(frozen=True)
 class SpeedConfig:
     """The speed of one engine, stated: a decoding step of B rows that hold K cached tokens takes
-    step_s + B * row_s + K * cached_token_s."""
+    step_s + B * row_s + K * cached_token_s; a prompt token that no cache holds prefill_token_s, a request request_s."""
 
     step_s: float = 0.0
     row_s: float = 0.0
     cached_token_s: float = 0.0
     prefill_token_s: float = 0.0
+    request_s: float = 0.0
     max_rows: int = 256
     kv_tokens: int = 0  # 0: no bound
 
     def __post_init__(self) -> None:
-        for key in ("step_s", "row_s", "cached_token_s", "prefill_token_s"):
+        for key in ("step_s", "row_s", "cached_token_s", "prefill_token_s", "request_s"):
             if not 0 <= getattr(self, key) < float("inf"):
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         if self.max_rows < 1:
@@ -40,6 +41,7 @@ class SpeedConfig:
             prefill_token_s=self.prefill_token_s,
             max_rows=self.max_rows,
             kv_tokens=self.kv_tokens,
+            request_s=self.request_s,
         )
 
 

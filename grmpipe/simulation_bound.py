@@ -141,13 +141,14 @@ def loads_of(step: StepNeeds, placement: Placement, costs: Costs) -> dict[str, f
 
 def alone_s(speed: EngineSpeed, prompt_tokens: int, num_tokens: int) -> float:
     """A request with an engine of its own."""
-    return prompt_tokens * speed.prefill_token_s + decode_s(speed, prompt_tokens, num_tokens, rows=1)
+    joining_s = speed.request_s + prompt_tokens * speed.prefill_token_s
+    return joining_s + decode_s(speed, prompt_tokens, num_tokens, rows=1)
 
 
 def least_s(speed: EngineSpeed, prompt_tokens: int, num_tokens: int, *, rows: int, sharers: int) -> float:
     """A request's part of full batches; of its prompt's prefill, one of those that share it pays."""
-    prefill_s = prompt_tokens * speed.prefill_token_s / sharers
-    return prefill_s + decode_s(speed, prompt_tokens, num_tokens, rows=rows)
+    joining_s = speed.request_s + prompt_tokens * speed.prefill_token_s / sharers
+    return joining_s + decode_s(speed, prompt_tokens, num_tokens, rows=rows)
 
 
 def decode_s(speed: EngineSpeed, prompt_tokens: int, num_tokens: int, *, rows: int) -> float:

@@ -165,7 +165,8 @@ class WeightReceipt:
 class EngineSpeed:
     """How fast one engine is, measured or reckoned; what a simulated one keeps to.
 
-    A decoding step of B rows that hold K cached tokens in all takes step_s + B * row_s + K * cached_token_s.
+    A decoding step of B rows that hold K cached tokens in all takes step_s + B * row_s + K * cached_token_s; one that
+    takes requests in also prefill_token_s for each prompt token that no cache holds, and request_s for each of them.
     """
 
     step_s: float
@@ -174,6 +175,7 @@ class EngineSpeed:
     prefill_token_s: float
     max_rows: int
     kv_tokens: int = 0  # room for cached tokens; 0: no bound
+    request_s: float = 0.0  # whatever its length: to take it in and hand its answer out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

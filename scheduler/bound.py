@@ -49,7 +49,8 @@ def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_
     rows = max(1.0, min(share * batches_in_flight, speed.max_rows, kv_rows(work, speed)))
     cached = work.prompt_tokens + work.new_tokens / 2
     token_s = speed.step_s / rows + speed.row_s + cached * speed.cached_token_s
-    return share * (work.prompt_tokens * speed.prefill_token_s + work.new_tokens * token_s)
+    joining_s = speed.request_s + work.prompt_tokens * speed.prefill_token_s
+    return share * (joining_s + work.new_tokens * token_s)
 
 
 def kv_rows(work: RoleWork, speed: EngineSpeed) -> float:
@@ -116,6 +117,6 @@ def chain_s(work: StepWork, costs: Costs) -> float:
     for role, asked in work.engines.items():
         speed, cached = costs.engines[role], asked.prompt_tokens + asked.new_tokens / 2
         token_s = speed.step_s + speed.row_s + cached * speed.cached_token_s
-        played += asked.prompt_tokens * speed.prefill_token_s + asked.new_tokens * token_s
+        played += speed.request_s + asked.prompt_tokens * speed.prefill_token_s + asked.new_tokens * token_s
     last_group_s = work.learner_tokens / work.groups * costs.learner.token_s
     return played + last_group_s + costs.learner.step_s + costs.sync_s

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from models.types import EngineSpeed
 from scheduler.cost import LearnerSpeed
 
-MIN_REQUESTS = 20  # a fit of four costs on fewer says nothing
+MIN_REQUESTS = 20  # a fit of five costs on fewer says nothing
+STEP_SPREAD = 0.25  # of a step: how far its fixed part may well be from half of it, before anything was seen
 MIN_VARIATION = 0.1  # relative spread of tokens per step from which a step's fixed cost can be told apart
 
 Floats = NDArray[np.float64]
@@ -44,23 +45,24 @@ class EngineFit:
     error: float
 
 
-def fit_engine(engines: Sequence[Sequence[Request]], max_rows: int) -> EngineFit | None:
-    """One speed for all engines of a role, from what each request took: by its tokens, its company, the prompts.
+def fit_engine(engines: Sequence[Sequence[Request]], max_rows: int, request_s: float = 0.0) -> EngineFit | None:
+    """One speed for all engines of a role, from what each request took: by its tokens, its company, the newcomers.
 
     None where there are too few requests. Those that mostly waited for a row (more than `max_rows` in flight) don't
-    count.
+    count. Beliefs stand in for what the measurements can't tell apart: where batches were of one size, half of a step
+    is taken to grow with them; where prompts were of one length, a request costs its engine's process `request_s`.
     """
     features, durations = [], []
     for requests in engines:
         rows, taken = describe_requests(requests, max_rows)
         features.append(rows)
         durations.append(taken)
-    table_R4 = np.concatenate(features) if features else np.empty((0, 4))
+    table_R5 = np.concatenate(features) if features else np.empty((0, 5))
     taken_R = np.concatenate(durations) if durations else np.empty(0)
     if len(taken_R) < MIN_REQUESTS:
         return None
-    costs = nonnegative_least_squares(table_R4, taken_R)
-    step_s, row_s, cached_token_s, prefill_token_s = costs.tolist()
+    costs = with_beliefs(table_R5, taken_R, request_s)
+    step_s, row_s, cached_token_s, prefill_token_s, request_s = costs.tolist()
     return EngineFit(
         speed=EngineSpeed(
             step_s=step_s,
@@ -68,16 +70,34 @@ def fit_engine(engines: Sequence[Sequence[Request]], max_rows: int) -> EngineFit
             cached_token_s=cached_token_s,
             prefill_token_s=prefill_token_s,
             max_rows=max_rows,
+            request_s=request_s,
         ),
         num_requests=len(taken_R),
-        mean_rows=float((table_R4[:, 1].sum()) / table_R4[:, 0].sum()),
-        error=float(np.abs(table_R4 @ costs - taken_R).mean() / taken_R.mean()),
+        mean_rows=float((table_R5[:, 1].sum()) / table_R5[:, 0].sum()),
+        error=float(np.abs(table_R5 @ costs - taken_R).mean() / taken_R.mean()),
+    )
+
+
+def with_beliefs(table_R5: Floats, taken_R: Floats, request_s: float) -> Floats:
+    """Least squares, drawn to steps of which half is fixed and to requests that cost `request_s`; the less, the better
+    the measurements agree by themselves.
+
+    A belief is one more measurement, its weight that of a normal prior. Requests of one batch err together.
+    """
+    free = nonnegative_least_squares(table_R5, taken_R)
+    tokens, rows, cached, *_ = table_R5.sum(axis=0)
+    noise_s = (float(np.square(table_R5 @ free - taken_R).mean()) * max(1.0, rows / tokens)) ** 0.5
+    half_fixed = np.array([tokens, -rows, -cached, 0.0, 0.0]) * noise_s / (2 * STEP_SPREAD * taken_R.sum())
+    known = np.array([0.0, 0.0, 0.0, 0.0, noise_s / max(request_s, 1e-12)])
+    beliefs = np.stack([half_fixed, known])
+    return nonnegative_least_squares(
+        np.concatenate([table_R5, beliefs]), np.concatenate([taken_R, beliefs @ [0.0, 0.0, 0.0, 0.0, request_s]])
     )
 
 
 def describe_requests(requests: Sequence[Request], max_rows: int) -> tuple[Floats, Floats]:
     """For each request that counts: its steps; the rows of those steps; their cached tokens; the prompts that came in
-    meanwhile and weren't there yet, its own included. And what it took."""
+    meanwhile and weren't there yet; the requests that came in, itself included. And what it took."""
     starts, ends = np.array([r.start_s for r in requests]), np.array([r.end_s for r in requests])
     prompts = np.array([r.prompt_tokens for r in requests], dtype=np.float64)
     tokens = np.array([r.new_tokens for r in requests], dtype=np.float64)
@@ -86,9 +106,9 @@ def describe_requests(requests: Sequence[Request], max_rows: int) -> tuple[Float
     cached = over_time(starts, ends, prompts + tokens / 2) / np.maximum(taken, 1e-9)
     order = np.argsort(starts, kind="stable")
     come = np.concatenate([[0.0], np.cumsum((prompts * new_prompts(requests, order))[order])])
-    arrived = come[np.searchsorted(starts[order], ends)] - come[np.searchsorted(starts[order], starts)]
+    first, last = np.searchsorted(starts[order], starts), np.searchsorted(starts[order], ends)
     usable = np.array([r.counts for r in requests], dtype=bool) & (taken > 0) & (tokens > 0) & (rows <= max_rows)
-    table = np.stack([tokens, tokens * rows, tokens * cached, arrived], axis=1)
+    table = np.stack([tokens, tokens * rows, tokens * cached, come[last] - come[first], last - first], axis=1)
     return table[usable], taken[usable]
 
 

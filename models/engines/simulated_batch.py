@@ -1,7 +1,8 @@
 """Continuous batching in closed form: who decodes, until when nothing changes. Pure; its time is seconds of work.
 
 A decoding step of B rows that hold K cached tokens takes step_s + B * row_s + K * cached_token_s, and gives each row a
-token. A step that takes rows in also takes prefill_token_s for each of their prompt tokens that no cache holds.
+token. A step that takes rows in also takes request_s for each, and prefill_token_s for each of their prompt tokens that
+no cache holds.
 Rows join and leave between two steps. Between two changes the durations are an arithmetic series: no event a token.
 """
 
@@ -219,17 +220,18 @@ class Batch:
 
     def _admit(self) -> bool:
         """Take in who waits, as far as there is room. True: the rest waits for its prefill only."""
-        prefilled = 0
+        prefilled = joined = 0
         while self._waiting and self._has_room(row := self._waiting[0][2], self._held_tokens):
             tokens = row.sampled + (0 if row.prompt in self._known else row.prompt_tokens)
             if prefilled and prefilled + tokens > PREFILL_TOKENS_PER_STEP:
                 break
             heapq.heappop(self._waiting)
             prefilled += tokens
+            joined += 1
             self._join(row)
         else:
             tokens = 0
-        self._prefill_s = prefilled * self._speed.prefill_token_s
+        self._prefill_s = prefilled * self._speed.prefill_token_s + joined * self._speed.request_s
         return tokens > 0
 
     def _join(self, row: Row) -> None:

@@ -82,16 +82,12 @@ def test_engines_learner_pushes_and_lengths_are_found_again(tmp_path: Path) -> N
 def test_who_shared_a_core_is_as_fast_as_it_would_have_been_alone(tmp_path: Path) -> None:
     run_dir = made_by_hand(tmp_path / "run")
     apart, crowded = (read_profile(str(run_dir), cores) for cores in (CORES, 1))
-    driven = 2 * GROUPS * SIBLINGS * DRIVER_REQUEST_S * STEPS
-    for role in (
-        "policy",
-        "grm",
-    ):  # rollouts and their judgements overlap; nobody but the driver is about when steps are made
-        assert crowded.engines[role].speed.step_s < 0.9 * apart.engines[role].speed.step_s
+    # Judgements run beside the rollouts that haven't ended, and then alone; the learner beside nobody but the driver.
+    for role, at_most in (("policy", 0.8), ("grm", 0.98)):
+        assert crowded.engines[role].speed.step_s < at_most * apart.engines[role].speed.step_s
     assert apart.learner is not None
     assert crowded.learner is not None
-    assert crowded.learner.token_s == pytest.approx(apart.learner.token_s, rel=driven / STEPS)
-    assert crowded.learner.token_s < apart.learner.token_s
+    assert 0.95 < crowded.learner.token_s / apart.learner.token_s < 1.0
 
 
 def test_the_driver_of_a_single_process_is_not_told_apart(tmp_path: Path) -> None:

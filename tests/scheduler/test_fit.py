@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.types import EngineSpeed
-from scheduler.fit import Request, fit_engine, fit_learner, nonnegative_least_squares, over_time
+from scheduler.fit import Request, describe_requests, fit_engine, fit_learner, nonnegative_least_squares, over_time
 
 SPEED = EngineSpeed(step_s=0.005, row_s=0.0002, cached_token_s=2e-6, prefill_token_s=1e-4, max_rows=64)
 
@@ -120,3 +120,33 @@ def test_costs_that_are_not_negative_are_found_exactly(costs: list[float]) -> No
 def test_no_cost_is_negative_whatever_was_measured() -> None:
     table = np.random.default_rng(1).uniform(0, 1, (50, 4))
     assert (nonnegative_least_squares(table, table @ np.array([1.0, -1.0, 0.5, -0.2])) >= 0).all()
+
+
+def alike(rows: int, prompt: int, noise: float) -> list[Request]:
+    """Batches of one size, prompts of one length; 10 ms a token and 64 ms for the newcomers, more or less."""
+    random = np.random.default_rng(3)
+    requests = []
+    for wave in range(60):
+        new = int(random.integers(20, 80))
+        taken_s = (0.064 + 0.01 * new) * float(random.normal(1.0, noise))
+        requests += [
+            Request(start_s=10.0 * wave, end_s=10.0 * wave + taken_s, prompt_tokens=prompt, new_tokens=new)
+            for _ in range(rows)
+        ]
+    return requests
+
+
+def test_what_batches_of_one_size_cannot_tell_is_halved() -> None:
+    fit = fit_engine([alike(rows=60, prompt=20, noise=0.1)], max_rows=64, request_s=1e-3)
+    assert fit is not None
+    growing_s = 60 * fit.speed.row_s + 60 * 45 * fit.speed.cached_token_s
+    assert 0.6 < fit.speed.step_s / growing_s < 1.6
+    assert fit.speed.step_s + growing_s == pytest.approx(0.01, rel=0.25)
+    assert fit.speed.request_s == pytest.approx(1e-3, rel=0.3)
+
+
+def test_of_siblings_the_first_pays_for_their_prompt() -> None:
+    one, other = (Request(start_s=0.0, end_s=1.0, prompt_tokens=30, new_tokens=9, shares=name) for name in "ab")
+    table, _ = describe_requests([one, one, one, other], max_rows=64)
+    assert table[:, 3].tolist() == [60.0] * 4
+    assert table[:, 4].tolist() == [4.0] * 4

@@ -117,12 +117,14 @@ class StepByStep:
                 waiting.remove(row)
                 answered[row.index] = Answered(at_s=self.abort_s(row), num_tokens=row.sampled)
             waiting += self.preempt()
+            before = set(self.rows)
             prefilled = self.admit(waiting)
+            joined = len([row for row in self.rows if row not in before])
             if not self.rows:
                 continue
             speed, read = self.speed, sum(row.asked.prompt_tokens + row.sampled for row in self.rows)
             lasts = speed.step_s + len(self.rows) * speed.row_s + read * speed.cached_token_s
-            ended = self.after(now, lasts + prefilled * speed.prefill_token_s)
+            ended = self.after(now, lasts + prefilled * speed.prefill_token_s + joined * speed.request_s)
             for row in list(self.rows):
                 if self.aborted_by(row, ended):
                     answered[row.index] = Answered(at_s=self.abort_s(row), num_tokens=row.sampled)
@@ -203,6 +205,7 @@ SPEEDS = st.builds(
     prefill_token_s=st.sampled_from([0.0, 1.003e-4]),
     max_rows=st.integers(1, 6),
     kv_tokens=st.just(0),
+    request_s=st.sampled_from([0.0, 2.003e-3]),
 )
 CROWDED = SPEEDS.flatmap(lambda speed: st.sampled_from([75, 130]).map(lambda room: replace(speed, kv_tokens=room)))
 PAUSES = st.lists(st.tuples(MOMENTS, st.floats(0.01, 0.5)), max_size=1).map(lambda all: [(a, a + d) for a, d in all])
