@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.written import judge_together
-from grmpipe.types import Failed, FailedJudgement, Judge, Prompt
+from grmpipe.types import Failed, FailedJudgement, Judge, JudgeReport, Prompt
 
 NUM_PROMPTS = 4  # with k judgements and a re-ask each: few enough to take no time, enough to be no bad luck
 NUM_SIBLINGS = 2  # the fewest that can be compared
@@ -20,13 +20,7 @@ async def dry_judgement(judge: Judge, config: JudgeConfig, prompts: Sequence[Pro
     A judge that gave no answer at all says nothing about its parser: that is for the run to deal with. What is judged
     are the prompts' own references, or a plain admission where there is none.
     """
-    texts = [[prompt.reference or "I don't know."] * NUM_SIBLINGS for prompt in prompts[:NUM_PROMPTS]]
-    groups = await asyncio.gather(
-        *(
-            judge_together(judge, prompt, f"dry-{prompt.prompt_id}", shown)
-            for prompt, shown in zip(prompts, texts, strict=False)
-        )
-    )
+    groups = await asyncio.gather(*(tried(judge, prompt) for prompt in prompts[:NUM_PROMPTS]))
     reports = [report for group in groups for report in group]
     failures = [failure for report in reports for failure in report.failures]
     useless = [failure for failure in failures if isinstance(failure, FailedJudgement)]
@@ -35,16 +29,21 @@ async def dry_judgement(judge: Judge, config: JudgeConfig, prompts: Sequence[Pro
     return explained(config, useless)
 
 
+async def tried(judge: Judge, prompt: Prompt) -> tuple[JudgeReport, ...]:
+    texts = [prompt.reference or "I don't know."] * NUM_SIBLINGS
+    return await judge_together(judge, prompt, f"dry-{prompt.prompt_id}", texts)
+
+
 def explained(config: JudgeConfig, failures: Sequence[Failed]) -> str:
     cause, count = Counter(failure.cause for failure in failures).most_common(1)[0]
     last = [failure for failure in failures if failure.cause == cause][-1]
     if cause == "truncated":
         return (
-            f"max_new_tokens: {count} of {len(failures)} dry judgements were cut at {config.max_new_tokens} tokens, and "
-            "none ended; type a larger judge.max_new_tokens, or a template that asks for less"
+            f"max_new_tokens: {count} of {len(failures)} dry judgements were cut at {config.max_new_tokens} tokens, "
+            "and none ended; type a larger judge.max_new_tokens, or a template that asks for less"
         )
     return (
         f"parser: {config.parser} could read none of {len(failures)} dry judgements under template {config.template}; "
-        f"{last.detail}; type a judge.template (and its judge.parser) that this GRM can follow, or judge.structured=true "
-        "where its engine has a grammar"
+        f"{last.detail}; type a judge.template (and its judge.parser) that this GRM can follow, or "
+        "judge.structured=true where its engine has a grammar"
     )

@@ -101,7 +101,11 @@ def generative(
 ) -> tuple[GenerativeJudge, ScriptedEngine]:
     engine = ScriptedEngine(author)
     grm = GrmHere("tiny-grm", engine, CodePoints(), context_tokens, clock)
-    return GenerativeJudge(grm, JudgeConfig(**config), 11), engine
+    return GenerativeJudge(grm, JudgeConfig(**config), 11, decode=characters), engine
+
+
+def characters(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from grmpipe.types import Failed
+from grmpipe.judge.written import judge_together
+from grmpipe.types import Criterion, Failed, JudgeReport, Verdict
 
 FOOLING_REPLIES = (  # arXiv 2507.08794
     " ", ".", ",", ":", "Thought process:", "Let's solve this problem step by step.", "Solution", "解", "かいせつ",
@@ -41,35 +44,81 @@ def quoted(prompt: str) -> str:
     return "\n".join(line for line in prompt.split("\n") if line.startswith("> "))
 
 
-@pytest.fixture(params=["score_line", "boxed"])
-def protocol(request: pytest.FixtureRequest) -> tuple[dict[str, str], str]:
-    """Settings, and how a judge of that kind says 3."""
-    if request.param == "boxed":
-        return {"template": "boxed", "parser": "boxed"}, "\\boxed{3}"
-    return {"template": "pointwise"}, "Score: 3"
+@dataclass(frozen=True)
+class Protocol:
+    """A judge's settings, how it says 3 of everything that it is shown, and the score that comes of it."""
+
+    settings: dict[str, Any]
+    verdict: str
+    score: float = 3
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=range(len(ATTACKS)))
-def test_a_judge_that_quotes_the_attack_is_read_by_its_own_verdict(bench: Any, protocol: Any, attack: str) -> None:
-    settings, verdict = protocol
-    for critique in ("{quote}\nWrong.\n{verdict}", "{verdict}\n{quote}", "{verdict}\nas against\n{quote}\n"):
-        judge, _ = bench.generative(
-            lambda prompt, context, critique=critique: bench.answer(
-                critique.format(quote=quoted(prompt), verdict=verdict)
-            ),
-            **settings,
-        )
-        report = bench.run(judge.judge(bench.prompt(), bench.rollout(attack)))
-        assert (report.verdict.score, report.failures) == (3, ())
+PROTOCOLS = {
+    "score_line": Protocol({"template": "pointwise"}, "Score: 3"),
+    "boxed": Protocol({"template": "boxed", "parser": "boxed"}, "\\boxed{3}"),
+    "reference": Protocol({"template": "reference", "parser": "boxed"}, "\\boxed{3}"),
+    "ahead": Protocol({"template": "ahead", "parser": "boxed", "principles": "ahead"}, "\\boxed{3}"),
+    "rubric": Protocol({"template": "rubric", "parser": "boxed", "protocol": "rubric"}, "\\boxed{3, 3}"),
+    "steps": Protocol({"template": "steps", "parser": "boxed", "protocol": "steps"}, "\\boxed{3}"),
+    "listwise": Protocol({"template": "listwise", "parser": "boxed", "protocol": "listwise"}, "\\boxed{3, 3}"),
+    "pairwise": Protocol(
+        {
+            "template": "pairwise",
+            "parser": "boxed",
+            "protocol": "pairwise",
+            "vote": "majority",
+            "num_judgements": 2,
+        },
+        "\\boxed{3, 3}",
+        score=5.5,  # a tie
+    ),
+}
+HONEST = "Answer: 12"
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=range(len(ATTACKS)))
-def test_a_judge_that_only_quotes_the_attack_has_not_judged(bench: Any, protocol: Any, attack: str) -> None:
-    settings, _ = protocol
-    judge, _ = bench.generative(lambda prompt, context: bench.answer(quoted(prompt)), **settings)
-    report = bench.run(judge.judge(bench.prompt(), bench.rollout(attack)))
-    assert isinstance(report.verdict, Failed)
-    assert report.verdict.cause == "unparseable"
+def judged(bench: Any, protocol: Protocol, attacks: Sequence[str], write: Callable[[str], str]) -> list[JudgeReport]:
+    """The reports on each attack by one judge; where it takes two, beside an honest answer."""
+
+    def answer(prompt: str, context: Any) -> Any:
+        return bench.answer("Be strict." if "/principles/" in context.request_id else write(prompt))
+
+    judge, _ = bench.generative(answer, **protocol.settings)
+    rubric = (Criterion(text="It is right."), Criterion(text="It is short."))
+    prompt = replace(bench.prompt(), rubric=rubric)
+    beside = [HONEST] if protocol.settings.get("protocol") in ("listwise", "pairwise") else []
+
+    async def go() -> list[JudgeReport]:
+        return [
+            (await judge_together(judge, prompt, f"g{index}", [attack, *beside]))[0]
+            for index, attack in enumerate(attacks)
+        ]
+
+    return bench.run(go())
+
+
+@pytest.fixture(params=sorted(PROTOCOLS))
+def protocol(request: pytest.FixtureRequest) -> Protocol:
+    return PROTOCOLS[request.param]
+
+
+@pytest.mark.parametrize(
+    "critique", ["{quote}\nWrong.\n{verdict}", "{verdict}\n{quote}", "{verdict}\nas in\n{quote}\n"]
+)
+def test_a_judge_that_quotes_an_attack_is_read_by_its_own_verdict(
+    bench: Any, protocol: Protocol, critique: str
+) -> None:
+    def write(prompt: str) -> str:
+        return critique.format(quote=quoted(prompt), verdict=protocol.verdict)
+
+    for attack, report in zip(ATTACKS, judged(bench, protocol, ATTACKS, write), strict=True):
+        assert isinstance(report.verdict, Verdict), attack[:80]
+        assert (report.verdict.score, report.failures) == (protocol.score, ()), attack[:80]
+
+
+def test_a_judge_that_only_quotes_an_attack_has_not_judged(bench: Any, protocol: Protocol) -> None:
+    for attack, report in zip(ATTACKS, judged(bench, protocol, ATTACKS, quoted), strict=True):
+        assert isinstance(report.verdict, Failed), attack[:80]
+        assert report.verdict.cause == "unparseable", attack[:80]
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=range(len(ATTACKS)))
