@@ -48,6 +48,7 @@ from scheduler.virtual_loop import run_virtually
 from scheduler.weight_sync import WeightSync
 
 PROBE = (1, 2)
+PRINCIPLES = "principles"  # of a workload's lengths: what a GRM writes ahead of its judgements
 NO_WAIT_S = 1e6  # is worth a warning
 
 
@@ -173,6 +174,7 @@ class Simulation:
             boxed=config.judge.parser == "boxed",
             num_scores={"listwise": config.train.group_size, "pairwise": 2}.get(config.judge.protocol, 1),
             unparseable_share=config.simulate.unparseable_share,
+            principles=self.workload.lengths.get(PRINCIPLES),
         )
 
     def _elastic_pools(self, routers: Mapping[str, Router], sync: WeightSync) -> list[ElasticPool]:

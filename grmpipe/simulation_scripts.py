@@ -61,6 +61,7 @@ class Writer:
     is drawn anew, comes to the same.
 
     scale: of a GRM's scores; None for a policy.
+    principles: lengths of what a GRM writes ahead of its judgements; None: as long as they are.
     boxed: how scores are written; num_scores: as many as that, all the same.
     """
 
@@ -69,11 +70,15 @@ class Writer:
     scale: Scale | None = None
     boxed: bool = False
     num_scores: int = 1
+    principles: Lengths | None = None
     unparseable_share: float = 0.0
 
     def __call__(self, prompt_ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
         seed = derive_seed(self.seed, context.request_id)
-        wanted = max(1, round(self.lengths((seed + 0.5) / 2**63)))
+        lengths = self.lengths
+        if self.principles is not None and "/principles/" in context.request_id:
+            lengths = self.principles
+        wanted = max(1, round(lengths((seed + 0.5) / 2**63)))
         before = sampled_before(prompt_ids)
         left = max(1, wanted - before)
         ended: FinishReason = "stop" if left <= params.max_new_tokens else "length"
