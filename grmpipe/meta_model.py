@@ -14,15 +14,10 @@ from models.hub import find_files
 from models.renderer import Renderer
 from models.scalar_head import scalar_config
 from models.tiny.resolve import resolve_model
-from models.types import Message
 from scheduler.actors import Cluster
 from scheduler.events import EventSink
 from scheduler.placement import Placement
 from scheduler.scorers import ScorerPool
-
-PROBE = Message(
-    role="user", content="Is 7 - 3 = 4? naïve\n> \\boxed{10, 1} 解 Score: 10"
-)  # words, signs, other scripts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +46,7 @@ def shared_window(directory: str, config: RunConfig, grm: Model) -> int:
         raise ValueError(
             f"path: the tokenizer in {directory} has no chat template; copy the GRM's tokenizer files there"
         ) from error
-    same = renderer.render((PROBE,)) == grm.renderer.render((PROBE,))
-    if not same or renderer.num_token_ids != grm.renderer.num_token_ids:
+    if not renderer.means_the_same(grm.renderer):
         raise ValueError(
             f"path: {directory} has another tokenizer than the GRM ({config.grm.path}), and a meta-RM reads the GRM's "
             "own tokens; give one that was trained from this GRM or its base (+experiment=train_meta_rm)"

@@ -84,6 +84,10 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
+    def means_the_same(self, other: Renderer) -> bool:
+        """Does every token id stand for the same text in both?"""
+        return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
+
     def _filled(self, messages: Sequence[Message], markup: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Each content, and the markup after it."""
         token_ids: list[int] = []

@@ -79,7 +79,7 @@ def test_a_meta_rm_guides_the_vote_of_a_run(small_run: Callable[..., Any], meta_
     assert {line["verdict"]["num_judgements"] for line in voted} <= {1, 2}  # of four judgements the best two
     assert max(len(line["judgements"]) for line in voted) == 4
     events = json.loads((files.run_dir / "timeline.json").read_text())
-    assert {"meta-0"} == {event["args"]["name"] for event in events if event["name"] == "thread_name"} & {"meta-0"}
+    assert "meta-0" in {event["args"]["name"] for event in events if event["name"] == "thread_name"}
 
 
 @pytest.mark.parametrize("vote", ["best", "weighted"])
@@ -110,8 +110,7 @@ def test_another_tokenizer_than_the_grms_is_refused(tmp_path: Path, meta_path: P
     shutil.copytree(meta_path, tmp_path / "other")
     tokenizer = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
-    names = [name for name in vocab if name in (" is", "7", "=", "1", "0", "S")][:2]
-    vocab[names[0]], vocab[names[1]] = vocab[names[1]], vocab[names[0]]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=r"^meta\.path: .* has another tokenizer than the GRM \(tiny://grm\)"):
         run_task(composed("+experiment=quickstart", "cluster=inprocess", *GUIDED, f"meta.path={tmp_path / 'other'}"))
