@@ -110,6 +110,13 @@ class JudgeConfig:
         self._check_mix()
         self._check_deadline()
 
+    def judgements_of_group(self, size: int) -> int:
+        """Asked about a group of so many siblings, where none fails and none is left out."""
+        pairs = size * (size - 1) // 2
+        if self.pairs == "ring":
+            pairs = min(pairs, size)
+        return {"listwise": 1, "pairwise": pairs}.get(self.protocol, size) * self.num_judgements
+
     def _check_choices(self) -> None:
         for key, value, known in (
             ("kind", self.kind, KINDS),

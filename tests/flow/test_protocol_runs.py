@@ -1,13 +1,23 @@
-"""Whole runs in which the tiny GRM stops early, is held to a form, or can't be read."""
+"""Whole runs by protocol: the tiny GRM stops early, is held to a form, can't be read; a scripted one compares."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grmpipe.config import ConfigError
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.data.stream import PromptStream
+from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
+from grmpipe.simulate import SimulatedRun, Workload, simulate
+from grmpipe.simulation_scripts import lognormal
+from grmpipe.train.settings import TrainConfig
+from grmpipe.types import Prompt
+from models.types import EngineSpeed, Message
+from scheduler.cost import Costs, LearnerSpeed
+from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 
 def test_a_relaxed_early_stop_saves_tokens_and_says_what_it_costs(small_run: Callable) -> None:
@@ -38,3 +48,46 @@ def test_a_grm_whose_answers_cannot_be_read_ends_before_the_first_step(small_run
     with pytest.raises(ConfigError, match=r"^judge\.parser: boxed could read none of \d+ dry judgements"):
         small_run(f"judge.template={template}", "judge.parser=boxed", "judge.max_new_tokens=64")
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+# -- a GRM that is scripted, in the real pipeline on a virtual clock ---------------------------------------------------
+
+SPEED = EngineSpeed(step_s=0.01, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=64)
+LISTWISE = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
+PAIRWISE = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 4}
+EXACT = EarlyStopConfig(kind="exact")
+AHEAD = {"template": "ahead", "parser": "boxed", "principles": "ahead"}
+
+
+def simulated(**judge: Any) -> SimulatedRun:
+    roles = {role: RoleConfig(pool=role) for role in ("policy", "grm", "learner")}
+    placement = place(
+        PlacementConfig(pools={role: PoolConfig(slots=1) for role in roles}, roles=roles), ("policy", "learner", "grm")
+    )
+    config = RunConfig(
+        train=TrainConfig(groups_per_batch=2, group_size=4, max_staleness=1),
+        judge=JudgeConfig(max_new_tokens=100, **judge),
+    )
+    prompts = [
+        Prompt(prompt_id=f"p{n}", messages=(Message(role="user", content=f"What is {n} + 1?"),)) for n in range(64)
+    ]
+    workload = Workload(
+        config=config,
+        prompts=PromptStream(prompts),
+        chars_per_token={"policy": 4.0, "grm": 4.0},
+        lengths={"policy": lognormal(20, 0.5), "grm": lognormal(30, 0.3)},
+    )
+    costs = Costs(engines={"policy": SPEED, "grm": SPEED}, learner=LearnerSpeed(token_s=0.0, step_s=0.1), sync_s=0.0)
+    return simulate(workload, placement, costs, num_steps=4)
+
+
+@pytest.mark.parametrize("width", [1, 64])
+@pytest.mark.parametrize(
+    "judge",
+    [LISTWISE, PAIRWISE, {**PAIRWISE, "pairs": "ring"}, {**PAIRWISE, "early_stop": EXACT}, AHEAD],
+    ids=["listwise", "pairs", "ring", "exact", "ahead"],
+)
+def test_groups_are_judged_and_trained_by_every_protocol_at_any_width(judge: dict[str, Any], width: int) -> None:
+    run = simulated(width=width, timeout_s=1000.0, **judge)
+    assert len(run.steps) == 4
+    assert (run.dropped, run.failed_judgements) == ({}, {})

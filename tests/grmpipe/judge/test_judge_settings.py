@@ -138,3 +138,16 @@ def test_many_greedy_judgements_are_an_error() -> None:
 def test_a_mix_needs_known_components_with_positive_weights(mix: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="mix"):
         JudgeConfig(kind="mixed", mix=mix)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({"num_judgements": 2}, 16),
+        ({"protocol": "listwise", "template": "listwise", "parser": "boxed", "num_judgements": 2}, 2),
+        ({**PAIRS, "num_judgements": 2}, 56),
+        ({**PAIRS, "num_judgements": 2, "pairs": "ring"}, 16),
+    ],
+)
+def test_how_often_a_group_of_8_is_asked_about_depends_on_the_protocol(settings: dict[str, Any], asked: int) -> None:
+    assert JudgeConfig(**settings).judgements_of_group(8) == asked
