@@ -124,6 +124,7 @@ class RunConfig:
 
         self._check_cotrain()
         self._check_meta()
+        self._check_simulated()
         if self.judge.kind == "label" or self.cotrain.enabled:
             self._check_labels()
         if self.task == "finetune" and self.judge.kind != "label":
@@ -155,6 +156,18 @@ class RunConfig:
             raise ValueError(
                 f"meta.path: judge.vote={self.judge.vote} asks a meta-RM, and there is none; train one by "
                 "+experiment=train_meta_rm and type meta.path=<its run_dir>/meta, or judge.vote=mean"
+            )
+
+    def _check_simulated(self) -> None:
+        """A scripted GRM must know how many scores are wanted of it."""
+        if self.task != "simulate":
+            return
+        if self.judge.kind == "own":
+            raise ValueError("judge.kind: task=simulate knows no judge of yours; to see the rest type judge=rule")
+        if self.judged_by_model and self.judge.protocol in ("rubric", "steps"):
+            raise ValueError(
+                f"judge.protocol: task=simulate doesn't know how many scores a judgement by {self.judge.protocol} has; to "
+                "see the rest of the run type judge=pointwise"
             )
 
     def _check_cotrain(self) -> None:

@@ -118,11 +118,11 @@ def arithmetic(survey: Survey) -> str:
     rollouts = train.groups_per_batch * train.group_size
     in_flight = (train.max_staleness + 1) * train.groups_per_batch
     wanted = train.num_steps * train.groups_per_batch
-    judgements = rollouts * judge.num_judgements if config.judged_by_model else 0
-    judged = (
-        f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements, "
-        f"at most {judgements * judge.max_new_tokens} tokens"
-    )
+    judgements = train.groups_per_batch * judge.judgements_of_group(train.group_size) if config.judged_by_model else 0
+    asked = f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements"
+    if judge.protocol in ("listwise", "pairwise"):
+        asked = f"{judgements} {judge.protocol} judgements"
+    judged = f"{asked}, at most {judgements * judge.max_new_tokens} tokens"
     return "\n".join([
         "a step",
         f"  {train.groups_per_batch} groups x {train.group_size} siblings = {rollouts} rollouts, "

@@ -58,7 +58,7 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
     engines = {"policy": RoleWork(requests=rollouts, prompt_tokens=played.prompt_tokens, new_tokens=played.new_tokens)}
     if "grm" in config.roles:
         judged = lengths_of("grm", survey, profile)
-        asked = rollouts * config.judge.num_judgements
+        asked = train.groups_per_batch * config.judge.judgements_of_group(train.group_size)
         engines["grm"] = RoleWork(requests=asked, prompt_tokens=judged.prompt_tokens, new_tokens=judged.new_tokens)
     return StepWork(
         engines=engines,
