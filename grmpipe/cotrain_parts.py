@@ -128,6 +128,7 @@ def grm_flow(config: RunConfig) -> FlowConfig:
         judge_width=config.judge.width,
         seed=config.seed,
         group_prefix="lesson",
+        max_no_signal_groups=int(config.cotrain.max_resampled_batches * train.groups_per_batch),
     )
 
 

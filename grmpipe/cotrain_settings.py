@@ -22,6 +22,7 @@ class CotrainConfig:
     own_window: int = 256  # rollouts of each kind, the latest, that are drawn from
     lessons_per_batch: int = 16
     judgements_per_lesson: int = 8  # a group: they are compared with each other
+    max_resampled_batches: float = 0.0  # lessons judged alike every time teach nothing: so many are replaced in a step
     lr: float = 2e-4
     kl_coefficient: float = 0.0  # to the GRM as it was loaded (SPCT, arXiv 2504.02495: 0.08 at 27B)
 
@@ -33,10 +34,9 @@ class CotrainConfig:
             raise ValueError(
                 f"judgements_per_lesson: must be at least 2 (they are compared), got {self.judgements_per_lesson}"
             )
-        if self.warmup_steps < 0 or self.kl_coefficient < 0:
-            raise ValueError(
-                f"warmup_steps, kl_coefficient: must be 0 or more, got {self.warmup_steps}, {self.kl_coefficient}"
-            )
+        for key in ("warmup_steps", "kl_coefficient", "max_resampled_batches"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         for key in ("lr", "grm_steps_per_policy_step"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")

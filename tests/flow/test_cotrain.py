@@ -18,7 +18,7 @@ TRAIN_GRM = ("train.num_steps=2", "rollout.max_new_tokens=96")
 RFT = ("data.num_prompts=48", "data.num_eval_prompts=16", "finetune.critiques_per_batch=8")
 COTRAIN = (
     "train.num_steps=3", "cotrain.warmup_steps=1", "cotrain.lessons_per_batch=4",
-    "cotrain.judgements_per_lesson=4", "cotrain.num_items=32",
+    "cotrain.judgements_per_lesson=4", "cotrain.num_items=32", "data.num_eval_prompts=8", "judge.anchors=4",
 )  # fmt: skip
 
 
