@@ -19,9 +19,11 @@ from yaml import YAMLError
 
 from grmpipe.cotrain_settings import CotrainConfig
 from grmpipe.data.settings import DataConfig
+from grmpipe.evaluate_settings import EvaluateConfig
 from grmpipe.finetune_settings import FinetuneConfig
 from grmpipe.judge.label_settings import LabelConfig
 from grmpipe.judge.settings import VOTES_WITH_META, JudgeConfig
+from grmpipe.judge.watch_settings import WatchConfig
 from grmpipe.meta_settings import MetaConfig
 from grmpipe.observe.settings import TrackingConfig
 from grmpipe.plan_settings import PlanConfig
@@ -34,7 +36,7 @@ from scheduler.health import HealthConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.weight_sync import SyncConfig
 
-TASKS = ("train", "finetune", "train_meta", "plan", "simulate", "doctor")
+TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
 ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline")
@@ -42,7 +44,7 @@ ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline")
 # every token brings its log-prob and its version along.
 FREE_ON_RESUME = (
     "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "balance", "plan",
-    "simulate",
+    "simulate", "evaluate", "watch",
     "engine", "policy.engine", "policy.engine_options", "grm.engine", "grm.engine_options",
 )  # fmt: skip
 # But not, of engines, what decides which prompts fit, or may make another model of the same files.
@@ -94,6 +96,8 @@ class RunConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 
 from grmpipe.evaluate import Evaluator
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.observe.sample_rows import SampleRow, sample_row
 from grmpipe.observers import Observers
-from grmpipe.types import Metrics
+from grmpipe.types import Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class Lookout:
         self.alarms: list[str] = []
         self.readings: list[Reading] = []
         self.rows: list[SampleRow] = []  # of the last look
+        self.seen: list[tuple[Prompt, Rollout]] = []  # in it
         self._evaluator = evaluator
         self._alarm = alarm
         self._observers = observers
@@ -33,9 +35,10 @@ class Lookout:
         self._every = every
         self.ringing = False  # told once, until a look finds nothing
 
-    async def first(self, step: int) -> None:
+    async def first(self, step: int, beside: Callable[[], Awaitable[Metrics]] | None = None) -> None:
+        """`beside`: what else is measured before the first step, once this has looked; it gets into the same line."""
         self.initial = await self._look(step, None)
-        self._log(step, self.initial)
+        self._log(step, named(self.initial) | (await beside() if beside is not None else {}))
 
     async def after_step(self, step: int, last: bool) -> Metrics:
         """What a step's metrics gain by a look, if one is due."""
@@ -48,12 +51,12 @@ class Lookout:
         """For a run that ended before its last step."""
         if not self.final:
             self.final = await self._look(step, None)
-            self._log(step, self.final)
+            self._log(step, named(self.final))
 
-    def _log(self, step: int, looked: Metrics) -> None:
+    def _log(self, step: int, metrics: Metrics) -> None:
         """A look that belongs to no step has a line of its own; without held-out problems there is nothing to say."""
-        if looked:
-            self._observers.tracker.log(step, named(looked))
+        if metrics:
+            self._observers.tracker.log(step, metrics)
 
     def restore(self, initial: Metrics, alarms: tuple[str, ...], readings: tuple[Reading, ...]) -> None:
         """Go on where a checkpoint left off: the alarm compares with the start of the run, not of the resumption."""
@@ -67,6 +70,7 @@ class Lookout:
             sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
             for one in looked.rollouts
         ]
+        self.seen = [(one.prompt, one.rollout) for one in looked.rollouts]
         log.info("held-out at step %d: %s", step, looked.metrics)
         if {"grm_score", "true_accuracy"} <= looked.metrics.keys():
             self._sound_alarm(step, looked.metrics["grm_score"], looked.metrics["true_accuracy"])
@@ -76,10 +80,14 @@ class Lookout:
         self.readings.append((step, score, gold))
         told = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
         if told is not None and not self.ringing:
-            self.alarms.append(told)
-            log.info("alarm: %s", told)
-            self._observers.alarm(told)
+            self.tell(told)
         self.ringing = told is not None
+
+    def tell(self, alarm: str) -> None:
+        """To the summary, the log and whoever watches."""
+        self.alarms.append(alarm)
+        log.info("alarm: %s", alarm)
+        self._observers.alarm(alarm)
 
 
 def named(metrics: Metrics) -> Metrics:

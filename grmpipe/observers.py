@@ -23,6 +23,7 @@ FILES = {
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",
     "groups.jsonl": "how each group ended",
+    "canaries.jsonl": "fixed responses that show whether the judge stands still",
     "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
     "checkpoints/": "to resume from",
     "policy/": "the trained policy, a Hugging Face directory",

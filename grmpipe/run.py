@@ -16,8 +16,9 @@ from grmpipe.accounts import Accounts
 from grmpipe.assemble import Running, make_evaluator, make_parts, start
 from grmpipe.config import ConfigError
 from grmpipe.cotrain import CoTraining
-from grmpipe.flow import Cut, FlowConfig, Kept, StepReport
+from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
 from grmpipe.judge.dry import NUM_PROMPTS, dry_judgement
+from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.lookout import Lookout
 from grmpipe.observe.summary import Status, Summary
@@ -27,6 +28,7 @@ from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import step_metrics
 from grmpipe.types import Metrics
+from grmpipe.watchman import Watched, Watchman
 from scheduler.garbage import seldom_collected
 from scheduler.supervise import describe_failure, run_until
 
@@ -108,20 +110,21 @@ class TrainingRun:
             await self._try_judge(running)
         cut, kept = self._restore()
         lookout, parts = self._make_lookout(running), make_parts(self._prepared, running, self._observers)
+        watchman = self._make_watchman(running, parts, lookout)
         await parts.push_weights(cut.version)
         if (cotraining := self._make_cotraining(running)) is not None:
             await cotraining.push(cotraining.version)
             parts, cut = cotraining.joined(parts), replace(cut, judge_version=cotraining.version)
 
         async def after_step(report: StepReport) -> None:
-            await self._after_step(report, running, pipeline, lookout)
+            await self._after_step(report, running, pipeline, lookout, watchman)
 
         self._pipeline = pipeline = Pipeline(parts, flow_config(self._prepared), after_step, cut, kept)
         running.stops(pipeline.clock)
         if self._state is not None:
             pipeline.tally.restore(self._state.totals)
         if not lookout.initial:
-            await lookout.first(cut.version)
+            await lookout.first(cut.version, lambda: watchman.first(cut.version, lookout.seen))
 
         async def flow() -> None:
             await pipeline.run()
@@ -138,7 +141,9 @@ class TrainingRun:
         await self._export(running)
         return "completed"
 
-    async def _after_step(self, report: StepReport, running: Running, pipeline: Pipeline, lookout: Lookout) -> None:
+    async def _after_step(
+        self, report: StepReport, running: Running, pipeline: Pipeline, lookout: Lookout, watchman: Watchman
+    ) -> None:
         last = report.step == self._config.train.num_steps
         cotraining = self._accounts.cotraining
         learnt = cotraining.after_policy_step(report.step) if cotraining is not None else {}
@@ -149,8 +154,10 @@ class TrainingRun:
         metrics |= self._accounts.slot_metrics() | self._accounts.driver_metrics() | learnt
         metrics |= await lookout.after_step(report.step, last)
         metrics["alarm/hacking"] = float(lookout.ringing)
+        metrics |= await watchman.after_step(report.step, metrics)
         self._observers.tracker.log(report.step, metrics)
         self._observers.tracker.table(report.step, lookout.rows)
+        watchman.act(last)
         every = self._config.train.checkpoint_every
         if every and report.step % every == 0 and not last:
             await self._checkpoint(running, pipeline, lookout)
@@ -188,6 +195,20 @@ class TrainingRun:
         if (state := self._state) is not None:
             self.lookout.restore(state.eval_initial, state.alarms, state.hacking_readings)
         return self.lookout
+
+    def _make_watchman(self, running: Running, parts: Parts, lookout: Lookout) -> Watchman:
+        """After `_restore`: it goes on from what the metrics' file holds."""
+        config, judge = self._config, self._config.judge
+        assert isinstance(parts.watch, JudgeFitness)
+        watched = Watched(
+            judge=running.judge,
+            fitness=parts.watch,
+            compares=judge.protocol in ("listwise", "pairwise"),
+            frozen=running.trainee is None,
+            scale=(judge.score_min, judge.score_max),
+        )
+        watch = config.watch if config.judged_by_model else replace(config.watch, every=0)
+        return Watchman(watched, watch, self._run_dir, lookout.tell)
 
     async def _export(self, running: Running) -> None:
         """Whatever was trained, as Hugging Face directories, with the chat template that it was trained under."""

@@ -1,4 +1,4 @@
-"""The tasks of launch.py that need torch: train, plan and others. Each runs to its end, and says how it ended."""
+"""The tasks of launch.py that need torch: train, evaluate, plan and others. Each runs to its end, says how it ended."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,10 +15,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from grmpipe import prepare
 from grmpipe.config import ConfigError, RunConfig, to_yaml
+from grmpipe.evaluate_judge import prepare_evaluation, run_evaluation
 from grmpipe.failures import RunFailed, RunInterrupted
 from grmpipe.finetune import finetune
 from grmpipe.meta_prepare import prepare_meta_training
 from grmpipe.meta_training import train_meta
+from grmpipe.observe.logs import setup_logging
 from grmpipe.plan import plan
 from grmpipe.run import train
 from grmpipe.run_dir import Place, find_place, point_latest
@@ -63,6 +66,18 @@ def run_train_meta(config: RunConfig) -> float | None:
     return summary.objective
 
 
+def run_evaluate(config: RunConfig) -> float | None:
+    place = find_place(replace(config, resume="never"))
+    with model_progress() as progress:
+        ready = prepare_evaluation(config, progress)
+    open_run_dir(place, config)
+    setup_logging(place.run_dir, None)
+    summary = asyncio.run(run_evaluation(ready, place.run_dir))
+    if summary.status == "failed":
+        raise RunFailed(f"{summary.failure}\nSee {place.run_dir}/run.log")
+    return summary.objective
+
+
 def show_plan(config: RunConfig) -> None:
     with model_progress() as progress:
         text = plan(config, progress, simulator)
@@ -80,6 +95,7 @@ TASKS = {
     "train": run_train,
     "finetune": run_train,
     "train_meta": run_train_meta,
+    "evaluate": run_evaluate,
     "plan": show_plan,
     "simulate": show_simulation,
 }

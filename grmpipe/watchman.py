@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from models.types import Message
 log = logging.getLogger(__name__)
 
 CANARIES = "canaries.jsonl"
+DRIFT = "canary_drift"
 SCORE, KL, TOKENS = "train/grm_score", "train/kl_nats", "train/response_tokens"
 
 
@@ -54,12 +55,11 @@ class Watchman:
         self._tell = tell
         self._canaries = read_canaries(self._path)
         self._points = [point for line in past if (point := point_of(line)) is not None]  # sqrt(KL), score
-        last = past[-1] if past else {}
-        self._limits = Limits(config.limits, [name for name in config.limits if last.get(f"alarm/{name}") == 1.0])
-        self._drifting = last.get("alarm/canary_drift") == 1.0
+        self._limits = Limits(config.limits, [name for name in config.limits if was_ringing(past, name)])
+        self._drifting = was_ringing(past, DRIFT)
         self._exceeded: list[Exceeded] = []
 
-    async def first(self, seen: Sequence[tuple[Prompt, Rollout]]) -> Metrics:
+    async def first(self, step: int, seen: Sequence[tuple[Prompt, Rollout]]) -> Metrics:
         """Before the first step. `seen`: rollouts of the first look; they become canaries unless there are some."""
         if not self._config.every:
             return {}
@@ -67,7 +67,7 @@ class Watchman:
             found = self._find_canaries(seen)
             self._canaries = with_first_scores(found, await judge_canaries(self._watched.judge, found))
             write_canaries(self._path, self._canaries)
-        return await self._check(0)
+        return await self._check(step)
 
     async def after_step(self, step: int, metrics: Metrics) -> Metrics:
         """What a step's metrics gain. `metrics`: all others of it."""
@@ -99,7 +99,7 @@ class Watchman:
             metrics |= drift.metrics()
             if self._watched.frozen:
                 self._sound_drift(step, drift.mean, len(drift.differences), drift.is_sure)
-                metrics["alarm/canary_drift"] = float(self._drifting)
+                metrics[f"alarm/{DRIFT}"] = float(self._drifting)
         log.info("the judge at step %d: %s", step, metrics)
         return metrics
 
@@ -143,6 +143,11 @@ class Watchman:
                 "no canaries and no fooling replies: no held-out rollouts to take them from; see watch.canaries_path"
             )
         return tuple(Canary(prompt=prompt, texts=texts) for prompt, texts in groups[:count])
+
+
+def was_ringing(past: Sequence[Mapping[str, float]], name: str) -> bool:
+    """At the last reading of an alarm: not every line of the metrics has one."""
+    return next((line[f"alarm/{name}"] == 1.0 for line in reversed(past) if f"alarm/{name}" in line), False)
 
 
 def point_of(metrics: Metrics) -> tuple[float, float] | None:

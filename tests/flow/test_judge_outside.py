@@ -71,3 +71,25 @@ def test_an_endpoint_that_refuses_stops_the_run_with_its_words(
     monkeypatch.setenv("THE_KEY", "another")
     with pytest.raises(RunFailed, match=r"verdicts failed .*refused; the last one: .*no such key"):
         small_run(*outside, "judge.failure_window=8", "judge.pause_s=0.1", "data.num_eval_prompts=1")
+
+
+def test_a_judge_outside_is_measured_against_labels_too(
+    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "the-key")
+    files = small_run(*outside, "task=evaluate", "evaluate.num_items=12", "evaluate.ks=[1,2]")
+    summary = files.summary
+    assert summary["status"] == "completed"
+    assert summary["judging"]["asked"] == summary["judging"]["counted"] > 24
+    assert summary["judging"]["tokens"] == 5 * summary["judging"]["asked"]
+    assert 0 <= summary["eval"]["final"]["accuracy_at_2"] <= 1
+    assert len(files.lines("judged")) == 12
+
+
+def test_an_endpoint_that_refuses_is_right_about_nothing(
+    small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "another")
+    summary = small_run(*outside, "task=evaluate", "evaluate.num_items=6", "evaluate.ks=[1]").summary
+    assert summary["judging"]["failed"] == {"refused": summary["judging"]["asked"]}
+    assert (summary["eval"]["final"]["accuracy"], summary["eval"]["final"]["failed_share"]) == (0.0, 1.0)

@@ -55,6 +55,6 @@ def test_the_doctor_says_what_to_type_for_what_is_missing() -> None:
 
 
 def test_an_unknown_task_is_told_the_known_ones(tmp_path: Path) -> None:
-    result = launch(tmp_path, "task=evaluate")
+    result = launch(tmp_path, "task=deploy")
     assert result.returncode == 2
-    assert result.stderr.strip() == "grmpipe: task: unknown task 'evaluate'; known: train, plan, simulate, doctor"
+    assert result.stderr.startswith("grmpipe: task: unknown task 'deploy'; known: train, ")

@@ -68,7 +68,7 @@ def test_it_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
 
     async def watch(watchman: Watchman) -> list[Metrics]:
-        return [await watchman.first(SEEN), *[await watchman.after_step(step, {}) for step in (1, 2, 3, 4)]]
+        return [await watchman.first(0, SEEN), *[await watchman.after_step(step, {}) for step in (1, 2, 3, 4)]]
 
     measured = scene.run(watch)
     assert isinstance(measured, list)
@@ -82,10 +82,10 @@ def test_a_frozen_judge_that_moved_is_an_alarm_once_and_after_a_resume(tmp_path:
     scene = Scene(tmp_path)
 
     async def begin(watchman: Watchman) -> None:
-        await watchman.first(SEEN)
+        await watchman.first(0, SEEN)
 
     async def go_on(watchman: Watchman) -> Metrics:
-        await watchman.first([])  # a resume has looked already
+        await watchman.first(0, [])  # a resume has looked already
         return (await watchman.after_step(2, {})) | (await watchman.after_step(4, {}))
 
     scene.run(begin)
@@ -102,7 +102,7 @@ def test_a_judge_that_learns_may_drift(tmp_path: Path) -> None:
     scene = Scene(tmp_path, frozen=False)
 
     async def watch(watchman: Watchman) -> Metrics:
-        await watchman.first(SEEN)
+        await watchman.first(0, SEEN)
         scene.judge.shift = 2.0
         return await watchman.after_step(2, {})
 
@@ -131,6 +131,19 @@ def test_a_limit_warns_and_another_stops_with_its_words(tmp_path: Path) -> None:
 
     scene.run(watch)
     assert [alarm.split(":")[0] for alarm in scene.alarms] == ["watch.limits.ties", "watch.limits.gone"]
+
+
+def test_a_resumed_watchman_does_not_tell_again_what_rang_before_the_last_line(tmp_path: Path) -> None:
+    lines = [{"step": 3, "alarm/ties": 1.0}, {"step": 4, "eval/true_accuracy": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scene = Scene(tmp_path, WatchConfig(every=0, limits={"ties": LimitConfig(metric="judge/ties", above=0.5)}))
+
+    async def watch(watchman: Watchman) -> None:
+        assert (await watchman.after_step(5, {"judge/ties": 0.9}))["alarm/ties"] == 1.0
+        watchman.act(last=False)
+
+    scene.run(watch)
+    assert scene.alarms == []
 
 
 def test_a_limit_that_pauses_does_so_once_for_as_long_as_it_lasts(tmp_path: Path) -> None:
@@ -182,7 +195,7 @@ def test_a_judge_that_compares_takes_its_canaries_from_labelled_work(tmp_path: P
     scene = Scene(tmp_path, config, compares=True)
 
     async def watch(watchman: Watchman) -> Metrics:
-        return await watchman.first(SEEN)
+        return await watchman.first(0, SEEN)
 
     metrics = scene.run(watch)
     assert isinstance(metrics, dict) and metrics["watch/canary_drift"] == 0.0

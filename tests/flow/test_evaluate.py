@@ -1,0 +1,77 @@
+"""task=evaluate from the configuration to its files, on the tiny GRM; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config import ConfigError
+from grmpipe.failures import RunFailed
+from models.types import EngineDied
+
+EVALUATE = ("task=evaluate", "evaluate.num_items=24", "evaluate.ks=[1,2,4]")
+
+
+def test_the_tiny_grm_agrees_with_its_labels_and_leaves_files_that_say_so(
+    small_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = small_run(*EVALUATE, "objective=eval.final.accuracy_at_4")
+    summary, result = files.summary, json.loads((files.run_dir / "evaluation.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["objective"] == summary["eval"]["final"]["accuracy_at_4"] > 0.8
+    assert set(result["overall"]["by_k"]) == {"1", "2", "4"}
+    assert sum(subset["judged"]["num_items"] for subset in result["subsets"].values()) == 24
+    assert summary["judging"]["tokens"] == result["num_tokens"] > 0
+    judged = files.lines("judged")
+    right = [line for line in judged if line["outcome"] == "right"]
+    assert len(right) / 24 == pytest.approx(result["overall"]["judged"]["accuracy"])
+    assert all("Score:" in one["text"] for line in right for one in line["judgements"])
+    assert "overall" in capsys.readouterr().out
+
+
+def test_a_rule_is_measured_without_any_model(small_run: Callable) -> None:
+    summary = small_run(*EVALUATE, "judge=rule", "evaluate.ks=[1]").summary
+    assert summary["eval"]["final"]["accuracy"] > 0.4  # it gives 1 or 10, and passes what is malformed
+    assert (summary["judging"]["asked"], summary["versions"]) == (0, {})
+
+
+def test_a_users_own_file_is_judged(small_run: Callable, tmp_path: Path) -> None:
+    question = "Ida has 6 coins. She wins 4. How many coins does Ida have?"
+    good, bad = "Steps: 6 + 4 = 10. Answer: 10", "Steps: 6 - 4 = 2. Answer: 2"
+    row = {"prompt": question, "responses": [bad, good], "best": 1, "subset": "mine"}
+    (tmp_path / "own.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    files = small_run(*EVALUATE, f"evaluate.path={tmp_path / 'own.jsonl'}")
+    (judged,) = files.lines("judged")
+    assert (judged["outcome"], judged["subset"]) == ("right", "mine")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("evaluate.path=no.jsonl",), "evaluate.path: no.jsonl: no such file"),
+        (("evaluate.path=tiny://labels",), "evaluate.path: tiny://labels: unknown labelled data"),
+        (("judge.temperature=0",), "evaluate.ks: greedy judgements are all the same"),
+        (("evaluate.ks=[4,2]",), "evaluate.ks: must be numbers from 1 on"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_its_key(
+    small_run: Callable, overrides: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        small_run(*EVALUATE, *overrides)
+    assert told in str(raised.value)
+
+
+def test_what_breaks_stands_in_the_summary(
+    small_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise EngineDied("grm-0", "out of memory")
+
+    monkeypatch.setattr("grmpipe.evaluate_judge.start_engines", broken)
+    with pytest.raises(RunFailed, match="out of memory"):
+        small_run(*EVALUATE)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
