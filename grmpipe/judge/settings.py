@@ -110,6 +110,10 @@ class JudgeConfig:
         self._check_mix()
         self._check_deadline()
 
+    def responses_shown(self, size: int) -> int:
+        """In one judgement, of a group of so many siblings."""
+        return {"listwise": size, "pairwise": min(2, size)}.get(self.protocol, 1)
+
     def judgements_of_group(self, size: int) -> int:
         """Asked about a group of so many siblings, where none fails and none is left out."""
         pairs = size * (size - 1) // 2
