@@ -170,8 +170,8 @@ class RunConfig:
             raise ValueError("judge.kind: task=simulate knows no judge of yours; to see the rest type judge=rule")
         if self.judged_by_model and self.judge.protocol in ("rubric", "steps"):
             raise ValueError(
-                f"judge.protocol: task=simulate doesn't know how many scores a judgement by {self.judge.protocol} has; to "
-                "see the rest of the run type judge=pointwise"
+                f"judge.protocol: task=simulate doesn't know how many scores a judgement by {self.judge.protocol} has; "
+                "to see the rest of the run type judge=pointwise"
             )
 
     def _check_cotrain(self) -> None:

@@ -11,7 +11,6 @@ from grmpipe.config import ConfigError, RunConfig
 from grmpipe.engines import engine_config_of, options_of
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.scale import Scale
 from grmpipe.plan_memory import kv_room
 from grmpipe.profile import Lengths, Profile
 from grmpipe.survey import Sized, Survey, pool_with_memory
@@ -77,7 +76,8 @@ def lengths_of(role: str, survey: Survey, profile: Profile | None) -> Lengths:
         return replace(measured, new_tokens=set_tokens) if set_tokens else measured
     prompt_tokens = policy_prompt_tokens(survey)
     if role == "grm":
-        prompt_tokens = judge_prompt_tokens(survey) + lengths_of("policy", survey, profile).new_tokens
+        shown = config.judge.responses_shown(config.train.group_size)
+        prompt_tokens = judge_prompt_tokens(survey) + shown * lengths_of("policy", survey, profile).new_tokens
     return Lengths(prompt_tokens=prompt_tokens, new_tokens=set_tokens or most / 2)
 
 
@@ -89,8 +89,8 @@ def policy_prompt_tokens(survey: Survey) -> float:
 def judge_prompt_tokens(survey: Survey) -> float:
     """Without the answer that is judged."""
     judge = survey.config.judge
-    template = JudgePrompt.load(judge.template, Scale(low=judge.score_min, high=judge.score_max))
-    asked = [template.render(prompt, "") for prompt in survey.data.train[:SAMPLED_PROMPTS]]
+    template = JudgePrompt.of(judge)
+    asked = [template.render(prompt, "", principles="") for prompt in survey.data.train[:SAMPLED_PROMPTS]]
     return fmean(num_tokens(survey.models["grm"], (Message(role="user", content=text),)) for text in asked)
 
 

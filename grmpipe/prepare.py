@@ -21,8 +21,8 @@ from grmpipe.engines import Model, options_of, tensor_parallel_of
 from grmpipe.evaluate import EVAL_METRICS
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.lessons import Lessons, rule_of
-from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.own import own_judge
+from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.rule import Rule
 from grmpipe.judge.scale import Scale
@@ -328,7 +328,7 @@ def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
             check_rubrics(data)
         if config.judge.structured:
             PATTERNS[config.judge.parser](scale, 1)
-    num_shown = {"listwise": config.train.group_size, "pairwise": 2}.get(config.judge.protocol, 1)
+    num_shown = config.judge.responses_shown(config.train.group_size)
     cut = config.judge.too_long == "cut_response_middle"
     principle_tokens = config.judge.principles_max_new_tokens if ahead else 0
     extra_tokens = principle_tokens + (0 if cut else num_shown * config.rollout.max_new_tokens)

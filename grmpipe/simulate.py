@@ -172,7 +172,7 @@ class Simulation:
             seed=config.seed,
             scale=Scale(low=config.judge.score_min, high=config.judge.score_max),
             boxed=config.judge.parser == "boxed",
-            num_scores={"listwise": config.train.group_size, "pairwise": 2}.get(config.judge.protocol, 1),
+            num_scores=config.judge.responses_shown(config.train.group_size),
             unparseable_share=config.simulate.unparseable_share,
             principles=self.workload.lengths.get(PRINCIPLES),
         )

@@ -11,7 +11,6 @@ from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.scale import Scale
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
 from grmpipe.plan_costs import SAMPLED_PROMPTS, Seated, cores_of, costs_of, lengths_of
@@ -88,8 +87,8 @@ def sample_texts(role: str, survey: Survey) -> list[str]:
     judge, prompts = survey.config.judge, survey.data.train[:SAMPLED_PROMPTS]
     if role == POLICY:
         return ["\0".join(message.content for message in prompt.messages) for prompt in prompts]
-    template = JudgePrompt.load(judge.template, Scale(low=judge.score_min, high=judge.score_max))
-    return [template.render(prompt, "") for prompt in prompts]
+    template = JudgePrompt.of(judge)
+    return [template.render(prompt, "", principles="") for prompt in prompts]
 
 
 def lengths_for(role: str, survey: Survey, profile: Profile | None) -> Lengths:
