@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rich.box import MINIMAL
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +68,7 @@ def show(result: Evaluation, config: RunConfig, files: Mapping[str, str], run_di
 
 def table_of(result: Evaluation) -> Table:
     ks, meta_ks = tuple(result.overall.by_k), tuple(result.overall.with_meta)
-    table = Table(title="right, in percent of all items: failed and tied ones are not")
+    table = Table(title="right, in percent of all items: failed and tied ones are not", box=MINIMAL, padding=0)
     table.add_column("subset", no_wrap=True)
     for head in ("items", "judged", "+-", *(f"k={k}" for k in ks), *(f"meta@{k}" for k in meta_ks), "tied", "failed"):
         table.add_column(head, justify="right", no_wrap=True)
