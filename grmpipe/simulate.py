@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from grmpipe.config import RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.flow import FlowConfig, Parts, StepReport
+from grmpipe.flow import FlowConfig, Parts, StepReport, Trainer
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.hearing import OneByOne
@@ -26,7 +26,9 @@ from grmpipe.simulation_bound import GRM, Bound, Needs, bound_of
 from grmpipe.simulation_driver import AttendedGrm, SimulatedDriver
 from grmpipe.simulation_learner import SimulatedRanks
 from grmpipe.simulation_scripts import CountingRenderer, Lengths, Writer
+from grmpipe.time_share import TrainerByTurns, begin_turn
 from grmpipe.train.batch import BatchTrainer
+from grmpipe.train.learner_by_turns import LearnerByTurns
 from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.types import Judge, Prompt, Rollout
 from grmpipe.waits import WaitTimes
@@ -44,8 +46,9 @@ from scheduler.placement import Placement
 from scheduler.router import Router
 from scheduler.sharing import shared_by
 from scheduler.supervise import run_until
+from scheduler.time_share import SharedRole, TimeShare
 from scheduler.virtual_loop import run_virtually
-from scheduler.weight_sync import WeightSync
+from scheduler.weight_sync import SyncReport, WeightSync
 
 PROBE = (1, 2)
 PRINCIPLES = "principles"  # of a workload's lengths: what a GRM writes ahead of its judgements
@@ -120,6 +123,7 @@ class Simulation:
     ranks: SimulatedRanks = field(init=False)
     needs: Needs = field(init=False)
     pipeline: Pipeline = field(init=False)
+    share: TimeShare | None = field(init=False, default=None)  # the turns of the learner's pool
     steps: list[SimulatedStep] = field(default_factory=list)
 
     async def run(self) -> SimulatedRun:
@@ -127,6 +131,8 @@ class Simulation:
         parts, pools = self.assemble()
         await parts.push_weights(0)
         self.pipeline = Pipeline(parts, flow_of(self.workload.config, self.num_steps), self._after_step)
+        if self.share is not None:
+            self.share.stops(self.pipeline.clock)
         await run_until(self.pipeline.run(), **{f"pool {pool.name}": pool.run() for pool in pools})
         return self._result(pools)
 
@@ -136,13 +142,18 @@ class Simulation:
         self.driver = SimulatedDriver(self.costs.driver_request_s, self.devices.get(DRIVER))
         first, *others = self.placement.seats[LEARNER]
         self.ranks = SimulatedRanks(
-            1 + len(others), self.costs.learner, self.costs.sync_s, self.devices.get(first.name)
+            1 + len(others), self.costs.learner, self.costs.sync_s, self.devices.get(first.name), self.costs.switch_s
         )
         self.engines = {}
         routers = {role: self._start(role) for role in self.costs.engines}
-        learner = LearnerGroup(self.ranks)
+        learner = LearnerByTurns(self.ranks)
         sync = WeightSync(learner, PROBE, self.workload.config.sync)
         pools = self._elastic_pools(routers, sync)
+        if sharing := self.placement.time_sharing_roles:
+            roles = {
+                role: SharedRole(router=routers[role], sleeps=False, is_pushed_to=role == POLICY) for role in sharing
+            }
+            self.share = TimeShare(first.pool, roles, learner, self.events)
         self.needs = self._needs()
         return self._parts(routers, learner, sync), pools
 
@@ -159,8 +170,9 @@ class Simulation:
             self.engines[role].append(engine)
             engines[seat.name] = engine
         elastic = self.placement.elastic_slots(self.placement.seats[role][0].pool)
+        interrupted = elastic or role in self.placement.time_sharing_roles
         continuation = Continuation(decode=writer.decode, seed_after=lambda seed, num_sampled: seed)
-        return Router(role, engines, self.events, continuation if elastic else None)
+        return Router(role, engines, self.events, continuation if interrupted else None)
 
     def _writer(self, role: str) -> Writer:
         config = self.workload.config
@@ -217,17 +229,24 @@ class Simulation:
             window=config.judge.failure_window,
             pause_s=config.judge.pause_s,
         )
+        trainer: Trainer = BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens)
+        if self.share is not None:
+            trainer = TrainerByTurns(trainer, begin_turn(self.share))
         return Parts(
             prompts=self.workload.prompts,
             too_long=lambda prompt: False,
             play=make_play(self.workload, routers[POLICY], self.driver),
             judge=make_judge(self.workload, routers.get(GRM), config.judge.kind, self.driver),
             watch=JudgeFitness(gate),
-            trainer=BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens),
-            push_weights=functools.partial(push_to_living, sync, routers[POLICY]),
+            trainer=trainer,
+            push_weights=functools.partial(self._push, sync, routers[POLICY]),
             journal=self.needs,
             events=self.events,
         )
+
+    async def _push(self, sync: WeightSync, policy: Router, version: int) -> SyncReport:
+        push = functools.partial(push_to_living, sync, policy, version)
+        return await (push() if self.share is None else self.share.push(push))
 
     # -- counting ------------------------------------------------------------------------------------------------------
 

@@ -22,10 +22,18 @@ class SimulatedRanks:
     device: of rank 0, where others share it; the other ranks fare as it does.
     """
 
-    def __init__(self, num_ranks: int, speed: LearnerSpeed, sync_s: float, device: SharedDevice | None = None) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        speed: LearnerSpeed,
+        sync_s: float,
+        device: SharedDevice | None = None,
+        switch_s: float = 0.0,
+    ) -> None:
         self._num_ranks = num_ranks
         self._speed = speed
         self._sync_s = sync_s
+        self._switch_s = switch_s
         self._device = device or SharedDevice()
         self._turn = asyncio.Lock()
         self._pace = Pace()
@@ -77,6 +85,9 @@ class SimulatedRanks:
                     (token_ids,) = args_by_rank[0]
                     assert isinstance(token_ids, tuple)
                     return [(-1.0,) * (len(token_ids) - 1)] * self._num_ranks
+                case "reside":  # what a change of engines on a slot takes: as many bytes, about
+                    await self._spend(self._switch_s)
+                    return [0] * self._num_ranks
                 case "discard" | "connect" | "deliver":
                     return [None] * self._num_ranks
         raise NotImplementedError(f"a simulated learner doesn't {method}")

@@ -33,6 +33,16 @@ SPEED = EngineSpeed(step_s=0.01, row_s=0.0, cached_token_s=0.0, prefill_token_s=
 COSTS = Costs(engines={"policy": SPEED, "grm": SPEED}, learner=LearnerSpeed(token_s=1e-5, step_s=0.1), sync_s=0.1)
 
 
+class Events:
+    """Spans by name."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, float, float]] = []
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        self.spans.append((name, start_s, end_s))
+
+
 def always(num_tokens: int) -> Lengths:
     return lambda quantile: num_tokens
 
@@ -79,6 +89,22 @@ def test_a_synchronous_step_takes_its_chain_where_engines_have_room_for_all() ->
     assert run.step_s == pytest.approx(played_s + judged_s + 16 * (26 + 100) * 1e-5 + 0.1 + 0.1, rel=0.02)
     assert run.max_staleness == 0
     assert len(run.steps) == 6
+
+
+def test_a_learner_that_has_its_slot_by_turns_adds_up_with_the_engines_of_it() -> None:
+    pools = {"all": PoolConfig(slots=1, time_shared=True)}
+    roles = {role: RoleConfig(pool="all") for role in ("policy", "learner", "grm")}
+    by_turns = place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"))
+    events = Events()
+    costs = replace(COSTS, switch_s=2.0)
+    run = simulate(workload(staleness=1), by_turns, costs, 6, events)
+    turns = [(start_s, end_s) for name, start_s, end_s in events.spans if name == "the learner's turn"]
+    assert len(turns) == 6
+    assert all(end_s - start_s >= 3 * 2.0 for start_s, end_s in turns), "to the device, and back in two parts"
+    begun = [start_s for name, start_s, _ in events.spans if name in ("policy", "grm")]
+    steps = [(start_s, end_s) for name, start_s, end_s in events.spans if name.startswith("step ")]
+    assert not any(start_s < at < end_s for start_s, end_s in steps for at in begun), "asked in their sleep"
+    assert run.dropped == {}
 
 
 def test_no_run_beats_its_bound() -> None:
