@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import PARSERS as PARSERS_OF_THE_CONFIG
+from models.engines.grammar import Pattern
 
 SCALES = (Scale(), Scale(low=0, high=100), Scale(low=-3, high=3))
 NEAR_VERDICTS = st.text(alphabet="Score: 10-7\n\r\t >\\boxed{},*", max_size=30)
@@ -101,6 +102,15 @@ def test_a_box_passes_exactly_with_so_many_scores_in_range(scores: list[int], nu
     text = f"fine\n\\boxed{{{', '.join(map(str, scores))}}}"
     good = len(scores) == num_scores and all(1 <= score <= 10 for score in scores)
     assert (re.fullmatch(PATTERNS["boxed"](Scale(), num_scores), text) is not None) == good
+
+
+@settings(deadline=None)
+@given(text=NEAR_VERDICTS, name=st.sampled_from(sorted(PATTERNS)))
+def test_the_embedded_engine_reads_every_pattern_as_re_does(text: str, name: str) -> None:
+    pattern = PATTERNS[name](Scale(), 1)
+    read = Pattern(pattern)
+    for ending in ("", "\n" + FORMS[name].format(7)):
+        assert read.is_end(read.after(read.start, text + ending)) == matches(name, Scale(), text + ending)
 
 
 def test_a_scale_too_long_to_list_is_refused_by_the_key() -> None:
