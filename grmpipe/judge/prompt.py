@@ -21,11 +21,16 @@ from models.types import Message
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What of the policy's a template of each protocol shows: a text, or a list of texts and the name of each in a loop.
-SHOWN = {"pointwise": "response", "rubric": "response", "listwise": "responses", "pairwise": "responses"} | {
-    "steps": "steps"
+SHOWN = {
+    "pointwise": "response",
+    "rubric": "response",
+    "listwise": "responses",
+    "pairwise": "responses",
+    "steps": "steps",
 }
 ITEM_OF = {"responses": "response", "steps": "step"}
 FIELDS = ("question", "messages", "reference", "criteria", "principles", "num_scores", "score_min", "score_max")
+NEIGHBOURS = ("previtem", "nextitem")  # of a loop: its texts under another name
 SHOWN_PLAINLY_IN = (nodes.Template, nodes.If, nodes.For)
 PROBE = Prompt(
     prompt_id="probe",
@@ -180,7 +185,8 @@ def check(name: str, tree: nodes.Template, shown: str, needs: Sequence[str]) -> 
     num_uses = sum(node.name in guarded for node in tree.find_all(nodes.Name))
     loops = [loop for loop in tree.find_all(nodes.For) if goes_over(loop, shown)] if shown in ITEM_OF else []
     printed = [node.name for node in plain_prints(tree) if node.name == ITEM_OF.get(shown, shown)]
-    if num_uses != len(printed) + 2 * len(loops):
+    around = any(node.attr in NEIGHBOURS for node in tree.find_all(nodes.Getattr))
+    if num_uses != len(printed) + 2 * len(loops) or around:
         raise ValueError(
             f"template {name}: {shown} may only be printed, as {how_to_show(shown)}: no filter, test, assignment or "
             "block around it, which could take its fence away"

@@ -36,7 +36,6 @@ def agreement(scores: Sequence[float]) -> float:
 
 # `sum` ranks as its mean does, and is shown as k times it: so a judgement that failed makes no score smaller.
 VOTES: dict[str, Vote] = {"mean": mean, "sum": mean, "median": median, "majority": majority}
-VOTES_WITH_META = ("weighted", "best")
 
 
 # -- guided by a meta-RM ---------------------------------------------------------------------------------------------

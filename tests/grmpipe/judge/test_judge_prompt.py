@@ -80,6 +80,7 @@ def test_no_text_of_the_policy_starts_a_line_of_its_own(name: str, text: str) ->
         ("{% for response in responses | reverse %}{{ response }}{% endfor %}", "only be printed"),
         ("{% for response in responses if response %}{{ response }}{% endfor %}", "only be printed"),
         ("{% for text in responses %}{{ text }}{% endfor %}", "only be printed"),
+        ("{% for response in responses %}{{ response }}{{ loop.nextitem }}{% endfor %}", "only be printed"),
         ("{% for response in responses %}{{ response }}{% endfor %}{{ responses | join }}", "only be printed"),
         ("{% for response in responses %}{% if loop.first %}{{ response }}{% endif %}{% endfor %}", "hides the field"),
         ("{{ response }}", "unknown field 'response'"),
