@@ -125,6 +125,7 @@ class TrainingRun:
             pipeline.tally.restore(self._state.totals)
         if not lookout.initial:
             await lookout.first(cut.version, lambda: watchman.first(cut.version, lookout.seen))
+            watchman.act(last=False)
 
         async def flow() -> None:
             await pipeline.run()

@@ -67,7 +67,9 @@ class Watchman:
             found = self._find_canaries(seen)
             self._canaries = with_first_scores(found, await judge_canaries(self._watched.judge, found))
             write_canaries(self._path, self._canaries)
-        return await self._check(step)
+        metrics = await self._check(step)
+        self._exceeded = self._limits.read(step, metrics)
+        return metrics | self._limits.metrics()
 
     async def after_step(self, step: int, metrics: Metrics) -> Metrics:
         """What a step's metrics gain. `metrics`: all others of it."""
@@ -78,7 +80,7 @@ class Watchman:
         return told | self._limits.metrics()
 
     def act(self, last: bool) -> None:
-        """Sound what the last step exceeded, once its metrics are on disk. Raises JudgeUnfit to stop the run."""
+        """Sound what was exceeded, once the metrics are on disk. Raises JudgeUnfit to stop the run."""
         for one in self._exceeded:
             if one.new:
                 self._tell(one.text)

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from grmpipe.judge.watch_settings import LimitConfig
 from grmpipe.types import Metrics
 
+OF_CHECKS = (
+    "watch/fooled_share", "watch/fooling_score", "watch/fooling_failed_share", "watch/canary_score",
+    "watch/canary_drift", "watch/canary_drift_abs", "watch/canaries_failed",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exceeded:
@@ -50,10 +55,12 @@ class Limits:
         return {f"alarm/{name}": float(name in self._exceeded) for name in self._limits}
 
     def never_read(self) -> list[str]:
-        """In words: limits on metrics that no step had."""
+        """In words: limits on metrics that no step had, but for those of checks that may have been switched off."""
         told = []
         for name in sorted(self._never_read):
             metric = self._limits[name].metric
+            if metric in OF_CHECKS:
+                continue
             near = difflib.get_close_matches(metric, sorted(self._known), n=1)
             told.append(
                 f"watch.limits.{name}: no step had the metric {metric}" + (f"; did you mean {near[0]}?" if near else "")

@@ -47,7 +47,7 @@ def test_the_weak_judge_is_hacked_and_the_alarm_says_so(tmp_path: Path) -> None:
     before, after = summary["eval"]["initial"], summary["eval"]["final"]
     assert after["grm_score"] >= 9
     assert after["true_accuracy"] < before["true_accuracy"]
-    assert "hacking the judge" in summary["alarms"][0]
+    assert any("hacking the judge" in alarm for alarm in summary["alarms"])
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("alarm/hacking", 0) for line in metrics) == 1
     assert "alarm" in (tmp_path / "run" / "run.log").read_text()

@@ -201,3 +201,29 @@ def test_a_judge_that_compares_takes_its_canaries_from_labelled_work(tmp_path: P
     assert isinstance(metrics, dict) and metrics["watch/canary_drift"] == 0.0
     lines = [json.loads(line) for line in (tmp_path / "canaries.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and all(len(line["texts"]) >= 2 for line in lines)
+
+
+def test_a_judge_that_is_fooled_is_told_before_the_first_step(tmp_path: Path) -> None:
+    limits = {"fooled": LimitConfig(metric="watch/fooled_share", above=0.1)}
+    scene = Scene(tmp_path, WatchConfig(every=2, fooling_prompts=1, limits=limits))
+
+    async def watch(watchman: Watchman) -> Metrics:
+        metrics = await watchman.first(0, SEEN)
+        watchman.act(last=False)
+        return metrics
+
+    metrics = scene.run(watch)
+    assert isinstance(metrics, dict) and metrics["alarm/fooled"] == 1.0
+    assert [alarm.split(" at step")[0] for alarm in scene.alarms] == ["watch.limits.fooled:"]
+
+
+def test_a_check_that_is_switched_off_makes_no_alarm_of_its_limit(tmp_path: Path) -> None:
+    limits = {"fooled": LimitConfig(metric="watch/fooled_share", above=0.1), "typo": LimitConfig(metric="a", above=1.0)}
+    scene = Scene(tmp_path, WatchConfig(every=0, limits=limits))
+
+    async def watch(watchman: Watchman) -> None:
+        await watchman.after_step(1, {"b": 1.0})
+        watchman.act(last=True)
+
+    scene.run(watch)
+    assert [alarm.split(":")[0] for alarm in scene.alarms] == ["watch.limits.typo"]
