@@ -364,6 +364,8 @@ def test_an_engine_that_comes_back_to_a_slot_that_left_it_sleeps() -> None:
         await bench.push(0)
         bench.engines["policy-0"].die("killed by signal 9")
         await bench.learner.step()
+        await asyncio.sleep(5.0)
+        assert "policy-0" in bench.sync.arrivals
         judging = [asyncio.create_task(bench.ask("grm", n, 150)) for n in range(8)]
         await asyncio.sleep(10.0)
         assert "grm-0" in bench.serving("grm")
