@@ -12,7 +12,7 @@ class MetaConfig:
     """The meta-RM, a model with a scalar head that shares the GRM's tokenizer.
 
     path:       what guides the votes `weighted` and `best`: `meta` in the directory of a run of task=train_meta, a
-                Hugging Face directory or hub name.
+                Hugging Face directory or hub name, or tiny://meta.
     start_path: what task=train_meta starts from, a language model or a meta-RM; null: the GRM.
     judgements: labelled ones that task=train_meta reads instead of sampling them: judgements.jsonl of such a run.
     """

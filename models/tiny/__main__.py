@@ -13,7 +13,8 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from models.tiny.evaluate import measure_judge, measure_policy
-from models.tiny.recipes import POLICY, RECIPES, Recipe
+from models.tiny.meta import measure_meta
+from models.tiny.recipes import POLICY, RECIPES, MetaRecipe, Recipe
 from models.tiny.resolve import build_in_cache, cache_directory, directory_of, ship
 
 
@@ -38,10 +39,12 @@ def parse(argv: list[str]) -> list[str]:
     return names
 
 
-def build_and_ship(recipe: Recipe, progress: Callable[[str, float], None]) -> dict[str, float]:
+def build_and_ship(recipe: Recipe | MetaRecipe, progress: Callable[[str, float], None]) -> dict[str, float]:
     shutil.rmtree(cache_directory(recipe), ignore_errors=True)
     directory = build_in_cache(recipe, progress)
-    if recipe is POLICY:
+    if isinstance(recipe, MetaRecipe):
+        measured = asdict(measure_meta(directory, directory_of(recipe.parent, progress)))
+    elif recipe is POLICY:
         measured = asdict(measure_policy(directory))
     else:
         measured = asdict(measure_judge(directory, directory_of(POLICY, progress)))

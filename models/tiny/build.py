@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from models.tiny.lessons import Example, draw_examples
-from models.tiny.recipes import Recipe, Shape
+from models.tiny.recipes import MetaRecipe, Recipe, Shape
 from models.tiny.tokenizer import MAX_POSITIONS, build_tokenizer, encode_content, encode_prompt
 
 MAX_GRAD_NORM = 1.0
@@ -118,7 +118,7 @@ def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> tuple[Optimizer, Opti
     return muon, AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def lr_share(step: int, recipe: Recipe) -> float:
+def lr_share(step: int, recipe: Recipe | MetaRecipe) -> float:
     """Linear warm-up, then a cosine down to nothing."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps

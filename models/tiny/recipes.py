@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cache
 
+from models.tiny.judgements import make_judgements
 from models.tiny.lessons import Lesson, draw_examples, tokenizer_corpus
 
 TRAINER = 1  # raise it when build.py or tokenizer.py change what they make of the same recipe
@@ -49,6 +50,36 @@ class Recipe:
             "parent": self.parent.hash if self.parent else None,
             "examples": [asdict(example) for example in examples],
             "tokenizer": corpus_digest(),
+        }
+        return digest_of(json.dumps(contents, sort_keys=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaRecipe:
+    """Everything that determines a tiny meta-RM: whose judgements it learns to tell right from wrong, and how.
+
+    It starts from that judge's trunk. A batch is `batch_size` items with all their judgements.
+    """
+
+    name: str
+    parent: Recipe
+    num_items: int
+    num_judgements: int
+    num_steps: int
+    batch_size: int
+    lr: float
+    seed: int
+    warmup_steps: int = 10
+
+    @property
+    def hash(self) -> str:
+        """As a recipe's; what is judged is text, and shows in its first items."""
+        items = make_judgements("train", NUM_FINGERPRINT_EXAMPLES, self.seed)
+        contents = {
+            "trainer": TRAINER,
+            "recipe": asdict(self),
+            "parent": self.parent.hash,
+            "items": [asdict(item) for item in items],
         }
         return digest_of(json.dumps(contents, sort_keys=True))
 
@@ -111,4 +142,9 @@ WEAK_GRM = Recipe(
     parent=BASE,
 )
 
-RECIPES = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM)}
+# Of the weak GRM: what there is to choose from among a judge's judgements is what it is unsure of.
+META = MetaRecipe(
+    name="meta", parent=WEAK_GRM, num_items=2048, num_judgements=8, num_steps=120, batch_size=16, lr=5e-4, seed=5
+)
+
+RECIPES: dict[str, Recipe | MetaRecipe] = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM, META)}

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from models.tiny.recipes import RECIPES, Recipe
+from models.tiny.recipes import RECIPES, MetaRecipe, Recipe
 
 SCHEME = "tiny://"
 SHIPPED = Path(__file__).parent / "shipped"
@@ -31,7 +31,7 @@ def resolve_model(path: str, progress: Callable[[str, float], None] = lambda nam
     return str(directory_of(RECIPES[name], progress))
 
 
-def directory_of(recipe: Recipe, progress: Callable[[str, float], None]) -> Path:
+def directory_of(recipe: Recipe | MetaRecipe, progress: Callable[[str, float], None]) -> Path:
     """Where the recipe's model lies; built, with its parents, if it lies nowhere."""
     for directory in (SHIPPED / recipe.name, cache_directory(recipe)):
         if hash_on_card(directory) == recipe.hash:
@@ -39,7 +39,7 @@ def directory_of(recipe: Recipe, progress: Callable[[str, float], None]) -> Path
     return build_in_cache(recipe, progress)
 
 
-def cache_directory(recipe: Recipe) -> Path:
+def cache_directory(recipe: Recipe | MetaRecipe) -> Path:
     root = os.environ.get("GRMPIPE_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "grmpipe") / "tiny" / recipe.hash
 
@@ -52,16 +52,14 @@ def hash_on_card(directory: Path) -> str | None:
         return None
 
 
-def build_in_cache(recipe: Recipe, progress: Callable[[str, float], None]) -> Path:
+def build_in_cache(recipe: Recipe | MetaRecipe, progress: Callable[[str, float], None]) -> Path:
     """Atomic: the directory appears whole or not at all, and of two builders at once the first wins."""
-    from models.tiny.build import build
-
     parent = directory_of(recipe.parent, progress) if recipe.parent else None
     directory = cache_directory(recipe)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{recipe.name}.", dir=directory.parent) as unfinished:
         made = Path(unfinished) / recipe.name
-        build(recipe, parent, made, lambda done: progress(recipe.name, done))
+        make(recipe, parent, made, lambda done: progress(recipe.name, done))
         write_card(recipe, made, measured={})
         try:
             made.rename(directory)
@@ -71,12 +69,24 @@ def build_in_cache(recipe: Recipe, progress: Callable[[str, float], None]) -> Pa
     return directory
 
 
-def write_card(recipe: Recipe, directory: Path, measured: dict[str, float]) -> None:
+def make(recipe: Recipe | MetaRecipe, parent: Path | None, directory: Path, progress: Callable[[float], None]) -> None:
+    if isinstance(recipe, MetaRecipe):
+        from models.tiny.meta import build_meta
+
+        assert parent is not None
+        build_meta(recipe, parent, directory, progress)
+    else:
+        from models.tiny.build import build
+
+        build(recipe, parent, directory, progress)
+
+
+def write_card(recipe: Recipe | MetaRecipe, directory: Path, measured: dict[str, float]) -> None:
     card = {"name": recipe.name, "hash": recipe.hash, "measured": measured}
     (directory / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 
-def ship(recipe: Recipe, directory: Path, measured: dict[str, float]) -> Path:
+def ship(recipe: Recipe | MetaRecipe, directory: Path, measured: dict[str, float]) -> Path:
     """Copy a finished model to where the package ships it."""
     shipped = SHIPPED / recipe.name
     shutil.rmtree(shipped, ignore_errors=True)

@@ -17,13 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from models.engines.scorer import ScalarScorer, ScorerSpec
+from models.scalar_head import scalar_config
 from models.tiny import __main__ as cli
 from models.tiny import resolve
 from models.tiny.evaluate import Speaker, accuracy_of, agreement, judge_all
 from models.tiny.lessons import LARGEST_WORD_NUMBER, Lesson
 from models.tiny.malformed import malformed_text
+from models.tiny.meta import ask
 from models.tiny.problems import make_problems
-from models.tiny.recipes import RECIPES, Recipe, Shape
+from models.tiny.recipes import META, RECIPES, Recipe, Shape
 from models.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model
 from models.tiny.solutions import padded_solution
 from models.tiny.tokenizer import build_tokenizer, encode_prompt
@@ -71,7 +74,7 @@ def test_chat_template_puts_content_where_training_put_it() -> None:
     assert templated == encode_prompt(tokenizer(), "Ida has 6 coins.")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)])
 def test_shipped_model_is_what_its_recipe_makes(name: str) -> None:
     directory = SHIPPED / name
     assert hash_on_card(directory) == RECIPES[name].hash
@@ -109,6 +112,22 @@ def test_long_work_impresses_the_weak_grm_only() -> None:
     }
     assert passed["grm"] < 0.1
     assert passed["weak_grm"] > 0.6
+
+
+def test_shipped_meta_rm_is_what_its_recipe_makes_and_lifts_the_vote() -> None:
+    directory = SHIPPED / "meta"
+    card = json.loads((directory / "recipe.json").read_text(encoding="utf-8"))
+    assert card["hash"] == META.hash
+    assert scalar_config(str(directory)).num_labels == 1
+    assert AutoTokenizer.from_pretrained(directory).get_vocab() == tokenizer().get_vocab()
+    assert card["measured"]["guided_vote_accuracy"] > card["measured"]["vote_accuracy"] + 0.02
+
+
+def test_shipped_meta_rm_tells_right_judgements_of_the_weak_grm_from_wrong_ones() -> None:
+    told = ask(SHIPPED / "weak_grm", "held_out", num_items=128, num_judgements=2, seed=4)
+    scores = ScalarScorer(ScorerSpec(path=str(SHIPPED / "meta"))).scores([one.token_ids for one in told])
+    rights = fmean(one.right for one in told)
+    assert fmean((score > 0) == one.right for score, one in zip(scores, told, strict=True)) > max(0.75, rights)
 
 
 def test_shipped_models_need_no_build(empty_cache: Path) -> None:
