@@ -76,14 +76,14 @@ def test_trained_ids_are_the_sampled_ids_and_the_versions_cover_them(small_run: 
 @pytest.mark.parametrize(
     ("overrides", "metric"),
     [
-        (["algorithm=dr_grpo"], "train/loss"),
+        (["algorithm=[reinforce_pp,icepop]", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], "train/loss"),
         (["algorithm.kl_coefficient=0.1"], "train/kl_nats"),
-        (["algorithm.updates_per_batch=2"], "train/clip_share"),
-        (["algorithm.aggregation=sequence_mean", "train.schedule=cosine"], "train/lr"),
+        (["algorithm=decoupled_ppo_interpolated", "algorithm.updates_per_batch=2"], "train/clip_share"),
+        (["algorithm=[gspo,veto,replay]", "train.schedule=cosine"], "train/replayed_groups"),
         (["judge=mixed"], "reward/rule_mean"),
         (["judge=rule"], "reward/rule_mean"),
         (["judge.num_judgements=3"], "judge/agreement_std"),
-        (["train.max_staleness=2", "engine.embedded.recompute_kv_on_sync=true"], "train/loss"),
+        (["algorithm=dapo", "train.max_staleness=2", "engine.embedded.recompute_kv_on_sync=true"], "train/loss"),
     ],
 )
 def test_variants_run_to_their_end(small_run: Callable, overrides: list[str], metric: str) -> None:
