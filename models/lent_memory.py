@@ -17,25 +17,35 @@ class LentMemory:
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[UntypedStorage, Tensor]] = []
+        self._lent: list[tuple[UntypedStorage, Tensor]] = []
+        self._rooms: dict[int, Tensor] = {}  # by storage, kept: to pin memory takes as long as to copy it
 
     @property
     def is_lent(self) -> bool:
-        return bool(self._held)
+        return bool(self._lent)
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that share a storage are lent together, whichever of them are named."""
-        assert not self._held, "lent already"
-        self._held = [(storage, _on_host(storage)) for storage in _storages(tensors)]
-        for storage, _ in self._held:
+        assert not self._lent, "lent already"
+        self._lent = [(storage, self._on_host(storage)) for storage in _storages(tensors)]
+        self._rooms = {storage._cdata: room for storage, room in self._lent}
+        for storage, _ in self._lent:
             storage.resize_(0)
 
     def take_back(self) -> None:
         """Every byte as it was. Nothing where nothing is lent."""
-        for storage, host_bytes in self._held:
-            storage.resize_(host_bytes.untyped_storage().nbytes())
-            storage.copy_(host_bytes.untyped_storage(), non_blocking=False)
-        self._held = []
+        for storage, room in self._lent:
+            storage.resize_(room.untyped_storage().nbytes())
+            storage.copy_(room.untyped_storage(), non_blocking=False)
+        self._lent = []
+
+    def _on_host(self, storage: UntypedStorage) -> Tensor:
+        """Pinned where it comes from a GPU: the way back is as fast as the bus."""
+        room = self._rooms.get(storage._cdata)
+        if room is None or room.untyped_storage().nbytes() != storage.nbytes():
+            room = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
+        room.untyped_storage().copy_(storage, non_blocking=False)
+        return room
 
 
 def free_bytes(device: torch.device) -> int:
@@ -53,10 +63,3 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     by_address = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in local if tensor.numel()}
     return list(by_address.values())
-
-
-def _on_host(storage: UntypedStorage) -> Tensor:
-    """Pinned where it comes from a GPU: the way back is as fast as the bus."""
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
-    copy.untyped_storage().copy_(storage, non_blocking=False)
-    return copy
