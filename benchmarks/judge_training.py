@@ -2,9 +2,9 @@
 
     python benchmarks/judge_training.py runs/judge_training [--seeds 0 1 2]
 
-Runs `rft_grm`, `train_grm`, `reward_hacking` (a frozen judge) and `cotrain` (the same judge, in training) for every
-seed, into runs/judge_training/<experiment>_<seed>; what finished there is used again, what was broken off goes on.
-Writes benchmarks/judge_training.md. Changes nothing that it measures.
+Runs `rft_grm`, `train_grm`, `reward_hacking` (a frozen judge), `cotrain` (the same judge, in training), and that again
+with a third of its warm-up, for every seed, into runs/judge_training/<name>_<seed>; what finished there is used again,
+what was broken off goes on. Writes benchmarks/judge_training.md. Changes nothing that it measures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from grmpipe.observe.journal import read_journal
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "judge_training.md"
-EXPERIMENTS = ("rft_grm", "train_grm", "reward_hacking", "cotrain")
+# name -> what is typed
+VARIANTS = {
+    "rft_grm": ["+experiment=rft_grm"],
+    "train_grm": ["+experiment=train_grm"],
+    "reward_hacking": ["+experiment=reward_hacking"],
+    "cotrain": ["+experiment=cotrain"],
+    "cotrain_soon": ["+experiment=cotrain", "cotrain.warmup_steps=20", "cotrain.max_resampled_batches=0"],
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +47,10 @@ class Run:
         return [look[metric] for look in self.looks if look["step"] <= step and metric in look][-1]
 
 
-def run(folder: Path, experiment: str, seed: int, overrides: Sequence[str]) -> Run:
+def run(folder: Path, name: str, seed: int, overrides: Sequence[str]) -> Run:
     """Run it, unless it is complete. Exits where it fails: its own words are on the screen."""
-    run_dir = folder / f"{experiment}_{seed}"
-    command = [sys.executable, "launch.py", f"+experiment={experiment}", f"seed={seed}", f"run_dir={run_dir}"]
+    run_dir = folder / f"{name}_{seed}"
+    command = [sys.executable, "launch.py", *VARIANTS[name], f"seed={seed}", f"run_dir={run_dir}"]
     if subprocess.run([*command, "resume=auto", *overrides], cwd=ROOT, check=False).returncode != 0:
         sys.exit(f"{' '.join(command)} failed")
     return read(run_dir, seed)
@@ -126,6 +133,12 @@ def report(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         *beside(frozen, learning, "eval/grm_score", ".1f"),
         "",
         cost(frozen, learning),
+        "",
+        "### A race",
+        "",
+        "With 20 steps of warm-up instead of 60, and no lesson replaced that teaches nothing (true accuracy):",
+        "",
+        *beside([], runs["cotrain_soon"], "eval/true_accuracy", ".2f"),
     ]
 
 
@@ -136,9 +149,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of all runs, such as cluster=inprocess")
     args = parser.parse_args()
     folder = args.folder.resolve()
-    runs = {
-        experiment: [run(folder, experiment, seed, args.overrides) for seed in args.seeds] for experiment in EXPERIMENTS
-    }
+    runs = {name: [run(folder, name, seed, args.overrides) for seed in args.seeds] for name in VARIANTS}
     lines = report(runs)
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
