@@ -42,9 +42,10 @@ class Run:
     looks: Sequence[Mapping[str, float]]  # lines of metrics.jsonl with a look at held-out problems
     steps: Sequence[Mapping[str, float]]
 
-    def at(self, step: int, metric: str) -> float:
-        """A look's; the last one up to `step`."""
-        return [look[metric] for look in self.looks if look["step"] <= step and metric in look][-1]
+    def at(self, step: int, metric: str) -> float | None:
+        """Of the look after this step; None where there was none."""
+        found = [look[metric] for look in self.looks if look["step"] == step and metric in look]
+        return found[-1] if found else None
 
 
 def run(folder: Path, name: str, seed: int, overrides: Sequence[str]) -> Run:
@@ -88,7 +89,8 @@ def beside(frozen: Sequence[Run], learning: Sequence[Run], metric: str, form: st
     names = [f"frozen, {one.seed}" for one in frozen] + [f"in training, {one.seed}" for one in learning]
     lines = [f"| step | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for step in steps:
-        cells = [format(one.at(step, metric), form) for one in (*frozen, *learning)]
+        values = [one.at(step, metric) for one in (*frozen, *learning)]
+        cells = ["" if value is None else format(value, form) for value in values]
         lines.append(f"| {step} | {' | '.join(cells)} |")
     return lines
 
@@ -128,9 +130,17 @@ def report(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         "",
         *beside(frozen, learning, "eval/true_accuracy", ".2f"),
         "",
+        "Greedy, the same:",
+        "",
+        *beside(frozen, learning, "eval/true_accuracy_greedy", ".2f"),
+        "",
         "What the judge thinks of them (its mean score, 1 to 10):",
         "",
         *beside(frozen, learning, "eval/grm_score", ".1f"),
+        "",
+        "How often it passes right answers, and no others, where it was in training:",
+        "",
+        *beside([], learning, "eval/grm_accuracy", ".2f"),
         "",
         cost(frozen, learning),
         "",

@@ -104,7 +104,7 @@ def tokens(groups: Sequence[Group]) -> int:
     )
 
 
-def ranked_right(groups: Sequence[Group]) -> float:
+def ranked_right(groups: Sequence[Group]) -> str:
     """Of pairs of siblings, one right and one wrong by the rule: the share in which the right one scores higher."""
     points = []
     for group in groups:
@@ -116,7 +116,7 @@ def ranked_right(groups: Sequence[Group]) -> float:
             for b in range(SIBLINGS)
             if right[a] and not right[b]
         ]
-    return statistics.fmean(points)
+    return f"{statistics.fmean(points):.3f} of {len(points)} pairs"
 
 
 def moved(full: Sequence[Group], stopped: Sequence[Group]) -> float:
@@ -157,17 +157,17 @@ async def early_stop(num_groups: int) -> None:
         "|---|---|---|---|---|---|---|"
     )
     groups = await rollouts_of_the_quickstart(num_groups)
-    for grm in ("tiny://grm", "tiny://grm_weak"):
+    for grm in ("tiny://grm", "tiny://weak_grm"):
         full = await judged(groups, EarlyStopConfig(), grm)
         spent = tokens(full)
-        print(f"| {grm} | none | {spent} | | {ranked_right(full):.3f} | | |", flush=True)
+        print(f"| {grm} | none | {spent} | | {ranked_right(full)} | | |", flush=True)
         for max_error in (0.15, 0.25, 0.4):
             some = await judged(groups, EarlyStopConfig(kind="relaxed", max_error=max_error), grm)
             audits = [report.audit for group in some for report in group.reports if report.audit is not None]
             error = statistics.fmean(abs(audit.stopped_score - audit.full_score) for audit in audits)
             print(
                 f"| {grm} | relaxed, max_error={max_error:g} | {tokens(some)} | {1 - tokens(some) / spent:.0%} | "
-                f"{ranked_right(some):.3f} | {moved(full, some):.2f} | {error:.2f} ({len(audits)} audited) |",
+                f"{ranked_right(some)} | {moved(full, some):.2f} | {error:.2f} ({len(audits)} audited) |",
                 flush=True,
             )
         saved, changed, counted = exact_stop(full)

@@ -21,8 +21,8 @@ from grmpipe.waits import WaitTimes
 from models.settings import OpenAIConfig
 from scheduler.elastic import ElasticPool
 from scheduler.health import RoleHealth
-from scheduler.scorers import ScorerPool
 from scheduler.placement import SERVED_ROLES, PlacementConfig
+from scheduler.scorers import ScorerPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -289,9 +289,7 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
         window=config.judge.failure_window,
         pause_s=config.judge.pause_s,
     )
-    trainer: Trainer = BatchTrainer(
-        running.learner, config.train, config.algorithm, config.rollout.max_new_tokens
-    )
+    trainer: Trainer = BatchTrainer(running.learner, config.train, config.algorithm, config.rollout.max_new_tokens)
     if running.share is not None:
         trainer = TrainerByTurns(trainer, begin_turn(running.share))
     return Parts(
