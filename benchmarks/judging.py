@@ -24,8 +24,8 @@ from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.rule import is_right
 from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
 from grmpipe.rollout.play import Seat, play
-from grmpipe.simulate import PRINCIPLES, simulate
-from grmpipe.simulation_scripts import lognormal
+from grmpipe.simulation.cluster import PRINCIPLES, simulate
+from grmpipe.simulation.scripts import lognormal
 from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
 from models.engines.embedded import EmbeddedEngine
 from models.renderer import Renderer

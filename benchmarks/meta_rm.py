@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 
 from grmpipe.judge.meta_rm import sigmoid
-from grmpipe.meta_examples import Example, read_examples
-from grmpipe.meta_quality import measure
+from grmpipe.meta.examples import Example, read_examples
+from grmpipe.meta.quality import measure
 from grmpipe.types import Metrics
 from models.engines.scorer import ScalarScorer, ScorerSpec
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from grmpipe.bottleneck import Setup, bottleneck
 from grmpipe.config import RunConfig
-from grmpipe.cotrain import CoTraining
+from grmpipe.cotrain.training import CoTraining
 from grmpipe.engines import engine_config_of
 from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline import Pipeline

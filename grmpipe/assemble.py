@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Protocol
 
 from grmpipe.config import RunConfig
-from grmpipe.cotrain_parts import Trainee, start_grm_learner, trainee
+from grmpipe.cotrain.parts import Trainee, start_grm_learner, trainee
 from grmpipe.elastic import elastic_pools, start_routers
 from grmpipe.engine_checks import window_of
 from grmpipe.engines import device_of, engine_config_of, tensor_parallel_of
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.evaluate import Evaluator
+from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.flow import Parts, Trainer
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.generative import GenerativeJudge
@@ -28,7 +28,7 @@ from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.own import own_judge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.watch import FailureGate
-from grmpipe.meta_model import guide_of, start_scorers
+from grmpipe.meta.model import guide_of, start_scorers
 from grmpipe.observers import Observers
 from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat, play

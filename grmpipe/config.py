@@ -17,18 +17,18 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from grmpipe.cotrain_settings import CotrainConfig
+from grmpipe.cotrain.settings import CotrainConfig
 from grmpipe.data.settings import DataConfig
-from grmpipe.evaluate_settings import EvaluateConfig
-from grmpipe.finetune_settings import FinetuneConfig
+from grmpipe.evaluation.settings import EvaluateConfig
+from grmpipe.finetune.settings import FinetuneConfig
 from grmpipe.judge.label_settings import LabelConfig
 from grmpipe.judge.settings import VOTES_WITH_META, JudgeConfig
 from grmpipe.judge.watch_settings import WatchConfig
-from grmpipe.meta_settings import MetaConfig
+from grmpipe.meta.settings import MetaConfig
 from grmpipe.observe.settings import TrackingConfig
-from grmpipe.plan_settings import PlanConfig
+from grmpipe.plan.settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
-from grmpipe.simulate_settings import SimulateConfig
+from grmpipe.simulation.settings import SimulateConfig
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_pass_k, check_replay
 from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
 from scheduler.balance import BalanceConfig

@@ -18,7 +18,7 @@ from grmpipe.data.prompts import disjoint, load_prompts
 from grmpipe.data.stream import PromptStream
 from grmpipe.engine_checks import check_installed, check_options, check_tensor_parallel, window_of
 from grmpipe.engines import Model, options_of, tensor_parallel_of
-from grmpipe.evaluate import EVAL_METRICS
+from grmpipe.evaluation.held_out import EVAL_METRICS
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.lessons import Lessons, rule_of
 from grmpipe.judge.own import own_judge
@@ -26,7 +26,7 @@ from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.rule import Rule
 from grmpipe.judge.scale import Scale
-from grmpipe.meta_model import MetaModel, find_meta
+from grmpipe.meta.model import MetaModel, find_meta
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
 from grmpipe.weight_route import transport_of

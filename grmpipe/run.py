@@ -15,12 +15,13 @@ from pathlib import Path
 from grmpipe.accounts import Accounts
 from grmpipe.assemble import Running, make_evaluator, make_parts, start
 from grmpipe.config import ConfigError
-from grmpipe.cotrain import CoTraining
+from grmpipe.cotrain.training import CoTraining
+from grmpipe.evaluation.lookout import Lookout
+from grmpipe.evaluation.watchman import Watched, Watchman
 from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
 from grmpipe.judge.dry import NUM_PROMPTS, dry_judgement
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.watch import HackingAlarm
-from grmpipe.lookout import Lookout
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.observers import Observers
 from grmpipe.pipeline import Interrupted, Pipeline
@@ -28,7 +29,6 @@ from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import step_metrics
 from grmpipe.types import Metrics
-from grmpipe.watchman import Watched, Watchman
 from scheduler.garbage import seldom_collected
 from scheduler.supervise import describe_failure, run_until
 

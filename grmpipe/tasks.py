@@ -15,16 +15,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from grmpipe import prepare
 from grmpipe.config import ConfigError, RunConfig, to_yaml
-from grmpipe.evaluate_judge import prepare_evaluation, run_evaluation
+from grmpipe.evaluation.judge import prepare_evaluation, run_evaluation
 from grmpipe.failures import RunFailed, RunInterrupted
-from grmpipe.finetune import finetune
-from grmpipe.meta_prepare import prepare_meta_training
-from grmpipe.meta_training import train_meta
+from grmpipe.finetune.training import finetune
+from grmpipe.meta.prepare import prepare_meta_training
+from grmpipe.meta.training import train_meta
 from grmpipe.observe.logs import setup_logging
-from grmpipe.plan import plan
+from grmpipe.plan.report import plan
 from grmpipe.run import train
 from grmpipe.run_dir import Place, find_place, point_latest
-from grmpipe.simulation_task import run_simulation, simulator
+from grmpipe.simulation.task import run_simulation, simulator
 
 
 def run_task(config: RunConfig) -> float | None:

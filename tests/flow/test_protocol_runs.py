@@ -11,8 +11,8 @@ import pytest
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
-from grmpipe.simulate import SimulatedRun, Workload, simulate
-from grmpipe.simulation_scripts import lognormal
+from grmpipe.simulation.cluster import SimulatedRun, Workload, simulate
+from grmpipe.simulation.scripts import lognormal
 from grmpipe.train.settings import TrainConfig
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message

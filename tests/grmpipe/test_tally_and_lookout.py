@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from grmpipe.evaluate import Evaluator
+from grmpipe.evaluation.held_out import Evaluator
+from grmpipe.evaluation.lookout import Lookout
 from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
 from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.rule import is_right
 from grmpipe.judge.watch import FailureGate, HackingAlarm
-from grmpipe.lookout import Lookout
 from grmpipe.rollout.play import Seat
 from grmpipe.tally import Counts, Tally, batch_metrics, flow_metrics, truth_metrics
 from grmpipe.types import (

@@ -11,9 +11,9 @@ from grmpipe.config import ConfigError, RunConfig
 from grmpipe.engines import engine_config_of, options_of
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.plan_memory import kv_room
-from grmpipe.profile import Lengths, Profile
-from grmpipe.survey import Sized, Survey, pool_with_memory
+from grmpipe.plan.memory import kv_room
+from grmpipe.plan.profile import Lengths, Profile
+from grmpipe.plan.survey import Sized, Survey, pool_with_memory
 from models.settings import EmbeddedConfig, OpenAIConfig, SglangConfig
 from models.types import EngineSpeed, Message
 from scheduler.bound import RoleWork, StepWork

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from grmpipe.cotrain_parts import Trainee, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
+from grmpipe.cotrain.lesson_stream import LessonStream
+from grmpipe.cotrain.pacing import Pace
+from grmpipe.cotrain.parts import Trainee, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
 from grmpipe.flow import Cut, Parts, StepReport, Trainer
 from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.lessons import LabelJudge, Lessons, label_rule
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.rule import RULES
 from grmpipe.judge.scale import Scale
-from grmpipe.lesson_stream import LessonStream
 from grmpipe.observe.recorder import Recorder
-from grmpipe.pacing import Pace
 from grmpipe.pipeline import Interrupted, Pipeline
 from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat

@@ -18,17 +18,17 @@ from grmpipe.config import ConfigError, RunConfig, build
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.rollout.settings import RolloutConfig
-from grmpipe.simulate import SimulatedRun, Workload, settled_steps, simulate
-from grmpipe.simulate_settings import SimulateConfig
-from grmpipe.simulation_scripts import FILLER, CountingRenderer, Lengths, Writer, lengths_in, lognormal, measured
-from grmpipe.simulation_task import run_simulation
+from grmpipe.simulation.cluster import SimulatedRun, Workload, settled_steps, simulate
+from grmpipe.simulation.scripts import FILLER, CountingRenderer, Lengths, Writer, lengths_in, lognormal, measured
+from grmpipe.simulation.settings import SimulateConfig
+from grmpipe.simulation.task import run_simulation
 from grmpipe.train.settings import TrainConfig
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message, RequestContext, SamplingParams
 from scheduler.cost import Costs, LearnerSpeed
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPEED = EngineSpeed(step_s=0.01, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=64)
 COSTS = Costs(engines={"policy": SPEED, "grm": SPEED}, learner=LearnerSpeed(token_s=1e-5, step_s=0.1), sync_s=0.1)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from grmpipe.cotrain.lesson_stream import LessonStream
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.label_settings import LabelConfig
 from grmpipe.judge.lessons import Lessons
 from grmpipe.judge.rule import RULES
 from grmpipe.judge.settings import JudgeConfig
-from grmpipe.lesson_stream import LessonStream
 from grmpipe.types import Prompt, Rollout, Turn
 from models.types import Completion, Message
 

@@ -26,8 +26,8 @@ from grmpipe.failures import RunFailed
 from grmpipe.judge.asking import Asker
 from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.meta_rm import sigmoid
-from grmpipe.meta_examples import Example, Sampled, Split, batches, sample, write_examples
-from grmpipe.meta_quality import measure
+from grmpipe.meta.examples import Example, Sampled, Split, batches, sample, write_examples
+from grmpipe.meta.quality import measure
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.observers import Observers
 from grmpipe.train.scalar_batch import Classified, pack_classified, plan_rounds

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.evaluation.watchman import Watched, Watchman
 from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
 from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.scale import Scale
@@ -20,7 +21,6 @@ from grmpipe.judge.watch import FailureGate
 from grmpipe.judge.watch_settings import LimitConfig, WatchConfig
 from grmpipe.judge.written import written
 from grmpipe.types import JudgeReport, Metrics, Prompt, Rollout
-from grmpipe.watchman import Watched, Watchman
 from models.types import Message
 
 ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),), reference="42")

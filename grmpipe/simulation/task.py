@@ -13,15 +13,15 @@ from grmpipe.judge.grm import BYTES_PER_TOKEN
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
-from grmpipe.plan_costs import SAMPLED_PROMPTS, Seated, cores_of, costs_of, lengths_of
+from grmpipe.plan.costs import SAMPLED_PROMPTS, Seated, cores_of, costs_of, lengths_of
+from grmpipe.plan.profile import Profile, read_profile
+from grmpipe.plan.survey import Survey, survey_run
 from grmpipe.prepare import Progress
-from grmpipe.profile import Profile, read_profile
 from grmpipe.run_dir import HOME, holds_run, new_run_dir
-from grmpipe.simulate import Workload, simulate
-from grmpipe.simulation_bound import GRM
-from grmpipe.simulation_report import describe, record_of
-from grmpipe.simulation_scripts import Lengths, lengths_in, lognormal, measured
-from grmpipe.survey import Survey, survey_run
+from grmpipe.simulation.bound import GRM
+from grmpipe.simulation.cluster import Workload, simulate
+from grmpipe.simulation.report import describe, record_of
+from grmpipe.simulation.scripts import Lengths, lengths_in, lognormal, measured
 from models.types import Message
 from scheduler.bound import POLICY
 from scheduler.cost import Costs, LearnerSpeed

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from grmpipe.judge.lessons import judged_right
 from grmpipe.judge.vote import best_indices, mean, weighted
-from grmpipe.meta_examples import Example
+from grmpipe.meta.examples import Example
 from grmpipe.train.classification import quality
 from grmpipe.types import Metrics
 

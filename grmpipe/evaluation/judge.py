@@ -15,14 +15,14 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
 from grmpipe.elastic import start_engines
 from grmpipe.engine_checks import check_installed
-from grmpipe.evaluation_files import show, write_files
+from grmpipe.evaluation.files import show, write_files
 from grmpipe.judge.against_labels import Accuracy, Evaluation, JudgedItem, Recount, evaluate
 from grmpipe.judge.meta import JudgedResponses, MetaScorer
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
 from grmpipe.judge.vote import VOTES, mean
 from grmpipe.judge.written import judge_together
-from grmpipe.meta_model import find_meta, guide_of, start_scorers
+from grmpipe.meta.model import find_meta, guide_of, start_scorers
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Summary
 from grmpipe.observe.timeline import Timeline
 from grmpipe.prepare import Prepared, Progress, check_machine, find_model, section

@@ -9,7 +9,7 @@ import pytest
 
 from grmpipe.config import ConfigError, RunConfig, to_yaml
 from grmpipe.observe.timeline import Timeline
-from grmpipe.profile import read_profile
+from grmpipe.plan.profile import read_profile
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig
 
 APART = PlacementConfig(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from grmpipe.simulate import SimulatedRun, Workload
+from grmpipe.simulation.cluster import SimulatedRun, Workload
 from scheduler.placement import Placement
 from scheduler.placement import describe as describe_placement
 

@@ -15,8 +15,8 @@ import pytest
 from grmpipe.judge.asking import Asker
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.settings import JudgeConfig
-from grmpipe.meta_examples import Example, batches, read_examples, sample, write_examples
-from grmpipe.meta_quality import measure
+from grmpipe.meta.examples import Example, batches, read_examples, sample, write_examples
+from grmpipe.meta.quality import measure
 from grmpipe.types import Prompt
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 

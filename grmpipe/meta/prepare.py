@@ -8,9 +8,9 @@ from pathlib import Path
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.engine_checks import check_installed
 from grmpipe.engines import Model
-from grmpipe.meta_examples import Example, Split, read_examples
-from grmpipe.meta_model import shared_window
-from grmpipe.meta_training import MetaTraining
+from grmpipe.meta.examples import Example, Split, read_examples
+from grmpipe.meta.model import shared_window
+from grmpipe.meta.training import MetaTraining
 from grmpipe.prepare import HELD_OUT_OF, Progress, check_machine, find_model, lessons_at, section
 from grmpipe.types import Prompt
 from models.hub import find_files

@@ -8,7 +8,7 @@ from typing import Literal
 
 from grmpipe.config import RunConfig
 from grmpipe.engines import EngineOptions, engine_config_of, engines_sleep, options_of
-from grmpipe.survey import Sized, Survey
+from grmpipe.plan.survey import Sized, Survey
 from models.engines.vllm_options import CPU_KV_CACHE_MB
 from models.footprint import Footprint
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig

@@ -11,12 +11,12 @@ from pathlib import Path
 from grmpipe.config import ConfigError, RunConfig, placement_yaml
 from grmpipe.engine_checks import SEVERAL_GPUS
 from grmpipe.engines import engine_config_of, options_of
-from grmpipe.plan_costs import Seated, costs_of, kv_bytes_of, kv_bytes_per_token, step_work
-from grmpipe.plan_memory import parts_of
+from grmpipe.plan.costs import Seated, costs_of, kv_bytes_of, kv_bytes_per_token, step_work
+from grmpipe.plan.memory import parts_of
+from grmpipe.plan.profile import Profile
+from grmpipe.plan.survey import Survey, pool_with_memory
 from grmpipe.prepare import seat_roles
-from grmpipe.profile import Profile
 from grmpipe.run_dir import HOME
-from grmpipe.survey import Survey, pool_with_memory
 from models.footprint import Heads, heads_of
 from models.settings import OpenAIConfig, SglangConfig
 from models.types import EngineSpeed

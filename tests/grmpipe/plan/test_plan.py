@@ -11,14 +11,14 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.config import ConfigError, RunConfig, build
-from grmpipe.plan import plan
-from grmpipe.plan_memory import held_at_once, memory_parts, overfull_slots
-from grmpipe.survey import survey_run
+from grmpipe.plan.memory import held_at_once, memory_parts, overfull_slots
+from grmpipe.plan.report import plan
+from grmpipe.plan.survey import survey_run
 from scheduler.cost import Costs
 from scheduler.placement import Placement, place
 from scheduler.planner import Predicted
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def composed(*overrides: str) -> RunConfig:

@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 from grmpipe.config import ConfigError, RunConfig, read_yaml
 from grmpipe.engines import engine_config_of
-from grmpipe.profile_files import (
+from grmpipe.plan.profile_files import (
     Sizes,
     Span,
     driver_seconds,

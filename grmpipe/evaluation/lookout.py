@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from grmpipe.evaluate import Evaluator
+from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.observe.sample_rows import SampleRow, sample_row
 from grmpipe.observers import Observers

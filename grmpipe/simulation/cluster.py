@@ -22,10 +22,10 @@ from grmpipe.judge.scale import Scale
 from grmpipe.judge.watch import FailureGate
 from grmpipe.pipeline import Pipeline
 from grmpipe.rollout.play import Play, Seat, play
-from grmpipe.simulation_bound import GRM, Bound, Needs, bound_of
-from grmpipe.simulation_driver import AttendedGrm, SimulatedDriver
-from grmpipe.simulation_learner import SimulatedRanks
-from grmpipe.simulation_scripts import CountingRenderer, Lengths, Writer
+from grmpipe.simulation.bound import GRM, Bound, Needs, bound_of
+from grmpipe.simulation.driver import AttendedGrm, SimulatedDriver
+from grmpipe.simulation.learner import SimulatedRanks
+from grmpipe.simulation.scripts import CountingRenderer, Lengths, Writer
 from grmpipe.time_share import TrainerByTurns, begin_turn
 from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.learner_by_turns import LearnerByTurns

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from grmpipe.simulation_driver import SimulatedDriver
+from grmpipe.simulation.driver import SimulatedDriver
 from models.engines.simulated_pace import SharedDevice
 from scheduler.virtual_loop import run_virtually
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import looptime
 import pytest
 
-from grmpipe.pacing import Pace
+from grmpipe.cotrain.pacing import Pace
 
 
 def on_virtual_clock(go: Callable) -> None:

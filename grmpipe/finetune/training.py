@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from grmpipe.assemble import Running, make_evaluator, make_play, make_push, start, too_long
+from grmpipe.evaluation.lookout import named
 from grmpipe.judge.rejection import Fate, hinted, kept_of, without_hint
-from grmpipe.lookout import named
 from grmpipe.observe.journal import Journal, read_journal
 from grmpipe.observe.records import decode_rollout, encode_rollout
 from grmpipe.observe.summary import EvalSummary, Status, Summary
