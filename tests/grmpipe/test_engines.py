@@ -227,7 +227,6 @@ def test_a_known_window_of_a_judge_outside_is_held_against_the_questions(monkeyp
     [
         ({"policy": {"engine": "openai"}}, r"^policy\.engine: openai takes no weights .*embedded or vllm or sglang$"),
         ({"grm": {"path": "tiny://grm", "engine": "openai"}}, r"^grm\.path: tiny://grm is a model of this project"),
-        ({"judge": {"structured": True}}, r"^judge\.structured: embedded can't hold .*grm\.engine=vllm or sglang$"),
         ({"judge": {"structured": True}, "grm": OUTSIDE}, r"^judge\.structured: openai can't hold"),
     ],
 )  # fmt: skip
