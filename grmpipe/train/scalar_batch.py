@@ -17,13 +17,19 @@ class Classified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalarBatch:
+class PackedSequences:
     """Sequences packed end to end. T: packed tokens, S: sequences. Arrays cross process borders as they are."""
 
     token_ids_T: np.ndarray  # int64
     position_ids_T: np.ndarray  # int64, from 0 in each sequence
     sequence_lengths_S: np.ndarray  # int64, sums to T
-    targets_T: np.ndarray  # float32, what the head is to say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarBatch(PackedSequences):
+    """Sequences, and what the head is to say of them."""
+
+    targets_T: np.ndarray  # float32
     weights_T: np.ndarray  # float32, 0 where it may say anything
 
 
