@@ -14,7 +14,7 @@ from grmpipe.config import RunConfig
 from grmpipe.cotrain.parts import Trainee, start_grm_learner, trainee
 from grmpipe.elastic import elastic_pools, start_routers
 from grmpipe.engine_checks import window_of
-from grmpipe.engines import device_of, engine_config_of, tensor_parallel_of
+from grmpipe.engines import device_of, engine_config_of, sync_config_of, tensor_parallel_of
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.flow import Parts, Trainer
@@ -237,7 +237,7 @@ def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, trans
     return WeightSync(
         learner,
         prepared.policy.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],
-        config.sync,
+        sync_config_of("policy", config),
         transport=transport,
         ranks_per_engine=tensor_parallel_of("policy", prepared.placement),
         new_address=functools.partial(cluster.free_address, "learner"),

@@ -5,6 +5,7 @@ A new engine is a file in models/engines/, a section in models/settings.py, a ro
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from models.renderer import Renderer
 from models.settings import EmbeddedConfig, ModelConfig, OpenAIConfig, SglangConfig, VllmConfig
 from models.types import Engine
 from scheduler.placement import Placement
+from scheduler.weight_sync import SyncConfig
 
 EngineOptions = EmbeddedConfig | VllmConfig | SglangConfig | OpenAIConfig
 MakeEngine = Callable[[int], Engine]  # by the rank of its seat; it travels to where the engine will live
@@ -84,6 +86,15 @@ def can_sleep(role: str, config: RunConfig, placement: Placement) -> bool:
     """Can its engines give memory back while others need it? The embedded one can anywhere, but for its weights on a
     CPU."""
     return isinstance(engine_config_of(role, config), EmbeddedConfig) or engines_sleep(role, config, placement)
+
+
+def sync_config_of(role: str, config: RunConfig) -> SyncConfig:
+    """How close a role's engines must come to their learner: less close where their options say that they quantise."""
+    engine, sync = engine_config_of(role, config), config.sync
+    if not isinstance(engine, EmbeddedConfig) or engine.quantize == "none":
+        return sync
+    told = sync.probe_tolerance_quantized
+    return dataclasses.replace(sync, probe_tolerance=told, probe_tolerance_16bit=told)
 
 
 # -- factories -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ DTYPES = ("float32", "bfloat16")
 ENGINES = ("embedded", "vllm", "sglang", "openai")
 ENGINES_OF_THE_POLICY = ("embedded", "vllm", "sglang")  # they take weights and give log-probs
 ENGINES_WITH_GRAMMAR = ("embedded", "vllm", "sglang")  # they can hold a text to a regular expression
+QUANTIZATIONS = ("none", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,11 @@ class EmbeddedConfig:
     max_context_tokens: int = 0  # prompt + new tokens per row; 0: the model's own window
     prefill_tokens_per_step: int = 8192  # joining requests wait when their prompts exceed this
     recompute_kv_on_sync: bool = False  # True: kept requests prefill again under new weights
+    quantize: str = "none"  # int8, int4: sample from weights rounded to so few bits (per row, absmax); no faster
 
     def __post_init__(self) -> None:
+        if self.quantize not in QUANTIZATIONS:
+            raise ValueError(f"quantize: unknown value {self.quantize!r}; known: {', '.join(QUANTIZATIONS)}")
         if self.max_batch_rows < 1:
             raise ValueError(f"max_batch_rows: must be at least 1, got {self.max_batch_rows}")
         if self.max_context_tokens < 0:

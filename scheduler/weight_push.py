@@ -36,6 +36,7 @@ class SyncConfig:
     probe_tokens: int = 64
     probe_tolerance: float = 1e-3  # in nats per token, where float32 was sent
     probe_tolerance_16bit: float = 0.25  # where bfloat16 or float16 was sent: the learner scores in its own precision
+    probe_tolerance_quantized: float = 1.0  # where the engine's own options say that it quantises what it gets
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -46,7 +47,7 @@ class SyncConfig:
             raise ValueError(
                 f"probe_tokens: must be at least 2 (the first token has no log-prob), got {self.probe_tokens}"
             )
-        for key in ("deadline_s", "probe_tolerance", "probe_tolerance_16bit"):
+        for key in ("deadline_s", "probe_tolerance", "probe_tolerance_16bit", "probe_tolerance_quantized"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config import RunConfig
-from grmpipe.engines import Model, device_of, tensor_parallel_of
+from grmpipe.engines import Model, device_of, sync_config_of, tensor_parallel_of
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.flow import FlowConfig
 from grmpipe.prepare import Prepared
@@ -65,7 +65,7 @@ def trainee(
     sync = WeightSync(
         learner,
         prepared.grm.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],
-        config.sync,
+        sync_config_of("grm", config),
         transport=transport,
         ranks_per_engine=tensor_parallel_of("grm", prepared.placement),
         new_address=functools.partial(cluster.free_address, LEARNER),

@@ -30,6 +30,7 @@ from models.engines.grammar import Grammar, parsed
 from models.engines.weight_loading import WeightInbox
 from models.lent_memory import LentMemory, free_bytes
 from models.logprobs import chosen_logprobs
+from models.quantize import quantize_matrices
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.types import (
@@ -86,6 +87,7 @@ class EmbeddedEngine:
         self._context_tokens = _window(config, renderer)
         self._model = load_causal_lm(model_path, dtype, device)
         decoder, slots = open_decoder(self._model, config.max_batch_rows, self._context_tokens)
+        self._quantize()
         endings = Endings(renderer.decode, renderer.stop_token_ids)
         grammar = Grammar(renderer.decode, renderer.num_token_ids, renderer.stop_token_ids, renderer.vocab_size)
         self._batch = Batch(
@@ -336,8 +338,14 @@ class EmbeddedEngine:
         self._batch.weights_changed()
 
     def _commit(self, version: int) -> WeightReceipt:
+        self._quantize()
         self._batch.adopt(version, self._config.recompute_kv_on_sync)
         return WeightReceipt(version=version, checksums=self._inbox.collect_checksums())
+
+    def _quantize(self) -> None:
+        """Checksums are of what came: only the probe sees what is sampled from."""
+        if self._config.quantize != "none":
+            quantize_matrices(self._model, self._config.quantize)
 
     def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         self._refuse_in_its_sleep()
