@@ -26,7 +26,6 @@ from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.lessons import LabelJudge, Lessons, label_rule
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.rule import RULES
-from grmpipe.judge.scale import Scale
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline import Interrupted, Pipeline
 from grmpipe.prepare import Prepared
@@ -142,12 +141,11 @@ class CoTraining:
 
     def _make_flow(self, policy: Pipeline) -> Pipeline:
         config, judge = self._config, self._config.judge
-        scale = Scale(low=judge.score_min, high=judge.score_max)
         parts = Parts(
             prompts=self._lessons,
             too_long=grm_too_long(config, self._grm.model),
             play=grm_play(config, self._grm),
-            judge=OneByOne(LabelJudge(label_rule(PARSERS[judge.parser], scale))),
+            judge=OneByOne(LabelJudge(label_rule(PARSERS[judge.parser], judge.scale))),
             watch=Turn(self._pace, self._lessons),
             trainer=BatchTrainer(self._grm.learner, grm_train(config), grm_algorithm(config)),
             push_weights=lambda version: policy.change_judge(version, lambda: self.push(version)),

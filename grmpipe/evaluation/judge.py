@@ -18,7 +18,6 @@ from grmpipe.engine_checks import check_installed
 from grmpipe.evaluation.files import show, write_files
 from grmpipe.judge.against_labels import Accuracy, Evaluation, JudgedItem, Recount, evaluate
 from grmpipe.judge.meta import JudgedResponses, MetaScorer
-from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
 from grmpipe.judge.vote import VOTES, mean
 from grmpipe.judge.written import judge_together
@@ -101,8 +100,8 @@ async def run_evaluation(ready: Ready, run_dir: Path) -> Summary:
         wall_s = round(time.monotonic() - began_s, 3)
         summary = Summary(status="failed", steps=0, versions={}, wall_s=wall_s, failure=describe_failure(error))
     else:
-        result = evaluate(judged, scale_of(config), recount_of(config))
-        show(result, config, write_files(run_dir, judged, result, scale_of(config)), run_dir)
+        result = evaluate(judged, config.judge.scale, recount_of(config))
+        show(result, config, write_files(run_dir, judged, result, config.judge.scale), run_dir)
         summary = summary_of(result, time.monotonic() - began_s, config)
     finally:
         timeline.close()
@@ -165,10 +164,6 @@ async def weights_of(guide: MetaScorer, one: JudgedItem, priority: int) -> tuple
 
 def responses_of(item: Labelled) -> tuple[str, ...]:
     return item.responses if isinstance(item, RankedResponses) else (item.response,)
-
-
-def scale_of(config: RunConfig) -> Scale:
-    return Scale(low=config.judge.score_min, high=config.judge.score_max)
 
 
 def recount_of(config: RunConfig) -> Recount:

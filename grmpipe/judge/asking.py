@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.parse import PARSERS, scores_of
 from grmpipe.judge.pattern import PATTERNS
-from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import JudgeConfig
-from grmpipe.types import Cause, Failed, FailedJudgement, Judgement, JudgeReport
+from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
 from models.engines.in_flight import Gate
 from models.seeds import derive_seed
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
@@ -53,7 +52,7 @@ class Asker:
         self.grm = grm
         self._config = config
         self._seed = seed
-        self._scale = Scale(low=config.score_min, high=config.score_max)
+        self._scale = config.scale
         self._parser = PARSERS[config.parser]
         self._places = Gate(config.width)
 
@@ -156,9 +155,3 @@ def failed_judgement(
         prompt_ids=prompt.token_ids,
         completion=completion,
     )
-
-
-def unasked(cause: Cause, detail: str) -> JudgeReport:
-    """Nothing was sent: 0 attempts."""
-    failure = Failed(stage="judge", cause=cause, attempts=0, detail=detail)
-    return JudgeReport(verdict=failure, failures=(failure,))

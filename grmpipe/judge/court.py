@@ -13,11 +13,12 @@ from grmpipe.judge.early_stop import Noise
 from grmpipe.judge.fitting import fitted
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.meta import JudgedResponses, MetaScorer
-from grmpipe.judge.principles import Principles
+from grmpipe.judge.principles import InlinePrinciples, Principles, SharedPrinciples
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.steps import Decode
+from grmpipe.judge.verdict import unasked
 from grmpipe.judge.vote import VOTES, Vote, best_indices, weighted
 from grmpipe.types import Cause, Failed, Judgement, Prompt
 from models.types import EngineDied, EngineRefused
@@ -29,7 +30,6 @@ class Court:
 
     asker: Asker
     config: JudgeConfig
-    scale: Scale
     template: JudgePrompt
     principles_template: PrinciplesPrompt | None  # None: principles are part of each judgement
     meta: MetaScorer | None
@@ -37,11 +37,15 @@ class Court:
     seed: int
     noise: Noise = field(default_factory=Noise)
 
-    def principles_of(self, prompt: Prompt, group_id: str) -> Principles | None:
+    @property
+    def scale(self) -> Scale:
+        return self.config.scale
+
+    def principles_of(self, prompt: Prompt, group_id: str) -> Principles:
         if self.principles_template is None:
-            return None
+            return InlinePrinciples()
         room = self.asker.room_for(self.config.principles_max_new_tokens)
-        return Principles(self.asker, self.principles_template, room, prompt, group_id)
+        return SharedPrinciples(self.asker, self.principles_template, room, prompt, group_id)
 
     def prompt(self, prompt: Prompt, texts: Sequence[str], principles: str | None) -> GrmPrompt | Failed:
         """The GRM's prompt about some texts of the policy, or why it can't be had: refused, too_long."""
@@ -53,9 +57,9 @@ class Court:
         try:
             made = fitted(render, texts, room, self.config.too_long)
         except ValueError as error:
-            return Failed(stage="judge", cause="refused", attempts=0, detail=str(error))
+            return unasked("refused", str(error))
         if isinstance(made, str):
-            return Failed(stage="judge", cause="too_long", attempts=0, detail=f"{self.asker.grm.name}: {made}")
+            return unasked("too_long", f"{self.asker.grm.name}: {made}")
         return made
 
     async def counted(self, judged: Sequence[JudgedResponses], priority: int) -> tuple[list[Judgement], Vote] | Failed:
@@ -73,10 +77,6 @@ class Court:
             return judgements, lambda scores: weighted(scores, weights)
         count = self.config.k_meta or max(1, self.config.num_judgements // 2)
         return [judgements[index] for index in best_indices(weights, count)], VOTES["mean"]
-
-    def shown_score(self, score: float) -> float:
-        """As the verdict gives it: SPCT's sum goes from k to 10 k."""
-        return score * self.config.num_judgements if self.config.vote == "sum" else score
 
     def abstention(self, spread: float) -> Failed | None:
         """No verdict, where judgements lie too far apart to mean anything."""

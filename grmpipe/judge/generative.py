@@ -13,7 +13,6 @@ from grmpipe.judge.meta import MetaScorer
 from grmpipe.judge.pairwise import PairwiseHearing
 from grmpipe.judge.pointwise import PointwiseHearing
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
-from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import VOTES_WITH_META, JudgeConfig
 from grmpipe.judge.steps import Decode
 from grmpipe.types import Hearing, JudgeReport, Prompt, Rollout
@@ -46,7 +45,6 @@ class GenerativeJudge:
         self._court = Court(
             asker=Asker(grm, config, seed),
             config=config,
-            scale=Scale(low=config.score_min, high=config.score_max),
             template=JudgePrompt.of(config),
             principles_template=PrinciplesPrompt(config.principles_template) if ahead else None,
             meta=meta,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from grmpipe.types import Failed, Hearing, Judge, JudgeReport, Prompt, Rollout, Sitting
+from grmpipe.judge.verdict import unasked
+from grmpipe.types import Hearing, Judge, JudgeReport, Prompt, Rollout, Sitting
 
 
 @runtime_checkable
@@ -46,13 +48,33 @@ class OneByOneHearing:
         return {sibling: await self._judge.judge(self._prompt, self._rollouts[sibling], priority)}
 
 
-async def judge_alone(judge: Judge, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
-    """The report on a rollout without siblings. Refused by a judge that only compares."""
-    hearing = judge.open(prompt, rollout.group_id, 1)
+async def judge_group(
+    judge: Judge, prompt: Prompt, rollouts: Sequence[Rollout], priority: int = 0
+) -> tuple[JudgeReport, ...]:
+    """The reports on all siblings of a group (at least one), in their order. The lowest priority goes first.
+
+    What the judge doesn't report on has failed as refused: one that compares can't take a rollout by itself.
+    """
+    hearing = judge.open(prompt, rollouts[0].group_id, len(rollouts))
+    sittings = list(hearing.begin())
+    for rollout in rollouts:
+        sittings += hearing.add(rollout)
     reports: dict[int, JudgeReport] = {}
-    for sitting in (*hearing.begin(), *hearing.add(rollout)):
-        reports |= await hearing.judge(sitting, priority)
-    if rollout.sibling in reports:
-        return reports[rollout.sibling]
-    failure = Failed(stage="judge", cause="refused", attempts=0, detail="this judge compares: one rollout is too few")
+    for final in await asyncio.gather(*(hearing.judge(sitting, priority) for sitting in sittings)):
+        reports |= final
+    return tuple(reports.get(rollout.sibling, NOT_TAKEN) for rollout in rollouts)
+
+
+async def judge_alone(judge: Judge, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+    """The report on a rollout without siblings."""
+    (report,) = await judge_group(judge, prompt, [rollout], priority)
+    return report
+
+
+def refused(detail: str) -> JudgeReport:
+    """Nobody was asked."""
+    failure = unasked("refused", detail)
     return JudgeReport(verdict=failure, failures=(failure,))
+
+
+NOT_TAKEN = refused("this judge compares: one response is too few")

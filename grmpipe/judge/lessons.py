@@ -122,7 +122,7 @@ def rule_of(judge: JudgeConfig) -> Rule:
     """What decides about right and wrong in a run: of answers, or of judgements where a judge is in training."""
     if judge.kind != "label":
         return RULES[judge.rule]
-    return label_rule(PARSERS[judge.parser], Scale(low=judge.score_min, high=judge.score_max))
+    return label_rule(PARSERS[judge.parser], judge.scale)
 
 
 class LabelJudge:

@@ -28,14 +28,14 @@ class ListwiseHearing:
         self._rollouts: dict[int, Rollout] = {}
 
     def begin(self) -> Sequence[Sitting]:
-        return (Sitting(members=()),) if self._principles else ()
+        return self._principles.sittings()
 
     def add(self, rollout: Rollout) -> Sequence[Sitting]:
         self._rollouts[rollout.sibling] = rollout
         return (Sitting(members=tuple(sorted(self._rollouts))),) if len(self._rollouts) == self._size else ()
 
     async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
-        principles = await self._principles.text(priority) if self._principles else None
+        principles = await self._principles.text(priority)
         if not sitting.members:
             return {}
         questions = self._questions(sitting.members, principles)
@@ -82,7 +82,7 @@ class ListwiseHearing:
         counted = await self._court.counted(judged, priority)
         reports = {sibling: JudgeReport(verdict=self._verdict(sibling, counted)) for sibling in members}
         evidence = replace(reports[members[0]], judgements=panel.judgements, failures=panel.failures)
-        return reports | {members[0]: self._with_principles(evidence)}
+        return reports | {members[0]: self._principles.told_in(evidence)}
 
     def _verdict(self, sibling: int, counted: tuple[Sequence[Judgement], Vote] | Failed) -> Verdict | Failed:
         if isinstance(counted, Failed):
@@ -91,7 +91,7 @@ class ListwiseHearing:
         scores = [judgement.scores[judgement.siblings.index(sibling)] for judgement in judgements]
         verdict = voted(COMPONENT, self._rollouts[sibling], scores, vote, self._court.scale)
         abstained = self._court.abstention(verdict.agreement)
-        return abstained or replace(verdict, score=self._court.shown_score(verdict.score))
+        return abstained or replace(verdict, score=self._court.config.shown_score(verdict.score))
 
     def _with_responses(self, judgement: Judgement) -> JudgedResponses:
         responses = tuple(self._rollouts[sibling].text for sibling in judgement.siblings)
@@ -100,7 +100,4 @@ class ListwiseHearing:
     def _failed_for_all(self, members: Sequence[int], failures: Sequence[Failed]) -> dict[int, JudgeReport]:
         reports = {sibling: JudgeReport(verdict=all_failed(failures)) for sibling in members}
         evidence = replace(reports[members[0]], failures=tuple(failures))
-        return reports | {members[0]: self._with_principles(evidence)}
-
-    def _with_principles(self, report: JudgeReport) -> JudgeReport:
-        return replace(report, principles=self._principles.take_untold()) if self._principles else report
+        return reports | {members[0]: self._principles.told_in(evidence)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grmpipe.judge.asking import Question
 from grmpipe.judge.court import Court
@@ -62,7 +62,7 @@ class PairwiseHearing:
         self._matches: dict[Pair, Match] = {}
 
     def begin(self) -> Sequence[Sitting]:
-        return (Sitting(members=()),) if self._principles else ()
+        return self._principles.sittings()
 
     def add(self, rollout: Rollout) -> Sequence[Sitting]:
         self._rollouts[rollout.sibling] = rollout
@@ -73,7 +73,7 @@ class PairwiseHearing:
         ]
 
     async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
-        principles = await self._principles.text(priority) if self._principles else None
+        principles = await self._principles.text(priority)
         if not sitting.members:
             return {}
         lower, higher = sitting.members
@@ -136,7 +136,7 @@ class PairwiseHearing:
             failures=tuple(failure for panel in own for failure in panel.failures),
             saved_tokens=sum(panel.saved_tokens for panel in own),
         )
-        return replace(report, principles=self._principles.take_untold()) if self._principles else report
+        return self._principles.told_in(report)
 
     def _verdict(self, sibling: int, pairs: Sequence[Pair]) -> Verdict | Failed:
         votes = [self._matches[pair].votes_for(pair[0] == sibling) for pair in pairs]

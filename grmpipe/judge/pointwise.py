@@ -13,7 +13,7 @@ from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.meta import JudgedResponses
 from grmpipe.judge.panel import IN_FULL, Panel, Results, convene
 from grmpipe.judge.steps import steps_of
-from grmpipe.judge.verdict import COMPONENT, all_failed, outcome_place
+from grmpipe.judge.verdict import COMPONENT, all_failed, outcome_place, unasked
 from grmpipe.judge.vote import agreement, mean
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Sitting, StopAudit, Verdict
 from models.seeds import derive_seed
@@ -39,7 +39,7 @@ def matter_of(court: Court, prompt: Prompt, rollout: Rollout) -> Matter | Failed
     if protocol == "rubric":
         if not prompt.rubric:
             detail = f"prompt {prompt.prompt_id} has no rubric"
-            return Failed(stage="judge", cause="refused", attempts=0, detail=detail)
+            return unasked("refused", detail)
         total = math.fsum(criterion.weight for criterion in prompt.rubric)
         weights = tuple(criterion.weight / total for criterion in prompt.rubric)
         return Matter(texts=(rollout.text,), weights=weights, places=(outcome_place(rollout),))
@@ -65,23 +65,21 @@ class PointwiseHearing:
         self._means: dict[int, float] = {}  # by sibling, so far
 
     def begin(self) -> Sequence[Sitting]:
-        return (Sitting(members=()),) if self._principles else ()
+        return self._principles.sittings()
 
     def add(self, rollout: Rollout) -> Sequence[Sitting]:
         self._rollouts[rollout.sibling] = rollout
         return (Sitting(members=(rollout.sibling,)),)
 
     async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
-        principles = await self._principles.text(priority) if self._principles else None
+        principles = await self._principles.text(priority)
         if not sitting.members:
             return {}
         (sibling,) = sitting.members
         if isinstance(principles, Failed):
             return {sibling: JudgeReport(verdict=all_failed([principles]), failures=(principles,))}
         report = await self._judged(self._rollouts[sibling], principles, priority)
-        if self._principles:
-            report = replace(report, principles=self._principles.take_untold())
-        return {sibling: report}
+        return {sibling: self._principles.told_in(report)}
 
     async def _judged(self, rollout: Rollout, principles: str | None, priority: int) -> JudgeReport:
         matter = matter_of(self._court, self._prompt, rollout)
@@ -167,7 +165,7 @@ class PointwiseHearing:
         values = shares if len(matter.places) == len(shares) else [reward]
         return Verdict(
             rewards=tuple(replace(place, value=value) for place, value in zip(matter.places, values, strict=True)),
-            score=self._court.shown_score(matter.score_of(votes)),
+            score=self._court.config.shown_score(matter.score_of(votes)),
             breakdown={COMPONENT: reward},
             agreement=spread,
             num_judgements=len(chosen),

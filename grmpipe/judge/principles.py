@@ -1,17 +1,50 @@
-"""What a judge wants of the answers to a prompt, written before there are any. One text for all siblings."""
+"""What a judge wants of the answers to a prompt: written before there are any, or within each judgement."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from grmpipe.judge.asking import Asker
 from grmpipe.judge.prompt import PrinciplesPrompt
-from grmpipe.types import Failed, Prompt
+from grmpipe.judge.verdict import unasked
+from grmpipe.types import Failed, JudgeReport, Prompt, Sitting
 from models.types import Completion
 
 
-class Principles:
-    """Of one group. Whoever comes first has them written, the others wait for it; so no width can deadlock.
+class Principles(Protocol):
+    """Of one group, as its hearing sees them."""
+
+    def sittings(self) -> Sequence[Sitting]:
+        """What there is to do before any rollout has ended."""
+        ...
+
+    async def text(self, priority: int) -> str | Failed | None:
+        """For the judge's prompts; None where there is none to show."""
+        ...
+
+    def told_in(self, report: JudgeReport) -> JudgeReport:
+        """The report, with what was written if no report has told it yet."""
+        ...
+
+
+class InlinePrinciples:
+    """Part of each judgement: nothing is written ahead, nobody waits."""
+
+    def sittings(self) -> Sequence[Sitting]:
+        return ()
+
+    async def text(self, priority: int) -> None:
+        return None
+
+    def told_in(self, report: JudgeReport) -> JudgeReport:
+        return report
+
+
+class SharedPrinciples:
+    """One text for all siblings. Whoever comes first has it written, the others wait for it; so no width can deadlock.
 
     A failure isn't kept: who comes next tries again, under other seeds.
     """
@@ -30,6 +63,9 @@ class Principles:
         self._num_tries = 0
         self._untold: Completion | None = None
 
+    def sittings(self) -> Sequence[Sitting]:
+        return (Sitting(members=()),)
+
     async def text(self, priority: int) -> str | Failed:
         async with self._writing:
             if self._written is None:
@@ -39,19 +75,18 @@ class Principles:
                 self._written = self._untold = answer
         return self._written.text.strip()
 
-    def take_untold(self) -> Completion | None:
-        """What was written, once: for the report of the first sibling that has one."""
+    def told_in(self, report: JudgeReport) -> JudgeReport:
         untold, self._untold = self._untold, None
-        return untold
+        return replace(report, principles=untold)
 
     async def _write(self, priority: int) -> Completion | Failed:
         try:
             asked_for = self._asker.grm.prompt(self._template.render(self._prompt))
         except ValueError as error:
-            return Failed(stage="judge", cause="refused", attempts=0, detail=str(error))
+            return unasked("refused", str(error))
         if self._room is not None and asked_for.num_tokens > self._room:
             detail = f"principles: {asked_for.num_tokens} tokens; there is room for {self._room}"
-            return Failed(stage="judge", cause="too_long", attempts=0, detail=detail)
+            return unasked("too_long", detail)
         name = f"{self._group_id}/principles/{self._num_tries}"
         self._num_tries += 1
         return await self._asker.text(name, self._group_id, asked_for, priority)

@@ -81,9 +81,8 @@ class JudgePrompt:
 
     @classmethod
     def of(cls, config: JudgeConfig) -> JudgePrompt:
-        scale = Scale(low=config.score_min, high=config.score_max)
         ahead = config.principles == "ahead"
-        return cls.load(config.template, scale, protocol=config.protocol, shared_principles=ahead)
+        return cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead)
 
     def render(self, prompt: Prompt, *texts: str, principles: str | None = None) -> str:
         """What the judge reads of one text of the policy, or of several in the order shown.

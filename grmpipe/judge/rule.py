@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
+from grmpipe.judge.hearing import refused
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import mean
-from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
+from grmpipe.types import JudgeReport, Prompt, Rollout
 
 Rule = Callable[[str, str], bool]
 
@@ -56,15 +57,10 @@ class RuleJudge:
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         if prompt.reference is None:
-            return unruled(f"prompt {prompt.prompt_id} has no reference")
+            return refused(f"prompt {prompt.prompt_id} has no reference")
         try:
             right = self._rule(rollout.text, prompt.reference)
         except ValueError as error:
-            return unruled(f"prompt {prompt.prompt_id}: {error}")
+            return refused(f"prompt {prompt.prompt_id}: {error}")
         scale = Scale()
         return JudgeReport(verdict=voted("rule", rollout, (scale.high if right else scale.low,), mean, scale))
-
-
-def unruled(detail: str) -> JudgeReport:
-    failure = Failed(stage="judge", cause="refused", attempts=0, detail=detail)
-    return JudgeReport(verdict=failure, failures=(failure,))

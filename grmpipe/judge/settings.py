@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from grmpipe.judge.scale import Scale
+
 KINDS = ("generative", "rule", "mixed", "label", "own")
 PROTOCOLS = ("pointwise", "listwise", "pairwise", "rubric", "steps")
 PAIRS = ("all", "ring")
@@ -109,6 +111,14 @@ class JudgeConfig:
         self._check_early_stop()
         self._check_mix()
         self._check_deadline()
+
+    @property
+    def scale(self) -> Scale:
+        return Scale(low=self.score_min, high=self.score_max)
+
+    def shown_score(self, score: float) -> float:
+        """As a verdict gives it: SPCT's sum goes from k to 10 k."""
+        return score * self.num_judgements if self.vote == "sum" else score
 
     def responses_shown(self, size: int) -> int:
         """In one judgement, of a group of so many siblings."""

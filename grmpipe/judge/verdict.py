@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.vote import Vote, agreement
-from grmpipe.types import Failed, RewardSpan, Rollout, Verdict
+from grmpipe.types import Cause, Failed, RewardSpan, Rollout, Verdict
 
 COMPONENT = "generative"  # what a GRM's reward is called in a breakdown
 
@@ -22,6 +22,11 @@ def outcome_place(rollout: Rollout) -> RewardSpan:
 def outcome(rollout: Rollout, value: float) -> tuple[RewardSpan, ...]:
     """One reward for the whole rollout."""
     return (replace(outcome_place(rollout), value=value),)
+
+
+def unasked(cause: Cause, detail: str) -> Failed:
+    """Nothing was sent: 0 attempts."""
+    return Failed(stage="judge", cause=cause, attempts=0, detail=detail)
 
 
 def all_failed(failures: Sequence[Failed]) -> Failed:

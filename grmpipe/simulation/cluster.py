@@ -18,7 +18,6 @@ from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
-from grmpipe.judge.scale import Scale
 from grmpipe.judge.watch import FailureGate
 from grmpipe.pipeline import Pipeline
 from grmpipe.rollout.play import Play, Seat, play
@@ -182,7 +181,7 @@ class Simulation:
         return Writer(
             lengths=lengths,
             seed=config.seed,
-            scale=Scale(low=config.judge.score_min, high=config.judge.score_max),
+            scale=config.judge.scale,
             boxed=config.judge.parser == "boxed",
             num_scores=config.judge.responses_shown(config.train.group_size),
             unparseable_share=config.simulate.unparseable_share,

@@ -9,6 +9,7 @@ import pytest
 from grmpipe.judge.hearing import OneByOne, judge_alone
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
+from grmpipe.judge.settings import EarlyStopConfig
 from grmpipe.types import Failed
 from models.types import EngineDied
 
@@ -58,3 +59,18 @@ def test_a_sibling_is_reported_on_once_when_its_last_component_is_done(bench: An
     assert (generative.members, generative.component, rule.component) == ((1,), "generative", "rule")
     assert bench.run(hearing.judge(rule)) == {}
     assert list(bench.run(hearing.judge(generative))) == [1]
+
+
+def test_what_a_component_wrote_ahead_and_what_its_early_stop_saved_is_told_of_the_mixture(bench: Any) -> None:
+    def write(prompt: str, context: Any) -> Any:
+        return bench.answer("Be strict." if "/principles/" in context.request_id else "\\boxed{4}")
+
+    stop = EarlyStopConfig(kind="relaxed", audit_share=1.0)
+    ahead = {"template": "ahead", "parser": "boxed", "principles": "ahead"}
+    grm, _ = bench.generative(write, num_judgements=4, early_stop=stop, **ahead)
+    alone = bench.run(judge_alone(grm, bench.prompt(), bench.rollout("12")))
+    judge = MixedJudge({"rule": (OneByOne(RuleJudge("exact_answer")), 1.0), "generative": (grm, 1.0)})
+    report = bench.run(judge_alone(judge, bench.prompt(), bench.rollout("12")))
+    assert report.principles is not None and report.principles.text == "Be strict."
+    assert report.audit is not None and report.audit == alone.audit
+    assert report.saved_tokens == alone.saved_tokens
