@@ -4,6 +4,7 @@ python launch.py +experiment=quickstart                          # train
 python launch.py -m +experiment=quickstart train.lr=1e-4,3e-4    # sweep
 python launch.py +experiment=quickstart task=plan                # what goes where; starts nothing
 python launch.py +experiment=quickstart task=simulate            # how long a step takes, and who waits; no GPU needed
+python launch.py task=report run_dir=runs/x/latest               # report.html of a run that is there, a crashed one too
 python launch.py task=doctor                                     # what is installed, what is missing, what to type
 
 Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept).
@@ -45,6 +46,11 @@ def run_task(config: run_config.RunConfig) -> float | None:
         print(doctor(config.engine.sglang.python))
         return None
     # Late: a misspelt key should not wait for torch to load.
+    if config.task == "report":
+        from grmpipe.report import make_report
+
+        print(make_report(config))
+        return None
     from grmpipe import tasks
 
     return tasks.run_task(config)

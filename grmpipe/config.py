@@ -36,7 +36,7 @@ from scheduler.health import HealthConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.weight_sync import SyncConfig
 
-TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "doctor")
+TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
 ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline")

@@ -12,12 +12,14 @@ from grmpipe.observe.console import ConsoleSink
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.recorder import Recorder
+from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.timeline import Timeline
 from grmpipe.observe.tracker import Sink, Tracker
 from grmpipe.observe.wandb_sink import WandbSink
 
 FILES = {
+    REPORT: "the run as a page: open it in a browser",
     "summary.json": "what the run came to",
     "metrics.jsonl": "a line a step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
@@ -72,7 +74,8 @@ class Observers:
             self.console.alarm(text)
 
     def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
-        """Some rollouts with their critiques, who held up whom, and where the files are."""
+        """The run's page; some rollouts with their critiques, who held up whom, and where the files are."""
+        write_report(run_dir)
         if self.console:
             self.console.print_samples(rows)
             if bottleneck is not None:

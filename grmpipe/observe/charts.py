@@ -1,0 +1,226 @@
+"""Curves as the geometry of an SVG: paths, ticks, words beside them. Pure; knows no run and no file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+WIDTH, HEIGHT = 560, 210
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 22  # room for the ticks' words
+MAX_POINTS = 300  # of a curve: more than a screen shows
+MAX_DOTS = 40  # a curve of fewer points shows each
+NUM_TICKS = 4
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One curve in its own units. quiet: drawn thin, as the ground for others."""
+
+    name: str
+    points: Sequence[Point]
+    quiet: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A series on the canvas. `dots`: x, y and the words of each. value: its last, in words; an area's mean."""
+
+    name: str
+    path: str
+    quiet: bool
+    value: str
+    dots: Sequence[tuple[float, float, str]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    title: str
+    note: str
+    curves: Sequence[Curve]
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
+    bands: Sequence[tuple[float, float]] = ()  # x, width: stretches of steps that are marked
+    filled: bool = False  # curves are the upper edges of areas, the uppermost first
+    width: int = WIDTH
+    height: int = HEIGHT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """From units to the canvas."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+    width: int = WIDTH
+    height: int = HEIGHT
+    margins: tuple[int, int, int, int] = field(default=(LEFT, RIGHT, TOP, BOTTOM))
+
+    def x(self, value: float) -> float:
+        left, right, _, _ = self.margins
+        return left + (value - self.x_low) / (self.x_high - self.x_low) * (self.width - left - right)
+
+    def y(self, value: float) -> float:
+        _, _, top, bottom = self.margins
+        share = (value - self.y_low) / (self.y_high - self.y_low)
+        return self.height - bottom - share * (self.height - top - bottom)
+
+
+def chart(title: str, series: Sequence[Series], *, note: str = "", marked: Iterable[float] = ()) -> Chart | None:
+    """marked: steps to be seen as bands. None where no series has a point."""
+    drawn = [Series(name=one.name, points=thinned(one.points), quiet=one.quiet) for one in series if one.points]
+    if not drawn:
+        return None
+    frame = framed([point for one in drawn for point in one.points])
+    return Chart(
+        title=title,
+        note=note,
+        curves=[curve(one, frame) for one in drawn],
+        x_ticks=[Tick(at=rounded(frame.x(value)), text=short(value)) for value in whole_ticks(frame)],
+        y_ticks=[Tick(at=rounded(frame.y(value)), text=short(value)) for value in ticks(frame.y_low, frame.y_high)],
+        bands=bands(sorted(set(marked)), frame),
+    )
+
+
+def stacked(title: str, layers: Sequence[Series], *, note: str = "") -> Chart | None:
+    """Areas upon each other, the first at the bottom. All layers have the same x. None for less than two points."""
+    if not layers or len(layers[0].points) < 2:
+        return None
+    heights = [0.0] * len(layers[0].points)
+    edges = []
+    for layer in layers:
+        heights = [height + y for height, (_, y) in zip(heights, layer.points, strict=True)]
+        xs = [x for x, _ in layer.points]
+        edges.append(Series(name=layer.name, points=thinned([*zip(xs, heights, strict=True)])))
+    frame = framed([(edges[0].points[0][0], 0.0), *(point for edge in edges for point in edge.points)])
+    floor = rounded(frame.y(0.0))
+    areas = [
+        Curve(
+            name=edge.name,
+            path=f"{path_of(edge.points, frame)}V{floor}H{rounded(frame.x(edge.points[0][0]))}Z",
+            quiet=False,
+            value=short(sum(y for _, y in layer.points) / len(layer.points)),
+        )
+        for edge, layer in zip(edges, layers, strict=True)
+    ]
+    return Chart(
+        title=title,
+        note=note,
+        curves=areas[::-1],
+        x_ticks=[Tick(at=rounded(frame.x(value)), text=short(value)) for value in whole_ticks(frame)],
+        y_ticks=[Tick(at=rounded(frame.y(value)), text=short(value)) for value in ticks(frame.y_low, frame.y_high)],
+        filled=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spark:
+    """A curve the size of a word."""
+
+    name: str
+    path: str
+    first: str
+    last: str
+
+
+SPARK_WIDTH, SPARK_HEIGHT = 120, 24
+
+
+def spark(name: str, points: Sequence[Point]) -> Spark:
+    points = thinned(points, SPARK_WIDTH)
+    frame = framed(points, SPARK_WIDTH, SPARK_HEIGHT, (1, 1, 2, 2))
+    return Spark(name=name, path=path_of(points, frame), first=short(points[0][1]), last=short(points[-1][1]))
+
+
+# -- geometry --------------------------------------------------------------------------------------------------------
+
+
+def framed(
+    points: Sequence[Point],
+    width: int = WIDTH,
+    height: int = HEIGHT,
+    margins: tuple[int, int, int, int] = (LEFT, RIGHT, TOP, BOTTOM),
+) -> Frame:
+    """Around all points; what doesn't vary gets room all the same."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    x_low, x_high = widened(min(xs), max(xs))
+    y_low, y_high = widened(min(ys), max(ys))
+    return Frame(x_low=x_low, x_high=x_high, y_low=y_low, y_high=y_high, width=width, height=height, margins=margins)
+
+
+def widened(low: float, high: float) -> Point:
+    if high > low:
+        return low, high
+    room = abs(low) / 2
+    return (low - room, high + room) if room else (0.0, 1.0)
+
+
+def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Means of neighbours where there are too many; the last point stays as it is."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(len(points) / most)
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+    return [*means[:-1], points[-1]]
+
+
+def curve(series: Series, frame: Frame) -> Curve:
+    dots = series.points if len(series.points) <= (1 if series.quiet else MAX_DOTS) else ()
+    return Curve(
+        name=series.name,
+        path=path_of(series.points, frame),
+        quiet=series.quiet,
+        value=short(series.points[-1][1]),
+        dots=[(rounded(frame.x(x)), rounded(frame.y(y)), f"step {short(x)}: {short(y)}") for x, y in dots],
+    )
+
+
+def path_of(points: Sequence[Point], frame: Frame) -> str:
+    return "M" + "L".join(f"{rounded(frame.x(x))},{rounded(frame.y(y))}" for x, y in points)
+
+
+def bands(steps: Sequence[float], frame: Frame) -> list[tuple[float, float]]:
+    """Each step from half a step before it to half a step behind it, within the frame."""
+    found = []
+    for step in steps:
+        start = frame.x(max(frame.x_low, step - 0.5))
+        end = frame.x(min(frame.x_high, step + 0.5))
+        if end > start:
+            found.append((rounded(start), max(1.0, rounded(end - start))))
+    return found
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers within, about NUM_TICKS of them."""
+    rough = (high - low) / NUM_TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def whole_ticks(frame: Frame) -> list[float]:
+    """Of steps: there is no half one."""
+    return [value for value in ticks(frame.x_low, frame.x_high) if abs(value - round(value)) < 1e-9]
+
+
+def rounded(value: float) -> float:
+    return round(value, 1)
+
+
+def short(value: float) -> str:
+    """Three digits that matter; whole numbers whole."""
+    if value == round(value) and abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.3g}"

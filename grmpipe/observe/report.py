@@ -1,0 +1,254 @@
+"""report.html: a run as one page that needs nothing else, no network and no script. Made of the run's files alone.
+
+What models wrote is shown as text, whatever it looks like: the template escapes, and the page forbids itself scripts.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from grmpipe.observe.charts import SPARK_HEIGHT, SPARK_WIDTH, Chart, Series, Spark, chart, short, spark, stacked
+from grmpipe.observe.console import readable
+from grmpipe.observe.guard import Guard
+from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
+
+log = logging.getLogger(__name__)
+
+REPORT = "report.html"
+TEXT_CHARS = 6_000  # of one text that is shown
+ALARMS = ("alarm/hacking", "alarm/fooled", "alarm/canary_drift")
+REST = "learns, engines busy"
+WAITS = (
+    ("wait/batch_s", "learns, engines idle"),
+    ("wait/weights_s", "weights move"),
+    ("wait/judge_s", "waits for verdicts"),
+    ("wait/policy_s", "waits for rollouts"),
+)
+MISMATCH = re.compile(r"mismatch/age_(\d+)/mean_nats")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A number that is looked for first. before: at the start of the run."""
+
+    name: str
+    value: str
+    before: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """share: of the whole, 0 to 1."""
+
+    name: str
+    share: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """All that the template shows."""
+
+    run: RunFiles
+    tiles: Sequence[Tile]
+    learning: Sequence[Chart]
+    judging: Sequence[Chart]
+    failures: Sequence[Bar]
+    time: Sequence[Chart]
+    waits: Sequence[Bar]
+    busy: Sequence[Bar]
+    age: Sequence[Chart]
+    metrics: Mapping[str, Sequence[Spark]]  # by what stands before the slash
+
+
+def write_report(run_dir: Path, bottleneck: str | None = None) -> bool:
+    """Whether it could be written: nothing that goes wrong here is raised.
+
+    bottleneck: for a run that left no summary.
+    """
+    guard = Guard()
+    with guard.watch(REPORT):
+        run = read_run(run_dir)
+        run = replace(run, bottleneck=run.bottleneck or bottleneck)
+        draft = run_dir / f"{REPORT}.tmp"
+        draft.write_text(render(page_of(run)), encoding="utf-8", errors="replace")
+        draft.replace(run_dir / REPORT)
+    return not guard.failures
+
+
+def render(page: Page) -> str:
+    environment = Environment(
+        loader=PackageLoader("grmpipe.observe"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"shown": shown_text, "short": short, "duration": duration}
+    template = environment.get_template("report.html.jinja")
+    return template.render(page=page, run=page.run, never_ended=NEVER_ENDED, spark=(SPARK_WIDTH, SPARK_HEIGHT))
+
+
+def page_of(run: RunFiles) -> Page:
+    ringing = [line["step"] for line in run.metrics if any(line.get(alarm) for alarm in ALARMS)]
+    return Page(
+        run=run,
+        tiles=[*tiles(run)],
+        learning=present(
+            chart("True accuracy", accuracy_series(run), marked=ringing, note="by a rule that sees the reference"),
+            chart("GRM score", score_series(run), marked=ringing, note="what is trained on"),
+        ),
+        judging=present(
+            chart("Spread of a vote", [*spread_series(run)], note="std of the judgements of one rollout"),
+            chart("Canaries", canary_series(run), note="fixed responses: a steady judge scores them alike"),
+        ),
+        failures=failure_bars(run),
+        time=present(stacked("Seconds of each step", wait_layers(run), note="with the mean of each part")),
+        waits=wait_bars(run),
+        busy=busy_bars(run),
+        age=present(
+            chart("Sampler against trainer", [*mismatch_series(run)], note="mean |log-prob difference|, nats, by age"),
+            chart("Staleness", staleness_series(run), note="versions between a group's oldest token and its batch"),
+        ),
+        metrics=sparks(run),
+    )
+
+
+def present(*charts: Chart | None) -> list[Chart]:
+    return [one for one in charts if one is not None]
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def tiles(run: RunFiles) -> Iterator[Tile]:
+    yield Tile(name="steps", value=str(run.steps))
+    if run.wall_s is not None:
+        yield Tile(name="wall time", value=duration(run.wall_s))
+    for name, value in run.eval_final.items() or run.eval_initial.items():
+        before = short(run.eval_initial[name]) if run.eval_final and name in run.eval_initial else ""
+        yield Tile(name=name.replace("_", " "), value=short(value), before=before)
+    if run.asked:
+        yield Tile(name="judgements", value=f"{run.asked:,}")
+        yield Tile(name="failed", value=f"{100 * sum(run.failed.values()) / run.asked:.2g} %")
+    if oldest := run.series("staleness/max"):
+        yield Tile(name="staleness, at most", value=short(max(age for _, age in oldest)))
+
+
+def failure_bars(run: RunFiles) -> list[Bar]:
+    """Of all that were asked; the bars are scaled to the most frequent cause."""
+    most = max(run.failed.values(), default=0) or 1
+    ordered = sorted(run.failed.items(), key=lambda item: -item[1])
+    return [
+        Bar(name=cause, share=count / most, text=f"{count:,} ({100 * count / max(1, run.asked):.2g} %)")
+        for cause, count in ordered
+    ]
+
+
+def wait_bars(run: RunFiles) -> list[Bar]:
+    """Shares of the time of all steps."""
+    seconds = run.total("time/step_s")
+    if not seconds:
+        return []
+    waits = {title: run.total(name) for name, title in WAITS}
+    waits = {REST: max(0.0, seconds - sum(waits.values()))} | waits
+    return [
+        Bar(name=title, share=min(1.0, wait_s / seconds), text=f"{100 * wait_s / seconds:.0f} %")
+        for title, wait_s in waits.items()
+    ]
+
+
+def busy_bars(run: RunFiles) -> list[Bar]:
+    """Shares of the time of all steps in which a role had something to do."""
+    seconds = run.total("time/step_s")
+    shares = {role: min(1.0, busy_s / seconds) for role, busy_s in run.busy_s.items()} if seconds else {}
+    return [Bar(name=role, share=share, text=f"{100 * share:.0f} %") for role, share in shares.items()]
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+# -- curves ----------------------------------------------------------------------------------------------------------
+
+
+def accuracy_series(run: RunFiles) -> list[Series]:
+    return [
+        Series(name="batches", points=run.series("train/true_accuracy"), quiet=True),
+        Series(name="held-out", points=run.series("eval/true_accuracy")),
+        Series(name="held-out, greedy", points=run.series("eval/true_accuracy_greedy")),
+    ]
+
+
+def score_series(run: RunFiles) -> list[Series]:
+    return [
+        Series(name="batches", points=run.series("train/grm_score"), quiet=True),
+        Series(name="held-out", points=run.series("eval/grm_score")),
+    ]
+
+
+def spread_series(run: RunFiles) -> Iterator[Series]:
+    """Of one judgement each there is none."""
+    points = run.series("judge/agreement_std")
+    if any(spread for _, spread in points):
+        yield Series(name="mean of a batch", points=points)
+
+
+def canary_series(run: RunFiles) -> list[Series]:
+    return [
+        Series(name="mean score", points=run.series("watch/canary_score")),
+        Series(name="of bad answers made to fool", points=run.series("watch/fooling_score")),
+    ]
+
+
+def staleness_series(run: RunFiles) -> list[Series]:
+    return [
+        Series(name="oldest", points=run.series("staleness/max")),
+        Series(name="mean", points=run.series("staleness/mean")),
+    ]
+
+
+def mismatch_series(run: RunFiles) -> Iterator[Series]:
+    names = {name for line in run.metrics for name in line}
+    ages = sorted(int(found[1]) for name in names if (found := MISMATCH.fullmatch(name)))
+    for age in ages:
+        yield Series(name=f"age {age}", points=run.series(f"mismatch/age_{age}/mean_nats"))
+
+
+def wait_layers(run: RunFiles) -> list[Series]:
+    """The learner's states, which add up to a step."""
+    lines = [line for line in run.metrics if "time/step_s" in line]
+    layers = [
+        Series(name=title, points=[(line["step"], line.get(name, 0.0)) for line in lines]) for name, title in WAITS
+    ]
+    known = [sum(line.get(name, 0.0) for name, _ in WAITS) for line in lines]
+    rest = [(line["step"], max(0.0, line["time/step_s"] - wait)) for line, wait in zip(lines, known, strict=True)]
+    return [Series(name=REST, points=rest), *layers]
+
+
+def sparks(run: RunFiles) -> dict[str, list[Spark]]:
+    names = sorted({name for line in run.metrics for name in line} - {"step", "time"})
+    houses: dict[str, list[Spark]] = {}
+    for name in names:
+        house, _, inside = name.partition("/")
+        houses.setdefault(house, []).append(spark(inside or name, run.series(name)))
+    return houses
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------
+
+
+def shown_text(text: str) -> str:
+    """Control characters can't hide or reorder what stands there; what is very long is cut in its middle."""
+    if len(text) > TEXT_CHARS:
+        half, left_out = TEXT_CHARS // 2, len(text) - TEXT_CHARS
+        text = f"{text[:half]}\n\n[… {left_out:,} characters left out …]\n\n{text[-half:]}"
+    return readable(text)

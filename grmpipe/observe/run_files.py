@@ -1,0 +1,310 @@
+"""What the files of a run say, as far as they are there: for a reader, of a finished or a crashed run. Writes nothing.
+
+Every file may be missing, torn or of another version: what can't be read is left out. Journals can be huge; only their
+two ends are read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grmpipe.observe.charts import Point
+from grmpipe.observe.gauges import failures_by_cause
+from grmpipe.observe.redact import REDACTED, environment_secrets, looks_secret, mask
+from grmpipe.types import Metrics
+
+END_BYTES = 4_000_000  # of a journal, read at either end
+LOG_BYTES = 16_000
+NEVER_ENDED = "no end on record"
+
+Record = dict[str, Any]  # of this file only: a line of a journal, a part of the summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critique:
+    text: str
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A rollout with what the judge said. score: None where judging failed; the critiques then begin with the cause.
+
+    why: what it was chosen for.
+    """
+
+    why: str
+    group_id: str
+    sibling: int
+    version: int
+    question: str
+    reference: str | None
+    answer: str
+    score: float | None
+    reward: float | None
+    critiques: Sequence[Critique]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """metrics: a mapping a line, in the order of the file; each has its `step`."""
+
+    name: str
+    status: str
+    failure: str | None
+    bottleneck: str | None
+    alarms: Sequence[str]
+    wall_s: float | None
+    steps: int
+    metrics: Sequence[Metrics]
+    eval_initial: Metrics
+    eval_final: Metrics
+    busy_s: Metrics
+    asked: int
+    failed: Mapping[str, int]  # judgements by cause
+    groups: Mapping[str, int]  # trained, in flight, dropped by cause
+    shown: Sequence[Shown]
+    config: str
+    log_end: str
+    present: Sequence[str]  # names of files
+
+    def series(self, name: str) -> list[Point]:
+        return [(line["step"], line[name]) for line in self.metrics if name in line]
+
+    def total(self, name: str) -> float:
+        return sum(line.get(name, 0.0) for line in self.metrics)
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    summary = read_object(run_dir / "summary.json")
+    metrics = [numbers_of(line) for line in records(read_bytes(run_dir / "metrics.jsonl")) if "step" in line]
+    looks, judging, groups = part(summary, "eval"), part(summary, "judging"), part(summary, "groups")
+    secrets = environment_secrets()
+    return RunFiles(
+        name=run_dir.resolve().name,
+        status=str(summary.get("status", NEVER_ENDED)),
+        failure=masked(summary.get("failure"), secrets),
+        bottleneck=masked(summary.get("bottleneck"), secrets),
+        alarms=[mask(str(alarm), secrets) for alarm in summary.get("alarms", ())],
+        wall_s=summary.get("wall_s"),
+        steps=int(summary.get("steps", max((line["step"] for line in metrics), default=0))),
+        metrics=metrics,
+        eval_initial=numbers_of(part(looks, "initial")) or look_of(metrics[:1]),
+        eval_final=numbers_of(part(looks, "final")) or look_of([*filter(look_of_line, metrics)][1:][-1:]),
+        busy_s=numbers_of(part(summary, "busy_s")),
+        asked=int(judging.get("asked", sum(line.get("judge/asked", 0) for line in metrics))),
+        failed=part(judging, "failed") if judging else failures_in(metrics),
+        groups=groups_of(groups, metrics),
+        shown=shown_of(run_dir),
+        config=config_text(read_bytes(run_dir / "config.yaml"), secrets),
+        log_end=mask(text_of(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
+        present=sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir()),
+    )
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def numbers_of(record: Mapping[str, object]) -> dict[str, float]:
+    """What came to no number is left out."""
+    return {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+
+
+def look_of_line(line: Metrics) -> bool:
+    return any(name.startswith("eval/") for name in line)
+
+
+def look_of(lines: Sequence[Metrics]) -> dict[str, float]:
+    """The held-out metrics of the only line, by their names in the summary."""
+    found = [item for line in lines for item in line.items() if item[0].startswith("eval/")]
+    return {name.removeprefix("eval/"): value for name, value in found}
+
+
+def failures_in(metrics: Iterable[Metrics]) -> dict[str, int]:
+    failed: Counter[str] = Counter()
+    for line in metrics:
+        failed.update(failures_by_cause(line))
+    return dict(failed)
+
+
+def groups_of(summed: Record, metrics: Sequence[Metrics]) -> dict[str, int]:
+    """How they ended; without a summary, what the last step said."""
+    if summed:
+        counts = {"trained": summed.get("trained", 0), "in flight": summed.get("in_flight", 0)}
+        return counts | {f"dropped: {cause}": count for cause, count in part(summed, "dropped").items()}
+    last = metrics[-1] if metrics else {}
+    names = {name: name.removeprefix("groups/").replace("_", " ") for name in last if name.startswith("groups/")}
+    return {told: int(last[name]) for name, told in names.items()}
+
+
+# -- rollouts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The lines of one rollout."""
+
+    rollout: Record
+    report: Record
+
+    @property
+    def seat(self) -> tuple[str, int]:
+        return self.rollout["group_id"], self.rollout["sibling"]
+
+    @property
+    def score(self) -> float | None:
+        return self.report["verdict"]["score"] if "verdict" in self.report else None
+
+    @property
+    def spread(self) -> float:
+        return self.report["verdict"]["agreement"] if "verdict" in self.report else 0.0
+
+
+def shown_of(run_dir: Path) -> list[Shown]:
+    """Few, and telling ones: from the beginning, and of the last ones the ends of the scale and what went wrong."""
+    rollouts, reports = ends_of(run_dir / "rollouts.jsonl"), ends_of(run_dir / "judgements.jsonl")
+    early, late = (joined(*both) for both in zip(rollouts, reports, strict=True))
+    late = late or early
+    judged = [pair for pair in late if pair.score is not None]
+    divided = [pair for pair in judged if pair.spread > 0]
+    choices: list[tuple[str, Pair | None]] = [
+        ("early", first_of([pair for pair in early if pair.score is not None])),
+        ("late, scored highest", first_of(judged, key=lambda pair: -(pair.score or 0))),
+        ("late, scored lowest", first_of(judged, key=lambda pair: pair.score or 0)),
+        ("late, judged most differently", first_of(divided, key=lambda pair: -pair.spread)),
+        ("late, judging failed", first_of([pair for pair in late if pair.score is None])),
+        ("the last", late[-1] if late else None),
+    ]
+    chosen: dict[tuple[str, int], tuple[str, Pair]] = {}
+    for why, pair in choices:
+        if pair is not None:
+            chosen.setdefault(pair.seat, (why, pair))
+    return [shown(why, pair) for why, pair in chosen.values()]
+
+
+def first_of(pairs: Sequence[Pair], key: Callable[[Pair], float] = lambda pair: 0.0) -> Pair | None:
+    return min(pairs, key=key, default=None)
+
+
+def joined(rollouts: Sequence[Record], reports: Sequence[Record]) -> list[Pair]:
+    """A journal of this name may also hold the judgements of labelled work: they have no group."""
+    by_seat = {(report["group_id"], report["sibling"]): report for report in reports if "group_id" in report}
+    seats = ((rollout, by_seat.get((rollout["group_id"], rollout["sibling"]))) for rollout in rollouts)
+    return [Pair(rollout=rollout, report=report) for rollout, report in seats if report is not None]
+
+
+def shown(why: str, pair: Pair) -> Shown:
+    prompt, turns = pair.rollout["prompt"], pair.rollout["turns"]
+    verdict, failed = pair.report.get("verdict"), pair.report.get("failed")
+    critiques = [
+        Critique(text=one["completion"]["text"], score=score_of(one, pair.rollout["sibling"]))
+        for one in pair.report["judgements"]
+    ]
+    if failed:
+        critiques.insert(
+            0, Critique(text=f"{failed['stage']} failed: {failed['cause']} {failed['detail']}", score=None)
+        )
+    return Shown(
+        why=why,
+        group_id=str(pair.rollout["group_id"]),
+        sibling=int(pair.rollout["sibling"]),
+        version=min((span["version"] for turn in turns for span in turn["versions"]), default=0),
+        question="\n\n".join(f"{message['role']}: {message['content']}" for message in prompt["messages"]),
+        reference=prompt["reference"],
+        answer="\n\n".join(part for turn in turns for part in [turn["text"], *map(reply_text, turn["replies"])]),
+        score=pair.score,
+        reward=sum(span["value"] for span in verdict["rewards"]) / len(verdict["rewards"]) if verdict else None,
+        critiques=critiques,
+    )
+
+
+def score_of(judgement: Record, sibling: int) -> float | None:
+    """None where it isn't one number for each sibling: steps have several."""
+    siblings, scores = judgement["siblings"], judgement["scores"]
+    return dict(zip(siblings, scores, strict=True)).get(sibling) if len(siblings) == len(scores) else None
+
+
+def reply_text(message: Record) -> str:
+    return f"[{message['role']}] {message['content']}"
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_bytes(path: Path, *, from_end: int = 0) -> bytes:
+    """Of a missing file nothing. from_end: so many of the last ones, from the start of a line on."""
+    try:
+        with path.open("rb") as file:
+            if from_end and path.stat().st_size > from_end:
+                file.seek(-from_end, 2)
+                file.readline()
+            return file.read()
+    except OSError:
+        return b""
+
+
+def ends_of(path: Path, num_bytes: int = END_BYTES) -> tuple[list[Record], list[Record]]:
+    """The first and the last lines of a journal. None is in both."""
+    try:
+        with path.open("rb") as file:
+            first = file.readlines(num_bytes)
+            rest = path.stat().st_size - file.tell()
+            if rest > num_bytes:
+                file.seek(-num_bytes, 2)
+                file.readline()
+            return [*records(b"".join(first))], [*records(file.read())]
+    except OSError:
+        return [], []
+
+
+def records(data: bytes) -> Iterator[Record]:
+    """Whole lines that are JSON objects."""
+    for line in data.splitlines(keepends=True):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def read_object(path: Path) -> Record:
+    try:
+        found = json.loads(read_bytes(path) or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def part(record: Record, name: str) -> Record:
+    found = record.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def text_of(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def masked(text: object, secrets: Sequence[str]) -> str | None:
+    return None if text is None else mask(str(text), secrets)
+
+
+CONFIG_LINE = re.compile(r"^(\s*(?:- )?)([\w.-]+): +(\S.*)$")
+
+
+def config_text(data: bytes, secrets: Sequence[str]) -> str:
+    return "\n".join(mask(config_line(line), secrets) for line in text_of(data).splitlines())
+
+
+def config_line(line: str) -> str:
+    """Numbers, yes and no stay under any name, as in `redact`."""
+    found = CONFIG_LINE.match(line)
+    if not found or not looks_secret(found[2]) or re.fullmatch(r"[-+.\de]+|null|true|false|\{\}|\[\]", found[3]):
+        return line
+    return f"{found[1]}{found[2]}: {REDACTED}"

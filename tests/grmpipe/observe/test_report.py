@@ -1,0 +1,253 @@
+"""The page of a run: what it shows, of which files, and that no text of a model becomes anything but text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from grmpipe.observe import report as report_room
+from grmpipe.observe.recorder import Recorder
+from grmpipe.observe.report import REPORT, write_report
+from grmpipe.observe.run_files import NEVER_ENDED, config_text, ends_of, read_run
+from grmpipe.observe.summary import EvalSummary, JudgingSummary, Summary
+from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
+from models.types import Completion, Message, VersionSpan
+
+HOSTILE = "</pre></title></style><script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)>{{ 7 * 7 }}"
+
+
+class Seen(HTMLParser):
+    """Which elements and attributes a browser would find, and which texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def page_of(run_dir: Path, bottleneck: str | None = None) -> Seen:
+    assert write_report(run_dir, bottleneck)
+    seen = Seen()
+    seen.feed((run_dir / REPORT).read_text(encoding="utf-8"))
+    return seen
+
+
+def text_of(run_dir: Path) -> str:
+    return " ".join(" ".join(page_of(run_dir).words).split())
+
+
+def completion(text: str) -> Completion:
+    return Completion(
+        token_ids=(1, 2),
+        logprobs=(-0.5, -0.5),
+        text=text,
+        finish_reason="stop",
+        versions=(VersionSpan(model="policy", version=3, start=0, end=2),),
+    )
+
+
+def record(run_dir: Path, group_id: str, answer: str, critique: str, score: float | None, spread: float = 0.0) -> None:
+    """One rollout and its verdict in the journals; score None: judging failed."""
+    rollout = Rollout(
+        group_id=group_id,
+        sibling=0,
+        turns=(Turn(prompt_ids=(1,), completion=completion(answer), replies=()),),
+        status="finished",
+    )
+    prompt = Prompt(
+        prompt_id="p", messages=(Message(role="user", content=f"asked {answer}"),), source="s", reference="7"
+    )
+    judgement = Judgement(
+        group_id=group_id,
+        siblings=(0,),
+        scores=(score or 0.0,),
+        prompt_ids=(1,),
+        completion=completion(critique),
+        grm="grm",
+        version=0,
+    )
+    verdict: Verdict | Failed = Failed(stage="judge", cause="unparseable", detail=critique, attempts=1)
+    if score is not None:
+        rewards = (RewardSpan(turn=0, start=0, end=2, value=score / 10),)
+        verdict = Verdict(rewards=rewards, score=score, breakdown={}, agreement=spread, num_judgements=1)
+    recorder = Recorder(run_dir)
+    recorder.rollout(0, prompt, rollout)
+    recorder.judged(
+        rollout, JudgeReport(verdict=verdict, judgements=() if score is None else (judgement,), failures=())
+    )
+    recorder.close()
+
+
+def write_metrics(run_dir: Path, *lines: Mapping[str, float]) -> None:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def step(number: int, **more: float) -> dict[str, float]:
+    named = {"train/grm_score": 5.0 + number, "train/true_accuracy": 0.5, "time/step_s": 2.0, "wait/judge_s": 1.0}
+    return {"step": number, **named, **{name.replace("__", "/"): value for name, value in more.items()}}
+
+
+def summary(**changes: object) -> Summary:
+    known = {"status": "completed", "steps": 2, "versions": {"policy": 2}, "wall_s": 75.0}
+    return Summary(**{**known, **changes})  # type: ignore[arg-type]
+
+
+def test_a_run_shows_its_ends_its_bottleneck_its_alarms_and_its_failures_by_cause(tmp_path: Path) -> None:
+    write_metrics(tmp_path, step(1), step(2, alarm__hacking=1.0))
+    summary(
+        eval=EvalSummary(initial={"true_accuracy": 0.25}, final={"true_accuracy": 0.875}),
+        judging=JudgingSummary(asked=200, counted=198, failed={"unparseable": 2}),
+        busy_s={"grm": 3.0},
+        bottleneck="judging held up the learner",
+        alarms=("the score rises, the truth falls",),
+    ).write(tmp_path / "summary.json")
+    text = text_of(tmp_path)
+    for told in (
+        "completed", "1 min 15 s", "0.25 → 0.875", "judging held up the learner", "the score rises, the truth falls",
+        "unparseable 2 (1 %)", "waits for verdicts 50 %", "grm 75 %", "True accuracy", "GRM score",
+    ):  # fmt: skip
+        assert told in text, told
+    assert (tmp_path / REPORT).read_text().count('class="band"') == 2, "the alarm is marked beside score and truth"
+
+
+def test_a_failed_run_tells_its_first_cause_and_the_end_of_its_log(tmp_path: Path) -> None:
+    summary(status="failed", failure="the gradient norm is nan").write(tmp_path / "summary.json")
+    (tmp_path / "run.log").write_text("INFO: early\nERROR: late words\n")
+    text = text_of(tmp_path)
+    assert "First cause the gradient norm is nan" in text
+    assert "ERROR: late words" in text
+
+
+def test_a_killed_run_is_told_from_the_files_that_it_left_torn_lines_ignored(tmp_path: Path) -> None:
+    write_metrics(
+        tmp_path, {"step": 0, "eval/true_accuracy": 0.3}, step(1, judge__failed_timeout=3.0, judge__asked=30.0)
+    )
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "train/grm_sc')
+    run = read_run(tmp_path)
+    assert (run.status, run.steps, run.asked, run.failed) == (NEVER_ENDED, 1, 30, {"timeout": 3})
+    assert run.eval_initial == {"true_accuracy": 0.3}
+    assert not run.eval_final
+    words = " ".join(page_of(tmp_path, "rollouts held up the learner").words)
+    assert "rollouts held up the learner" in words
+    assert "resume=auto" in words
+
+
+def test_an_empty_directory_has_a_page_too(tmp_path: Path) -> None:
+    assert "No rollout has been judged." in text_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "rollouts.jsonl", "judgements.jsonl", "config.yaml"])
+def test_files_that_are_no_json_leave_out_only_what_they_held(tmp_path: Path, name: str) -> None:
+    write_metrics(tmp_path, step(1), step(2))
+    record(tmp_path, "g1", "an answer", "a critique", 9.0)
+    summary().write(tmp_path / "summary.json")
+    (tmp_path / name).write_bytes(b"\xff\x00{]\n[1]\n")
+    assert write_report(tmp_path)
+
+
+def test_what_models_wrote_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+    write_metrics(tmp_path, {**step(1), f"reward/{HOSTILE}": 1.0}, {**step(2), f"reward/{HOSTILE}": 2.0})
+    record(tmp_path, HOSTILE, HOSTILE, HOSTILE, 9.0)
+    record(tmp_path, "g2", "x", HOSTILE, None)
+    told = {
+        "failure": HOSTILE,
+        "status": "failed",
+        "bottleneck": HOSTILE,
+        "alarms": (HOSTILE,),
+        "busy_s": {HOSTILE: 1.0},
+    }
+    judging = JudgingSummary(asked=9, failed={HOSTILE: 1})
+    summary(judging=judging, eval=EvalSummary(final={HOSTILE: 1.0}), **told).write(tmp_path / "summary.json")
+    for name in ("config.yaml", "run.log"):
+        (tmp_path / name).write_text(HOSTILE + "\n")
+    seen = page_of(tmp_path)
+    assert not seen.tags & {"script", "img", "iframe", "object", "link", "base", "form", "a"}
+    assert not [name for name in seen.attributes if name.startswith("on") or name in ("src", "href", "srcset")]
+    assert any(HOSTILE in words for words in seen.words), "it is there to be read"
+    page = (tmp_path / REPORT).read_text()
+    assert "default-src 'none'" in page, "and if something slipped through, the browser would not run it"
+
+
+def test_control_characters_cannot_hide_or_reorder_what_stands_there(tmp_path: Path) -> None:
+    record(tmp_path, "g1", "right\u202etfel \x1b[2J\x00", "lone \ud800 surrogate", 9.0)
+    page = (page_of(tmp_path), (tmp_path / REPORT).read_text(encoding="utf-8"))[1]
+    assert not {"\u202e", "\x1b", "\x00"} & set(page)
+
+
+def test_few_rollouts_are_shown_and_they_tell_the_ends_and_what_went_wrong(tmp_path: Path) -> None:
+    record(tmp_path, "g0", "first", "fine", 5.0)
+    for number in range(1, 30):
+        record(tmp_path, f"g{number}", f"answer {number}", "fine", float(1 + number % 9), spread=float(number == 20))
+    record(tmp_path, "g30", "spoilt", "no score in it", None)
+    record(tmp_path, "g31", "the last one", "fine", 4.0)
+    shown = {one.why: one for one in read_run(tmp_path).shown}
+    assert len(shown) <= 6
+    assert shown["early"].answer == "first"
+    assert shown["late, scored highest"].score == 9.0
+    assert shown["late, scored lowest"].score == 1.0
+    assert shown["late, judged most differently"].group_id == "g20"
+    assert shown["late, judging failed"].critiques[0].text.startswith("judge failed: unparseable")
+    assert shown["the last"].answer == "the last one"
+    assert (shown["early"].version, shown["early"].reference, shown["early"].reward) == (3, "7", 0.5)
+
+
+def test_of_a_long_journal_only_the_ends_are_read_and_no_line_twice(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(f'{{"line": {number}}}\n' for number in range(1000)) + '{"torn')
+    first, last = ([record["line"] for record in end] for end in ends_of(path, 200))
+    assert first == [*range(len(first))] and 10 < len(first) < 30
+    assert last == [*range(1000 - len(last), 1000)] and 10 < len(last) < 30
+    first, last = ([record["line"] for record in end] for end in ends_of(path, 8000))
+    assert [*first, *last] == [*range(1000)]
+
+
+def test_a_very_long_text_is_cut_in_its_middle(tmp_path: Path) -> None:
+    record(tmp_path, "g1", "begins " + "x" * 100_000 + " ends", "fine", 9.0)
+    text = text_of(tmp_path)
+    assert "begins" in text and " ends" in text and "characters left out" in text
+    assert (tmp_path / REPORT).stat().st_size < 60_000
+
+
+def test_no_secret_gets_onto_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "sk-very-secret")
+    (tmp_path / "config.yaml").write_text("api_key: abcdef\nurl: http://x?k=sk-very-secret\nmax_new_tokens: 64\n")
+    (tmp_path / "run.log").write_text("asked with sk-very-secret\n")
+    page_of(tmp_path)
+    page = (tmp_path / REPORT).read_text()
+    assert "sk-very-secret" not in page
+    assert "abcdef" not in page
+    assert "max_new_tokens: 64" in page
+    assert config_text(b"keyboard: qwerty", ()) == "keyboard: qwerty"
+
+
+def test_whatever_goes_wrong_no_run_fails_by_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not write_report(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert not write_report(tmp_path / "file")
+
+    def broken(page: object) -> str:
+        raise RuntimeError("no template")
+
+    monkeypatch.setattr(report_room, "render", broken)
+    assert not write_report(tmp_path)
+    assert not (tmp_path / REPORT).exists()
+
+
+def test_a_page_replaces_the_one_of_before(tmp_path: Path) -> None:
+    assert "no end on record" in text_of(tmp_path)
+    summary().write(tmp_path / "summary.json")
+    assert "no end on record" not in text_of(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [REPORT, "summary.json"]
