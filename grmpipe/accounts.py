@@ -16,6 +16,7 @@ from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, 
 from grmpipe.pipeline import Pipeline
 from grmpipe.run_state import RunState
 from grmpipe.tally import Counts
+from grmpipe.train.critic import Critic
 from grmpipe.types import Metrics
 from grmpipe.waits import WaitTimes
 from models.settings import OpenAIConfig
@@ -41,10 +42,12 @@ class Accounts:
         self.before = Standing()  # where a resume goes on from
         self.learner_busy_s = 0.0
         self.cotraining: CoTraining | None = None  # once it is started
+        self.critic: Critic | None = None
         self.health: tuple[RoleHealth, ...] = ()  # of the engines, once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
         self.scorers: ScorerPool | None = None
         self._grm = "grm" if config.judged_by_model else None
+        self._asks_critic = config.critic.enabled
         self._setup = setup_of(config)
         self._began_s = time.monotonic()
         self._wall_before_s = 0.0
@@ -113,6 +116,8 @@ class Accounts:
         """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""
         busy: defaultdict[str, float] = defaultdict(float, self._busy_before_s)
         busy["learner"] += self.learner_busy_s
+        if self.critic is not None:
+            busy["critic"] += self.critic.ranks.busy_s
         if self.cotraining is not None:
             busy["grm_learner"] += self.cotraining.learner_busy_s
         if pipeline is not None:
@@ -120,6 +125,15 @@ class Accounts:
             if self._grm is not None:
                 busy[self._grm] += pipeline.judging.meter.busy_s
         return {role: round(seconds, 3) for role, seconds in busy.items()}
+
+    def _versions(self, version: int) -> dict[str, int]:
+        """By model name. Every batch is a step of the critic as well."""
+        versions = {"policy": version}
+        if self._grm is not None:
+            versions[self._grm] = self.grm_version
+        if self._asks_critic:
+            versions["critic"] = version
+        return versions
 
     def summary(
         self,
@@ -134,7 +148,7 @@ class Accounts:
         return Summary(
             status=status,
             steps=standing.version,
-            versions={"policy": standing.version} | ({self._grm: self.grm_version} if self._grm else {}),
+            versions=self._versions(standing.version),
             wall_s=self.wall_s,
             eval=EvalSummary(initial=eval_initial, final=eval_final),
             busy_s=self.busy_s(pipeline),

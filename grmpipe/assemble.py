@@ -12,6 +12,7 @@ from typing import Protocol
 
 from grmpipe.config import RunConfig
 from grmpipe.cotrain.parts import Trainee, start_grm_learner, trainee
+from grmpipe.critic.parts import ValuedJournal, start_critic
 from grmpipe.elastic import elastic_pools, start_routers
 from grmpipe.engine_checks import window_of
 from grmpipe.engines import device_of, engine_config_of, sync_config_of, tensor_parallel_of
@@ -34,6 +35,8 @@ from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat, play
 from grmpipe.time_share import TrainerByTurns, begin_turn, time_share_of
 from grmpipe.train.batch import BatchTrainer
+from grmpipe.train.critic import Critic
+from grmpipe.train.critic_settings import policy_train
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_by_turns import LearnerByTurns
 from grmpipe.train.learner_group import LearnerGroup
@@ -73,6 +76,7 @@ class Running:
     outside: OpenAIEngine | None  # the judge's endpoint
     scorers: ScorerPool | None  # the meta-RM
     trainee: Trainee | None  # the GRM, where it learns too
+    critic: Critic | None  # where advantages ask one
 
     def stops(self, clock: ActiveClock) -> None:
         """From now on this clock stands still while nobody could answer: a role is out, or the learner has its turn."""
@@ -158,6 +162,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         )
         grm_ranks = await start_grm_learner(cluster, prepared, run_dir)
         scorers = await start_scorers(cluster, prepared.meta, config, placement, events)
+        critic = await start_critic(cluster, prepared.critic, config, placement, events)
     except BaseException:
         await cluster.shutdown()
         raise
@@ -202,6 +207,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         outside=outside,
         scorers=scorers,
         trainee=learns_too,
+        critic=critic,
     )
 
 
@@ -269,7 +275,7 @@ def learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> LearnerSp
     config = prepared.config
     return LearnerSpec(
         model_path=prepared.policy.path,
-        train=config.train,
+        train=policy_train(config.critic, config.train),
         algorithm=config.algorithm,
         max_new_tokens=config.rollout.max_new_tokens,
         device=device_of("learner", prepared.placement),
@@ -278,6 +284,7 @@ def learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> LearnerSp
         transport=transport,
         sync_dir=str(run_dir.absolute() / "weights") if transport == "disk" else "",
         temperature=config.rollout.temperature,
+        first_version=config.critic.warmup_steps if config.critic.enabled else 0,
     )
 
 
@@ -289,7 +296,10 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
         window=config.judge.failure_window,
         pause_s=config.judge.pause_s,
     )
-    trainer: Trainer = BatchTrainer(running.learner, config.train, config.algorithm, config.rollout.max_new_tokens)
+    critic, journal = running.critic, observers.recorder
+    trainer: Trainer = BatchTrainer(
+        running.learner, config.train, config.algorithm, config.rollout.max_new_tokens, critic
+    )
     if running.share is not None:
         trainer = TrainerByTurns(trainer, begin_turn(running.share))
     return Parts(
@@ -300,7 +310,7 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
         watch=JudgeFitness(gate),
         trainer=trainer,
         push_weights=make_push(running),
-        journal=observers.recorder,
+        journal=journal if critic is None else ValuedJournal(journal, critic.valuer),
         events=observers.timeline,
     )
 

@@ -29,6 +29,7 @@ from grmpipe.observe.settings import TrackingConfig
 from grmpipe.plan.settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.simulation.settings import SimulateConfig
+from grmpipe.train.critic_settings import CriticConfig, check_critic
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_pass_k, check_replay
 from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
 from scheduler.balance import BalanceConfig
@@ -39,7 +40,7 @@ from scheduler.weight_sync import SyncConfig
 TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
-ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline")
+ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline", "gae")
 # What may differ between a run and its resumption: none of it changes what is trained. Who samples may change, too:
 # every token brings its log-prob and its version along.
 FREE_ON_RESUME = (
@@ -88,6 +89,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     cotrain: CotrainConfig = field(default_factory=CotrainConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -110,6 +112,7 @@ class RunConfig:
             raise ValueError(f"experiment: may hold letters, digits, '_', '.' and '-', got {self.experiment!r}")
         check_pass_k(self.algorithm, self.train.group_size)
         check_replay(self.algorithm, self.train.max_staleness)
+        check_critic(self.critic, self.algorithm, self.train)
         if self.policy.engine not in ENGINES_OF_THE_POLICY:
             raise ValueError(
                 f"policy.engine: {self.policy.engine} takes no weights and gives no log-probs, so it can't serve a "
@@ -127,6 +130,7 @@ class RunConfig:
             )
 
         self._check_cotrain()
+        self._check_critic()
         self._check_meta()
         self._check_simulated()
         if self.judge.kind == "label" or self.cotrain.enabled:
@@ -201,6 +205,20 @@ class RunConfig:
                 "judged by different versions of a GRM that learns; with cotrain.enabled type algorithm.estimator=grpo"
             )
 
+    def _check_critic(self) -> None:
+        """It learns beside a policy that is played and judged, by a judge that stays as it is."""
+        if not self.critic.enabled:
+            return
+        if self.task in ("finetune", "train_meta"):
+            raise ValueError(
+                f"critic.enabled: task={self.task} asks no critic; type critic=none algorithm.estimator=grpo"
+            )
+        if self.cotrain.enabled:
+            raise ValueError(
+                "critic.enabled: what a critic expects is by the scale of one judge, and a GRM that learns moves it; "
+                "type critic=none algorithm.estimator=grpo, or cotrain.enabled=false"
+            )
+
     @property
     def judged_by_model(self) -> bool:
         """Is there a GRM, here or outside?"""
@@ -221,7 +239,8 @@ class RunConfig:
         """Roles that need a place."""
         seated = self.judged_by_model and not self.judge_is_outside
         roles = ("policy", "learner", "grm") if seated else ("policy", "learner")
-        more = {"grm_learner": self.cotrain.enabled, "meta": self.guided_by_meta}
+        asks_critic = self.critic.enabled and self.task != "evaluate"
+        more = {"grm_learner": self.cotrain.enabled, "meta": self.guided_by_meta, "critic": asks_critic}
         return (*roles, *(role for role, needed in more.items() if needed))
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from grmpipe.config import ConfigError, RunConfig
+from grmpipe.critic.parts import CriticModel, find_critic
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import disjoint, load_prompts
 from grmpipe.data.stream import PromptStream
@@ -65,6 +66,7 @@ class Prepared:
     placement: Placement
     meta: MetaModel | None = None  # guides the vote
     lessons: PromptStream | None = None  # stored ones, for a GRM that learns beside the policy
+    critic: CriticModel | None = None  # what advantages ask
 
     @property
     def is_right(self) -> Rule:
@@ -85,6 +87,10 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     if grm is not None and "meta" in config.roles:
         with section("meta."):
             meta = find_meta(config, grm, progress)
+    critic = None
+    if "critic" in config.roles:
+        with section("critic."):
+            critic = find_critic(config, policy, progress)
     for model in (policy, grm) if grm is not None else (policy,):
         if tensor_parallel_of(model.name, placement) > 1:
             check_tensor_parallel(model.name, heads_of(model.path), placement)
@@ -104,6 +110,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         placement=placement,
         meta=meta,
         lessons=stored_lessons(config, data) if config.cotrain.enabled else None,
+        critic=critic,
     )
 
 

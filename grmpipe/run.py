@@ -28,7 +28,10 @@ from grmpipe.pipeline import Interrupted, Pipeline
 from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import step_metrics
+from grmpipe.train.critic_group import CriticGroup
+from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.types import Metrics
+from models.settings import ModelConfig
 from scheduler.garbage import seldom_collected
 from scheduler.supervise import describe_failure, run_until
 
@@ -87,12 +90,15 @@ class TrainingRun:
                 await running.learner.load(str(resumed / "learner"))
                 if running.trainee is not None:
                     await running.trainee.learner.load(str(resumed / "grm_learner"))
+                if running.critic is not None:
+                    await running.critic.ranks.load(str(resumed / "critic"))
             self._observers.note(f"ready after {self._accounts.since_start_s:.0f} s; files in {self._run_dir}")
             self._accounts.health, self._accounts.elastic = running.health, running.elastic
-            self._accounts.scorers = running.scorers
+            self._accounts.scorers, self._accounts.critic = running.scorers, running.critic
             looks = {f"the health of {health.role}": health.run() for health in running.health}
             balance = {f"the balance of {pool.name}": pool.run() for pool in running.elastic}
-            return self._summary(await run_until(self._train(running), **looks, **balance))
+            values = {"the values of the critic": running.critic.valuer.run()} if running.critic is not None else {}
+            return self._summary(await run_until(self._train(running), **looks, **balance, **values))
         except asyncio.CancelledError:
             return self._summary("interrupted")
         except ConfigError:  # found on a dry judgement: nothing was trained
@@ -136,6 +142,8 @@ class TrainingRun:
                 await (flow() if cotraining is None else cotraining.beside(pipeline, flow))
         except Interrupted:
             await running.learner.discard()
+            if running.critic is not None:
+                await running.critic.discard()
             await self._checkpoint(running, pipeline, lookout)
             return "interrupted"
         await self._checkpoint(running, pipeline, lookout)
@@ -213,7 +221,11 @@ class TrainingRun:
 
     async def _export(self, running: Running) -> None:
         """Whatever was trained, as Hugging Face directories, with the chat template that it was trained under."""
-        trained = {"policy": (running.learner, self._config.policy)}
+        trained: dict[str, tuple[LearnerGroup | CriticGroup, ModelConfig]] = {
+            "policy": (running.learner, self._config.policy)
+        }
+        if running.critic is not None:
+            trained["critic"] = (running.critic.ranks, self._config.policy)
         if running.trainee is not None:
             trained["grm"] = (running.trainee.learner, self._config.grm)
         for name, (learner, model) in trained.items():
@@ -255,6 +267,8 @@ class TrainingRun:
             moves=self._accounts.moves,
         )
         await running.learner.save(str(draft / "learner"))
+        if running.critic is not None:
+            await running.critic.ranks.save(str(draft / "critic"))
         self._checkpoints.publish(draft, state)
 
     def _save_failed_batch(self, error: Exception) -> str:

@@ -28,7 +28,7 @@ def result(row: str, seed: int, after: float) -> algorithms.Result:
 
 
 def test_every_row_composes_and_all_names_are_among_them() -> None:
-    """All but process rewards, which the quickstart's judge gives none of."""
+    """All but process rewards, which the quickstart's judge gives none of, and those of a critic."""
     used: dict[str, set[str]] = {"estimator": set(), "loss": set(), "correction": set(), "rejections": set()}
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for row in ROWS:
@@ -36,7 +36,7 @@ def test_every_row_composes_and_all_names_are_among_them() -> None:
             for key, names in used.items():
                 value = getattr(algorithm, key)
                 names |= {value} if isinstance(value, str) else set(value)
-    assert used["estimator"] == set(ESTIMATORS) - {"process", "process_grpo"}
+    assert used["estimator"] == set(ESTIMATORS) - {"process", "process_grpo", "gae", "gae_raw"}
     assert (used["loss"], used["correction"]) == (set(LOSSES), set(CORRECTIONS))
     assert used["rejections"] == set(REJECTIONS)
 

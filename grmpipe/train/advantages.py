@@ -113,13 +113,26 @@ def gae(
     Where `mask_N` is 0 (what the environment said) nothing is sampled: V and A of the next sampled token pass through,
     and both results are 0. A reward there is the sampled token's before it: put it on that one.
     """
-    advantages_N, next_value, next_advantage = np.zeros(len(rewards_N)), 0.0, 0.0
-    for t in reversed(range(len(rewards_N))):
-        if mask_N[t]:
-            delta = rewards_N[t] + gamma * next_value - values_N[t]
-            next_value, next_advantage = values_N[t], delta + gamma * lam * next_advantage
-            advantages_N[t] = next_advantage
+    rewards, values, mask = (
+        rewards_N.tolist(),
+        values_N.tolist(),
+        mask_N.tolist(),
+    )  # indexing an array is 10 times dearer
+    advantages, next_value, next_advantage = [0.0] * len(rewards), 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        if mask[t]:
+            delta = rewards[t] + gamma * next_value - values[t]
+            next_value, next_advantage = values[t], delta + gamma * lam * next_advantage
+            advantages[t] = next_advantage
+    advantages_N = np.array(advantages)
     return advantages_N, (advantages_N + values_N) * mask_N
+
+
+def gae_of(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns of a rollout. A critic that was never asked expects nothing: 0, as a new head says."""
+    expected_N = np.zeros(rewards.num_tokens) if rewards.expected_N is None else rewards.expected_N
+    sampled_N = np.ones(rewards.num_tokens)
+    return gae(rewards.by_token(), expected_N, sampled_N, algorithm.gamma, algorithm.gae_lambda)
 
 
 # -- over the whole batch --------------------------------------------------------------------------------------------
@@ -144,6 +157,16 @@ def reinforce_pp_baseline(groups: Sequence[Group], algorithm: AlgorithmConfig) -
     """Outcomes less their group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
     raw = [over_tokens(group, center(outcomes(group))) for group in groups]
     return whiten(raw, algorithm.std, algorithm.min_group_std)
+
+
+def gae_raw(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """By a critic's values (GAE, arXiv 1506.02438); groups play no part."""
+    return [[gae_of(rewards, algorithm)[0] for rewards in group] for group in groups]
+
+
+def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """The same, whitened over the batch, as PPO has them."""
+    return whiten(gae_raw(groups, algorithm), algorithm.std, algorithm.min_group_std)
 
 
 # -- the table -------------------------------------------------------------------------------------------------------
@@ -188,6 +211,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "process_grpo": of_groups(process_grpo),
     "reinforce_pp": Estimator(need="batch", estimate=reinforce_pp),
     "reinforce_pp_baseline": Estimator(need="batch", estimate=reinforce_pp_baseline),
+    "gae": Estimator(need="batch", estimate=gae_whitened),
+    "gae_raw": Estimator(need="group", estimate=gae_raw),
 }
 
 

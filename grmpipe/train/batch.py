@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 
 from grmpipe.train.advantages import ESTIMATORS
+from grmpipe.train.critic import Critic
 from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.train.packer import Packer, Round
 from grmpipe.train.replay import ReplayBuffer
@@ -24,11 +26,17 @@ class BatchTrainer:
     """
 
     def __init__(
-        self, learner: LearnerGroup, train: TrainConfig, algorithm: AlgorithmConfig, max_new_tokens: int = 0
+        self,
+        learner: LearnerGroup,
+        train: TrainConfig,
+        algorithm: AlgorithmConfig,
+        max_new_tokens: int = 0,
+        critic: Critic | None = None,
     ) -> None:
-        """`max_new_tokens`: of a turn; needed where long answers are penalised."""
+        """`max_new_tokens`: of a turn; needed where long answers are penalised. `critic`: where advantages ask one."""
         assert max_new_tokens > 0 or algorithm.overlong_share == 0, "a penalty for length needs the limit"
         self._learner = learner
+        self._critic = critic
         self._algorithm = algorithm
         self._updates = min(algorithm.updates_per_batch, train.groups_per_batch)
         self._replay = ReplayBuffer(groups_per_batch=algorithm.replay_groups, max_age=train.max_staleness)
@@ -38,6 +46,7 @@ class BatchTrainer:
         self._groups: list[JudgedGroup] = []
         self._replayed: list[JudgedGroup] = []  # of an earlier batch, in the open one again
         self._kl: dict[tuple[str, int], np.ndarray] = {}
+        self._values: dict[tuple[str, int], np.ndarray] = {}  # by the critic
         self._samples: list[TrainingSample] = []  # of groups that were taken; empty where the batch is waited for
 
     @property
@@ -55,7 +64,7 @@ class BatchTrainer:
     async def take(self, group: JudgedGroup) -> None:
         """Replayed groups come first: there is nothing else to train yet."""
         if not self._groups:
-            self._replayed = self._replay.draw(self._learner.version // self._updates)
+            self._replayed = self._replay.draw(self._version)
             for earlier in self._replayed:
                 await self._include(earlier)
         self._groups.append(group)
@@ -64,7 +73,9 @@ class BatchTrainer:
     async def _include(self, group: JudgedGroup) -> None:
         if self._kl_is_in_reward:
             self._kl |= await self._kl_of(group)
-        if self._waits_for_batch:
+        if self._critic is not None:
+            self._values |= await self._critic.take(group, self._kl if self._kl_is_in_reward else None)
+        if self._waits_for_batch or self._policy_rests:
             return
         samples = self._estimated([group])
         self._samples += samples
@@ -76,12 +87,37 @@ class BatchTrainer:
         """End the batch. The open batch is empty afterwards, also where the learner refused it."""
         groups = [*self._replayed, *self._groups]
         try:
-            samples = self._estimated(groups) if self._waits_for_batch else self._samples
-            metrics = await (self._several_updates if self._updates > 1 else self._one_update)(groups, samples)
+            metrics = await self._learn(groups)
             self._replay.keep(self._groups)
             return metrics | self._replay_metrics()
         finally:
             self._forget()
+
+    async def _learn(self, groups: Sequence[JudgedGroup]) -> Metrics:
+        """Policy and critic at the same time; both have ended when a failure of one is raised."""
+        if self._critic is None:
+            return await self._improve(groups)
+        both = [self._critic.step()] if self._policy_rests else [self._improve(groups), self._critic.step()]
+        metrics: Metrics = {}
+        for told in await asyncio.gather(*both, return_exceptions=True):
+            if isinstance(told, BaseException):
+                raise told
+            metrics |= told
+        return metrics
+
+    async def _improve(self, groups: Sequence[JudgedGroup]) -> Metrics:
+        """The policy's steps."""
+        samples = self._estimated(groups) if self._waits_for_batch else self._samples
+        return await (self._several_updates if self._updates > 1 else self._one_update)(groups, samples)
+
+    @property
+    def _policy_rests(self) -> bool:
+        return self._critic is not None and self._critic.learns_alone
+
+    @property
+    def _version(self) -> int:
+        """Completed batches: the critic learns from each."""
+        return self._learner.version // self._updates if self._critic is None else self._critic.version
 
     def _replay_metrics(self) -> Metrics:
         return {"train/replayed_groups": float(len(self._replayed))} if self._algorithm.replay_groups > 0 else {}
@@ -91,13 +127,16 @@ class BatchTrainer:
         self._packer.discard()
         self._forget()
         await self._learner.discard()
+        if self._critic is not None:
+            await self._critic.discard()
 
     def _forget(self) -> None:
-        self._groups, self._replayed, self._samples, self._kl = [], [], [], {}
+        self._groups, self._replayed, self._samples, self._kl, self._values = [], [], [], {}, {}
 
     def _estimated(self, groups: Sequence[JudgedGroup]) -> Sequence[TrainingSample]:
         kl = self._kl if self._kl_is_in_reward else None
-        return to_samples(groups, self._algorithm, self._max_new_tokens, kl)
+        values = self._values if self._critic is not None else None
+        return to_samples(groups, self._algorithm, self._max_new_tokens, kl, values)
 
     async def _kl_of(self, group: JudgedGroup) -> Kl:
         unweighed = [

@@ -32,6 +32,7 @@ class LearnerSpec:
     temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
     transport: how weights leave rank 0, one of TRANSPORTS.
     sync_dir: where transport=disk puts them; every engine can read it.
+    first_version: of the batch that it learns from first; those before are the critic's alone.
     """
 
     model_path: str
@@ -44,6 +45,7 @@ class LearnerSpec:
     transport: str = "object_store"
     sync_dir: str = ""
     temperature: float = 1.0
+    first_version: int = 0
     master_dtype: str = "float32"
 
 
@@ -108,7 +110,8 @@ class Learner:
     @property
     def policy_version(self) -> int:
         """Completed batches: what engines call a version. Every batch has the same number of optimizer steps."""
-        return self._version // min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
+        updates = min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
+        return self._spec.first_version + self._version // updates
 
     def accumulate(self, micro_batch: MicroBatch, old_logprobs_T: np.ndarray | None = None) -> Metrics:
         """Add the gradient of this micro-batch's summed loss; return its sums.

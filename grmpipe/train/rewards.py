@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import Rollout, Verdict
+
+Values = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> what a critic expected, [N] float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,15 +20,24 @@ class Rewards:
 
     Step k is the tokens [ends_K[k - 1], ends_K[k]), the first one from 0; its reward falls on its last token. Spans
     that end at the same token are one step. Tokens after the last reward belong to no step.
+
+    expected_N: the critic's value before each token; None where no critic is asked.
     """
 
     num_tokens: int
     ends_K: tuple[int, ...]
     values_K: tuple[float, ...]
+    expected_N: np.ndarray | None = None
 
     @property
     def outcome(self) -> float:
         return math.fsum(self.values_K)
+
+    def by_token(self) -> np.ndarray:
+        """[N] float64: each reward on the token that it falls on, 0 elsewhere."""
+        rewards_N = np.zeros(self.num_tokens)
+        np.add.at(rewards_N, np.maximum(np.array(self.ends_K) - 1, 0), self.values_K)
+        return rewards_N
 
     def spread(self, of_steps_K: np.ndarray) -> np.ndarray:
         """[N] float64: each token gets its step's number, 0 after the last step."""
@@ -58,6 +70,12 @@ def shaped(
     if kl_N is not None:
         rewards = charged(rewards, tuple(algorithm.kl_coefficient * kl for kl in by_step(rewards, kl_N)))
     return rewards
+
+
+def charged_by_token(rewards: Rewards, costs_N: np.ndarray) -> Rewards:
+    """With a cost on each token, which becomes a step of its own: what a token costs is no earlier one's fault."""
+    values = tuple((rewards.by_token() - costs_N).tolist())
+    return replace(rewards, ends_K=tuple(range(1, len(values) + 1)), values_K=values)
 
 
 def overlong(num_tokens: int, max_tokens: int, buffer_tokens: float) -> float:

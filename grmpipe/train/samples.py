@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from grmpipe.train.advantages import estimate
 from grmpipe.train.reward_kl import Kl, rollout_key
-from grmpipe.train.rewards import rewards_of, shaped
-from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.train.rewards import Rewards, Values, charged_by_token, rewards_of, shaped
+from grmpipe.train.settings import CRITIC_ESTIMATORS, AlgorithmConfig
 from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TrainingSample, Turn, Verdict
 from models.types import VersionSpan
 
 
 def to_samples(
-    groups: Sequence[JudgedGroup], algorithm: AlgorithmConfig, max_new_tokens: int = 0, kl: Kl | None = None
+    groups: Sequence[JudgedGroup],
+    algorithm: AlgorithmConfig,
+    max_new_tokens: int = 0,
+    kl: Kl | None = None,
+    values: Values | None = None,
 ) -> tuple[TrainingSample, ...]:
     """One sample or more for each sibling that has a verdict. A failed sibling has none and counts nowhere.
 
     groups:         what is estimated together: one, or the batch where the estimator needs it.
     max_new_tokens: of a turn; the length penalty is measured from there.
     kl:             distances to the reference, where they are taken off the rewards.
+    values:         of a critic, where there is one.
 
     Raises ValueError for a group with fewer than two verdicts.
     """
     judged = [judged_siblings(group) for group in groups]
     rewards = [
-        [
-            shaped(
-                rewards_of(rollout, verdict),
-                rollout,
-                algorithm,
-                max_new_tokens,
-                None if kl is None else kl[rollout_key(rollout)],
-            )
-            for rollout, verdict in siblings
-        ]
+        [earned(rollout, verdict, algorithm, max_new_tokens, kl, values) for rollout, verdict in siblings]
         for siblings in judged
     ]
     return tuple(
@@ -45,6 +42,23 @@ def to_samples(
         for (rollout, _), advantages_N in zip(siblings, advantages, strict=True)
         for sample in split_rollout(rollout, advantages_N)
     )
+
+
+def earned(
+    rollout: Rollout,
+    verdict: Verdict,
+    algorithm: AlgorithmConfig,
+    max_new_tokens: int = 0,
+    kl: Kl | None = None,
+    values: Values | None = None,
+) -> Rewards:
+    """What advantages and value targets are estimated from: rewards less penalties, and what was expected."""
+    key, by_token = rollout_key(rollout), algorithm.estimator in CRITIC_ESTIMATORS
+    kl_N = None if kl is None else kl[key]
+    rewards = shaped(rewards_of(rollout, verdict), rollout, algorithm, max_new_tokens, None if by_token else kl_N)
+    if by_token and kl_N is not None:
+        rewards = charged_by_token(rewards, algorithm.kl_coefficient * kl_N)
+    return rewards if values is None else replace(rewards, expected_N=values[key])
 
 
 def judged_siblings(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 ESTIMATORS = (
-    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k", "process", "process_grpo",
+    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k", "process", "process_grpo", "gae",
+    "gae_raw",
 )  # fmt: skip
+CRITIC_ESTIMATORS = ("gae", "gae_raw")
 LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "policy_gradient")
 PROXIMALS = ("recomputed", "interpolated", "sampler")
 CORRECTIONS = ("none", "tis", "sequence_tis", "sequence_mis", "icepop", "decoupled")
@@ -33,7 +35,8 @@ class AlgorithmConfig:
     estimator: str = "grpo"
     std: str = "population"  # which standard deviation is divided by
     min_group_std: float = 1e-6  # added to that deviation (GRPO's epsilon), in reward units; of a batch's as well
-    gamma: float = 1.0  # discount per step of a process reward
+    gamma: float = 1.0  # discount per step of a process reward; of gae, per token
+    gae_lambda: float = 1.0  # of gae: 1 takes what came for what is to be learned, 0 the critic's next value
     pass_k: int = 4  # of pass_at_k: how many siblings share one success; below the group size
     negative_weight: float = 1.0  # advantages below 0 are multiplied by it
 
@@ -113,7 +116,7 @@ class AlgorithmConfig:
         for low, high in (("geometric_low", "geometric_high"), ("icepop_low", "icepop_high")):
             if not getattr(self, low) < getattr(self, high):
                 raise ValueError(f"{high}: must be above {low} = {getattr(self, low)}, got {getattr(self, high)}")
-        for key in ("gamma", "overlong_share"):
+        for key in ("gamma", "gae_lambda", "overlong_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key}: must be between 0 and 1, got {getattr(self, key)}")
         if not self.dual_clip_ratio > 1:

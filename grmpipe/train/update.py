@@ -16,12 +16,13 @@ from grmpipe.types import Metrics
 class NonFiniteGradients(ArithmeticError):
     """The gradient norm is inf or nan. The batch was discarded, the weights are as they were."""
 
-    def __init__(self, norm: float) -> None:
-        super().__init__(norm)
+    def __init__(self, norm: float, lr_key: str = "train.lr") -> None:
+        super().__init__(norm, lr_key)
         self.norm = norm
+        self.lr_key = lr_key
 
     def __str__(self) -> str:
-        return f"the gradient norm is {self.norm}: training diverged, no step was made; try a lower train.lr"
+        return f"the gradient norm is {self.norm}: training diverged, no step was made; try a lower {self.lr_key}"
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:

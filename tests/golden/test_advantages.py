@@ -25,6 +25,7 @@ from grmpipe.train.rewards import Rewards
 from grmpipe.train.settings import ESTIMATORS as NAMES
 from grmpipe.train.settings import AlgorithmConfig
 
+COMPARING = sorted(set(NAMES) - {"gae_raw"})  # that one compares with nothing but what a critic expected
 ONE_RIGHT = np.array([1.0, -1.0, -1.0, -1.0])
 FEW_REWARDS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(-3, 3), min_size=2, max_size=7)
 
@@ -103,14 +104,14 @@ def test_a_large_group_counts_without_overflow() -> None:
 
 
 @pytest.mark.parametrize("std", ["population", "sample"])
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", COMPARING)
 def test_equal_rewards_teach_nothing(name: str, std: str) -> None:
     found = estimated(name, [outcome(0.7), outcome(0.7), outcome(0.7)], std=std)  # type: ignore[arg-type]
     assert found == [pytest.approx([0.0], abs=1e-9)] * 3
 
 
 @pytest.mark.parametrize("gap", [1e-16, 1e-9, 1e-7])
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", COMPARING)
 def test_nearly_equal_rewards_do_not_explode(name: str, gap: float) -> None:
     found = estimated(name, [outcome(0.5), outcome(0.5), outcome(0.5 + gap)], pass_k=2)
     assert max(abs(advantage) for (advantage,) in found) < 0.1
