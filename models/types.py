@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+ANY_EXPERT = -1  # in place of an expert: it isn't known where the token went, its router chooses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class Completion:
     text:      the decoded ids without special tokens. For reading and judging; never tokenized again.
     versions:  spans that cover token_ids without gaps.
     unseen_tokens: sampled by a model that shows no ids (an outside judge); token_ids and logprobs are empty then.
+    experts_TLK: uint8 or int16, of a mixture of experts whose engine notes them: where each of the first T tokens of
+        prompt and answer went, by layer with experts, as it was first fed. The last token sampled never was.
     """
 
     token_ids: tuple[int, ...]
@@ -58,6 +61,7 @@ class Completion:
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]
     unseen_tokens: int = 0
+    experts_TLK: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from models.types import Completion, SamplingParams, VersionSpan
 
 
@@ -39,6 +41,7 @@ class Continuation:
             text=self.decode(token_ids),
             finish_reason=parts[-1].finish_reason,
             versions=_joined_spans(parts),
+            experts_TLK=_joined_experts(parts),
         )
 
 
@@ -88,3 +91,13 @@ def _joined_spans(parts: Sequence[Completion]) -> tuple[VersionSpan, ...]:
                 spans.append(replace(span, start=start, end=end))
         offset += len(part.token_ids)
     return tuple(spans) or parts[-1].versions
+
+
+def _joined_experts(parts: Sequence[Completion]) -> np.ndarray | None:
+    """Each part begins with the tokens of those before it: of each token, where it went the first time."""
+    joined: np.ndarray | None = None
+    for part in parts:
+        if part.experts_TLK is None:
+            return None
+        joined = part.experts_TLK if joined is None else np.concatenate([joined, part.experts_TLK[len(joined) :]])
+    return joined

@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class Row:
     version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
     finish_reason: FinishReason | None = None
     held: Held | None = None  # to a pattern
+    experts_TLK: np.ndarray | None = None  # of all tokens that were fed, once it has left; None where none are noted
 
     @property
     def position(self) -> int:
@@ -181,8 +183,9 @@ class Batch:
         for row in self._running:
             row.version_starts.append((version, len(row.token_ids)))
         if recompute:
-            for some in _within_budget(self._running, self._prefill_tokens):
-                self._prefill(some)
+            with self._slots.experts_kept():
+                for some in _within_budget(self._running, self._prefill_tokens):
+                    self._prefill(some)
 
     def completion(self, row: Row) -> Completion:
         assert row.finish_reason is not None
@@ -192,6 +195,7 @@ class Batch:
             text=self._endings.text(row.token_ids, row.params.stop),
             finish_reason=row.finish_reason,
             versions=self._version_spans(row),
+            experts_TLK=row.experts_TLK,
         )
 
     def _version_spans(self, row: Row) -> tuple[VersionSpan, ...]:
@@ -268,6 +272,7 @@ class Batch:
         """Rows at the end move into the places that become free, so that the rest stays compact."""
         num_left = len(self._running) - len(leaving)
         for row in leaving:
+            row.experts_TLK = self._slots.read_experts(row.index, row.position)
             row.family.running.remove(row)
             self._running[row.index].index = -1
         movers = [row for row in self._running[num_left:] if row.index >= 0]

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from models.engines.fused_decoder import FusedDecoder
 from models.engines.kv_slots import KvShape, KvSlots
+from models.routing import Routers, RoutingShape
 
 PROBE = ((5, 3, 8, 2, 9, 4, 6), (7, 1, 3, 3))  # two lengths: masks and positions are put to the test
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
@@ -33,10 +34,14 @@ class Decoder(Protocol):
 
 
 class ModuleDecoder:
-    """Any causal LM of transformers with full attention, called as it is with the slots as its cache."""
+    """Any causal LM of transformers with full attention, called as it is with the slots as its cache.
+
+    Notes the experts of each token that is fed, where the slots have room for them.
+    """
 
     def __init__(self, model: PreTrainedModel, slots: KvSlots) -> None:
         self._model = model
+        self._routers = None if slots.shape.routing is None else Routers.of(model)
         self._slots = slots
         self._layers = [SlotLayer(slots, index) for index in range(slots.shape.num_layers)]
         self._cache = Cache(layers=[*self._layers])
@@ -63,6 +68,14 @@ class ModuleDecoder:
         seen_NHQT = seen_NHQT.expand(num_rows, 1, num_queries, -1)
         for layer in self._layers:
             layer.aim(places.flatten(), rows, seen_NHQT.shape[-1])
+        if self._routers is None:
+            return self._logits(token_ids_NQ, positions_NQ, seen_NHQT)
+        with self._routers.recorded() as recording:
+            logits = self._logits(token_ids_NQ, positions_NQ, seen_NHQT)
+        self._slots.write_experts(places.flatten(), recording.experts_TLK)
+        return logits
+
+    def _logits(self, token_ids_NQ: Tensor, positions_NQ: Tensor, seen_NHQT: Tensor) -> Tensor:
         logits = self._model(
             input_ids=token_ids_NQ,
             position_ids=positions_NQ,
@@ -105,10 +118,13 @@ class SlotLayer(CacheLayerMixin):
 
 
 @torch.no_grad()
-def open_decoder(model: PreTrainedModel, max_rows: int, max_tokens: int) -> tuple[Decoder, KvSlots]:
-    """The fastest decoder whose logits equal the model's own; ValueError where there is none."""
+def open_decoder(
+    model: PreTrainedModel, max_rows: int, max_tokens: int, note_experts: bool = False
+) -> tuple[Decoder, KvSlots]:
+    """The fastest decoder whose logits equal the model's own; ValueError where there is none, and for `note_experts`
+    of a model without."""
     expected_NV = torch.stack([model(torch.tensor([ids], device=model.device)).logits[0, -1] for ids in PROBE])
-    shape = _measure_kv_shape(model)
+    shape = _measure_kv_shape(model, Routers.of(model).shape if note_experts else None)
     kinds: list[type[FusedDecoder] | type[ModuleDecoder]] = [ModuleDecoder]
     if FusedDecoder.supports(model):
         kinds.insert(0, FusedDecoder)
@@ -131,7 +147,7 @@ def _probe_error(decoder: Decoder, slots: KvSlots, expected_NV: Tensor) -> float
     return float(error_NV.abs().max() / expected_NV.float().abs().max().clamp_min(1e-6))
 
 
-def _measure_kv_shape(model: PreTrainedModel) -> KvShape:
+def _measure_kv_shape(model: PreTrainedModel, routing: RoutingShape | None) -> KvShape:
     """From the cache that the model itself fills; configs name heads in too many ways."""
     cache = model(torch.tensor([PROBE[0]], device=model.device), use_cache=True).past_key_values
     if not isinstance(cache, DynamicCache):
@@ -151,6 +167,7 @@ def _measure_kv_shape(model: PreTrainedModel) -> KvShape:
         head_dim=head_dim,
         dtype=keys_and_values[0].dtype,
         device=model.device,
+        routing=routing,
     )
 
 

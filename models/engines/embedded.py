@@ -67,6 +67,7 @@ class EmbeddedEngine:
 
     seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
     version: of the weights in `model_path`.
+    note_experts: completions carry the experts of their tokens; for a mixture of experts only.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class EmbeddedEngine:
         seed: int = 0,
         chat_template: str | None = None,
         version: int = 0,
+        note_experts: bool = False,
     ) -> None:
         renderer = Renderer.load(model_path, chat_template)
         self.model_name = model_name
@@ -86,7 +88,7 @@ class EmbeddedEngine:
         self._vocab_size = renderer.vocab_size
         self._context_tokens = _window(config, renderer)
         self._model = load_causal_lm(model_path, dtype, device)
-        decoder, slots = open_decoder(self._model, config.max_batch_rows, self._context_tokens)
+        decoder, slots = open_decoder(self._model, config.max_batch_rows, self._context_tokens, note_experts)
         self._quantize()
         endings = Endings(renderer.decode, renderer.stop_token_ids)
         grammar = Grammar(renderer.decode, renderer.num_token_ids, renderer.stop_token_ids, renderer.vocab_size)

@@ -1,0 +1,161 @@
+"""Which experts of a mixture each token goes to: noted in one forward pass, replayed in another. Never trains.
+
+Near-ties of a router tip over with the precision, the batch or the kernel, and another expert is another function: the
+log-probs of sampler and learner then differ by far more than rounding. Replay fixes the choice and nothing else: the
+gates of the chosen experts are computed anew, and their gradient reaches the router (R2 and R3, arXiv 2507.18071 and
+2510.11370).
+
+T: tokens, L: routers, one a layer that has experts, K: experts a token goes to, E: experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.types import ANY_EXPERT
+
+Gates = Callable[[Any, Tensor, Tensor], Tensor]  # (router, logits_TE, experts_TK) -> gates_TK
+Routed = tuple[Tensor, Tensor, Tensor]  # logits_TE, gates_TK, experts_TK: what a router returns
+Hook = Callable[[int, nn.Module, Routed], Routed | None]  # (router's index, router, what it returns) -> instead of it
+
+
+def softmax_over_all(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """Qwen's and OLMoE's: probabilities among all experts; normalised over the chosen ones where the model says so."""
+    gates_TK = logits_TE.softmax(-1, dtype=torch.float).gather(-1, experts_TK)
+    if router.norm_topk_prob:
+        gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
+    return gates_TK.to(logits_TE.dtype)
+
+
+def softmax_over_chosen(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """Mixtral's: always normalised, and left in float32."""
+    gates_TK = logits_TE.float().softmax(-1).gather(-1, experts_TK)
+    return gates_TK / gates_TK.sum(-1, keepdim=True)
+
+
+# By class name: importing all families of transformers would take a second.
+ROUTERS: dict[str, Gates] = {
+    "Qwen2MoeTopKRouter": softmax_over_all,
+    "Qwen3MoeTopKRouter": softmax_over_all,
+    "OlmoeTopKRouter": softmax_over_all,
+    "MixtralTopKRouter": softmax_over_chosen,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingShape:
+    """What one token leaves: `top_k` experts for each of the routers, which stand in these layers of the model."""
+
+    layers: tuple[int, ...]
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest that holds an expert."""
+        return torch.uint8 if self.num_experts <= 256 else torch.int16
+
+
+class Routers:
+    """The routers of one model, in the order of its layers."""
+
+    def __init__(self, routers: Sequence[nn.Module], shape: RoutingShape) -> None:
+        self._routers = tuple(routers)
+        self.shape = shape
+
+    @staticmethod
+    def of(model: nn.Module) -> Routers:
+        """Raises ValueError for a dense model, and for routers that can't be replayed."""
+        named = [(name, module) for name, module in model.named_modules() if _is_router(module)]
+        unknown = sorted({type(module).__name__ for _, module in named} - ROUTERS.keys())
+        if unknown:
+            raise ValueError(
+                f"routing_replay: the experts of {unknown[0]} can't be replayed; those of {', '.join(ROUTERS)} can; "
+                "type algorithm.routing_replay=none"
+            )
+        if not named:
+            raise ValueError(
+                f"routing_replay: {type(model).__name__} has no router whose experts could be replayed: it is dense, "
+                "or chooses them in a way that isn't known here; type algorithm.routing_replay=none"
+            )
+        router: Any = named[0][1]
+        layers = tuple(_layer_of(name) for name, _ in named)
+        shape = RoutingShape(layers=layers, top_k=router.top_k, num_experts=router.num_experts)
+        return Routers([module for _, module in named], shape)
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recording]:
+        """Each forward pass in here is noted."""
+        recording = Recording(len(self._routers))
+        with self._hooked(recording.note):
+            yield recording
+
+    @contextmanager
+    def replayed(self, experts_TLK: Tensor) -> Iterator[Replay]:
+        """Forward passes in here send their T tokens to these experts; a token to its router's own where they are
+        ANY_EXPERT. The backward pass belongs in here too: activation checkpointing runs the forward again.
+        """
+        replay = Replay(experts_TLK)
+        with self._hooked(replay.choose):
+            yield replay
+
+    @contextmanager
+    def _hooked(self, hook: Hook) -> Iterator[None]:
+        with ExitStack() as stack:
+            for index, router in enumerate(self._routers):
+                stack.callback(router.register_forward_hook(partial(_call, hook, index)).remove)
+            yield
+
+
+class Recording:
+    """What the routers chose in the latest forward pass."""
+
+    def __init__(self, num_routers: int) -> None:
+        self._by_router: list[Tensor | None] = [None] * num_routers
+
+    @property
+    def experts_TLK(self) -> Tensor:
+        """int64, in the order in which the pass had the tokens, padding included."""
+        return torch.stack([experts_TK for experts_TK in self._by_router if experts_TK is not None], dim=1)
+
+    def note(self, index: int, router: nn.Module, routed: Routed) -> None:
+        self._by_router[index] = routed[2]
+
+
+class Replay:
+    """Experts that stand in for the routers' own choice.
+
+    rerouted_TL: whether the router would have sent the token elsewhere.
+    """
+
+    def __init__(self, experts_TLK: Tensor) -> None:
+        self._experts_TLK = experts_TLK
+        self.rerouted_TL = torch.zeros(experts_TLK.shape[:2], dtype=torch.bool, device=experts_TLK.device)
+
+    def choose(self, index: int, router: nn.Module, routed: Routed) -> Routed:
+        logits_TE, _, own_TK = routed
+        wanted_TK = self._experts_TLK[:, index].to(own_TK.dtype)
+        chosen_TK = torch.where(wanted_TK == ANY_EXPERT, own_TK, wanted_TK)
+        self.rerouted_TL[:, index] = (chosen_TK.sort(-1).values != own_TK.sort(-1).values).any(-1)
+        return logits_TE, ROUTERS[type(router).__name__](router, logits_TE, chosen_TK), chosen_TK
+
+
+def _call(hook: Hook, index: int, router: nn.Module, _: object, routed: Routed) -> Routed | None:
+    return hook(index, router, routed)
+
+
+def _is_router(module: nn.Module) -> bool:
+    """By the name that transformers gives them all: those of unknown families are to be refused, not overlooked."""
+    return type(module).__name__.lower().endswith("topkrouter")
+
+
+def _layer_of(name: str) -> int:
+    """model.layers.3.mlp.gate -> 3."""
+    return int(next(part for part in name.split(".") if part.isdigit()))

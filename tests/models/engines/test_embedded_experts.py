@@ -1,0 +1,166 @@
+"""Where sampled tokens went, as the engine notes it: what the model itself chooses for the same text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from models.causal_lm import load_causal_lm
+from models.engines.embedded import EmbeddedEngine
+from models.routing import Routers
+from models.settings import EmbeddedConfig
+from models.types import Completion, SamplingParams
+from models.weight_sending import ObjectStore
+from models.weight_stream import WeightStream
+from scheduler.continuation import Begun, Continuation
+
+SHAPE = {
+    "vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 128, "num_experts_per_tok": 2, "initializer_range": 0.2,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+MIXTURES = {
+    "qwen 3": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHAPE, num_experts=8, moe_intermediate_size=16, intermediate_size=64, mlp_only_layers=[1])
+    ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=8, intermediate_size=16)),
+}
+OpenMixture = Callable[..., EmbeddedEngine]
+
+
+@pytest.fixture(scope="session")
+def mixtures(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Callable[[str, int], str]:
+    """The directory of a mixture with random weights."""
+    made: dict[tuple[str, int], str] = {}
+
+    def path_of(family: str, seed: int = 0) -> str:
+        if (family, seed) not in made:
+            path = tmp_path_factory.mktemp("mixture")
+            torch.manual_seed(seed)
+            MIXTURES[family]().save_pretrained(path)
+            AutoTokenizer.from_pretrained(model_path).save_pretrained(path)
+            made[family, seed] = str(path)
+        return made[family, seed]
+
+    return path_of
+
+
+@pytest.fixture
+def open_mixture(mixtures: Callable[[str, int], str]) -> Iterator[OpenMixture]:
+    opened: list[EmbeddedEngine] = []
+
+    def open_one(family: str = "qwen 3", *, note_experts: bool = True, **options: int | bool) -> EmbeddedEngine:
+        config = EmbeddedConfig(**options)  # type: ignore[arg-type]
+        opened.append(EmbeddedEngine(mixtures(family, 0), "policy", config, note_experts=note_experts))
+        return opened[-1]
+
+    yield open_one
+    for engine in opened:
+        engine.close()
+
+
+async def push(engine: EmbeddedEngine, path: str, version: int) -> None:
+    stream, store = WeightStream(load_causal_lm(path), "float32", 1 << 20), ObjectStore("float32")
+    await engine.pause()
+    await engine.begin_weights()
+    for index in range(stream.num_buckets):
+        await engine.load_bucket(store.post(index, stream.unsharded(index)))
+    await engine.commit_weights(version)
+    await engine.resume()
+
+
+def chosen(path: str, token_ids: Sequence[int]) -> np.ndarray:
+    """[T, L, K], each token's experts in rising order, by the model without a cache."""
+    model = load_causal_lm(path)
+    with torch.no_grad(), Routers.of(model).recorded() as recording:
+        model(torch.tensor([token_ids]))
+    return np.sort(recording.experts_TLK.numpy(), -1)
+
+
+def noted(completion: Completion) -> np.ndarray:
+    assert completion.experts_TLK is not None
+    return np.sort(completion.experts_TLK, -1)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_each_token_that_was_fed_has_its_experts(family: str, open_mixture, mixtures, ask, prompt_of) -> None:
+    """Siblings that copy a prompt, rows that move to free places, prompts of several lengths: six in three places."""
+    engine = open_mixture(family, max_batch_rows=3)
+    prompts = [prompt_of(7), prompt_of(7), prompt_of(7), prompt_of(12), prompt_of(1), prompt_of(12)]
+
+    async def all_at_once() -> list[Completion]:
+        asks = [ask(engine, prompt, index, max_new_tokens=4 + 3 * index) for index, prompt in enumerate(prompts)]
+        return list(await asyncio.gather(*asks))
+
+    for prompt, completion in zip(prompts, asyncio.run(all_at_once()), strict=True):
+        fed = (*prompt, *completion.token_ids)[:-1]
+        assert completion.experts_TLK is not None and completion.experts_TLK.dtype == np.uint8
+        np.testing.assert_array_equal(noted(completion), chosen(mixtures(family, 0), fed))
+
+
+def test_who_does_not_ask_for_them_gets_none(open_mixture, ask, prompt_of) -> None:
+    assert asyncio.run(ask(open_mixture(note_experts=False), prompt_of(5))).experts_TLK is None
+
+
+def test_a_dense_model_has_none_to_note(model_path: str) -> None:
+    with pytest.raises(ValueError, match="routing_replay: Qwen3ForCausalLM has no router"):
+        EmbeddedEngine(model_path, "policy", EmbeddedConfig(), note_experts=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_that_change_under_a_request_change_no_token_that_was_fed(
+    recompute: bool, open_mixture, mixtures, ask, prompt_of
+) -> None:
+    """Prefilled anew or not: a token's experts are those that its successor was sampled by."""
+    engine = open_mixture(recompute_kv_on_sync=recompute)
+    prompt, next_path = prompt_of(6), mixtures("qwen 3", 1)
+
+    async def push_in_the_middle() -> Completion:
+        begun = asyncio.Event()
+        asked = asyncio.create_task(ask(engine, prompt, max_new_tokens=100, on_first_token=begun.set))
+        await begun.wait()
+        await push(engine, next_path, 1)
+        return await asked
+
+    completion = asyncio.run(push_in_the_middle())
+    (first, second) = completion.versions
+    fed = (*prompt, *completion.token_ids)[:-1]
+    assert len(noted(completion)) == len(fed) == 105 and 0 < first.end < second.end
+    num_old = len(prompt) + first.end - 1
+    np.testing.assert_array_equal(noted(completion)[:num_old], chosen(mixtures("qwen 3", 0), fed)[:num_old])
+    if recompute:
+        np.testing.assert_array_equal(noted(completion)[num_old:], chosen(next_path, fed)[num_old:])
+
+
+def test_an_aborted_request_that_goes_on_elsewhere_keeps_its_first_experts(
+    open_mixture, mixtures, ask, prompt_of
+) -> None:
+    engine, other, prompt = open_mixture(), open_mixture(), prompt_of(6)
+    continuation = Continuation(decode=lambda token_ids: "", seed_after=lambda seed, num_sampled: seed)
+
+    async def moved() -> Completion:
+        begun = asyncio.Event()
+        asked = asyncio.create_task(ask(engine, prompt, max_new_tokens=100, on_first_token=begun.set))
+        await begun.wait()
+        await engine.abort("r")
+        request = Begun(prompt, SamplingParams(max_new_tokens=100))
+        request.go_on(await asked, continuation)
+        rest = await ask(other, request.prompt_ids, max_new_tokens=request.params.max_new_tokens)
+        return request.whole(rest, continuation)
+
+    completion = asyncio.run(moved())
+    assert len(completion.token_ids) == 100
+    fed = (*prompt, *completion.token_ids)[:-1]
+    np.testing.assert_array_equal(noted(completion), chosen(mixtures("qwen 3", 0), fed))
+
+
+def test_a_part_whose_experts_are_not_known_leaves_the_whole_without(open_mixture, ask, prompt_of) -> None:
+    engine, silent = open_mixture(), open_mixture(note_experts=False)
+    first, second = (asyncio.run(ask(one, prompt_of(4))) for one in (engine, silent))
+    continuation = Continuation(decode=lambda token_ids: "", seed_after=lambda seed, num_sampled: seed)
+    assert continuation.join((first, second)).experts_TLK is None
