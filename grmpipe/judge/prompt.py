@@ -106,7 +106,10 @@ class JudgePrompt:
         try:
             return self._template.render(fields)
         except UndefinedError as error:
-            raise ValueError(f"template {self.name}, prompt {prompt.prompt_id}: {error.message}") from error
+            raise ValueError(
+                f"template {self.name}, prompt {prompt.prompt_id}: {error.message}; give the prompts what the template "
+                "shows, or type a judge.template that does without"
+            ) from error
 
     def _try_out(self) -> None:
         """What only shows in rendering shows now: a sum of texts, an include, a branch that hides the response."""

@@ -149,14 +149,14 @@ class JudgeConfig:
         if not self.template:
             raise ValueError(f"template: is empty; type {', '.join(SHIPPED_TEMPLATES)} or the path of a Jinja file")
         parser, protocol = SHIPPED_TEMPLATES.get(self.template, (self.parser, self.protocol))
-        if self.parser != parser:
-            raise ValueError(
-                f"parser: {self.parser} can't read what template {self.template} asks for; type judge.parser={parser}"
-            )
         if self.protocol != protocol:
             raise ValueError(
                 f"template: {self.template} is for the {protocol} protocol; type judge.protocol={protocol}, or "
                 f"judge={self.protocol} for all that belongs to {self.protocol}"
+            )
+        if self.parser != parser:
+            raise ValueError(
+                f"parser: {self.parser} can't read what template {self.template} asks for; type judge.parser={parser}"
             )
         if self.protocol != "pointwise" and self.parser == "score_line":
             raise ValueError(
@@ -245,6 +245,8 @@ class JudgeConfig:
                 raise ValueError(f"mix: unknown component {name!r}; known: {', '.join(COMPONENTS)}")
             if not 0 < weight < math.inf:
                 raise ValueError(f"mix.{name}: a weight must be above 0, got {weight}; leave out what isn't to count")
+        if self.kind == "mixed" and self.vote == "sum":
+            raise ValueError("vote: a sum goes from k to 10 k, and mixes with no other score; type judge.vote=mean")
         if self.kind == "own" and not self.target:
             raise ValueError("target: is empty; for kind=own type judge.target=my_package.my_module.MyJudge")
 

@@ -97,7 +97,12 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
         ),
         ({**PAIRS, "num_judgements": 3}, r"^num_judgements: half of a pair's .*judge\.num_judgements=4"),
         ({**PAIRS, "num_judgements": 2, "vote": "mean"}, r"^vote: a pair goes to the majority"),
+        (
+            {"protocol": "listwise", "template": "pointwise", "parser": "boxed"},
+            r"^template: .* for the pointwise .*judge=listwise",
+        ),
         ({"kind": "own"}, r"^target: is empty"),
+        ({"kind": "mixed", "mix": {"rule": 1}, "vote": "sum"}, r"^vote: a sum .*judge\.vote=mean"),
     ],
 )
 def test_what_does_not_go_together_says_what_to_type(settings: dict[str, Any], said: str) -> None:
