@@ -10,6 +10,7 @@ import pytest
 
 from grmpipe.judge.written import judge_together
 from grmpipe.types import Criterion, Failed, JudgeReport, Verdict
+from models.types import EngineDied, EngineRefused
 
 FOOLING_REPLIES = (  # arXiv 2507.08794
     " ", ".", ",", ":", "Thought process:", "Let's solve this problem step by step.", "Solution", "解", "かいせつ",
@@ -136,3 +137,21 @@ def test_an_attack_adds_only_fenced_lines_to_the_prompt(bench: Any, attack: str)
     bench.run(judge.judge(bench.prompt(), bench.rollout(attack)))
     head, *lines = prompts[0].split("\nA:\n", 1)[1].splitlines() or [""]
     assert all(line.startswith("> ") for line in (head, *lines))
+
+
+FAILING = {
+    "died": lambda bench, verdict: EngineDied("killed"),
+    "refused": lambda bench, verdict: EngineRefused("no room"),
+    "timeout": lambda bench, verdict: bench.answer(verdict, delay_s=1e6),
+    "truncated": lambda bench, verdict: bench.answer(verdict, "length"),
+    "unparseable": lambda bench, verdict: bench.answer("Score: 10/10 \\boxed{ten}"),
+}
+
+
+@pytest.mark.parametrize("cause", FAILING)
+def test_a_failure_is_a_number_in_no_protocol_and_keeps_its_cause(bench: Any, protocol: Protocol, cause: str) -> None:
+    judge, _ = bench.generative(lambda prompt, context: FAILING[cause](bench, protocol.verdict), **protocol.settings)
+    prompt = replace(bench.prompt(), rubric=(Criterion(text="It is right."), Criterion(text="It is short.")))
+    for report in bench.run(judge_together(judge, prompt, "g0", [HONEST, "Answer: 13"])):
+        assert isinstance(report.verdict, Failed)
+        assert (report.verdict.cause, report.judgements) == (cause, ())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grmpipe.judge.pairwise import majority_of, pairs_of
 from grmpipe.judge.settings import EarlyStopConfig
@@ -126,6 +129,24 @@ def test_a_pair_stops_when_its_winner_is_fixed(bench: Any, worse: str) -> None:
     assert len(engine.asked) == 5
     lengths = [judgement.completion.num_tokens for judgement in reports[0].judgements]
     assert reports[0].saved_tokens + reports[1].saved_tokens == round(3 * sum(lengths) / 5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), wave=st.integers(1, 3))
+def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wave: int) -> None:
+    """Whatever is said, in whichever order, and also where some judgements fail."""
+
+    def author(prompt: str, context: Any) -> Any:
+        rng = random.Random(f"{seed} {context.request_id}")
+        text = rng.choice(["hm", *[f"\\boxed{{{rng.randint(1, 4)}, {rng.randint(1, 4)}}}"] * 4])
+        return bench.answer(text, delay_s=rng.random())
+
+    found = []
+    for stop in (EarlyStopConfig(), EarlyStopConfig(kind="exact", wave=wave)):
+        judge, _ = bench.generative(author, num_judgements=8, reasks=0, early_stop=stop, **PAIRWISE)
+        reports = hear(bench, judge, ["good", "bad"])
+        found.append([reports[sibling].verdict.score for sibling in (0, 1)])
+    assert found[0] == found[1]
 
 
 def test_a_ring_is_everybody_with_the_next() -> None:
