@@ -18,9 +18,9 @@ from scheduling import PATIENCE_S, seats, workload
 
 from grmpipe.data.prompts import load_prompts
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.judge.early_stop import winner_is_fixed
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.protocols.early_stop import winner_is_fixed
 from grmpipe.judge.rule import is_right
 from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
 from grmpipe.rollout.play import Seat, play

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grmpipe.config import RunConfig
-from grmpipe.judge.against_labels import Evaluation, JudgedItem, SubsetResult, outcome_of
+from grmpipe.evaluation.against_labels import Evaluation, JudgedItem, SubsetResult, outcome_of
 from grmpipe.judge.scale import Scale
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Failed

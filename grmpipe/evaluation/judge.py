@@ -15,8 +15,8 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
 from grmpipe.elastic import start_engines
 from grmpipe.engine_checks import check_installed
+from grmpipe.evaluation.against_labels import Accuracy, Evaluation, JudgedItem, Recount, evaluate
 from grmpipe.evaluation.files import show, write_files
-from grmpipe.judge.against_labels import Accuracy, Evaluation, JudgedItem, Recount, evaluate
 from grmpipe.judge.meta import JudgedResponses, MetaScorer
 from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
 from grmpipe.judge.vote import VOTES, mean

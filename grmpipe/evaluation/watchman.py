@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from grmpipe.data.labelled import load_labelled
-from grmpipe.judge.canaries import Canary, drift_of, judge_canaries, with_first_scores
 from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
-from grmpipe.judge.fooling import Bait, fooled
-from grmpipe.judge.limits import Exceeded, Limits
-from grmpipe.judge.overoptimization import fit
 from grmpipe.judge.watch_settings import WatchConfig
+from grmpipe.judge.watching.canaries import Canary, drift_of, judge_canaries, with_first_scores
+from grmpipe.judge.watching.fooling import Bait, fooled
+from grmpipe.judge.watching.limits import Exceeded, Limits
+from grmpipe.judge.watching.overoptimization import fit
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
 from models.types import Message

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.judge.pairwise import majority_of, pairs_of
+from grmpipe.judge.protocols.pairwise import majority_of, pairs_of
 from grmpipe.judge.settings import EarlyStopConfig
 from grmpipe.types import Failed, JudgeReport
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.judge.early_stop import Noise, fewest_for_a_winner, is_sure, winner_is_fixed
+from grmpipe.judge.protocols.early_stop import Noise, fewest_for_a_winner, is_sure, winner_is_fixed
 from grmpipe.judge.settings import EarlyStopConfig
 from grmpipe.types import JudgeReport
 

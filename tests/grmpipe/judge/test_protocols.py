@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.judge.fitting import without_middle
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.meta import JudgedResponses
+from grmpipe.judge.protocols.fitting import without_middle
+from grmpipe.judge.protocols.steps import steps_of
 from grmpipe.judge.settings import JudgeConfig
-from grmpipe.judge.steps import steps_of
 from grmpipe.types import Criterion, Failed, RewardSpan, Rollout, Turn
 from models.types import Completion, EngineDied, VersionSpan
 

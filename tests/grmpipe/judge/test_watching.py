@@ -7,16 +7,16 @@ import math
 
 import pytest
 
-from grmpipe.judge.canaries import Canary, Drift, drift_of, judge_canaries, with_first_scores
-from grmpipe.judge.fooling import REPLIES, Bait, fooled
 from grmpipe.judge.hearing import OneByOne
-from grmpipe.judge.limits import Limits
-from grmpipe.judge.overoptimization import Fit, fit
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import mean
 from grmpipe.judge.watch import FailureGate
 from grmpipe.judge.watch_settings import LimitConfig, WatchConfig
+from grmpipe.judge.watching.canaries import Canary, Drift, drift_of, judge_canaries, with_first_scores
+from grmpipe.judge.watching.fooling import REPLIES, Bait, fooled
+from grmpipe.judge.watching.limits import Limits
+from grmpipe.judge.watching.overoptimization import Fit, fit
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 from models.types import Message
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grmpipe.judge.asking import Question
-from grmpipe.judge.court import Court
-from grmpipe.judge.early_stop import Stop, is_sure
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.meta import JudgedResponses
-from grmpipe.judge.panel import IN_FULL, Panel, Results, convene
-from grmpipe.judge.steps import steps_of
+from grmpipe.judge.protocols.court import Court
+from grmpipe.judge.protocols.early_stop import Stop, is_sure
+from grmpipe.judge.protocols.panel import IN_FULL, Panel, Results, convene
+from grmpipe.judge.protocols.steps import steps_of
 from grmpipe.judge.verdict import COMPONENT, all_failed, outcome_place, unasked
 from grmpipe.judge.vote import agreement, mean
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Sitting, StopAudit, Verdict

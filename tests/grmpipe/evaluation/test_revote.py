@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from grmpipe.judge.revote import Counting, all_drawn, ballots_of, best_by_meta, draws_of, scores_of_draw
+from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta, draws_of, scores_of_draw
 from grmpipe.judge.vote import mean, median
 from grmpipe.types import Judgement
 from models.types import Completion

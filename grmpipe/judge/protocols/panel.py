@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from grmpipe.judge.early_stop import Stop
+from grmpipe.judge.protocols.early_stop import Stop
 from grmpipe.types import Failed, Judgement
 
 Results = Sequence[Judgement | Failed]  # of one index: what failed before it was asked again, and what came last

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.judge.asking import Question
-from grmpipe.judge.court import Court
-from grmpipe.judge.early_stop import Stop, fewest_for_a_winner, winner_is_fixed
 from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.panel import IN_FULL, Panel, Results, convene
+from grmpipe.judge.protocols.court import Court
+from grmpipe.judge.protocols.early_stop import Stop, fewest_for_a_winner, winner_is_fixed
+from grmpipe.judge.protocols.panel import IN_FULL, Panel, Results, convene
 from grmpipe.judge.verdict import COMPONENT, all_failed, outcome
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, Rollout, Sitting, Verdict
 

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grmpipe.judge.asking import Asker
-from grmpipe.judge.early_stop import Noise
-from grmpipe.judge.fitting import fitted
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.meta import JudgedResponses, MetaScorer
-from grmpipe.judge.principles import InlinePrinciples, Principles, SharedPrinciples
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
+from grmpipe.judge.protocols.early_stop import Noise
+from grmpipe.judge.protocols.fitting import fitted
+from grmpipe.judge.protocols.principles import InlinePrinciples, Principles, SharedPrinciples
+from grmpipe.judge.protocols.steps import Decode
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import JudgeConfig
-from grmpipe.judge.steps import Decode
 from grmpipe.judge.verdict import unasked
 from grmpipe.judge.vote import VOTES, Vote, best_indices, weighted
 from grmpipe.types import Cause, Failed, Judgement, Prompt
