@@ -97,6 +97,11 @@ def sync_config_of(role: str, config: RunConfig) -> SyncConfig:
     return dataclasses.replace(sync, probe_tolerance=told, probe_tolerance_16bit=told)
 
 
+def notes_experts(role: str, config: RunConfig) -> bool:
+    """Does the learner replay the experts that a role's engines chose?"""
+    return role == "policy" and config.algorithm.routing_replay == "rollout"
+
+
 # -- factories -----------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +112,16 @@ def embedded_engine(model: Model, config: RunConfig, placement: Placement) -> Ma
 def make_embedded(path: str, role: str, config: RunConfig, device: str, rank: int = 0) -> Engine:
     options, engine = options_of(role, config), engine_config_of(role, config)
     assert isinstance(engine, EmbeddedConfig)
-    return EmbeddedEngine(path, role, engine, options.dtype, device, config.seed, options.chat_template)
+    return EmbeddedEngine(
+        path,
+        role,
+        engine,
+        options.dtype,
+        device,
+        config.seed,
+        options.chat_template,
+        note_experts=notes_experts(role, config),
+    )
 
 
 def vllm_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEngine:
@@ -130,6 +144,7 @@ def make_vllm(path: str, role: str, config: RunConfig, device: str, num_gpus: in
         chat_template=options.chat_template,
         tensor_parallel=num_gpus,
         takes_weights=role == "policy" or config.cotrain.enabled,
+        note_experts=notes_experts(role, config),
     )
 
 

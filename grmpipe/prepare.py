@@ -29,6 +29,7 @@ from grmpipe.judge.rule import Rule
 from grmpipe.judge.scale import Scale
 from grmpipe.meta.model import MetaModel, find_meta
 from grmpipe.observe.summary import Summary
+from grmpipe.routing_checks import check_routing
 from grmpipe.types import Prompt
 from grmpipe.weight_route import transport_of
 from models.footprint import heads_of
@@ -95,6 +96,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         if tensor_parallel_of(model.name, placement) > 1:
             check_tensor_parallel(model.name, heads_of(model.path), placement)
     check_policy(config, policy, data)
+    check_routing(config, policy, placement)
     if config.judged_by_model:
         check_judge(config, grm, data)
     if config.judge.kind == "own":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -207,6 +207,8 @@ class TrainingSample:
     sampler_logprobs: natural log, as the engine reported them; 0 where loss_mask is 0.
     advantages:       0 where loss_mask is 0.
     versions:         spans over token_ids, sampled stretches only.
+    experts_TLK:      int16, where the sampler sent each token, by layer with experts (-1: not known); None where it is
+                      known of no token.
     """
 
     group_id: str
@@ -217,11 +219,14 @@ class TrainingSample:
     sampler_logprobs: tuple[float, ...]
     advantages: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
+    experts_TLK: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples packed end to end. T: packed tokens, S: samples. Arrays cross process borders as they are.
+    """Samples packed end to end. T: packed tokens, S: samples, L: layers with experts, K: experts a token.
+
+    Arrays cross process borders as they are.
 
     The first token of each sample is never trained (nothing predicts it): its loss_mask is 0.
     """
@@ -233,6 +238,15 @@ class MicroBatch:
     sampler_logprobs_T: np.ndarray  # float32
     advantages_T: np.ndarray  # float32
     versions_T: np.ndarray  # int32, of the policy that sampled the token; -1 where none did
+    experts_TLK: np.ndarray | None = None  # int16, to replay; -1 where the learner's own router chooses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldPass:
+    """What the weights that a batch's updates start from say of a micro-batch."""
+
+    logprobs_T: np.ndarray  # float32, log pi_old; 0 where nothing is trained
+    experts_TLK: np.ndarray | None = None  # that they chose, where the updates are to replay them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

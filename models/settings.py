@@ -9,6 +9,7 @@ DTYPES = ("float32", "bfloat16")
 ENGINES = ("embedded", "vllm", "sglang", "openai")
 ENGINES_OF_THE_POLICY = ("embedded", "vllm", "sglang")  # they take weights and give log-probs
 ENGINES_WITH_GRAMMAR = ("embedded", "vllm", "sglang")  # they can hold a text to a regular expression
+ENGINES_THAT_NOTE_EXPERTS = ("embedded", "vllm")  # of a mixture: they say where a token went
 QUANTIZATIONS = ("none", "int8", "int4")
 
 

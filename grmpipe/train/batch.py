@@ -15,7 +15,7 @@ from grmpipe.train.replay import ReplayBuffer
 from grmpipe.train.reward_kl import Kl, kl_of_rollouts
 from grmpipe.train.samples import count, judged_siblings, split_rollout, to_samples
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
-from grmpipe.types import JudgedGroup, Metrics, TrainingSample
+from grmpipe.types import JudgedGroup, Metrics, OldPass, TrainingSample
 
 
 class BatchTrainer:
@@ -158,17 +158,17 @@ class BatchTrainer:
         oldest = min(group.version for group in groups)
         parts = [self._part(samples, ids) for ids in split_ids(groups, self._updates)]
         packed = [self._pack(part) for part in parts]
-        old = [[await self._old_logprobs(round_) for round_ in rounds] for rounds in packed]
+        old = [[await self._old_pass(round_) for round_ in rounds] for rounds in packed]
         metrics: Metrics = {}
         for part, rounds, olds in zip(parts, packed, old, strict=True):
-            for round_, old_logprobs in zip(rounds, olds, strict=True):
-                await self._learner.accumulate(round_, old_logprobs)
+            for round_, old_pass in zip(rounds, olds, strict=True):
+                await self._learner.accumulate(round_, old_pass)
             metrics = await self._learner.step(count(part, oldest))
         return metrics
 
-    async def _old_logprobs(self, round_: Round) -> Sequence[np.ndarray] | None:
-        """None where the ratio is not against them."""
-        return await self._learner.logprobs(round_) if self._algorithm.proximal == "recomputed" else None
+    async def _old_pass(self, round_: Round) -> Sequence[OldPass] | None:
+        """None where the ratio is not against its log-probs."""
+        return await self._learner.old_pass(round_) if self._algorithm.proximal == "recomputed" else None
 
     def _part(self, samples: Sequence[TrainingSample], group_ids: set[str]) -> list[TrainingSample]:
         return [sample for sample in samples if sample.group_id in group_ids]

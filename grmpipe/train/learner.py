@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from grmpipe.train.meter import Meter
 from grmpipe.train.objective import TokenLogprobs, summed_loss
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.train.update import make_optimizer, update
-from grmpipe.types import BatchTotals, Metrics, MicroBatch
+from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import export_hf, load_sharded, save_sharded
 from models.parallelize import choose_device, join_ranks, load_parallel, without_gradient
+from models.routing import Replay, Routers
 from models.types import GroupLink, WeightBucket
 from models.weight_sending import TRANSPORTS, WeightTransport
 from models.weight_stream import WeightStream
@@ -96,6 +98,7 @@ class Learner:
             spec.model_path, mesh, self._device, spec.master_dtype, train.dtype, train.activation_checkpointing
         )
         self._reference = self._load_reference(mesh) if spec.algorithm.kl_coefficient > 0 else None
+        self._routers = Routers.of(self._model) if spec.algorithm.routing_replay != "none" else None
         self._optimizer = make_optimizer(self._model, train)
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes)
         self._transport = _open_transport(spec, self._device) if rank == 0 else None
@@ -113,40 +116,50 @@ class Learner:
         updates = min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
         return self._spec.first_version + self._version // updates
 
-    def accumulate(self, micro_batch: MicroBatch, old_logprobs_T: np.ndarray | None = None) -> Metrics:
+    def accumulate(self, micro_batch: MicroBatch, old: OldPass | None = None) -> Metrics:
         """Add the gradient of this micro-batch's summed loss; return its sums.
 
-        pi_old is the pass's own detached log-prob, unless `old_logprobs_T` (float32) of an earlier pass is given: right
-        for one update per batch, where the weights are still those that pi_old means.
+        pi_old is the pass's own detached log-prob, unless an earlier pass is given: right for one update per batch,
+        where the weights are still those that pi_old means.
         """
         algorithm = self._spec.algorithm
         batch = DeviceBatch.of(micro_batch, self._device)
-        current = self._forward(self._model, batch, entropy=True)
-        own_T = current.logprobs_T.detach()
-        ages_T = self.policy_version - batch.versions_T
-        logprobs = TokenLogprobs(
-            current_T=current.logprobs_T,
-            entropy_T=current.entropy_T,
-            old_T=own_T if old_logprobs_T is None else torch.tensor(old_logprobs_T, device=self._device),
-            sampler_T=batch.sampler_logprobs_T,
-            reference_T=self._reference_logprobs(batch) if algorithm.kl_in == "loss" else None,
-            ages_T=ages_T,
-        )
-        loss = summed_loss(logprobs, batch.advantages_T, batch.loss_mask_T, batch.sample_lengths_S, algorithm)
-        loss.total.backward()
+        reference_T = self._reference_logprobs(batch) if algorithm.kl_in == "loss" else None
+        experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
+        with self._routed(experts_TLK) as replay:
+            current = self._forward(self._model, batch, entropy=True)
+            own_T = current.logprobs_T.detach()
+            ages_T = self.policy_version - batch.versions_T
+            logprobs = TokenLogprobs(
+                current_T=current.logprobs_T,
+                entropy_T=current.entropy_T,
+                old_T=own_T if old is None else torch.tensor(old.logprobs_T, device=self._device),
+                sampler_T=batch.sampler_logprobs_T,
+                reference_T=reference_T,
+                ages_T=ages_T,
+            )
+            loss = summed_loss(logprobs, batch.advantages_T, batch.loss_mask_T, batch.sample_lengths_S, algorithm)
+            loss.total.backward()
+        if self._routers is not None:
+            loss = replace(loss, sums={**loss.sums, "rerouted_share": _rerouted(replay, batch.loss_mask_T)})
         return self._meter.add(loss, ages_T[batch.loss_mask_T > 0])
 
-    def logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
-        """pi_old for batches that are updated on more than once: [T] float32, 0 where nothing is trained."""
+    def old_pass(self, micro_batch: MicroBatch) -> OldPass:
+        """pi_old for batches that are updated on more than once, and where its tokens went if that is replayed."""
         batch = DeviceBatch.of(micro_batch, self._device)
-        with without_gradient(self._model):
-            return self._forward(self._model, batch).logprobs_T.float().cpu().numpy()
+        with without_gradient(self._model), self._routed(micro_batch.experts_TLK):
+            if self._routers is None or self._spec.algorithm.routing_replay != "old_logprobs":
+                return OldPass(logprobs_T=_to_host(self._forward(self._model, batch).logprobs_T))
+            with self._routers.recorded() as recording:
+                logprobs_T = _to_host(self._forward(self._model, batch).logprobs_T)
+            experts_TLK = recording.experts_TLK.to(self._routers.shape.dtype).cpu().numpy()
+            return OldPass(logprobs_T=logprobs_T, experts_TLK=experts_TLK)
 
     def reference_logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
         """log pi_ref for a KL that is taken off the rewards: [T] float32, 0 where nothing is trained."""
         reference_T = self._reference_logprobs(DeviceBatch.of(micro_batch, self._device))
         assert reference_T is not None, "kl_coefficient is above 0"
-        return reference_T.float().cpu().numpy()
+        return _to_host(reference_T)
 
     def step(self, totals: BatchTotals) -> Metrics:
         """Divide what was accumulated by the size of the batch, clip, update. Returns means over all ranks' tokens.
@@ -231,6 +244,15 @@ class Learner:
             temperature=self._spec.temperature,
         )
 
+    @contextmanager
+    def _routed(self, experts_TLK: np.ndarray | None) -> Iterator[Replay | None]:
+        """Passes of the policy in here go to these experts; None: to those that its routers choose."""
+        if self._routers is None or experts_TLK is None:
+            yield None
+            return
+        with self._routers.replayed(torch.tensor(experts_TLK, device=self._device)) as replay:
+            yield replay
+
     def _load_reference(self, mesh: DeviceMesh) -> PreTrainedModel:
         """The model that training started from. Nothing updates it, so it is held in the type it computes in."""
         spec = self._spec
@@ -243,6 +265,17 @@ class Learner:
             return None
         with without_gradient(self._reference):
             return self._forward(self._reference, batch).logprobs_T
+
+
+def _to_host(logprobs_T: Tensor) -> np.ndarray:
+    return logprobs_T.float().cpu().numpy()
+
+
+def _rerouted(replay: Replay | None, loss_mask_T: Tensor) -> Tensor:
+    """Of each trained token the share of layers whose router would have sent it elsewhere, summed up."""
+    if replay is None:
+        return loss_mask_T.new_zeros(())
+    return (replay.rerouted_TL.float().mean(1) * loss_mask_T).sum()
 
 
 def _open_transport(spec: LearnerSpec, device: torch.device) -> WeightTransport:

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from grmpipe.train.packer import Round
-from grmpipe.types import BatchTotals, Metrics
+from grmpipe.types import BatchTotals, Metrics, OldPass
 from models.types import GroupLink, WeightBucket
 from scheduler.actors import ActorGroup
 
@@ -36,16 +36,16 @@ class LearnerGroup:
         """Completed optimizer steps."""
         return self._version
 
-    async def accumulate(self, round_: Round, old_logprobs: Sequence[np.ndarray] | None = None) -> Metrics:
+    async def accumulate(self, round_: Round, old: Sequence[OldPass] | None = None) -> Metrics:
         """Forward and backward, a micro-batch per rank. Returns sums over ranks."""
-        old = old_logprobs if old_logprobs is not None else [None] * len(round_.micro_batches)
-        sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, old, strict=True)))
+        before = old if old is not None else [None] * len(round_.micro_batches)
+        sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
         return _add_up(cast(list[Metrics], sums))
 
-    async def logprobs(self, round_: Round) -> list[np.ndarray]:
-        """pi_old of each rank's micro-batch, for several updates on one batch."""
+    async def old_pass(self, round_: Round) -> list[OldPass]:
+        """Over each rank's micro-batch, for several updates on one batch."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
-        return cast(list[np.ndarray], await self._actors.call_each("logprobs", each))
+        return cast(list[OldPass], await self._actors.call_each("old_pass", each))
 
     async def reference_logprobs(self, round_: Round) -> list[np.ndarray]:
         """log pi_ref of each rank's micro-batch, for a KL that is taken off the rewards."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.types import BatchTotals, Metrics, MicroBatch
+from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.lent_memory import LentMemory, free_bytes
 from models.types import Residence, WeightBucket
 
@@ -22,9 +21,9 @@ class LendingLearner(Learner):
         self._lent_weights = LentMemory()
         self._lent_rest = LentMemory()
 
-    def accumulate(self, micro_batch: MicroBatch, old_logprobs_T: np.ndarray | None = None) -> Metrics:
+    def accumulate(self, micro_batch: MicroBatch, old: OldPass | None = None) -> Metrics:
         self._assert_has_all()
-        return super().accumulate(micro_batch, old_logprobs_T)
+        return super().accumulate(micro_batch, old)
 
     def step(self, totals: BatchTotals) -> Metrics:
         self._assert_has_all()

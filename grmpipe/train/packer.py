@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grmpipe.types import MicroBatch, TrainingSample
+from models.types import ANY_EXPERT
 
 NOT_SAMPLED = -1
 
@@ -92,6 +93,7 @@ def pack(samples: Sequence[TrainingSample]) -> MicroBatch:
         sampler_logprobs_T=_join([sample.sampler_logprobs for sample in samples], np.float32),
         advantages_T=_join([sample.advantages for sample in samples], np.float32),
         versions_T=versions_T,
+        experts_TLK=_join_experts(samples),
     )
 
 
@@ -119,3 +121,17 @@ def idle() -> MicroBatch:
 
 def _join(columns: Sequence[Sequence[float]], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])
+
+
+def _join_experts(samples: Sequence[TrainingSample]) -> np.ndarray | None:
+    """None where no sample knows any."""
+    known = next((sample.experts_TLK for sample in samples if sample.experts_TLK is not None), None)
+    if known is None:
+        return None
+    return np.concatenate([_experts_of(sample, known.shape[1:]) for sample in samples])
+
+
+def _experts_of(sample: TrainingSample, shape: tuple[int, ...]) -> np.ndarray:
+    if sample.experts_TLK is not None:
+        return sample.experts_TLK
+    return np.full((len(sample.token_ids), *shape), ANY_EXPERT, dtype=np.int16)

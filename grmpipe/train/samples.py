@@ -12,7 +12,7 @@ from grmpipe.train.reward_kl import Kl, rollout_key
 from grmpipe.train.rewards import Rewards, Values, charged_by_token, rewards_of, shaped
 from grmpipe.train.settings import CRITIC_ESTIMATORS, AlgorithmConfig
 from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TrainingSample, Turn, Verdict
-from models.types import VersionSpan
+from models.types import ANY_EXPERT, VersionSpan
 
 
 def to_samples(
@@ -136,4 +136,18 @@ def _sample(
         sampler_logprobs=tuple(logprobs),
         advantages=tuple(advantages),
         versions=tuple(versions),
+        experts_TLK=_experts(turns, len(token_ids)),
     )
+
+
+def _experts(turns: Sequence[Turn], num_tokens: int) -> np.ndarray | None:
+    """Of each token where it went when it was first fed: a prompt says anew what the turns before it said."""
+    known = [turn.completion.experts_TLK for turn in turns if turn.completion.experts_TLK is not None]
+    if not known:
+        return None
+    experts_TLK = np.full((num_tokens, *known[0].shape[1:]), ANY_EXPERT, dtype=np.int16)
+    num_filled = 0
+    for told in known:
+        experts_TLK[num_filled : len(told)] = told[num_filled:]
+        num_filled = len(told)
+    return experts_TLK

@@ -17,6 +17,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 STD_KINDS = ("population", "sample")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_PLACES = ("loss", "reward")
+ROUTING_REPLAYS = ("none", "rollout", "old_logprobs")
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -69,6 +70,10 @@ class AlgorithmConfig:
     veto_below: float = 1e-4  # of veto: one token with a w below rejects its sample
     off_policy_delta: float = 0.1  # of off_policy: mean(log mu - log pi_theta) of a sample with A < 0, in nats
 
+    # Of a mixture of experts: whose choice of experts the updates replay. The gates are computed anew.
+    # rollout: the sampler's (R3, arXiv 2510.11370); old_logprobs: that of the pass for pi_old (R2, arXiv 2507.18071).
+    routing_replay: str = "none"
+
     # Regularisation.
     kl_coefficient: float = 0.0  # of the KL to the frozen reference; 0 loads no reference
     kl_estimator: str = "k3"  # per token; k1 in the loss has a gradient whose mean is 0: it is for the reward
@@ -88,7 +93,7 @@ class AlgorithmConfig:
         for key, known in (
             ("estimator", ESTIMATORS), ("std", STD_KINDS), ("loss", LOSSES), ("aggregation", AGGREGATIONS),
             ("proximal", PROXIMALS), ("correction", CORRECTIONS), ("kl_estimator", KL_ESTIMATORS),
-            ("kl_in", KL_PLACES),
+            ("kl_in", KL_PLACES), ("routing_replay", ROUTING_REPLAYS),
         ):  # fmt: skip
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}: unknown value {getattr(self, key)!r}; known: {', '.join(known)}")
@@ -140,6 +145,18 @@ class AlgorithmConfig:
                 "is of, and policy_gradient has no ratio for that; type algorithm.updates_per_batch=1, or "
                 "algorithm.loss=ppo_clip"
             )
+
+
+def check_routing_replay(algorithm: AlgorithmConfig, groups_per_batch: int) -> None:
+    """Raises ValueError where no pass comes before the updates, whose experts could be replayed."""
+    num_updates = min(algorithm.updates_per_batch, groups_per_batch)
+    if algorithm.routing_replay == "old_logprobs" and (num_updates == 1 or algorithm.proximal != "recomputed"):
+        raise ValueError(
+            "algorithm.routing_replay: old_logprobs replays the experts of the pass for pi_old, and with "
+            f"{num_updates} updates per batch and proximal={algorithm.proximal} there is none; "
+            "type algorithm.updates_per_batch=2 or more (train.groups_per_batch as well) with "
+            "algorithm.proximal=recomputed, or algorithm.routing_replay=rollout"
+        )
 
 
 def check_replay(algorithm: AlgorithmConfig, max_staleness: int) -> None:

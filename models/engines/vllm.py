@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from models.causal_lm import outline_causal_lm
 from models.engines.endings import Endings
 from models.engines.vllm_options import VllmStart, check_vllm_options
 from models.engines.vllm_process import VllmProcess
 from models.engines.vllm_requests import (
     Sampled,
     Ticket,
+    experts_of,
     finish_reason_of,
     refuse_what_cannot_run,
     sampling_of,
@@ -33,6 +35,7 @@ from models.engines.vllm_requests import (
 )
 from models.engines.vllm_weights import as_plain, hearing
 from models.renderer import Renderer
+from models.routing import Routers
 from models.settings import VllmConfig
 from models.types import (
     Completion,
@@ -64,6 +67,7 @@ class VllmEngine:
     seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
     version: of the weights in `model_path`.
     takes_weights: False saves what only a push needs.
+    note_experts: completions carry the experts of their tokens; for a mixture of experts on a GPU only.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class VllmEngine:
         version: int = 0,
         tensor_parallel: int = 1,
         takes_weights: bool = True,
+        note_experts: bool = False,
     ) -> None:
         renderer = Renderer.load(model_path, chat_template)
         self.model_name = model_name
@@ -88,6 +93,7 @@ class VllmEngine:
         self._context_tokens = _window(config, renderer)
         self._stop_token_ids = renderer.stop_token_ids
         self._endings = Endings(renderer.decode, renderer.stop_token_ids)
+        self._expert_layers = Routers.of(outline_causal_lm(model_path)).shape.layers if note_experts else ()
         self._tickets: dict[str, Ticket] = {}
         self._answers: set[asyncio.Task[Completion]] = set()
         self._scores = itertools.count()
@@ -105,6 +111,7 @@ class VllmEngine:
             device=device,
             tensor_parallel=tensor_parallel,
             takes_weights=takes_weights,
+            note_experts=note_experts,
         )
         self._process = VllmProcess(start, model_name)
         self._call, self._ask_workers = self._process.call, self._process.ask_workers
@@ -283,6 +290,7 @@ class VllmEngine:
             text=self._endings.text(sampled.token_ids, ticket.params.stop),
             finish_reason=finish_reason_of(sampled),
             versions=spans_of(sampled, self.model_name, self.version),
+            experts_TLK=experts_of(sampled, self._expert_layers),
         )
 
     async def _abort(self, ticket: Ticket) -> None:

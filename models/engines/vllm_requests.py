@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from models.types import Completion, EngineRefused, FinishReason, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class Sampled:
     finish_reason: str | None = None
     spans: Sequence[WeightVersionSpan] = ()
     num_cached_tokens: int = 0
+    experts_TLK: np.ndarray | None = None  # by layer of the model, also where it has no experts
 
     def add(self, output: RequestOutput) -> None:
         from vllm.logprobs import FlatLogprobs
@@ -63,6 +66,7 @@ class Sampled:
         self.finish_reason = piece.finish_reason
         self.spans = piece.weight_versions or ()
         self.num_cached_tokens = output.num_cached_tokens or 0
+        self.experts_TLK = piece.routed_experts  # with the last piece alone
 
 
 def sampling_of(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]) -> VllmSampling:
@@ -140,6 +144,14 @@ def finish_reason_of(sampled: Sampled) -> FinishReason:
         case "abort":
             return "abort"
     raise EngineRefused(f"vLLM could not serve this request (finish reason {sampled.finish_reason!r})")
+
+
+def experts_of(sampled: Sampled, layers: Sequence[int]) -> np.ndarray | None:
+    """Of the layers that have experts. None where vLLM told none, as of a request that was aborted."""
+    if sampled.experts_TLK is None:
+        return None
+    experts_TLK = sampled.experts_TLK[:, list(layers)]
+    return experts_TLK if experts_TLK.dtype == np.uint8 else experts_TLK.astype(np.int16)  # from uint16
 
 
 def spans_of(sampled: Sampled, model_name: str, version: int) -> tuple[VersionSpan, ...]:

@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from grmpipe.types import TrainingSample
 from models.types import VersionSpan
@@ -38,6 +45,21 @@ def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
         GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
     ).save_pretrained(path)
     (Path(path) / "tokenizer.json").write_text("{}")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def mixture_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of four experts, a token goes to two of them."""
+    path = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128, num_experts=4,
+            num_experts_per_tok=2, norm_topk_prob=True, initializer_range=0.2,
+        )
+    ).save_pretrained(path)  # fmt: skip
     return str(path)
 
 

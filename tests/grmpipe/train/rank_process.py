@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import sys
@@ -11,23 +12,25 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from grmpipe.train.learner import Learner
+from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.losses import AGGREGATIONS
-from grmpipe.train.packer import Packer
+from grmpipe.train.packer import Packer, Round
 from grmpipe.train.samples import count
 from grmpipe.train.update import NonFiniteGradients
+from grmpipe.types import TrainingSample
 from models.types import InlineBytes
 
 
 def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:
-    spec, batches, max_tokens, rotary_path, algorithms = pickle.loads(Path(job_path).read_bytes())
+    spec, batches, (max_tokens, *other_cuts), rotary_path, algorithms, mixture = pickle.loads(
+        Path(job_path).read_bytes()
+    )
     learner = Learner(spec, rank, world_size, init_method)
     out: dict = {"metrics": [], "gradients": {}, "rounds": [], "sums": []}
     for step, samples in enumerate(batches):
         if step == len(batches) - 1:
             learner.save(f"{out_dir}/checkpoint")
-        packer = Packer(max_tokens, world_size)
-        rounds = packer.add(samples) + packer.flush()
+        rounds = rounds_as_they_come(samples, max_tokens, world_size)
         out["rounds"].append(len(rounds))
         totals = count(samples, step)
         for round_ in rounds:
@@ -37,14 +40,15 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
         out["metrics"].append(learner.step(totals))
     out["weights"] = weights(learner)
     out["by_algorithm"] = {}
-    for name, algorithm in algorithms.items():
+    for cut, (name, algorithm) in itertools.product((max_tokens, *other_cuts), algorithms.items()):
         learner._spec = replace(spec, algorithm=algorithm)
-        for round_ in rounds:
+        for round_ in rounds_as_they_come(samples, cut, world_size):
             learner.accumulate(round_.micro_batches[rank])
         denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, spec.max_new_tokens)
-        out["by_algorithm"][name] = gradients(learner, world_size / denominator)
+        out["by_algorithm"][cut, name] = gradients(learner, world_size / denominator)
         learner.discard()
     learner._spec = spec
+    out["mixture"] = mixture_gradients(*mixture, max_tokens, rank, world_size)
     out["score"] = learner.score((1, 2, 3, 4, 5))
     learner.export(f"{out_dir}/export")
 
@@ -68,6 +72,23 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     # All is written. Without teardown, as a killed actor ends: gloo's threads now and then abort an orderly exit
     # ("terminate called without an active exception").
     os._exit(0)
+
+
+def rounds_as_they_come(samples: list[TrainingSample], max_tokens: int, world_size: int) -> list[Round]:
+    """Group by group, as judging ends."""
+    packer = Packer(max_tokens, world_size)
+    groups = itertools.groupby(samples, lambda sample: sample.group_id)
+    return [round_ for _, group in groups for round_ in packer.add(list(group))] + packer.flush()
+
+
+def mixture_gradients(
+    spec: LearnerSpec, samples: list[TrainingSample], max_tokens: int, rank: int, world_size: int
+) -> dict:
+    """Of a mixture of experts whose samples say where their tokens went."""
+    learner = Learner(spec, rank, world_size)
+    for round_ in rounds_as_they_come(samples, max_tokens, world_size):
+        learner.accumulate(round_.micro_batches[rank])
+    return gradients(learner, world_size / count(samples, 0).num_loss_tokens)
 
 
 def gradients(learner: Learner, factor: float) -> dict:

@@ -108,7 +108,7 @@ def test_the_whole_batch_is_trained_once(name: str) -> None:
     ranks, _ = train(AlgorithmConfig(estimator=name), judged(1, 0.0, 1.0), judged(2, 5.0, 7.0))
     trained = np.concatenate([batch.token_ids_T[batch.loss_mask_T > 0] for batch in ranks.accumulated])
     assert sorted(trained.tolist()) == sorted([10, 11, 20, 21] * 3)
-    assert ranks.calls[-1] == "step" and "logprobs" not in ranks.calls
+    assert ranks.calls[-1] == "step" and "old_pass" not in ranks.calls
 
 
 def test_whitening_is_over_the_groups_of_the_batch() -> None:
@@ -139,7 +139,7 @@ def test_several_updates_fix_pi_old_before_the_first(name: str) -> None:
     algorithm = AlgorithmConfig(estimator=name, updates_per_batch=2)
     ranks, rounds = train(algorithm, judged(1, 0.0, 1.0), judged(2, 0.0, 1.0))
     assert rounds == [0, 0]
-    assert ranks.calls == ["logprobs", "logprobs", "accumulate", "step", "accumulate", "step"]
+    assert ranks.calls == ["old_pass", "old_pass", "accumulate", "step", "accumulate", "step"]
 
 
 def test_a_kl_in_the_reward_is_asked_for_before_anything_is_trained() -> None:

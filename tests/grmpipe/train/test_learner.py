@@ -112,8 +112,8 @@ def test_kl_pulls_towards_the_reference(gpt2_path: str, make_samples) -> None:
     learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=0.5))
     learner.accumulate(batch)
     assert learner.step(totals)["train/kl_nats"] == 0.0
-    current = learner.logprobs(batch).astype(np.float64)
-    reference = make_learner(gpt2_path).logprobs(batch).astype(np.float64)
+    current = learner.old_pass(batch).logprobs_T.astype(np.float64)
+    reference = make_learner(gpt2_path).old_pass(batch).logprobs_T.astype(np.float64)
     silent = replace(batch, advantages_T=np.zeros_like(batch.advantages_T))
     learner.accumulate(silent)
     metrics = learner.step(totals)
@@ -127,11 +127,11 @@ def test_a_kl_in_the_reward_is_not_in_the_loss_and_its_reference_stays(gpt2_path
     batch, totals = pack(make_samples()), count(make_samples(), 0)
     learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=0.5, kl_in="reward"))
     before = learner.reference_logprobs(batch)
-    np.testing.assert_array_equal(before, learner.logprobs(batch))
+    np.testing.assert_array_equal(before, learner.old_pass(batch).logprobs_T)
     learner.accumulate(batch)
     assert "train/kl_nats" not in learner.step(totals)
     np.testing.assert_array_equal(learner.reference_logprobs(batch), before)
-    assert np.abs(learner.logprobs(batch) - before).max() > 1e-3
+    assert np.abs(learner.old_pass(batch).logprobs_T - before).max() > 1e-3
 
 
 def test_a_learner_knows_the_age_of_its_tokens(gpt2_path: str, make_samples) -> None:
@@ -142,7 +142,7 @@ def test_a_learner_knows_the_age_of_its_tokens(gpt2_path: str, make_samples) -> 
     learner = make_learner(gpt2_path, algorithm)
     for version in range(3):
         trained_T = batch.loss_mask_T > 0
-        log_ratios = (learner.logprobs(batch) - batch.sampler_logprobs_T)[trained_T]
+        log_ratios = (learner.old_pass(batch).logprobs_T - batch.sampler_logprobs_T)[trained_T]
         half_way = np.where(version - batch.versions_T[trained_T] == 2, np.exp(log_ratios / 2), 1.0)
         learner.accumulate(batch)
         assert learner.step(totals)["train/correction_mean"] == pytest.approx(half_way.mean(), rel=1e-5)
@@ -153,7 +153,7 @@ def test_a_second_update_measures_the_ratio_against_the_first_pass(gpt2_path: st
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
     learner = make_learner(gpt2_path, AlgorithmConfig(correction="none", clip_low=0.01, clip_high=0.01))
-    old = learner.logprobs(batch)
+    old = learner.old_pass(batch)
     for clipped in (False, True):
         learner.accumulate(batch, old)
         assert (learner.step(totals)["train/clip_share"] > 0) is clipped
@@ -163,10 +163,10 @@ def test_the_samplers_temperature_is_the_learners(gpt2_path: str, make_samples) 
     """An engine that samples from the learner's own weights at T = 0.5 doesn't count as a mismatch."""
     batch = pack(make_samples())
     learner = Learner(replace(make_learner(gpt2_path)._spec, temperature=0.5))
-    exact = replace(batch, sampler_logprobs_T=learner.logprobs(batch))
+    exact = replace(batch, sampler_logprobs_T=learner.old_pass(batch).logprobs_T)
     learner.accumulate(exact)
     assert learner.step(count(make_samples(), 0))["mismatch/max_nats"] < 1e-5
-    assert np.abs(learner.logprobs(batch) - make_learner(gpt2_path).logprobs(batch)).max() > 0.01
+    assert np.abs(learner.old_pass(batch).logprobs_T - make_learner(gpt2_path).old_pass(batch).logprobs_T).max() > 0.01
 
 
 @pytest.mark.parametrize("updates", [1, 3])
@@ -249,8 +249,8 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_masters(qwen_path: str
     batch, totals = pack(make_samples()), count(make_samples(), 0)
     exact = make_learner(qwen_path, master="float32")
     fast = make_learner(qwen_path, master="float32", dtype="bfloat16")
-    assert fast.logprobs(batch) == pytest.approx(exact.logprobs(batch), abs=0.05)
-    assert (fast.logprobs(batch) != exact.logprobs(batch)).any()
+    assert fast.old_pass(batch).logprobs_T == pytest.approx(exact.old_pass(batch).logprobs_T, abs=0.05)
+    assert (fast.old_pass(batch).logprobs_T != exact.old_pass(batch).logprobs_T).any()
     fast.accumulate(batch)
     fast.step(totals)
     assert {parameter.dtype for parameter in fast._model.parameters()} == {torch.float32}
@@ -260,11 +260,11 @@ def test_learning_raises_the_log_probs_of_what_was_good(qwen_path: str, make_sam
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
     learner = make_learner(qwen_path, AlgorithmConfig(correction="none"), master="float32")
-    before = (learner.logprobs(batch) * batch.advantages_T).sum()
+    before = (learner.old_pass(batch).logprobs_T * batch.advantages_T).sum()
     for _ in range(5):
         learner.accumulate(batch)
         learner.step(totals)
-    assert (learner.logprobs(batch) * batch.advantages_T).sum() > before + 1.0
+    assert (learner.old_pass(batch).logprobs_T * batch.advantages_T).sum() > before + 1.0
 
 
 def test_looking_at_an_open_batch_changes_nothing(qwen_path: str, make_samples) -> None:
@@ -277,7 +277,7 @@ def test_looking_at_an_open_batch_changes_nothing(qwen_path: str, make_samples) 
         undisturbed.step(totals)
         watched.accumulate(batch)
         watched.score((1, 2, 3))
-        watched.logprobs(batch)
+        watched.old_pass(batch)
         watched.step(totals)
         assert watched.score((1, 2, 3)) == undisturbed.score((1, 2, 3))
     assert weights(watched) == weights(undisturbed)

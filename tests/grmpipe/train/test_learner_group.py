@@ -13,7 +13,7 @@ from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.train.packer import Packer, Round, idle
 from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
-from grmpipe.types import BatchTotals
+from grmpipe.types import BatchTotals, OldPass
 from models.types import GroupLink
 
 
@@ -76,7 +76,7 @@ def test_a_batch_through_the_group(qwen_path: str, make_samples, tmp_path) -> No
         packer = Packer(max_tokens=40, world_size=1)
         trained = 0.0
         for round_ in packer.add(samples) + packer.flush():
-            old = await group.logprobs(round_)
+            old = await group.old_pass(round_)
             trained += (await group.accumulate(round_, old))["train/tokens_sum"]
         assert trained == count(samples, 0).num_loss_tokens
         metrics = await group.step(count(samples, 0))
@@ -98,7 +98,7 @@ def test_a_batch_through_the_group(qwen_path: str, make_samples, tmp_path) -> No
 def test_every_rank_gets_its_own_micro_batch() -> None:
     actors = Recorded({"accumulate": [{"train/loss_sum": 1.0}, {"train/loss_sum": 2.0}]})
     first, second = idle(), idle()
-    old = [np.zeros(2), np.ones(2)]
+    old = [OldPass(logprobs_T=np.zeros(2)), OldPass(logprobs_T=np.ones(2))]
     sums = asyncio.run(LearnerGroup(actors).accumulate(Round(micro_batches=(first, second)), old))
     assert sums == {"train/loss_sum": 3.0}
     assert [ask[0] for ask in actors.asked] == [0, 1]

@@ -7,7 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.losses import AGGREGATIONS, LOSSES
-from grmpipe.train.packer import Packer
+from grmpipe.train.packer import Packer, pack
 from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.types import TrainingSample
 from models.types import InlineBytes
 
 # r against the sampler differs from 1 where pi_old is the pass's own; plain policy gradients have no r.
@@ -35,8 +36,9 @@ ALGORITHMS = {
     for loss in LOSSES
     for aggregation in AGGREGATIONS
 }
+Mixture = tuple[LearnerSpec, list[TrainingSample]]
 SCRIPT = Path(__file__).with_name("rank_process.py")
-WHOLE_BATCH, PIECES = 10_000, 30  # packed tokens per micro-batch
+WHOLE_BATCH, PIECES = 10_000, 31  # packed tokens per micro-batch
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,32 @@ def batches(make_samples) -> list:
 
 
 @pytest.fixture(scope="module")
-def one(spec: LearnerSpec, batches: list, qwen_path: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One rank, each batch in a single micro-batch."""
-    return run(tmp_path_factory.mktemp("one"), (spec, batches, WHOLE_BATCH, qwen_path, ALGORITHMS), 1)
+def mixture(spec: LearnerSpec, mixture_path: str, make_samples) -> Mixture:
+    """A learner that replays, and samples that went to experts drawn at random: no router would choose them."""
+    draw = np.random.default_rng(0)
+    samples = []
+    for sample in make_samples(9):
+        experts_TLK = draw.permuted(np.tile(np.arange(4), (len(sample.token_ids), 2, 1)), axis=-1)[..., :2]
+        samples.append(replace(sample, experts_TLK=experts_TLK.astype(np.int16)))
+    algorithm = AlgorithmConfig(routing_replay="rollout")
+    return replace(spec, model_path=mixture_path, master_dtype="float32", algorithm=algorithm), samples
 
 
 @pytest.fixture(scope="module")
-def two(spec: LearnerSpec, batches: list, qwen_path: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def one(
+    spec: LearnerSpec, batches: list, qwen_path: str, mixture: Mixture, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    """One rank, each batch in a single micro-batch; of every algorithm also in several."""
+    job = (spec, batches, (WHOLE_BATCH, PIECES), qwen_path, ALGORITHMS, mixture)
+    return run(tmp_path_factory.mktemp("one"), job, 1)
+
+
+@pytest.fixture(scope="module")
+def two(
+    spec: LearnerSpec, batches: list, qwen_path: str, mixture: Mixture, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     """Two ranks, each batch in several rounds, the last of them with an idle rank."""
-    return run(tmp_path_factory.mktemp("two"), (spec, batches, PIECES, qwen_path, ALGORITHMS), 2)
+    return run(tmp_path_factory.mktemp("two"), (spec, batches, (PIECES,), qwen_path, ALGORITHMS, mixture), 2)
 
 
 def test_gradients_in_pieces_on_two_ranks_equal_the_whole_batch(one: Run, two: Run) -> None:
@@ -103,12 +122,26 @@ def test_gradients_in_pieces_on_two_ranks_equal_the_whole_batch(one: Run, two: R
         assert np.abs(whole).max() > 1e-6, f"{name} has no gradient to compare"
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_so_they_do_for_every_loss_and_aggregation(one: Run, two: Run, name: str) -> None:
-    whole, pieces = one.ranks[0]["by_algorithm"][name], two.ranks[0]["by_algorithm"][name]
+def test_so_they_do_for_every_loss_and_aggregation(one: Run, two: Run, name: str, num_ranks: int) -> None:
+    """Of the policy that two steps made: groups go into micro-batches as they come."""
+    whole = one.ranks[0]["by_algorithm"][WHOLE_BATCH, name]
+    pieces = (one if num_ranks == 1 else two).ranks[0]["by_algorithm"][PIECES, name]
     for parameter, gradient in whole.items():
         np.testing.assert_allclose(pieces[parameter], gradient, atol=1e-9, rtol=0, err_msg=parameter)
     assert max(np.abs(gradient).max() for gradient in whole.values()) > 1e-4
+
+
+def test_every_rank_replays_the_experts_of_its_own_tokens(one: Run, two: Run, mixture: Mixture) -> None:
+    spec, samples = mixture
+    learner = Learner(replace(spec, algorithm=AlgorithmConfig()))
+    learner.accumulate(pack(samples))
+    own = {name: parameter.grad.full_tensor().numpy() for name, parameter in learner._model.named_parameters()}
+    tokens = count(samples, 0).num_loss_tokens
+    for name, whole in one.ranks[0]["mixture"].items():
+        np.testing.assert_allclose(two.ranks[0]["mixture"][name], whole, atol=1e-6, rtol=1e-4, err_msg=name)
+        assert np.abs(own[name] / tokens - whole).max() > 1e-3 * np.abs(whole).max() > 0, f"{name}: no replay to see"
 
 
 def test_an_idle_rank_was_among_them(two: Run) -> None:

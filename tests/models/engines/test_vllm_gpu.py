@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models.causal_lm import load_causal_lm
 from models.engines.installed import vllm_missing
 from models.engines.vllm import VllmEngine
+from models.routing import Routers
 from models.settings import VllmConfig
 from models.weight_sending import TRANSPORTS
 from models.weight_stream import WeightStream
@@ -61,3 +63,30 @@ def test_it_sleeps_wakes_and_takes_weights(
     logprobs_TV = next_plain.logits(ids)[:-1].log_softmax(-1)
     expected = [float(logprobs_V[token]) for logprobs_V, token in zip(logprobs_TV, ids[1:], strict=True)]
     assert float(np.abs(np.subtract(after_push, expected)).max()) < 1e-3
+
+
+def test_it_tells_the_experts_that_the_model_itself_would_choose(
+    tmp_path: Path, model_path: str, ask: Any, prompt_of: Any
+) -> None:
+    """Of a layer without experts there is nothing to tell. Near-ties of the routers may tip over."""
+    torch.manual_seed(0)
+    shape = Qwen3MoeConfig(
+        vocab_size=272, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=128, num_experts=8,
+        num_experts_per_tok=2, mlp_only_layers=[1], initializer_range=0.2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(shape).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path)
+    config = VllmConfig(kv_cache_mb=KV_CACHE_MB, enforce_eager=True)
+    engine = VllmEngine(str(tmp_path), "policy", config, device="cuda", note_experts=True)
+    try:
+        completion = asyncio.run(ask(engine, prompt_of(20), max_new_tokens=40))
+    finally:
+        engine.close()
+    model = load_causal_lm(str(tmp_path))
+    fed = (*prompt_of(20), *completion.token_ids)[:-1]
+    with torch.no_grad(), Routers.of(model).recorded() as recording:
+        model(torch.tensor([fed]))
+    assert completion.experts_TLK is not None and completion.experts_TLK.shape == (len(fed), 2, 2)
+    own = np.sort(recording.experts_TLK.numpy(), -1)
+    assert (np.sort(completion.experts_TLK, -1) == own).mean() > 0.98

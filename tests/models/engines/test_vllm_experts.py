@@ -1,0 +1,56 @@
+"""Experts that vLLM tells with the last piece of an answer, in our layout. To tell them it needs a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models.engines.installed import vllm_missing
+from models.engines.vllm_options import VllmStart, arguments_of, check_vllm_options
+from models.engines.vllm_requests import Sampled, experts_of
+from models.settings import VllmConfig
+
+needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
+
+
+@pytest.mark.parametrize(("told", "carried"), [(np.uint8, np.uint8), (np.uint16, np.int16)])
+def test_layers_without_experts_are_left_out(told: type, carried: type) -> None:
+    """vLLM has a row for every layer of the model."""
+    experts_TLK = np.arange(5 * 4 * 2).reshape(5, 4, 2).astype(told)
+    found = experts_of(Sampled(experts_TLK=experts_TLK), layers=(1, 3))
+    assert found is not None and found.dtype == carried
+    np.testing.assert_array_equal(found, experts_TLK[:, [1, 3]])
+
+
+def test_an_answer_that_tells_none_has_none() -> None:
+    assert experts_of(Sampled(), layers=(0,)) is None
+
+
+@needs_vllm
+def test_the_last_piece_tells_all() -> None:
+    from vllm import RequestOutput
+    from vllm.outputs import CompletionOutput
+
+    experts_TLK, sampled = np.ones((6, 2, 2), np.uint8), Sampled()
+    for token_ids, told in (([1], None), ([2, 3], experts_TLK)):
+        piece = CompletionOutput(
+            index=0, text="", token_ids=token_ids, cumulative_logprob=None, logprobs=None, routed_experts=told
+        )
+        sampled.add(
+            RequestOutput(
+                request_id="r", prompt=None, prompt_token_ids=[7] * 4, prompt_logprobs=None, outputs=[piece],
+                finished=told is not None,
+            )
+        )  # fmt: skip
+    assert sampled.token_ids == [1, 2, 3] and sampled.experts_TLK is experts_TLK
+
+
+@needs_vllm
+def test_vllm_is_asked_for_them_by_the_key_of_the_algorithm_alone() -> None:
+    start = VllmStart(
+        model_path="m", config=VllmConfig(), context_tokens=128, dtype="float32", device="cuda", tensor_parallel=1,
+        takes_weights=True, note_experts=True,
+    )  # fmt: skip
+    assert arguments_of(start)["enable_return_routed_experts"] is True
+    with pytest.raises(ValueError, match=r"enable_return_routed_experts: is set by algorithm\.routing_replay"):
+        check_vllm_options(VllmConfig(options={"enable_return_routed_experts": True}))
