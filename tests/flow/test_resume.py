@@ -92,6 +92,23 @@ def test_a_killed_run_goes_on_and_each_prompt_is_trained_once(tmp_path: Path, st
         assert len(ids) == 1, "W&B goes on as one run"
 
 
+def test_a_killed_run_with_a_critic_goes_on_with_both_learners(tmp_path: Path) -> None:
+    run, ppo = tmp_path / "run", ("algorithm=ppo", "critic=policy")
+    process = start(tmp_path, *ppo)
+    wait_for(process, lambda: any(line["step"] >= 5 for line in lines(run / "metrics.jsonl")))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text()
+    assert {path.name for path in latest.iterdir()} == {"critic", "learner", "run_state.json"}
+    resumed = start(tmp_path, *ppo, "resume=auto")
+    output, _ = resumed.communicate(timeout=200)
+    assert resumed.returncode == 0, output
+    check_lineage(run)
+    rates = [line["critic/lr"] for line in lines(run / "metrics.jsonl") if "critic/lr" in line]
+    assert rates == pytest.approx([1e-3 * (step + 1) / 6 for step in range(5)] + [1e-3] * 3)  # no step twice
+    assert json.loads((run / "summary.json").read_text())["versions"]["critic"] == 8
+
+
 def test_ctrl_c_keeps_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(tmp_path)
