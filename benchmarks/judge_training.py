@@ -103,18 +103,24 @@ def cost(frozen: Sequence[Run], learning: Sequence[Run]) -> str:
     judged = sum(one.summary["judging"]["counted"] for one in learning)
     return (
         f"A step of the policy took {step_s(learning):.2f} s beside a GRM in training, {step_s(frozen):.2f} s beside a "
-        f"frozen one (medians; on the same cores). Judged again after a push: {voided} of {judged} verdicts."
+        f"frozen one (medians; both on the same cores). Judged again after a push: {voided} of {judged} verdicts."
     )
 
 
-def report(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+def finals(runs: Sequence[Run]) -> str:
+    return ", ".join(f"{one.summary['eval']['final']['true_accuracy']:.2f}" for one in runs)
+
+
+def report(runs: Mapping[str, Sequence[Run]], overrides: Sequence[str]) -> list[str]:
     frozen, learning = runs["reward_hacking"], runs["cotrain"]
     seeds = ", ".join(str(one.seed) for one in learning)
+    typed = " ".join(["python benchmarks/judge_training.py runs/judge_training", *overrides])
     return [
         "# Training the judge",
         "",
-        f"`python benchmarks/judge_training.py runs/judge_training` (seeds {seeds}). Defaults of the experiments; the",
-        "judge is `tiny://weak_grm`, half taught, and impressed by work that is longer than the question asks for.",
+        f"`{typed}`, seeds {seeds}.",
+        "Defaults of the experiments; the judge is `tiny://weak_grm`, half taught, and impressed by work that is",
+        "longer than the question asks for.",
         "",
         "## On labelled judgements",
         "",
@@ -125,8 +131,9 @@ def report(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         "",
         "## Beside the policy: frozen against in training",
         "",
-        "The same policy, prompts and seeds. True accuracy of held-out answers at T = 1, by a rule that the policy",
-        "never learns from:",
+        "The same policy, prompts and seeds. True accuracy of held-out answers by a rule that the policy never learns",
+        f"from, at T = 1. It ends at {finals(learning)} beside a judge in training, and at",
+        f"{finals(frozen)} beside a frozen one.",
         "",
         *beside(frozen, learning, "eval/true_accuracy", ".2f"),
         "",
@@ -138,7 +145,7 @@ def report(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         "",
         *beside(frozen, learning, "eval/grm_score", ".1f"),
         "",
-        "How often it passes right answers, and no others, where it was in training:",
+        "How often it passes right answers, and no others, where it was in training (step 0: before its warm-up):",
         "",
         *beside([], learning, "eval/grm_accuracy", ".2f"),
         "",
@@ -160,7 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.folder.resolve()
     runs = {name: [run(folder, name, seed, args.overrides) for seed in args.seeds] for name in VARIANTS}
-    lines = report(runs)
+    lines = report(runs, args.overrides)
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
