@@ -156,7 +156,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
     try:
         one_machine = len(cluster.machines("learner") | cluster.machines("policy")) == 1
         transport = transport_of(config, placement, same_machine=one_machine)
-        spec = learner_spec(prepared, transport, run_dir)
+        spec = learner_spec(config, prepared.policy.path, placement, transport, run_dir)
         learner, routers = await (start_by_turns if placement.time_sharing_roles else start_together)(
             cluster, prepared, spec, events
         )
@@ -271,14 +271,15 @@ def grm_of(
     return GrmHere(model.name, here, model.renderer, model.context_tokens, clock)
 
 
-def learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> LearnerSpec:
-    config = prepared.config
+def learner_spec(
+    config: RunConfig, model_path: str, placement: Placement, transport: str, run_dir: Path
+) -> LearnerSpec:
     return LearnerSpec(
-        model_path=prepared.policy.path,
+        model_path=model_path,
         train=policy_train(config.critic, config.train),
         algorithm=config.algorithm,
         max_new_tokens=config.rollout.max_new_tokens,
-        device=device_of("learner", prepared.placement),
+        device=device_of("learner", placement),
         sync_dtype=config.policy.dtype,
         bucket_bytes=config.sync.bucket_mb << 20,
         transport=transport,

@@ -129,6 +129,7 @@ class RunConfig:
                 f"type judge.structured=false, or grm.engine={' or '.join(ENGINES_WITH_GRAMMAR)}"
             )
 
+        self._check_replay()
         self._check_cotrain()
         self._check_critic()
         self._check_meta()
@@ -145,6 +146,18 @@ class RunConfig:
                 f"labels.pass_score: must be above judge.score_min = {low} and at most judge.score_max = {high}, "
                 f"got {self.labels.pass_score}"
             )
+
+    def _check_replay(self) -> None:
+        """Only the learner is there to work."""
+        if self.data.replay is None:
+            return
+        if self.task != "train":
+            raise ValueError(f"data.replay: task={self.task} replays nothing; type task=train, or data.replay=null")
+        alone = "data.replay trains the policy alone"
+        if self.cotrain.enabled:
+            raise ValueError(f"cotrain.enabled: {alone}; type cotrain.enabled=false")
+        if self.critic.enabled:
+            raise ValueError(f"critic.enabled: {alone}; type critic=none algorithm.estimator=grpo")
 
     def _check_meta(self) -> None:
         """A vote that asks a meta-RM has one, and something for it to read."""
@@ -232,11 +245,14 @@ class RunConfig:
     @property
     def guided_by_meta(self) -> bool:
         """Does the vote ask a meta-RM? One in training guides nobody."""
-        return self.judged_by_model and self.judge.vote in VOTES_WITH_META and self.task != "train_meta"
+        nobody = self.task == "train_meta" or self.data.replay is not None
+        return self.judged_by_model and self.judge.vote in VOTES_WITH_META and not nobody
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that need a place."""
+        if self.data.replay is not None:
+            return ("learner",)
         seated = self.judged_by_model and not self.judge_is_outside
         roles = ("policy", "learner", "grm") if seated else ("policy", "learner")
         asks_critic = self.critic.enabled and self.task != "evaluate"

@@ -6,9 +6,6 @@ import asyncio
 import json
 import logging
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from grmpipe.cotrain.training import CoTraining
 from grmpipe.evaluation.lookout import Lookout
 from grmpipe.evaluation.watchman import Watched, Watchman
 from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
+from grmpipe.interrupts import asked_to_stop
 from grmpipe.judge.dry import NUM_PROMPTS, dry_judgement
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.watch import HackingAlarm
@@ -138,7 +136,7 @@ class TrainingRun:
             await lookout.last(pipeline.version)
 
         try:
-            with self._stopped_by_signals(pipeline), seldom_collected():
+            with asked_to_stop(lambda: self._stop(pipeline)), seldom_collected():
                 await (flow() if cotraining is None else cotraining.beside(pipeline, flow))
         except Interrupted:
             await running.learner.discard()
@@ -281,26 +279,9 @@ class TrainingRun:
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _stopped_by_signals(self, pipeline: Pipeline) -> Iterator[None]:
-        """The first Ctrl-C stops between two steps, with a checkpoint; the second at once, without."""
-        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-
-        def listen_no_more() -> None:
-            for number in signals:
-                loop.remove_signal_handler(number)
-
-        def stop() -> None:
-            listen_no_more()
-            self._observers.note("stopping after this step, with a checkpoint; once more stops at once")
-            pipeline.interrupt()
-
-        for number in signals:
-            loop.add_signal_handler(number, stop)
-        try:
-            yield
-        finally:
-            listen_no_more()
+    def _stop(self, pipeline: Pipeline) -> None:
+        self._observers.note("stopping after this step, with a checkpoint; once more stops at once")
+        pipeline.interrupt()
 
     def _summary(self, status: Status, failure: str | None = None) -> Summary:
         looked: tuple[Metrics, Metrics, tuple[str, ...]] = ({}, {}, ())

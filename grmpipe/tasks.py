@@ -21,7 +21,10 @@ from grmpipe.finetune.training import finetune
 from grmpipe.meta.prepare import prepare_meta_training
 from grmpipe.meta.training import train_meta
 from grmpipe.observe.logs import setup_logging
+from grmpipe.observe.summary import Summary
 from grmpipe.plan.report import plan
+from grmpipe.replaying.prepare import prepare_replay
+from grmpipe.replaying.training import replay
 from grmpipe.run import train
 from grmpipe.run_dir import Place, find_place, point_latest
 from grmpipe.simulation.task import run_simulation, simulator
@@ -29,7 +32,7 @@ from grmpipe.simulation.task import run_simulation, simulator
 
 def run_task(config: RunConfig) -> float | None:
     """The objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted."""
-    return TASKS[config.task](config)
+    return run_replay(config) if config.data.replay is not None else TASKS[config.task](config)
 
 
 def run_train(config: RunConfig) -> float | None:
@@ -42,7 +45,21 @@ def run_train(config: RunConfig) -> float | None:
     for note in notes(prepared):
         print(f"grmpipe: note: {note}", file=sys.stderr)
     open_run_dir(place, config)
-    summary = asyncio.run(RUNS[config.task](prepared, place.run_dir, place.checkpoint))
+    return outcome(asyncio.run(RUNS[config.task](prepared, place.run_dir, place.checkpoint)), place)
+
+
+def run_replay(config: RunConfig) -> float | None:
+    place = find_place(config)
+    if place.complete:
+        print(f"{place.run_dir} is complete; see {place.run_dir}/summary.json")
+        return objective_of(place.run_dir)
+    with model_progress() as progress:
+        prepared = prepare_replay(config, progress)
+    open_run_dir(place, config)
+    return outcome(asyncio.run(replay(prepared, place.run_dir, place.checkpoint)), place)
+
+
+def outcome(summary: Summary, place: Place) -> float | None:
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {place.run_dir}/run.log")
     if summary.status == "interrupted":

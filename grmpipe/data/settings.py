@@ -10,6 +10,8 @@ class DataConfig:
     """Where the prompts come from, and in what order they are drawn.
 
     path, eval_path: a .jsonl or .parquet file, or problems that the project makes: tiny://train, tiny://held_out.
+    replay: the rollouts.jsonl of a run: its batches are trained instead, with the verdicts beside it. Nothing is
+        sampled or judged, no engine starts, and the keys above are not looked at.
     """
 
     path: str = "tiny://train"
@@ -18,10 +20,13 @@ class DataConfig:
     num_eval_prompts: int = 256  # made for tiny://held_out; of a file, the first ones
     shuffle: bool = True  # anew in each epoch
     max_epochs: int | None = None  # None: until train.num_steps
+    replay: str | None = None
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
+        if self.replay == "":
+            raise ValueError("replay: is empty; give the rollouts.jsonl of a run, or type data.replay=null")
         if self.eval_path == "":
             raise ValueError("eval_path: is empty; give a file, or type data.eval_path=null to evaluate on nothing")
         for key, count in (("num_prompts", self.num_prompts), ("num_eval_prompts", self.num_eval_prompts)):

@@ -1,0 +1,70 @@
+"""All that can be known of a replay, and refused, before anything starts. Writes nothing, starts nothing.
+
+Every refusal is a ConfigError that names the key and what to type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.engine_checks import check_slots
+from grmpipe.engines import Model
+from grmpipe.prepare import Progress, check_machine, find_model, section
+from grmpipe.replaying.recorded import RecordedRun, open_recorded
+from scheduler.placement import Placement, place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedReplay:
+    """A replay that may start."""
+
+    config: RunConfig
+    policy: Model
+    placement: Placement
+    recorded: RecordedRun
+
+
+def prepare_replay(config: RunConfig, progress: Progress) -> PreparedReplay:
+    """Seat the learner, open the recorded run, find the policy, and see that they fit each other."""
+    with section(""):
+        placement = place(config.placement, config.roles)
+    check_slots("learner", config, placement)
+    check_machine(config, placement)
+    assert config.data.replay is not None
+    with section("data.replay: "):
+        recorded = open_recorded(Path(config.data.replay))
+    check_sizes(config, recorded)
+    policy = find_model("policy", config, progress)
+    check_tokens(config, policy, recorded)
+    return PreparedReplay(config=config, policy=policy, placement=placement, recorded=recorded)
+
+
+def check_sizes(config: RunConfig, recorded: RecordedRun) -> None:
+    for key, wanted, held in (
+        ("group_size", config.train.group_size, recorded.group_size),
+        ("groups_per_batch", config.train.groups_per_batch, recorded.groups_per_batch),
+    ):
+        if wanted != held:
+            raise ConfigError(f"train.{key}: {wanted}, and {recorded.rollouts} has {held}; type train.{key}={held}")
+    if recorded.max_staleness > config.train.max_staleness:
+        raise ConfigError(
+            f"train.max_staleness: {config.train.max_staleness}, and {recorded.rollouts} has groups that were trained "
+            f"{recorded.max_staleness} versions old; type train.max_staleness={recorded.max_staleness}"
+        )
+
+
+def check_tokens(config: RunConfig, policy: Model, recorded: RecordedRun) -> None:
+    """Are the recorded ids this model's? By the first batch: its prompts come out as they went in."""
+    with section("data.replay: "):
+        first = recorded.batch(1)
+    for group in first:
+        sent = group.rollouts[0].turns[0].prompt_ids
+        sampled = [i for one in group.rollouts for turn in one.turns for i in turn.completion.token_ids]
+        if max(*sent, *sampled) >= policy.renderer.vocab_size or policy.renderer.render(group.prompt.messages) != sent:
+            raise ConfigError(
+                f"policy.path: the tokenizer or the chat template of {config.policy.path} is another than that of "
+                f"{recorded.rollouts}: it writes prompt {group.prompt.prompt_id} in other ids; give the policy that "
+                "the recorded run started from"
+            )
