@@ -39,7 +39,9 @@ class BatchTrainer:
         self._critic = critic
         self._algorithm = algorithm
         self._updates = min(algorithm.updates_per_batch, train.groups_per_batch)
-        self._replay = ReplayBuffer(groups_per_batch=algorithm.replay_groups, max_age=train.max_staleness)
+        self._replay = ReplayBuffer(
+            groups_per_batch=algorithm.replay_groups, max_age=train.max_staleness, times=algorithm.replay_times
+        )
         self._max_new_tokens = max_new_tokens
         self._max_tokens = train.micro_batch_tokens
         self._packer = Packer(self._max_tokens, learner.size)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from grmpipe.train.losses import AGGREGATIONS
 from grmpipe.train.meter import Meter
 from grmpipe.train.objective import TokenLogprobs, summed_loss
+from grmpipe.train.reset import Reset, reset_is_due
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
@@ -100,6 +101,7 @@ class Learner:
         self._reference = self._load_reference(mesh) if spec.algorithm.kl_coefficient > 0 else None
         self._routers = Routers.of(self._model) if spec.algorithm.routing_replay != "none" else None
         self._optimizer = make_optimizer(self._model, train)
+        self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes)
         self._transport = _open_transport(spec, self._device) if rank == 0 else None
         self._meter = Meter(self._device)
@@ -113,8 +115,11 @@ class Learner:
     @property
     def policy_version(self) -> int:
         """Completed batches: what engines call a version. Every batch has the same number of optimizer steps."""
-        updates = min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
-        return self._spec.first_version + self._version // updates
+        return self._spec.first_version + self._version // self._updates_per_batch
+
+    @property
+    def _updates_per_batch(self) -> int:
+        return min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
 
     def accumulate(self, micro_batch: MicroBatch, old: OldPass | None = None) -> Metrics:
         """Add the gradient of this micro-batch's summed loss; return its sums.
@@ -177,7 +182,17 @@ class Learner:
         finally:
             self.discard()
         self._version += 1
-        return {**metrics, **told}
+        return {**metrics, **told, **self._reset_if_due()}
+
+    def _reset_if_due(self) -> Metrics:
+        """At the end of a batch, before its weights are pushed or saved."""
+        if self._reset is None:
+            return {}
+        ends_batch = self._version % self._updates_per_batch == 0
+        every, num_steps = self._spec.algorithm.reset_every, self._spec.train.num_steps
+        if due := ends_batch and reset_is_due(self.policy_version, every, num_steps):
+            self._reset.apply(self._model, self._optimizer)
+        return {"train/reset": float(due)}
 
     def discard(self) -> None:
         """Drop the open batch."""

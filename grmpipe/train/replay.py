@@ -1,29 +1,39 @@
-"""Groups that were trained once and may be once more while they are young. Knows versions, trains nothing."""
+"""Groups that were trained once and may be again while they are young. Knows versions, trains nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from grmpipe.types import JudgedGroup
 
 
-class ReplayBuffer:
-    """At most `groups_per_batch` go into a batch, the youngest first, each once."""
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    group: JudgedGroup
+    times: int  # that it may be trained again
 
-    def __init__(self, *, groups_per_batch: int, max_age: int) -> None:
-        """max_age: in versions, between a group's oldest token and the batch that it goes into."""
+
+class ReplayBuffer:
+    """At most `groups_per_batch` go into a batch, those that were trained again least first, of these the youngest."""
+
+    def __init__(self, *, groups_per_batch: int, max_age: int, times: int = 1) -> None:
+        """max_age: in versions, between a group's oldest token and the batch that it goes into.
+        times: batches that a group goes into again, at most."""
         self._groups_per_batch = groups_per_batch
         self._max_age = max_age
-        self._kept: list[JudgedGroup] = []
+        self._times = times
+        self._kept: list[_Kept] = []
 
     def keep(self, groups: Sequence[JudgedGroup]) -> None:
         """These were trained."""
         if self._groups_per_batch > 0:
-            self._kept += groups
+            self._kept += [_Kept(group, self._times) for group in groups]
 
     def draw(self, version: int) -> list[JudgedGroup]:
         """For a batch that starts from weights of this version. What has grown too old is forgotten."""
-        young = [group for group in self._kept if version - group.version <= self._max_age]
-        young.sort(key=lambda group: group.version, reverse=True)
-        self._kept = young[self._groups_per_batch :]
-        return young[: self._groups_per_batch]
+        young = [kept for kept in self._kept if version - kept.group.version <= self._max_age]
+        young.sort(key=lambda kept: (kept.times, kept.group.version), reverse=True)
+        drawn, left = young[: self._groups_per_batch], young[self._groups_per_batch :]
+        self._kept = left + [replace(kept, times=kept.times - 1) for kept in drawn if kept.times > 1]
+        return [kept.group for kept in drawn]

@@ -83,6 +83,9 @@ class AlgorithmConfig:
     # Reuse.
     updates_per_batch: int = 1  # optimizer steps on one batch; above 1 the early start is off
     replay_groups: int = 0  # of earlier batches, trained once more in each batch; none older than train.max_staleness
+    replay_times: int = 1  # so often at most a group is trained again, in as many batches
+    reset_every: int = 0  # batches between two steps back towards the initial weights; 0: none
+    reset_share: float = 0.2  # of such a step: 1 goes all the way; the optimizer's moments are forgotten
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -111,11 +114,13 @@ class AlgorithmConfig:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
         for key in (
             "kl_coefficient", "entropy_coefficient", "negative_weight", "overlong_penalty", "max_resampled_batches",
-            "replay_groups",
+            "replay_groups", "reset_every",
         ):  # fmt: skip
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        for key in ("pass_k", "updates_per_batch"):
+        if not 0 < self.reset_share <= 1:
+            raise ValueError(f"reset_share: must be above 0 and at most 1, got {self.reset_share}")
+        for key in ("pass_k", "updates_per_batch", "replay_times"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
         for low, high in (("geometric_low", "geometric_high"), ("icepop_low", "icepop_high")):

@@ -36,8 +36,9 @@ def test_int8_errs_by_half_a_step_at_most() -> None:
 
 def test_embedding_head_and_norms_stay_as_they_are() -> None:
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, head_dim=8)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = Qwen3Config(vocab_size=64, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, **sizes)
+    model = Qwen3ForCausalLM(config)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     quantize_matrices(model, "int4")
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}

@@ -36,3 +36,11 @@ def test_nothing_is_kept_where_nothing_is_replayed() -> None:
     buffer = ReplayBuffer(groups_per_batch=0, max_age=9)
     buffer.keep([group("a", 0)])
     assert drawn(buffer, 0) == [] == buffer._kept
+
+
+def test_a_group_is_trained_again_so_often_and_newcomers_go_first() -> None:
+    buffer = ReplayBuffer(groups_per_batch=2, max_age=9, times=2)
+    buffer.keep([group("a", 0), group("b", 1)])
+    assert drawn(buffer, 2) == ["b", "a"]
+    buffer.keep([group("c", 2)])
+    assert [drawn(buffer, 3) for _ in range(4)] == [["c", "b"], ["c", "a"], [], []]
