@@ -194,7 +194,9 @@ class TrainingRun:
         judge = self._config.judge
         self.lookout = Lookout(
             make_evaluator(self._prepared, running),
-            HackingAlarm(min_score_rise=judge.anchor_min_score_rise, min_gold_fall=judge.anchor_min_gold_fall),
+            HackingAlarm(
+                min_score_rise=judge.shown_score(judge.anchor_min_score_rise), min_gold_fall=judge.anchor_min_gold_fall
+            ),
             self._observers,
             anchors=judge.anchors,
             every=judge.anchor_every,

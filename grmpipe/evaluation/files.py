@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.box import MINIMAL
@@ -57,6 +57,8 @@ def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
 def show(result: Evaluation, config: RunConfig, files: Mapping[str, str], run_dir: Path) -> None:
     console = Console()
     console.print(table_of(result))
+    if result.overall.with_meta:
+        console.print(meta_table_of(result))
     for line in notes_on(result, config):
         console.print(line, highlight=False, markup=False)
     console.print(f"files in {run_dir}:", highlight=False)
@@ -67,22 +69,42 @@ def show(result: Evaluation, config: RunConfig, files: Mapping[str, str], run_di
 
 
 def table_of(result: Evaluation) -> Table:
-    ks, meta_ks = tuple(result.overall.by_k), tuple(result.overall.with_meta)
-    table = Table(title="right, in percent of all items: failed and tied ones are not", box=MINIMAL, padding=0)
+    heads = ("items", "judged", "+-", *(f"k={k}" for k in result.overall.by_k), "tied", "failed")
+    return by_subset(result, "right, in percent of all items: failed and tied ones are not", heads, cells_of)
+
+
+def meta_table_of(result: Evaluation) -> Table:
+    """Beside the other one it would not fit 80 columns."""
+    heads = ("items", *(f"meta@{k}" for k in result.overall.with_meta))
+    return by_subset(result, "the same, by the better half of each vote", heads, meta_cells_of)
+
+
+def by_subset(
+    result: Evaluation, title: str, heads: Sequence[str], cells: Callable[[SubsetResult], Iterator[str]]
+) -> Table:
+    table = Table(title=title, box=MINIMAL, padding=0)
     table.add_column("subset", no_wrap=True)
-    for head in ("items", "judged", "+-", *(f"k={k}" for k in ks), *(f"meta@{k}" for k in meta_ks), "tied", "failed"):
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     rows = [*result.subsets.items(), ("overall", result.overall)]
     for place, (name, subset) in enumerate(rows, start=1):
-        table.add_row(name, *cells_of(subset), end_section=place == len(rows) - 1)
+        table.add_row(name, *cells(subset), end_section=place == len(rows) - 1)
     return table
 
 
 def cells_of(subset: SubsetResult) -> Iterator[str]:
     yield str(subset.judged.num_items)
-    shares = [subset.judged.accuracy, subset.judged.error]
-    shares += [one.accuracy for one in (*subset.by_k.values(), *subset.with_meta.values())]
-    yield from (f"{100 * share:.1f}" for share in (*shares, subset.judged.tied_share, subset.judged.failed_share))
+    shares = [subset.judged.accuracy, subset.judged.error, *(one.accuracy for one in subset.by_k.values())]
+    yield from map(percent, (*shares, subset.judged.tied_share, subset.judged.failed_share))
+
+
+def meta_cells_of(subset: SubsetResult) -> Iterator[str]:
+    yield str(subset.judged.num_items)
+    yield from (percent(one.accuracy) for one in subset.with_meta.values())
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
 
 
 def notes_on(result: Evaluation, config: RunConfig) -> Iterator[str]:

@@ -39,8 +39,8 @@ def to_samples(
     return tuple(
         sample
         for siblings, advantages in zip(judged, estimate(rewards, algorithm), strict=True)
-        for (rollout, _), advantages_N in zip(siblings, advantages, strict=True)
-        for sample in split_rollout(rollout, advantages_N)
+        for (rollout, verdict), advantages_N in zip(siblings, advantages, strict=True)
+        for sample in split_rollout(rollout, trust_in(verdict, algorithm.half_weight_spread) * advantages_N)
     )
 
 
@@ -59,6 +59,16 @@ def earned(
     if by_token and kl_N is not None:
         rewards = charged_by_token(rewards, algorithm.kl_coefficient * kl_N)
     return rewards if values is None else replace(rewards, expected_N=values[key])
+
+
+def trust_in(verdict: Verdict, half_weight_spread: float | None) -> float:
+    """What an advantage is multiplied by: 1 where the judgements agree, 1/2 where they lie `half_weight_spread` apart.
+
+    tau^2 / (tau^2 + sigma^2): the reliability of a measurement of noise sigma, of things that differ by tau.
+    """
+    if half_weight_spread is None:
+        return 1.0
+    return 1 / (1 + (verdict.agreement / half_weight_spread) ** 2)
 
 
 def judged_siblings(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:

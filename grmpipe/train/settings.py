@@ -40,6 +40,7 @@ class AlgorithmConfig:
     gae_lambda: float = 1.0  # of gae: 1 takes what came for what is to be learned, 0 the critic's next value
     pass_k: int = 4  # of pass_at_k: how many siblings share one success; below the group size
     negative_weight: float = 1.0  # advantages below 0 are multiplied by it
+    half_weight_spread: float | None = None  # judgements that lie so far apart (std, score units) make A count half
 
     # Groups whose rewards are all equal teach nothing: they are dropped and replaced (DAPO), in each step at most so
     # many times groups_per_batch; what comes then is trained. 0: none is dropped.
@@ -129,6 +130,10 @@ class AlgorithmConfig:
         for key in ("gamma", "gae_lambda", "overlong_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key}: must be between 0 and 1, got {getattr(self, key)}")
+        if self.half_weight_spread is not None and not self.half_weight_spread > 0:
+            raise ValueError(
+                f"half_weight_spread: must be above 0, got {self.half_weight_spread}; null weighs all alike"
+            )
         if not self.dual_clip_ratio > 1:
             raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
 
@@ -186,6 +191,15 @@ def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:
         raise ValueError(
             f"algorithm.pass_k: must be below train.group_size = {group_size}, got {algorithm.pass_k}: with all "
             f"siblings in every choice none adds anything; type algorithm.pass_k={group_size // 2} or less"
+        )
+
+
+def check_spread(algorithm: AlgorithmConfig, num_judgements: int) -> None:
+    """Raises ValueError where verdicts are to be weighed by a spread that one judgement doesn't have."""
+    if algorithm.half_weight_spread is not None and num_judgements < 2:
+        raise ValueError(
+            "algorithm.half_weight_spread: one judgement has no spread to weigh a verdict by; "
+            "type judge.num_judgements=4, or algorithm.half_weight_spread=null"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.train.settings import CORRECTIONS, AlgorithmConfig, check_pass_k, check_replay
+from grmpipe.train.settings import CORRECTIONS, AlgorithmConfig, check_pass_k, check_replay, check_spread
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,7 @@ from grmpipe.train.settings import CORRECTIONS, AlgorithmConfig, check_pass_k, c
         ("gamma", 1.5),
         ("pass_k", 0),
         ("negative_weight", -0.1),
+        ("half_weight_spread", 0.0),
         ("overlong_share", 1.1),
         ("max_resampled_batches", -1.0),
         ("updates_per_batch", 0),
@@ -71,3 +72,10 @@ def test_a_replay_needs_staleness_and_a_correction() -> None:
     check_replay(AlgorithmConfig(replay_groups=2), 1)
     check_replay(AlgorithmConfig(replay_groups=2, correction="none", proximal="sampler"), 1)
     check_replay(AlgorithmConfig(), 0)
+
+
+def test_one_judgement_has_no_spread_to_weigh_it_by() -> None:
+    with pytest.raises(ValueError, match=r"^algorithm\.half_weight_spread: .*judge\.num_judgements=4"):
+        check_spread(AlgorithmConfig(half_weight_spread=2.0), 1)
+    check_spread(AlgorithmConfig(half_weight_spread=2.0), 2)
+    check_spread(AlgorithmConfig(), 1)

@@ -105,6 +105,16 @@ def test_trained_ids_are_the_sampled_ids(judged: JudgedGroup) -> None:
             assert covered == [t for t, mask in enumerate(sample.loss_mask) if mask]
 
 
+def test_an_advantage_counts_by_how_far_its_judgements_agree() -> None:
+    rollouts = [rollout(sibling, ((1,), (2,))) for sibling in range(3)]
+    verdicts = [replace(verdict(value), agreement=spread) for value, spread in ((3.0, 0.0), (0.0, 2.0), (0.0, 4.0))]
+    judged = group(rollouts, list(verdicts))
+    weighed = to_samples([judged], AlgorithmConfig(estimator="dr_grpo", half_weight_spread=2.0))
+    assert [sample.advantages[-1] for sample in weighed] == pytest.approx([2.0, -1.0 / 2, -1.0 / 5])
+    alike = to_samples([judged], AlgorithmConfig(estimator="dr_grpo"))
+    assert [sample.advantages[-1] for sample in alike] == [2.0, -1.0, -1.0]
+
+
 def two_turns(second_prompt: tuple[int, ...]) -> JudgedGroup:
     return group([rollout(0, ((1, 2), (3,)), (second_prompt, (5, 6))), rollout(1, ((1, 2), (9,)))],
                  [verdict(1.0), verdict(-1.0)])  # fmt: skip
