@@ -14,6 +14,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
+from grmpipe.bottleneck import Setup, bottleneck
 from grmpipe.config import ConfigError, RunConfig, build
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.settings import JudgeConfig
@@ -134,6 +135,23 @@ def test_who_has_most_to_do_is_busy_all_the_time() -> None:
     assert run.busy["learner"] > 0.95
     assert run.busy["policy"] < 0.5
     assert run.times_bound < 1.05
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"engines": {"policy": SPEED, "grm": replace(SPEED, step_s=0.1)}}, "judging held up the learner"),
+        ({"engines": {"policy": replace(SPEED, step_s=0.1), "grm": SPEED}}, "rollouts held up the learner"),
+        ({"learner": LearnerSpeed(token_s=5e-3, step_s=0.1)}, "the learner held up the engines"),
+        ({"sync_s": 10.0}, "the push of weights held up the run"),
+    ],
+)
+def test_at_its_end_a_run_names_who_was_slow(changed: dict, said: str, staleness: int) -> None:
+    run = simulated(12, costs=replace(COSTS, **changed), staleness=staleness)
+    told = bottleneck(run.waits, Setup(judge="here", num_judgements=2, max_staleness=staleness))
+    assert told is not None
+    assert told.startswith(said)
 
 
 def test_policy_and_learner_on_one_slot_take_turns_and_so_need_longer() -> None:
