@@ -343,7 +343,8 @@ def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
 def pass_score_of(config: RunConfig) -> float | None:
     """From which score on a GRM calls an answer right; None where no GRM judges, or not on such a scale."""
     judge, pass_score = config.judge, config.labels.pass_score
-    return pass_score if config.judged_by_model and judge.score_min < pass_score <= judge.score_max else None
+    on_scale = config.judged_by_model and judge.score_min < pass_score <= judge.score_max
+    return judge.shown_score(pass_score) if on_scale else None
 
 
 def make_push(running: Running) -> Callable[[int], Awaitable[SyncReport]]:

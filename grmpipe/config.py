@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import itertools
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ from grmpipe.plan.settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.simulation.settings import SimulateConfig
 from grmpipe.train.critic_settings import CriticConfig, check_critic
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_pass_k, check_replay
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_pass_k, check_replay, check_spread
 from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
 from scheduler.balance import BalanceConfig
 from scheduler.health import HealthConfig
@@ -112,6 +113,7 @@ class RunConfig:
             raise ValueError(f"experiment: may hold letters, digits, '_', '.' and '-', got {self.experiment!r}")
         check_pass_k(self.algorithm, self.train.group_size)
         check_replay(self.algorithm, self.train.max_staleness)
+        check_spread(self.algorithm, self.judge.num_judgements)
         check_critic(self.critic, self.algorithm, self.train)
         if self.policy.engine not in ENGINES_OF_THE_POLICY:
             raise ValueError(
@@ -362,6 +364,15 @@ def not_there_yet(key: str) -> str:
     return ""
 
 
+def no_such_member(key: str) -> str:
+    """The message for a member that a section of named sections doesn't have; empty for any other key."""
+    section, _, name = key.rpartition(".")
+    hint = dict(_keys(RunConfig)).get(section)
+    if typing.get_origin(hint) is not dict or not dataclasses.is_dataclass(typing.get_args(hint)[1]):
+        return ""
+    return f"{key}: {section} has no {name} yet; to add one type '+{section}={{{name}: {{...}}}}'"
+
+
 def explain(error: Exception) -> str:
     """One readable message for what Hydra or OmegaConf found wrong while composing."""
     text = f"{error}\n{error.__cause__ or ''}"
@@ -376,8 +387,14 @@ def explain(error: Exception) -> str:
     )
     said = [line.strip() for line in text.splitlines() if line.strip()]
     useful = list(dict.fromkeys(line for line in said if not line.startswith(noise)))
+    # OmegaConf fills a member of a typed dictionary only together with the dictionary.
+    if (added := re.search(r"Error merging override \+([^=]+)=", text)) and "is not a subclass of" in text:
+        parents = itertools.accumulate(added[1].split("."), lambda path, name: f"{path}.{name}")
+        return next(filter(None, map(no_such_member, parents)), "") or f"{added[1]}: {useful[0]}"
     if found and ("not in" in text or "Key '" in text):
-        return not_there_yet(found[1]) or unknown_key(found[1], known_keys())
+        missing = re.search(r"full_key: (\S+)", text)
+        member = no_such_member(missing[1]) if missing else ""
+        return member or not_there_yet(found[1]) or unknown_key(found[1], known_keys())
     return (f"{found[1]}: {useful[0]}" if found and useful else " ".join(useful or said)).removesuffix(
         " Config search path:"
     )

@@ -26,7 +26,6 @@ from grmpipe.judge.own import own_judge
 from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.rule import Rule
-from grmpipe.judge.scale import Scale
 from grmpipe.meta.model import MetaModel, find_meta
 from grmpipe.observe.summary import Summary
 from grmpipe.routing_checks import check_routing
@@ -325,7 +324,6 @@ def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
 
     A full one: who could write what the judge can't read would escape it. `grm` is None for a judge outside.
     """
-    scale = Scale(low=config.judge.score_min, high=config.judge.score_max)
     with section("judge."):
         template = JudgePrompt.of(config.judge)
         ahead = config.judge.principles == "ahead"
@@ -336,7 +334,7 @@ def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
         if config.judge.protocol == "rubric":
             check_rubrics(data)
         if config.judge.structured:
-            PATTERNS[config.judge.parser](scale, 1)
+            PATTERNS[config.judge.parser](config.judge.scale, 1)
     num_shown = config.judge.responses_shown(config.train.group_size)
     cut = config.judge.too_long == "cut_response_middle"
     principle_tokens = config.judge.principles_max_new_tokens if ahead else 0
@@ -382,7 +380,8 @@ def check_window(
         too_long.append((num_tokens, prompt.prompt_id))
     length, prompt_id = min(too_long)
     room = context_tokens - length
-    way_out = f"type {key}={room} or less" if room > 0 else "give shorter prompts, or a model with a larger window"
+    shorter = "shorter prompts, a shorter judge.template" if name == "grm" else "shorter prompts"
+    way_out = f"type {key}={room} or less" if room > 0 else f"give {shorter}, or a model with a larger window"
     raise ConfigError(
         f"{key}: {new_tokens} new tokens after even the shortest {what} ({prompt_id}: {length} tokens) exceed the "
         f"{context_tokens} tokens of {name}; {way_out}"

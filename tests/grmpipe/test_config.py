@@ -36,6 +36,7 @@ def launch(*overrides: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
         ("train.lrr=3", "unknown key 'train.lrr'; did you mean train.lr"),
         ("group_size=4", "did you mean train.group_size?"),
         ("+train.extra=1", "unknown key 'train.extra'"),
+        ("+watch.limits.x={above: 1}", "watch.limits has no x yet; to add one type '+watch.limits={x: {...}}'"),
         ("train.lr=fast", "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
         ("train.lr=-1", "train.lr"),
         ("train.group_size=1", "train.group_size: must be at least 2"),
