@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -26,6 +26,7 @@ from grmpipe.judge.own import own_judge
 from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.rule import Rule
+from grmpipe.judge.settings import JudgeConfig
 from grmpipe.meta.model import MetaModel, find_meta
 from grmpipe.observe.summary import Summary
 from grmpipe.routing_checks import check_routing
@@ -324,17 +325,8 @@ def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
 
     A full one: who could write what the judge can't read would escape it. `grm` is None for a judge outside.
     """
-    with section("judge."):
-        template = JudgePrompt.of(config.judge)
-        ahead = config.judge.principles == "ahead"
-        for prompt in [prompt for prompt in (*data.train, *data.held_out) if prompt.reference is None][:1]:
-            template.render(prompt, "", principles="" if ahead else None)
-            if ahead:
-                PrinciplesPrompt(config.judge.principles_template).render(prompt)
-        if config.judge.protocol == "rubric":
-            check_rubrics(data)
-        if config.judge.structured:
-            PATTERNS[config.judge.parser](config.judge.scale, 1)
+    template = check_template(config.judge, (*data.train, *data.held_out))
+    ahead = config.judge.principles == "ahead"
     num_shown = config.judge.responses_shown(config.train.group_size)
     cut = config.judge.too_long == "cut_response_middle"
     principle_tokens = config.judge.principles_max_new_tokens if ahead else 0
@@ -357,8 +349,24 @@ def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
     )
 
 
-def check_rubrics(data: Data) -> None:
-    for prompt in (*data.train, *data.held_out):
+def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt:
+    """The judge's templates can be had, and the prompts have what these show. Raises ConfigError."""
+    with section("judge."):
+        template = JudgePrompt.of(judge)
+        principles = PrinciplesPrompt(judge.principles_template) if judge.principles == "ahead" else None
+        for prompt in [prompt for prompt in prompts if prompt.reference is None][:1]:
+            template.render(prompt, "", principles=None if principles is None else "")
+            if principles is not None:
+                principles.render(prompt)
+        if judge.protocol == "rubric":
+            check_rubrics(prompts)
+        if judge.structured:
+            PATTERNS[judge.parser](judge.scale, 1)
+    return template
+
+
+def check_rubrics(prompts: Sequence[Prompt]) -> None:
+    for prompt in prompts:
         if not prompt.rubric:
             raise ValueError(
                 f"protocol: rubric judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; add the "

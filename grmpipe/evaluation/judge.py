@@ -24,7 +24,7 @@ from grmpipe.judge.written import judge_together
 from grmpipe.meta.model import find_meta, guide_of, start_scorers
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Summary
 from grmpipe.observe.timeline import Timeline
-from grmpipe.prepare import Prepared, Progress, check_machine, find_model, section
+from grmpipe.prepare import Prepared, Progress, check_machine, check_template, find_model, section
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from models.types import Engine, EngineDied, EngineRefused
 from scheduler.clock import ActiveClock
@@ -50,6 +50,8 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> Ready:
         items = load_labelled(
             config.evaluate.path, scale=(judge.score_min, judge.score_max), num_tiny=config.evaluate.num_items
         )[: config.evaluate.num_items]
+    if config.judged_by_model:
+        check_template(judge, [item.prompt for item in items])
     pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
     here = "grm" in config.roles
     guided = here and config.meta.path is not None  # measured beside the plain vote, whatever judge.vote is

@@ -57,11 +57,11 @@ class JudgePrompt:
         protocol: str = "pointwise",
         shared_principles: bool = False,
     ) -> None:
-        self.name = name
+        self._label = f"template {name}"
         self._scale = scale or Scale()
         self._shown = SHOWN[protocol]
         self._needs = ("criteria",) * (protocol == "rubric") + ("principles",) * shared_principles
-        check(name, parsed(name, template_text), self._shown, self._needs)
+        check(self._label, parsed(self._label, template_text), self._shown, self._needs)
         self._template = JINJA.from_string(template_text)
         self._try_out()
 
@@ -107,7 +107,7 @@ class JudgePrompt:
             return self._template.render(fields)
         except UndefinedError as error:
             raise ValueError(
-                f"template {self.name}, prompt {prompt.prompt_id}: {error.message}; give the prompts what the template "
+                f"{self._label}, prompt {prompt.prompt_id}: {error.message}; give the prompts what the template "
                 "shows, or type a judge.template that does without"
             ) from error
 
@@ -117,9 +117,9 @@ class JudgePrompt:
         try:
             shown = self.render(PROBE, *texts, principles=PROBE_PRINCIPLES)
         except Exception as error:  # a template is code of the user's, and may raise anything
-            raise ValueError(f"template {self.name}: {error}") from error
+            raise ValueError(f"{self._label}: {error}") from error
         if not all(fenced(text) in shown for text in texts):
-            raise ValueError(f"template {self.name}: hides the field {self._shown} where a prompt has a reference")
+            raise ValueError(f"{self._label}: hides the field {self._shown} where a prompt has a reference")
 
 
 class PrinciplesPrompt:
@@ -129,8 +129,8 @@ class PrinciplesPrompt:
 
     def __init__(self, template: str) -> None:
         path = path_of("principles_template", template)
-        self.name, text = str(path), path.read_text(encoding="utf-8")
-        refuse_unknown(self.name, parsed(self.name, text), self.FIELDS)
+        self._label, text = f"principles_template {path}", path.read_text(encoding="utf-8")
+        refuse_unknown(self._label, parsed(self._label, text), self.FIELDS)
         self._template = JINJA.from_string(text)
         self.render(PROBE)
 
@@ -142,7 +142,7 @@ class PrinciplesPrompt:
         try:
             return self._template.render(fields)
         except Exception as error:  # a template is code of the user's, and may raise anything
-            raise ValueError(f"template {self.name}, prompt {prompt.prompt_id}: {error}") from error
+            raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
 
 
 def path_of(key: str, template: str) -> Path:
@@ -167,22 +167,20 @@ def question_of(prompt: Prompt) -> str:
     raise ValueError(f"prompt {prompt.prompt_id}: has no message of role user; a judge needs a question")
 
 
-def parsed(name: str, template_text: str) -> nodes.Template:
+def parsed(label: str, template_text: str) -> nodes.Template:
     try:
         return JINJA.parse(template_text)
     except TemplateSyntaxError as error:
-        raise ValueError(f"template {name}, line {error.lineno}: {error.message}") from error
+        raise ValueError(f"{label}, line {error.lineno}: {error.message}") from error
 
 
-def check(name: str, tree: nodes.Template, shown: str, needs: Sequence[str]) -> None:
+def check(label: str, tree: nodes.Template, shown: str, needs: Sequence[str]) -> None:
     """The template knows only our fields, and prints what it shows of the policy's, plainly."""
-    refuse_unknown(name, tree, (*FIELDS, shown))
+    refuse_unknown(label, tree, (*FIELDS, shown))
     used = {node.name for node in tree.find_all(nodes.Name)}
     for field in (shown, *needs):
         if field not in used:
-            raise ValueError(
-                f"template {name}: doesn't use the field {field}; put {how_to_show(field)} where it belongs"
-            )
+            raise ValueError(f"{label}: doesn't use the field {field}; put {how_to_show(field)} where it belongs")
     guarded = {shown, ITEM_OF.get(shown, shown)}
     num_uses = sum(node.name in guarded for node in tree.find_all(nodes.Name))
     loops = [loop for loop in tree.find_all(nodes.For) if goes_over(loop, shown)] if shown in ITEM_OF else []
@@ -190,14 +188,14 @@ def check(name: str, tree: nodes.Template, shown: str, needs: Sequence[str]) -> 
     around = any(node.attr in NEIGHBOURS for node in tree.find_all(nodes.Getattr))
     if num_uses != len(printed) + 2 * len(loops) or around:
         raise ValueError(
-            f"template {name}: {shown} may only be printed, as {how_to_show(shown)}: no filter, test, assignment or "
+            f"{label}: {shown} may only be printed, as {how_to_show(shown)}: no filter, test, assignment or "
             "block around it, which could take its fence away"
         )
 
 
-def refuse_unknown(name: str, tree: nodes.Template, known: Sequence[str]) -> None:
+def refuse_unknown(label: str, tree: nodes.Template, known: Sequence[str]) -> None:
     for field in sorted(meta.find_undeclared_variables(tree) - set(known)):
-        raise ValueError(f"template {name}: unknown field {field!r}; known: {', '.join(known)}")
+        raise ValueError(f"{label}: unknown field {field!r}; known: {', '.join(known)}")
 
 
 def how_to_show(field: str) -> str:

@@ -36,6 +36,7 @@ def inputs(tmp_path: Path) -> Path:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "hides.jinja").write_text("Score {{ question }} from {{ score_min }} to {{ score_max }}.")
     (tmp_path / "compares.jinja").write_text("{{ question }} {{ reference }}\n{{ response }}")
+    (tmp_path / "misspelt.jinja").write_text("What matters in an answer to {{ questio }}?")
     (tmp_path / "broken.jinja").write_text("{% if %}")
     (tmp_path / "empty_directory").mkdir()
     shutil.copytree(SHIPPED / "policy", tmp_path / "mute")
@@ -93,6 +94,8 @@ def inputs(tmp_path: Path) -> Path:
          r"^engine\.openai\.api_key_env: the environment variable NO_KEY_IS_CALLED_THIS is not set; set it"),
         (["grm.engine=openai", "grm.path=a-judge", "engine.openai.api_key_env=''", "judge.structured=true"],
          r"^judge\.structured: openai can't hold a judgement to a form; type judge\.structured=false, or"),
+        (["judge=ahead", "judge.principles_template=misspelt.jinja"],
+         r"^judge\.principles_template misspelt.jinja: unknown field 'questio'; known: question"),
         (["judge=rubric"], r"^judge\.protocol: rubric judges by the prompt's criteria, and prompt \S+ has none; add"),
         (["judge.kind=own", "judge.target=nowhere.Judge"], r"^judge\.target: nowhere can't be imported .*install it"),
         (["rollout.top_k=50"], r"^rollout\.top_k: must be 0 to train"),

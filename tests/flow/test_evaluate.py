@@ -55,6 +55,7 @@ def test_a_users_own_file_is_judged(small_run: Callable, tmp_path: Path) -> None
         (("evaluate.path=tiny://labels",), "evaluate.path: tiny://labels: unknown labelled data"),
         (("judge.temperature=0",), "evaluate.ks: greedy judgements are all the same"),
         (("evaluate.ks=[4,2]",), "evaluate.ks: must be numbers from 1 on"),
+        (("judge=rubric",), "judge.protocol: rubric judges by the prompt's criteria"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_its_key(
