@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/judge_accuracy.py runs/judge_accuracy [cluster=inprocess ...]
 
-Runs task=evaluate for the good and the weak GRM, with two votes each, into runs/judge_accuracy/<grm>_<vote>; what is
-there is used again. Writes benchmarks/judge_accuracy.md. Changes nothing that it measures.
+Runs task=evaluate for the good GRM, the weak one, and the weak one after training, with two votes each, into
+runs/judge_accuracy/<judge>_<vote>, and before that the trainings, into runs/judge_accuracy/rft_grm and train_grm; what
+is there is used again. Writes benchmarks/judge_accuracy.md. Changes nothing that it measures.
 """
 
 from __future__ import annotations
@@ -13,48 +14,88 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "judge_accuracy.md"
-GRMS = {"grm": "tiny", "weak_grm": "tiny_weak"}  # as the tables call them -> conf/grm/
+TRAININGS = ("rft_grm", "train_grm")  # conf/experiment/, both from the weak GRM
 VOTES = ("mean", "median")
 NUM_ITEMS = 128
 KINDS = ("ranked", "scored")
 
 
-def measured(folder: Path, grm: str, vote: str, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """evaluation.json. Exits where the run fails: its own words are on the screen."""
-    run_dir = folder / f"{grm}_{vote}"
-    command = [
-        sys.executable, "launch.py", "+experiment=evaluate_grm", "task=evaluate", f"grm={GRMS[grm]}",
-        f"judge.vote={vote}", f"evaluate.num_items={NUM_ITEMS}", "tracking=none", f"run_dir={run_dir}", *overrides,
-    ]  # fmt: skip
-    result = run_dir / "evaluation.json"
-    if not result.exists() and subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Of a table. `column`: of evaluation.json, by_k or with_meta."""
+
+    judge: str
+    vote: str
+    result: Mapping[str, Any]
+    column: str = "by_k"
+
+
+def launched(run_dir: Path, overrides: Sequence[str]) -> None:
+    """Exits where the run fails: its own words are on the screen."""
+    command = [sys.executable, "launch.py", *overrides, "tracking=none", f"run_dir={run_dir}"]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
         sys.exit(f"{' '.join(command)} failed")
+
+
+def trained(folder: Path, experiment: str, overrides: Sequence[str]) -> Path:
+    """A GRM that learnt, as grm.path takes it."""
+    model = folder / experiment / "policy"
+    if not (model / "config.json").exists():
+        launched(folder / experiment, [f"+experiment={experiment}", "resume=auto", *overrides])
+    return model
+
+
+def measured(run_dir: Path, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """evaluation.json."""
+    result = run_dir / "evaluation.json"
+    if not result.exists():
+        task = ["+experiment=evaluate_grm", "task=evaluate", f"evaluate.num_items={NUM_ITEMS}"]
+        launched(run_dir, [*task, *overrides])
     return json.loads(result.read_text(encoding="utf-8"))
 
 
-def of_kind(result: Mapping[str, Any], kind: str, k: str) -> float:
+def rows(folder: Path, overrides: Sequence[str]) -> list[Row]:
+    judges = {"grm": ["grm=tiny"], "weak_grm": ["grm=tiny_weak", "meta=tiny"]}
+    for experiment in TRAININGS:
+        judges[f"weak_grm after {experiment}"] = [
+            "grm=path", f"grm.path={trained(folder, experiment, overrides)}"
+        ]  # fmt: skip
+    found = []
+    for judge, grm in judges.items():
+        for vote in VOTES:
+            run_dir = folder / f"{judge.replace(' ', '_')}_{vote}"
+            result = measured(run_dir, [*grm, f"judge.vote={vote}", *overrides])
+            found.append(Row(judge=judge, vote=vote, result=result))
+        if "meta=tiny" in grm:
+            found.append(Row(judge=judge, vote="best half by the meta-RM", result=result, column="with_meta"))
+    return found
+
+
+def of_kind(row: Row, kind: str, k: str) -> float:
     """Over all subsets of a kind, by their sizes."""
-    subsets = [subset for name, subset in result["subsets"].items() if name.startswith(f"{kind}/")]
+    subsets = [subset for name, subset in row.result["subsets"].items() if name.startswith(f"{kind}/")]
     sizes = [subset["judged"]["num_items"] for subset in subsets]
-    right = [subset["by_k"][k]["accuracy"] * size for subset, size in zip(subsets, sizes, strict=True)]
+    right = [subset[row.column][k]["accuracy"] * size for subset, size in zip(subsets, sizes, strict=True)]
     return sum(right) / sum(sizes)
 
 
-def table(results: Mapping[tuple[str, str], Mapping[str, Any]], kind: str) -> Iterator[str]:
-    ks = list(next(iter(results.values()))["overall"]["by_k"])
+def table(found: Sequence[Row], kind: str) -> Iterator[str]:
+    ks = list(found[0].result["overall"]["by_k"])
     yield f"| judge, vote | {' | '.join(f'k = {k}' for k in ks)} |"
     yield f"|---|{'---|' * len(ks)}"
-    for (grm, vote), result in results.items():
-        yield f"| {grm}, {vote} | {' | '.join(f'{100 * of_kind(result, kind, k):.1f}' for k in ks)} |"
+    for row in found:
+        shares = " | ".join(f"{100 * of_kind(row, kind, k):.1f}" for k in ks)
+        yield f"| {row.judge}, {row.vote} | {shares} |"
 
 
-def report(results: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
-    first = next(iter(results.values()))
+def report(found: Sequence[Row]) -> list[str]:
+    first = found[0].result
     sizes = {
         kind: sum(s["judged"]["num_items"] for name, s in first["subsets"].items() if name.startswith(f"{kind}/"))
         for kind in KINDS
@@ -66,18 +107,21 @@ def report(results: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
         "`OMP_NUM_THREADS=1 python benchmarks/judge_accuracy.py runs/judge_accuracy cluster=inprocess`; labels by rule",
         f"(`tiny://judgements_held_out`): {sizes['ranked']} rankings, {sizes['scored']} single responses. Sampled",
         "once, at the largest k and T = 1; smaller votes are subsets of the same judgements. In percent. `weak_grm` is",
-        "the judge of `+experiment=reward_hacking`, which padding impresses.",
+        "the judge of `+experiment=reward_hacking`, which padding impresses; `rft_grm` and `train_grm` train it on",
+        "`tiny://judgements` (SPCT: rejective fine-tuning, reinforcement learning by rule), one seed each. The meta-RM",
+        "is `tiny://meta`, made for `weak_grm`.",
         "",
         "## The best of two to five responses, strictly above the others",
         "",
-        *table(results, "ranked"),
+        *table(found, "ranked"),
         "",
         "## A single response: the score, rounded, is the label",
         "",
-        *table(results, "scored"),
+        *table(found, "scored"),
         "",
         "The mean of more judgements ranks better, and hits an exact label less often: one stray score pulls it off.",
         "The median keeps to a label, and ties more often. No vote mends a bias that all judgements share.",
+        "The trainings pay for the side of the label (pass or not), not for the very score.",
         "",
         f"Tokens sampled per item (grm): {costs}.",
     ]
@@ -89,7 +133,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of all runs, such as cluster=inprocess")
     args = parser.parse_args()
     folder = args.folder.resolve()
-    lines = report({(grm, vote): measured(folder, grm, vote, args.overrides) for grm in GRMS for vote in VOTES})
+    lines = report(rows(folder, args.overrides))
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
