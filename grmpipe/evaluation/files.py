@@ -132,7 +132,7 @@ def notes_on(result: Evaluation, config: RunConfig) -> Iterator[str]:
     for name, told in names.items():
         if name in result.bias:
             yield f"{told} {result.bias[name]:.2f}"
-    if "order_flips_share" not in result.bias:
+    if "order_flips_share" not in result.bias and num_failed < result.num_judgements:
         yield "order flips: none to measure, this judge compares no two responses in both orders"
 
 

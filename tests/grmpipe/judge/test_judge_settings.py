@@ -156,3 +156,8 @@ def test_a_mix_needs_known_components_with_positive_weights(mix: dict[str, float
 )
 def test_how_often_a_group_of_8_is_asked_about_depends_on_the_protocol(settings: dict[str, Any], asked: int) -> None:
     assert JudgeConfig(**settings).judgements_of_group(8) == asked
+
+
+def test_a_score_is_shown_as_its_vote_gives_it() -> None:
+    assert JudgeConfig(num_judgements=4, vote="sum").shown_score(8) == 32
+    assert JudgeConfig(num_judgements=4, vote="median").shown_score(8) == 8
