@@ -1,12 +1,18 @@
-"""A mixture of experts from a dense tiny model: its function, shared out among experts that differ. Trains nothing."""
+"""A mixture of experts from a dense tiny model: its function, shared out among experts that differ. Trains nothing.
+
+`python -m models.tiny.mixture runs/mixture` makes one of tiny://policy.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from models.tiny.resolve import resolve_model
 
 
 def upcycle(
@@ -65,3 +71,7 @@ def _weights(dense: dict[str, Tensor], mixture: dict[str, Tensor], noise: float)
 
 def _experts(matrix: Tensor, like: Tensor, noise: float) -> Tensor:
     return matrix + noise * matrix.std() * torch.randn(like.shape)
+
+
+if __name__ == "__main__":
+    upcycle(resolve_model("tiny://policy"), sys.argv[1])

@@ -11,7 +11,15 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.config import ESTIMATORS_OF_A_BATCH, ConfigError, build
 from grmpipe.train.advantages import ESTIMATORS as ESTIMATORS_BY_NAME
-from grmpipe.train.settings import CORRECTIONS, ESTIMATORS, LOSSES, PROXIMALS, REJECTIONS, AlgorithmConfig
+from grmpipe.train.settings import (
+    CORRECTIONS,
+    ESTIMATORS,
+    LOSSES,
+    PROXIMALS,
+    REJECTIONS,
+    ROUTING_REPLAYS,
+    AlgorithmConfig,
+)
 
 CONF = Path(__file__).parents[3] / "conf"
 FILES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (CONF / "algorithm").glob("*.yaml")}
@@ -30,6 +38,7 @@ def composed(*overrides: str) -> AlgorithmConfig:
         ("proximal", PROXIMALS),
         ("correction", CORRECTIONS),
         ("rejections", REJECTIONS),
+        ("routing_replay", ROUTING_REPLAYS),
     ],
 )
 def test_every_name_has_a_file(key: str, names: tuple[str, ...]) -> None:
