@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.judge.protocols.early_stop import Noise, fewest_for_a_winner, is_sure, winner_is_fixed
+from grmpipe.judge.protocols.early_stop import Noise, Stop, fewest_for_a_winner, is_sure, winner_is_fixed
+from grmpipe.judge.protocols.panel import convene
 from grmpipe.judge.settings import EarlyStopConfig
-from grmpipe.types import JudgeReport
+from grmpipe.types import Judgement, JudgeReport
 
 SWING = 9  # of a score from 1 to 10
 JUDGEMENTS = st.integers(2, 4).flatmap(lambda n: st.lists(st.tuples(*[st.integers(1, 10)] * n), min_size=8, max_size=8))
@@ -131,3 +134,21 @@ def test_what_is_in_flight_when_it_is_enough_is_cancelled_at_the_engine(bench: A
     assert engine.in_flight == 0
     assert engine.cancelled
     assert len(engine.asked) == len(engine.cancelled) + sum(len(report.judgements) for report in reports)
+
+
+def test_a_panel_that_audits_notes_where_it_was_enough_and_goes_on(bench: Any) -> None:
+    judge, _ = bench.generative(lambda prompt, context: bench.answer("Score: 3"))
+    (judgement,) = bench.run(judge.judge(bench.prompt(), bench.rollout("12"))).judgements
+
+    async def ask(index: int) -> list[Judgement]:
+        return [replace(judgement, scores=(float(index),))]
+
+    def scores(judgements: Sequence[Judgement]) -> list[float]:
+        return [one.scores[0] for one in judgements]
+
+    stop = Stop(first=2, wave=2, enough=lambda judgements, num_left: scores(judgements) == [0, 1, 2])
+    stopped = bench.run(convene(ask, 8, stop))
+    assert (scores(stopped.judgements), stopped.stopped_after) == ([0, 1, 2], 3)
+    audited = bench.run(convene(ask, 8, replace(stop, auditing=True)))
+    assert scores(audited.judgements) == list(range(8))
+    assert (scores(audited.enough), audited.stopped_after, audited.saved_tokens) == ([0, 1, 2], 3, 0)
