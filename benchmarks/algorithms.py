@@ -1,37 +1,40 @@
 """Estimators, losses and corrections on the tiny task: what each comes to within the same budget.
 
     python benchmarks/algorithms.py run runs/algorithms                     # every row and seed that isn't there yet
-    python benchmarks/algorithms.py run runs/algorithms --rows grpo gspo --seeds 0
+    python benchmarks/algorithms.py run runs/algorithms --rows "grpo x gspo" --seeds 0 --minutes 4
     python benchmarks/algorithms.py report runs/algorithms
 
-Each run is a process of its own on one core, `launch.py +experiment=quickstart cluster=inprocess`, of STEPS steps; what
-it came to is appended to results.jsonl. The report, benchmarks/algorithms.md, is made of those lines. Tunes nothing.
+Runs one after another in this process, on one core: `+experiment=quickstart cluster=inprocess`, STEPS steps of GROUPS
+groups. What each came to is appended to results.jsonl. The report, benchmarks/algorithms.md, is made of those lines.
+Tunes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "algorithms.md"
 SEEDS = (0, 1)
-STEPS = 40
-INTRODUCTION = f"""\
-`python benchmarks/algorithms.py run runs/algorithms`, then `report`: the quickstart with one generative judge, {STEPS}
-steps of 16 groups x 8, one process on one core. 256 held-out problems: a figure is good to 3 points, and two seeds are
-two seeds. Nothing was tuned: lr is 3e-4 for all, and all else is what conf/algorithm says.
-
-With one update a batch r = pi_theta / pi_old is 1, and the losses with a ratio are one and the same; so they are
-compared at four updates. The judge's reward is one span: `process` and `process_grpo` are the same as `grpo` then.
-""".splitlines()
+STEPS = 24
+GROUPS = 8
+HELD_OUT = 256
+BUDGET = (
+    "+experiment=quickstart", "cluster=inprocess", "tracking=none", "tracking.console=false", "watch.every=0",
+    f"train.num_steps={STEPS}", f"train.groups_per_batch={GROUPS}", "train.checkpoint_every=0",
+    f"data.num_eval_prompts={HELD_OUT}", f"judge.anchor_every={STEPS}",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,29 +43,46 @@ class Row:
     overrides: tuple[str, ...]
 
 
+# -- what is run ---------------------------------------------------------------------------------------------------
+
+
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline")
+# Against the sampler, a version behind: so a ratio of the loss is not 1 in the one update that a batch gets.
+BEHIND = ("algorithm.proximal=sampler", "algorithm.correction=none")
+LOSSES: dict[str, tuple[str, ...]] = {
+    "ppo_clip": ("algorithm=grpo", *BEHIND),
+    "dual_clip": ("algorithm=dual_clip", *BEHIND),
+    "gspo": ("algorithm=gspo", *BEHIND),
+    "cispo": ("algorithm=cispo", *BEHIND),
+    "policy_gradient": ("algorithm=policy_gradient",),
+}
+GRID = {
+    (estimator, loss): Row(
+        name=f"{estimator} x {loss}",
+        overrides=(*overrides, f"algorithm.estimator={estimator}", "train.max_staleness=1"),
+    )
+    for loss, overrides in LOSSES.items()
+    for estimator in ESTIMATORS
+}
+
+
 def of_files(*names: str, also: tuple[str, ...] = ()) -> tuple[Row, ...]:
     """Rows that are files of conf/algorithm, or several joined by +."""
     return tuple(Row(name=name, overrides=(f"algorithm=[{name.replace('+', ',')}]", *also)) for name in names)
 
 
-SEVERAL = ("algorithm.updates_per_batch=4",)
-TABLES: dict[str, tuple[Row, ...]] = {
-    "Estimators, as their files have them, one update a batch": of_files(
-        "grpo", "dr_grpo", "rloo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"
-    ),
-    "Losses, with GRPO's advantages, four updates a batch": tuple(
-        Row(name=f"4 x {row.name}", overrides=row.overrides)
-        for row in of_files("grpo", "dual_clip", "dapo", "gspo", "gspo_token", "cispo", also=SEVERAL)
-    ),
-    "The plain policy gradient, one update a batch": of_files("policy_gradient"),
-    "Corrections, with GRPO, one update a batch, staleness 4": tuple(
-        Row(name=f"stale: {row.name}", overrides=row.overrides)
-        for row in of_files(
-            "grpo", "ppo_sampler", "sequence_tis", "sequence_mis", "icepop", "grpo+geometric", "grpo+veto",
-            "grpo+off_policy_mask", "decoupled_ppo", "decoupled_ppo_interpolated", also=("train.max_staleness=4",)
-        )
-    ),
-}  # fmt: skip
+CORRECTIONS = tuple(
+    Row(name=f"stale: {row.name}", overrides=row.overrides)
+    for row in of_files(
+        "grpo", "ppo_sampler", "sequence_tis", "sequence_mis", "icepop", "grpo+geometric", "grpo+veto",
+        "grpo+off_policy_mask", "decoupled_ppo", "decoupled_ppo_interpolated", also=("train.max_staleness=4",)
+    )
+)  # fmt: skip
+WHOLE = tuple(Row(name=f"file: {row.name}", overrides=row.overrides) for row in of_files("dapo", "dr_grpo", "rloo"))
+ROWS = (*GRID.values(), *CORRECTIONS, *WHOLE)
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,20 +97,26 @@ class Result:
     grm_score: float  # after, 1 to 10
     step_s: float  # median
     learner_s: float  # of a step, median
+    clip_share: float  # of tokens, mean over the steps
     steps: int
     dropped: dict[str, int]
     load: float  # of the machine, one minute's mean at the end
 
 
 def run(row: Row, seed: int, folder: Path) -> Result:
-    """Exits where the run fails: its own words are on the screen."""
+    """Raises RunFailed where the run fails."""
+    # Late: a report needs none of it.
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+
+    from grmpipe import config, tasks
+
     run_dir = folder / f"{row.name.replace(' ', '_').replace(':', '')}-{seed}"
-    command = [
-        sys.executable, "launch.py", "+experiment=quickstart", "cluster=inprocess", "tracking=none",
-        "tracking.console=false", f"train.num_steps={STEPS}", f"seed={seed}", f"run_dir={run_dir}", *row.overrides,
-    ]  # fmt: skip
-    if subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode != 0:
-        sys.exit(f"failed: {' '.join(command)}")
+    shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was broken off
+    ConfigStore.instance().store(name="schema", node=config.schema())
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        composed = compose("config", [*BUDGET, f"seed={seed}", f"run_dir={run_dir}", *row.overrides])
+    tasks.run_task(config.build(composed))
     return read_run(run_dir, row, seed)
 
 
@@ -108,6 +134,7 @@ def read_run(run_dir: Path, row: Row, seed: int) -> Result:
         grm_score=last["grm_score"],
         step_s=statistics.median(step["time/step_s"] for step in steps),
         learner_s=statistics.median(step["time/learner_s"] for step in steps),
+        clip_share=statistics.fmean(step["train/clip_share"] for step in steps),
         steps=summary["steps"],
         dropped=summary["groups"]["dropped"],
         load=os.getloadavg()[0],
@@ -121,43 +148,141 @@ def results_in(folder: Path) -> list[Result]:
     return [Result(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def run_missing(folder: Path, names: Sequence[str], seeds: Sequence[int]) -> None:
-    rows = [row for table in TABLES.values() for row in table if not names or row.name in names]
+def run_missing(folder: Path, names: Sequence[str], seeds: Sequence[int], minutes: float = math.inf) -> None:
+    """Row by row of a seed, then the next seed. After so many minutes no other run is begun."""
+    rows = [row for row in ROWS if not names or row.name in names]
     if unknown := set(names) - {row.name for row in rows}:
         sys.exit(f"no such rows: {', '.join(sorted(unknown))}")
     folder.mkdir(parents=True, exist_ok=True)
+    done = {(result.row, result.seed) for result in results_in(folder)}
+    ends_s = time.monotonic() + 60 * minutes
     for seed in seeds:
         for row in rows:
-            if (row.name, seed) in {(result.row, result.seed) for result in results_in(folder)}:
+            if (row.name, seed) in done or time.monotonic() > ends_s:
                 continue
             result = run(row, seed, folder)
             with (folder / "results.jsonl").open("a", encoding="utf-8") as out:
                 out.write(json.dumps(asdict(result)) + "\n")
 
 
-def table(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
-    """A line per row: each seed's accuracy, and medians of what else there is. Rows without a run say so."""
-    lines = [
-        "| row | true accuracy at T = 1, before | after, by seed | greedy, after | GRM score | step, s | learner, s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+# -- report --------------------------------------------------------------------------------------------------------
+
+
+Figure = Callable[[Result], float]
+
+
+def by_seed(results: Sequence[Result], row: Row) -> list[Result]:
+    return sorted((result for result in results if result.row == row.name), key=lambda result: result.seed)
+
+
+def cell(results: Sequence[Result], figure: Figure, form: str) -> str:
+    """A figure of each seed."""
+    return ", ".join(format(figure(result), form) for result in results)
+
+
+def crossed(results: Sequence[Result], figure: Figure, form: str) -> list[str]:
+    """A row per estimator, a column per loss, in a cell each seed; the margins are means."""
+    ran = [[by_seed(results, GRID[estimator, loss]) for loss in LOSSES] for estimator in ESTIMATORS]
+    lines = [f"| | {' | '.join(LOSSES)} | mean |", "|---" * (len(LOSSES) + 2) + "|"]
+    for estimator, cells in zip(ESTIMATORS, ran, strict=True):
+        told = [cell(found, figure, form) for found in cells]
+        lines.append(f"| {estimator} | {' | '.join(told)} | {mean_of(cells, figure, form)} |")
+    columns = [mean_of(column, figure, form) for column in zip(*ran, strict=True)]
+    everything = mean_of([found for cells in ran for found in cells], figure, form)
+    return [*lines, f"| mean | {' | '.join(columns)} | {everything} |"]
+
+
+def mean_of(cells: Iterable[Sequence[Result]], figure: Figure, form: str) -> str:
+    values = [figure(result) for found in cells for result in found]
+    return format(statistics.fmean(values), form) if values else ""
+
+
+def spread_of_seeds(results: Sequence[Result], figure: Figure) -> float:
+    """The standard deviation of one run, pooled over the pairs of seeds of the grid; nan without a pair."""
+    pairs = [by_seed(results, row)[:2] for row in GRID.values()]
+    squares = [(figure(one) - figure(other)) ** 2 / 2 for one, other in (pair for pair in pairs if len(pair) == 2)]
+    return math.sqrt(statistics.fmean(squares)) if squares else math.nan
+
+
+def listed(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
+    """A line per row that was run."""
+    lines = ["| row | T = 1, after | greedy, after | GRM score | step, s |", "|---" * 5 + "|"]
     for row in rows:
-        found = sorted((result for result in results if result.row == row.name), key=lambda result: result.seed)
-        if not found:
-            lines.append(f"| {row.name} | not run | | | | | |")
-            continue
-        lines.append(
-            f"| {row.name} | {joined(result.before for result in found)} | {joined(result.after for result in found)} "
-            f"| {joined(result.after_greedy for result in found)} "
-            f"| {statistics.fmean(result.grm_score for result in found):.2f} "
-            f"| {statistics.median(result.step_s for result in found):.2f} "
-            f"| {statistics.median(result.learner_s for result in found):.2f} |"
-        )
-    return lines
+        if found := by_seed(results, row):
+            lines.append(
+                f"| {row.name.partition(': ')[2]} | {cell(found, lambda r: r.after, '.3f')} "
+                f"| {cell(found, lambda r: r.after_greedy, '.3f')} | {mean_of([found], lambda r: r.grm_score, '.2f')} "
+                f"| {cell(found, lambda r: r.step_s, '.2f')} |"
+            )
+    return lines if len(lines) > 2 else []
 
 
-def joined(values: Iterable[float]) -> str:
-    return ", ".join(f"{value:.3f}" for value in values)
+def paragraph(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def introduction(results: Sequence[Result]) -> list[str]:
+    before, loads = [result.before for result in results], [result.load for result in results]
+    return [
+        *paragraph(f"""
+            `python benchmarks/algorithms.py run runs/algorithms`, then `report`: the quickstart with one generative
+            judge, {STEPS} steps of {GROUPS} groups x 8, one process on one core. The same for all: lr 3e-4, one
+            update a batch, at most one version behind; the rest is what conf/algorithm says. Nothing was tuned.
+        """),
+        "",
+        *paragraph(f"""
+            True accuracy is that of {HELD_OUT} held-out problems; before the first step it is {min(before):.3f} to
+            {max(before):.3f} at T = 1. The machine did other work meanwhile (load {min(loads):.1f} to
+            {max(loads):.1f} on {os.cpu_count()} cores): compare seconds with care.
+        """),
+    ]
+
+
+def noise(results: Sequence[Result]) -> list[str]:
+    spread = spread_of_seeds(results, lambda result: result.after)
+    sampling = math.sqrt(0.25 / HELD_OUT)
+    row, column = (spread / math.sqrt(2 * len(names)) for names in (LOSSES, ESTIMATORS))
+    return paragraph(f"""
+        **How noisy.** {HELD_OUT} problems alone give an accuracy a standard deviation of up to {sampling:.3f}.
+        Between the two seeds of a cell it is {spread:.3f} (pooled), and so is that of the difference of two cells'
+        means: two cells that lie less than {2 * spread:.2f} apart are not told apart by this table. The mean of a row
+        is good to {row:.3f}, that of a column to {column:.3f}.
+    """)
+
+
+SAME = """\
+Left out, since they would be a column or a row twice: `gspo_token` is `gspo` where all tokens of a sample have the same
+advantage, and `process` and `process_grpo` are `grpo` where a rollout has one reward; the quickstart's judge gives one.
+`gae` and `gae_raw` need a critic, a third model that learns: they are not in this table. `rloo` is `dr_grpo` times
+8 / 7, and Adam hardly sees a factor.
+
+The ratio losses take their ratio against the sampler, a version behind (`proximal: sampler`); with a recomputed
+proximal policy and one update a batch the ratio would be 1, and all of them the same. `policy_gradient` has no ratio:
+it is corrected by TIS instead.""".splitlines()
+
+
+def report(results: Sequence[Result], trl: Sequence[str] = ()) -> list[str]:
+    lines = ["# Algorithms", "", *introduction(results), "", "## Estimators x losses", ""]
+    lines += ["True accuracy after the last step, sampled at T = 1, a figure per seed:", ""]
+    lines += [*crossed(results, lambda result: result.after, ".3f"), "", *noise(results), "", *SAME, ""]
+    lines += ["Greedy:", "", *crossed(results, lambda result: result.after_greedy, ".3f"), ""]
+    lines += ["Seconds a step (median of a run):", "", *crossed(results, lambda result: result.step_s, ".2f"), ""]
+    lines += [
+        "Share of tokens that the loss clips:",
+        "",
+        *crossed(results, lambda result: result.clip_share, ".3f"),
+        "",
+    ]
+    for title, rows in (
+        ("Algorithms as their files have them", WHOLE),
+        ("Corrections, with GRPO, up to four versions behind", CORRECTIONS),
+    ):
+        if told := listed(rows, results):
+            lines += [f"## {title}", "", *told, ""]
+    dropped = [f"{result.row} (seed {result.seed}): {result.dropped}" for result in results if result.dropped]
+    if dropped:
+        lines += ["Groups dropped, by cause: " + "; ".join(dropped) + ".", ""]
+    return [*lines, *trl][:-1]
 
 
 def beside_trl(folder: Path) -> list[str]:
@@ -179,33 +304,17 @@ def beside_trl(folder: Path) -> list[str]:
     ]
 
 
-def report(results: Sequence[Result], trl: Sequence[str] = ()) -> list[str]:
-    lines = ["# Algorithms", "", *INTRODUCTION, ""]
-    if results:
-        loads = [result.load for result in results]
-        lines += [
-            f"The machine did other work meanwhile (load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} "
-            "cores): compare seconds with care.",
-            "",
-        ]
-    for title, rows in TABLES.items():
-        lines += [f"## {title}", "", *table(rows, results), ""]
-    dropped = [f"{result.row} (seed {result.seed}): {result.dropped}" for result in results if result.dropped]
-    if dropped:
-        lines += ["Groups dropped, by cause: " + "; ".join(dropped) + ".", ""]
-    return [*lines, *trl][:-1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "report"))
     parser.add_argument("folder", type=Path, help="for the runs and results.jsonl; what is there isn't run again")
-    parser.add_argument("--rows", nargs="*", default=[], help="of the tables, by name; all if none is named")
+    parser.add_argument("--rows", nargs="*", default=[], help="by name; all if none is named")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after them no other run is begun")
     args = parser.parse_args()
     folder = args.folder.resolve()
     if args.what == "run":
-        run_missing(folder, args.rows, args.seeds)
+        run_missing(folder, args.rows, args.seeds, args.minutes)
     else:
         lines = report(results_in(folder), beside_trl(folder))
         REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -137,7 +137,7 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
     """Blocks of all ways by turns; who begins changes from round to round."""
     prepared = prepare(config, lambda what, share: None)
     observers = Observers.open(config, directory, None)
-    running = await start(prepared, observers.timeline)
+    running = await start(prepared, observers.timeline, directory)
     try:
         parts, flow, cut = make_parts(prepared, running, observers), flow_config(prepared), Cut()
         await parts.push_weights(cut.version)

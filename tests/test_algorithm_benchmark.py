@@ -5,52 +5,93 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.config import build
-from grmpipe.train.settings import CORRECTIONS, ESTIMATORS, LOSSES, REJECTIONS
+from grmpipe.train import advantages, losses
+from grmpipe.train.rewards import Rewards
+from grmpipe.train.settings import (
+    CORRECTIONS,
+    ESTIMATORS,
+    LOSSES,
+    REJECTIONS,
+    AlgorithmConfig,
+)
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import algorithms  # noqa: E402
 
-ROWS = [row for table in algorithms.TABLES.values() for row in table]
-
 
 def result(row: str, seed: int, after: float) -> algorithms.Result:
     return algorithms.Result(
         row=row, seed=seed, before=0.25, after=after, after_greedy=0.5, grm_score=7.0, step_s=1.0 + seed, learner_s=0.5,
-        steps=40, dropped={"no_signal": 3} if seed else {}, load=2.0,
+        clip_share=0.125, steps=24, dropped={"no_signal": 3} if seed else {}, load=2.0,
     )  # fmt: skip
 
 
 def test_every_row_composes_and_all_names_are_among_them() -> None:
-    """All but process rewards, which the quickstart's judge gives none of, and those of a critic."""
+    """All but those with a critic, and those that one reward a rollout makes the same as another."""
     used: dict[str, set[str]] = {"estimator": set(), "loss": set(), "correction": set(), "rejections": set()}
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        for row in ROWS:
-            algorithm = build(compose("config", ["+experiment=quickstart", *row.overrides])).algorithm
+        for row in algorithms.ROWS:
+            algorithm = build(compose("config", [*algorithms.BUDGET, *row.overrides])).algorithm
             for key, names in used.items():
                 value = getattr(algorithm, key)
                 names |= {value} if isinstance(value, str) else set(value)
     assert used["estimator"] == set(ESTIMATORS) - {"process", "process_grpo", "gae", "gae_raw"}
-    assert (used["loss"], used["correction"]) == (set(LOSSES), set(CORRECTIONS))
+    assert used["loss"] == set(LOSSES) - {"gspo_token"}
+    assert used["correction"] == set(CORRECTIONS)
     assert used["rejections"] == set(REJECTIONS)
 
 
+def test_what_the_table_leaves_out_is_the_same_where_a_rollout_has_one_reward() -> None:
+    group = [Rewards(num_tokens=n, ends_K=(n,), values_K=(value,)) for n, value in ((3, 0.1), (5, 0.9), (2, 0.4))]
+    grpo = advantages.estimate([group], AlgorithmConfig(estimator="grpo"))
+    for name in ("process", "process_grpo"):
+        for one, other in zip(advantages.estimate([group], AlgorithmConfig(estimator=name))[0], grpo[0], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
+    torch.testing.assert_close(gradient("gspo", grpo[0]), gradient("gspo_token", grpo[0]), rtol=0, atol=1e-15)
+
+
+def gradient(loss: str, advantages_G: list[np.ndarray]) -> torch.Tensor:
+    lengths_S = torch.tensor([len(advantages_N) for advantages_N in advantages_G])
+    logprobs_T = torch.linspace(-2, -0.5, int(lengths_S.sum()), dtype=torch.float64, requires_grad=True)
+    scored = losses.Scored(
+        logprobs_T=logprobs_T,
+        proximal_T=logprobs_T.detach() - 0.0002,
+        advantages_T=torch.tensor(np.concatenate(advantages_G)),
+        loss_mask_T=torch.ones_like(logprobs_T),
+        sample_lengths_S=lengths_S,
+    )
+    loss_T = losses.LOSSES[loss](scored, AlgorithmConfig(loss=loss, clip_low=3e-4, clip_high=4e-4)).loss_T
+    weights_T = losses.by_sequence(scored.loss_mask_T, lengths_S)
+    return torch.autograd.grad((weights_T * loss_T).sum(), logprobs_T)[0]
+
+
 def test_no_two_rows_have_a_name_in_common() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert len({row.name for row in algorithms.ROWS}) == len(algorithms.ROWS)
 
 
-def test_the_report_tells_each_seed_and_what_was_not_run() -> None:
-    lines = algorithms.report([result("grpo", 1, 0.75), result("grpo", 0, 0.5)], ["## TRL", ""])
-    assert "| grpo | 0.250, 0.250 | 0.500, 0.750 | 0.500, 0.500 | 7.00 | 1.50 | 0.50 |" in lines
-    assert "| rloo | not run | | | | | |" in lines
-    assert any("grpo (seed 1): {'no_signal': 3}" in line for line in lines)
+def test_the_report_tells_each_seed_and_nothing_of_what_was_not_run() -> None:
+    ran = [result("grpo x gspo", 1, 0.75), result("grpo x gspo", 0, 0.5), result("stale: icepop", 0, 0.5)]
+    lines = algorithms.report(ran, ["## TRL", ""])
+    assert "| grpo |  |  | 0.500, 0.750 |  |  | 0.625 |" in lines
+    assert "| icepop | 0.500 | 0.500 | 7.00 | 1.00 |" in lines
+    assert any("grpo x gspo (seed 1): {'no_signal': 3}" in line for line in lines)
+    assert not any("veto" in line or line.startswith("## Algorithms as") for line in lines)
     assert lines[-1] == "## TRL"
+
+
+def test_the_noise_is_that_of_one_run_over_pairs_of_seeds() -> None:
+    pairs = {"grpo x gspo": (0.5, 0.7), "rloo x gspo": (0.6, 0.6)}
+    ran = [result(row, seed, after) for row, afters in pairs.items() for seed, after in enumerate(afters)]
+    assert algorithms.spread_of_seeds(ran, lambda one: one.after) == pytest.approx(0.1)  # sqrt((0.04 / 2 + 0) / 2)
 
 
 def test_a_row_that_was_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +102,12 @@ def test_a_row_that_was_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest
         return result(row.name, seed, 0.5)
 
     monkeypatch.setattr(algorithms, "run", run)
-    algorithms.run_missing(tmp_path, ["grpo"], [0])
-    algorithms.run_missing(tmp_path, ["grpo", "rloo"], [0, 1])
-    assert asked == [("grpo", 0), ("rloo", 0), ("grpo", 1), ("rloo", 1)]
+    one, other = "grpo x ppo_clip", "rloo x ppo_clip"
+    algorithms.run_missing(tmp_path, [one], [0])
+    algorithms.run_missing(tmp_path, [one, other], [0, 1])
+    assert asked == [(one, 0), (other, 0), (one, 1), (other, 1)]
     assert len(algorithms.results_in(tmp_path)) == 4
+    algorithms.run_missing(tmp_path, [one], [2], minutes=-1)
+    assert len(asked) == 4
     with pytest.raises(SystemExit, match="no such rows: sarsa"):
         algorithms.run_missing(tmp_path, ["sarsa"], [0])

@@ -1,0 +1,364 @@
+"""The quickstart beside TRL's GRPOTrainer: the same policy, prompts, judge and group size, on this machine.
+
+    python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python           # all that isn't there yet
+    python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python --only settings grmpipe-0 trl-0
+    python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python --only    # the report alone
+
+trl_run.py is the other side and says how its environment is made. First a few steps of TRL under each setting, to take
+the fastest; then runs of both by turns, and our stages in sequence. Writes benchmarks/against_trl.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from in_sequence import BASELINE, STAGES, measure, median_s
+from quickstart import busy_share_of_cores, commit_date, machine, quiet
+
+from grmpipe.config import read_yaml
+from grmpipe.data.prompts import load_prompts
+from grmpipe.data.stream import PromptStream
+from models.tiny.evaluate import measure_policy
+from models.tiny.recipes import RECIPES
+from models.tiny.resolve import directory_of
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "benchmarks" / "against_trl.md"
+SEEDS = (0, 1)
+STEPS, GROUPS, GROUP_SIZE = 80, 16, 8
+LOOK_EVERY, HELD_OUT = 10, 256
+TARGETS = (0.5, 0.6, 0.7)
+SETTLED = 5  # steps at the start that count in no median
+ROUNDS = 2
+SETTINGS = {"1 thread": 1, "2 threads": 2}
+SETTINGS_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One side with one seed. Looks at held-out problems are in no step's seconds."""
+
+    step_s: list[float]
+    looks: dict[int, float]  # step -> true accuracy, sampled at T = 1
+    final: float  # the trained policy, measured by the same code on both sides: sampled
+    final_greedy: float
+    stages_s: dict[str, float]  # of a step: medians where they follow one another, shares of the run where they overlap
+    busy_share: float  # of the cores by others, right before or after
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.step_s[SETTLED:])
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """Of steps, up to the first look that is as good; None if there was none."""
+        reached = [step for step, found in sorted(self.looks.items()) if found >= accuracy]
+        return sum(self.step_s[: reached[0]]) if reached else None
+
+
+def tiny(name: str) -> str:
+    return str(directory_of(RECIPES[name], lambda what, share: None))
+
+
+# -- ours ----------------------------------------------------------------------------------------------------------
+
+
+def run_ours(folder: Path, seed: int) -> Run:
+    run_dir = folder / f"grmpipe-{seed}"
+    command = [
+        sys.executable, "launch.py", "+experiment=quickstart", "tracking=none", "watch.every=0", f"seed={seed}",
+        f"train.num_steps={STEPS}", f"train.groups_per_batch={GROUPS}", f"train.group_size={GROUP_SIZE}",
+        f"data.num_eval_prompts={HELD_OUT}", f"judge.anchors={HELD_OUT}", f"judge.anchor_every={LOOK_EVERY}",
+        "train.checkpoint_every=0", f"run_dir={run_dir}",
+    ]  # fmt: skip
+    busy = measured_alone(command, os.environ | {"OMP_NUM_THREADS": "1"})
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if "time/step_s" in line]
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    step_s = [step["time/step_s"] for step in steps]
+    return Run(
+        step_s=step_s,
+        looks={line["step"]: line["eval/true_accuracy"] for line in lines if "eval/true_accuracy" in line},
+        **finals(run_dir / "policy"),
+        stages_s={
+            **{role: seconds / len(step_s) for role, seconds in summary["busy_s"].items()},
+            "learner waits": statistics.fmean(step["wait/learner_for_groups_s"] for step in steps),
+            "sync": statistics.fmean(step["sync/push_s"] for step in steps),
+        },
+        busy_share=busy,
+    )
+
+
+def measured_alone(command: Sequence[str], env: Mapping[str, str]) -> float:
+    """Run it to its end; how busy others kept the cores. Exits where it fails: its own words are on the screen."""
+    before = busy_share_of_cores()
+    if subprocess.run(command, cwd=ROOT, env=env, check=False).returncode != 0:
+        sys.exit(f"failed: {' '.join(command)}")
+    return max(before, busy_share_of_cores())
+
+
+def finals(policy: Path) -> dict[str, float]:
+    quality = measure_policy(policy)
+    return {"final": quality.true_accuracy, "final_greedy": quality.true_accuracy_greedy}
+
+
+def run_stages(folder: Path) -> dict[str, float]:
+    """Our stages one after another, in one process on one core: medians of a step."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = quiet(read_yaml(folder / "grmpipe-0" / "config.yaml"))
+        rounds = asyncio.run(measure(config, Path(directory), ROUNDS))
+    steps = [step for by_way in rounds for step in by_way[BASELINE]]
+    stages_s = {stage: statistics.median(step.stages_s[stage] for step in steps) for stage in STAGES}
+    return {"step": median_s(steps), **stages_s}
+
+
+# -- TRL's ---------------------------------------------------------------------------------------------------------
+
+
+def run_trl(folder: Path, python: str, seed: int, setting: str) -> Run:
+    out = folder / f"trl-{seed}"
+    busy = trl(out, python, seed, setting, STEPS)
+    found = json.loads((out / "trl.json").read_text(encoding="utf-8"))
+    return Run(
+        step_s=[step["step"] for step in found["steps"]],
+        looks={int(step): accuracy for step, accuracy in found["looks"].items()},
+        **finals(out / "policy"),
+        stages_s=stages_of_trl(found["steps"][SETTLED:]),
+        busy_share=busy,
+    )
+
+
+def trl(out: Path, python: str, seed: int, setting: str, steps: int) -> float:
+    """The prompts come in the order in which our run with this seed draws them."""
+    out.mkdir(parents=True, exist_ok=True)
+    stream = PromptStream(load_prompts("tiny://train"), seed=seed)
+    drawn = [stream.at(draw).messages[0].content for draw in range(steps * GROUPS)]
+    questions = out / "questions.txt"
+    questions.write_text("\n".join(drawn) + "\n", encoding="utf-8")
+    command = [
+        python, "benchmarks/trl_run.py", str(out), f"--policy={tiny('policy')}", f"--grm={tiny('grm')}",
+        f"--questions={questions}", f"--steps={steps}", f"--groups={GROUPS}", f"--seed={seed}",
+        f"--look-every={LOOK_EVERY}", f"--held-out={HELD_OUT}",
+        f"--threads={SETTINGS[setting]}",
+    ]  # fmt: skip
+    return measured_alone(command, os.environ | {"OMP_NUM_THREADS": str(SETTINGS[setting]), "HF_HUB_OFFLINE": "1"})
+
+
+def stages_of_trl(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Medians of a step; `other` is the optimizer, the data and the trainer around them."""
+
+    def median(seconds: Callable[[Mapping[str, float]], float]) -> float:
+        return statistics.median(seconds(step) for step in steps)
+
+    def inside(step: Mapping[str, float]) -> float:
+        return step["generate"] + step["reward"] + step["forward"]
+
+    return {
+        "generate": median(lambda step: step["generate"]),
+        "reward": median(lambda step: step["reward"]),
+        "forward": median(lambda step: step["forward"]),
+        "backward": median(lambda step: step["training_step"] - inside(step)),
+        "other": median(lambda step: step["step"] - step["training_step"]),
+    }
+
+
+def try_settings(folder: Path, python: str) -> dict[str, float]:
+    """Seconds a step under each."""
+    found = {}
+    for setting in SETTINGS:
+        out = folder / f"settings-{setting.replace(' ', '_')}"
+        trl(out, python, 0, setting, SETTINGS_STEPS)
+        steps = json.loads((out / "trl.json").read_text(encoding="utf-8"))["steps"]
+        found[setting] = statistics.median(step["step"] for step in steps[SETTLED - 2 :])
+    return found
+
+
+# -- what is run ---------------------------------------------------------------------------------------------------
+
+
+def parts(folder: Path, python: str) -> dict[str, Callable[[], object]]:
+    """By name, in the order in which they run: the sides take turns, and who begins changes with the seed."""
+
+    def fastest() -> str:
+        settings = read(folder, "settings")
+        return min(settings, key=settings.__getitem__)
+
+    def side(name: str, seed: int) -> Callable[[], object]:
+        return lambda: asdict(run_ours(folder, seed) if name == "grmpipe" else run_trl(folder, python, seed, fastest()))
+
+    found: dict[str, Callable[[], object]] = {"settings": lambda: try_settings(folder, python)}
+    for seed in SEEDS:
+        names = ("grmpipe", "trl") if seed % 2 == 0 else ("trl", "grmpipe")
+        found |= {f"{name}-{seed}": side(name, seed) for name in names}
+    return found | {"stages": lambda: run_stages(folder)}
+
+
+def read(folder: Path, part: str) -> dict[str, float]:
+    return json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
+
+
+def read_run(folder: Path, part: str) -> Run | None:
+    path = folder / f"{part}.json"
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return Run(**values | {"looks": {int(step): accuracy for step, accuracy in values["looks"].items()}})
+
+
+def pairs(folder: Path) -> list[tuple[Run, Run]]:
+    """Ours and TRL's of each seed that both sides have run."""
+    found = [(read_run(folder, f"grmpipe-{seed}"), read_run(folder, f"trl-{seed}")) for seed in SEEDS]
+    return [(ours, trls) for ours, trls in found if ours is not None and trls is not None]
+
+
+# -- report --------------------------------------------------------------------------------------------------------
+
+
+Row = tuple[str, Callable[[Run], str]]
+
+ROWS: tuple[Row, ...] = (
+    ("one step (median), s", lambda run: f"{run.median_s:.3f}"),
+    ("all steps, s", lambda run: f"{sum(run.step_s):.1f}"),
+    *(
+        (f"steps' seconds to true accuracy {target}", lambda run, target=target: told_s(run.seconds_to(target)))
+        for target in TARGETS
+    ),
+    ("true accuracy at T = 1, after", lambda run: f"{run.final:.3f}"),
+    ("true accuracy, greedy, after", lambda run: f"{run.final_greedy:.3f}"),
+    ("other work on the cores, right before or after", lambda run: f"{run.busy_share:.0%}"),
+)
+
+
+def told_s(seconds: float | None) -> str:
+    return "not reached" if seconds is None else f"{seconds:.1f}"
+
+
+def table(ours: Sequence[Run], trls: Sequence[Run]) -> list[str]:
+    names = [f"{side}, seed {seed}" for side in ("grmpipe", "TRL") for seed in range(len(ours))]
+    lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    return [*lines, *(f"| {label} | {' | '.join(map(tell, (*ours, *trls)))} |" for label, tell in ROWS)]
+
+
+def curve(ours: Sequence[Run], trls: Sequence[Run]) -> list[str]:
+    runs = {
+        f"{side}, seed {seed}": run for side, of in (("grmpipe", ours), ("TRL", trls)) for seed, run in enumerate(of)
+    }
+    lines = [f"| step | {' | '.join(runs)} |", "|---" * (len(runs) + 1) + "|"]
+    for step in range(0, STEPS + 1, LOOK_EVERY):
+        lines.append(f"| {step} | {' | '.join(f'{run.looks[step]:.3f}' for run in runs.values())} |")
+    return lines
+
+
+def means(runs: Sequence[Run], stage: str) -> str:
+    return f"{statistics.fmean(run.stages_s[stage] for run in runs):.3f}"
+
+
+def stages(ours: Sequence[Run], trls: Sequence[Run], alone: Mapping[str, float]) -> list[str]:
+    """TRL's stages beside ours, in sequence and as the pipeline runs them."""
+    learning = sum(statistics.fmean(run.stages_s[stage] for run in trls) for stage in ("forward", "backward", "other"))
+    step = {side: statistics.fmean(run.median_s for run in runs) for side, runs in (("ours", ours), ("trl", trls))}
+    return [
+        "| of a step, s | TRL | grmpipe, its stages in sequence on one core | grmpipe, the pipeline: in flight |",
+        "|---|---|---|---|",
+        f"| rollouts | {means(trls, 'generate')} | {alone['rollouts']:.3f} | {means(ours, 'policy')} |",
+        f"| judgements | {means(trls, 'reward')} | {alone['judgements']:.3f} | {means(ours, 'grm')} |",
+        f"| forward, backward, optimizer | {learning:.3f} | {alone['micro-batches and step']:.3f} "
+        f"| {means(ours, 'learner')} |",
+        f"| weight sync | none needed | {alone['weight sync']:.3f} | {means(ours, 'sync')} |",
+        f"| the step | {step['trl']:.3f} | {alone['step']:.3f} | {step['ours']:.3f} |",
+    ]
+
+
+def report(folder: Path) -> list[str]:
+    both = pairs(folder)
+    ours, trls = [one for one, _ in both], [other for _, other in both]
+    settings = read(folder, "settings")
+    ratios = [other.median_s / one.median_s for one, other in both]
+    tried = ", ".join(f"{name} ({seconds:.2f} s a step)" for name, seconds in settings.items())
+    return [
+        "# Beside TRL",
+        "",
+        *paragraph(f"""
+            `python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python`: the quickstart beside TRL
+            1.16.0's `GRPOTrainer`, by turns on the same machine: {machine()}; code of {commit_date()}.
+        """),
+        "",
+        f"**A step is {min(ratios):.1f} to {max(ratios):.1f} times as fast** (TRL's median step over ours, by seed).",
+        "",
+        "## The same on both sides",
+        "",
+        *paragraph(f"""
+            `tiny://policy` and `tiny://grm` in float32; the same training problems in the same order; {GROUPS} groups
+            of {GROUP_SIZE}; AdamW, lr 3e-4, 5 steps of warm-up, gradients clipped at 1; token mean, clip 0.2, no KL;
+            at most 64 new tokens at temperature 1; one judgement a rollout, of at most 128 tokens at temperature 1.
+            Looks at the same {HELD_OUT} held-out problems every {LOOK_EVERY} steps, by the hidden rule, are in
+            nobody's seconds. What was trained is measured once more at the end, by one program for both (512
+            problems).
+        """),
+        "",
+        *paragraph(f"""
+            Both have both cores: ours is three processes of one thread each, on Ray; TRL is one process, and the
+            fastest of these settings was taken: {tried}. TRL's judge is a reward function that writes all judgements
+            of a step in one batched `generate`. Gradient checkpointing and bf16 are off, all rollouts of a step go
+            through forward and backward as one batch, and there is no old or reference policy to compute. Its vLLM
+            mode is for GPUs and was not used; its continuous batching (`--continuous-batching` of trl_run.py) took
+            12 GB on this CPU and had not ended {SETTINGS_STEPS} steps after 100 s.
+        """),
+        "",
+        *paragraph("""
+            Not the same: ours is at most one version behind and corrects for it (TIS), TRL is on-policy. TRL divides
+            by the sample's standard deviation, ours by the population's. A judgement that can't be read is worth 0 in
+            TRL; ours asks once more, and then leaves the rollout out.
+        """),
+        "",
+        "## Time and accuracy",
+        "",
+        *table(ours, trls),
+        "",
+        f"True accuracy at T = 1 over the steps ({HELD_OUT} problems: good to 3 points):",
+        "",
+        *curve(ours, trls),
+        "",
+        "## Where the time goes",
+        "",
+        *stages(ours, trls, read(folder, "stages")),
+        "",
+        "In flight is not computing: the pipeline's stages overlap and share the cores, so that column doesn't add up.",
+    ]
+
+
+def paragraph(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for the runs; what is there isn't run again")
+    parser.add_argument("--trl", required=True, help="the interpreter of TRL's environment: see trl_run.py")
+    parser.add_argument(
+        "--only", nargs="*", help="settings, grmpipe-0, trl-0, trl-1, grmpipe-1, stages; all by default"
+    )
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = parts(folder, str(Path(args.trl).absolute()))
+    for name, measured in todo.items():
+        path = folder / f"{name}.json"
+        if not path.exists() and (args.only is None or name in args.only):
+            path.write_text(json.dumps(measured()), encoding="utf-8")
+    if pairs(folder) and all((folder / f"{name}.json").exists() for name in ("settings", "stages")):
+        REPORT.write_text("\n".join(report(folder)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

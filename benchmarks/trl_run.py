@@ -1,0 +1,216 @@
+"""TRL's GRPOTrainer on the tiny task, as a user of TRL would write it; against_trl.py starts it. Knows no grmpipe.
+
+Its environment is its own. torch comes first and by itself: a range in a later install would take the newest build.
+
+    python -m venv .trl
+    .trl/bin/pip install torch==2.13.0
+    .trl/bin/pip install -r benchmarks/trl_requirements.txt
+
+The judge is a reward function: one batched `generate` over all completions of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from models.tiny.evaluate import score_of
+from models.tiny.problems import is_right, judge_prompt, make_problems
+
+GROUP_SIZE = 8
+MAX_NEW_TOKENS = 64
+MAX_CRITIQUE_TOKENS = 128
+LR = 3e-4
+WARMUP_STEPS = 5
+LOOK_BATCH = 128
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contents: Sequence[str], max_new_tokens: int
+) -> list[str]:
+    """One batch, sampled at temperature 1 from all tokens."""
+    padded = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": content}] for content in contents],
+        add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
+    )  # fmt: skip
+    output = model.generate(
+        **padded, max_new_tokens=max_new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+    )
+    return tokenizer.batch_decode(output[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def make_reward(directory: str) -> Callable[..., list[float]]:
+    """The GRM's score on 0 to 1; what can't be read is worth nothing."""
+    grm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+
+    def grm_reward(completions: list, question: list[str], **_: object) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions]
+        asked = [judge_prompt(*pair) for pair in zip(question, texts, strict=True)]
+        scores = [score_of(critique) for critique in answer(grm, tokenizer, asked, MAX_CRITIQUE_TOKENS)]
+        return [0.0 if score is None else (score - 1) / 9 for score in scores]
+
+    return grm_reward
+
+
+# -- time ----------------------------------------------------------------------------------------------------------
+
+
+class Timed(GRPOTrainer):
+    """Adds up where the seconds of a step go."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.spent_s: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def spending(self, stage: str) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self.spent_s[stage] += time.perf_counter() - began_s
+
+    def _generate(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        with self.spending("generate"):
+            return super()._generate(*args, **kwargs)
+
+    def _calculate_rewards(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        with self.spending("reward"):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def compute_loss(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        with self.spending("forward"):
+            return super().compute_loss(*args, **kwargs)
+
+    def training_step(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        with self.spending("training_step"):
+            return super().training_step(*args, **kwargs)
+
+
+class Watch(TrainerCallback):
+    """Seconds of each step, and looks at held-out problems, which are in no step's seconds."""
+
+    def __init__(self, look: Callable[[], float], every: int) -> None:
+        self.trainer: Timed | None = None
+        self.steps: list[dict[str, float]] = []
+        self.looks: dict[int, float] = {}
+        self._look, self._every, self._since_s = look, every, 0.0
+
+    def on_train_begin(self, args, state, control, **_):  # type: ignore[no-untyped-def]
+        self.looks[0] = self._look()
+        self._since_s = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):  # type: ignore[no-untyped-def]
+        assert self.trainer is not None
+        self.steps.append({"step": time.perf_counter() - self._since_s, **self.trainer.spent_s})
+        self.trainer.spent_s.clear()
+        if state.global_step % self._every == 0:
+            self.looks[state.global_step] = self._look()
+        self._since_s = time.perf_counter()
+
+
+def make_look(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int) -> Callable[[], float]:
+    """True accuracy on held-out problems, sampled; the training's random numbers go on as if nobody had looked."""
+    problems = sorted(make_problems("held_out", count, 0), key=lambda problem: len(problem.question))
+
+    def look() -> float:
+        model.eval()
+        with torch.random.fork_rng():
+            texts: list[str] = []
+            for at in range(0, count, LOOK_BATCH):
+                asked = [problem.question for problem in problems[at : at + LOOK_BATCH]]
+                texts += answer(model, tokenizer, asked, MAX_NEW_TOKENS)
+        model.train()
+        return fmean(is_right(problem, text) for problem, text in zip(problems, texts, strict=True))
+
+    return look
+
+
+# -- the run -------------------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> Watch:
+    torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(args.policy, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(args.policy, padding_side="left")
+    questions = args.questions.read_text(encoding="utf-8").splitlines()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    config = GRPOConfig(
+        output_dir=str(args.out),
+        max_steps=args.steps,
+        per_device_train_batch_size=args.groups * GROUP_SIZE,
+        num_generations=GROUP_SIZE,
+        max_completion_length=MAX_NEW_TOKENS,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_grad_norm=1.0,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="dapo",  # the token mean
+        scale_rewards="group",
+        shuffle_dataset=False,  # the questions come in the order in which the other side draws them
+        gradient_checkpointing=False,  # on by default, and slower where memory is no concern
+        use_transformers_continuous_batching=args.continuous_batching,
+        bf16=False,
+        use_cpu=True,
+        seed=args.seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    watch = Watch(make_look(model, tokenizer, args.held_out), args.look_every)
+    trainer = Timed(
+        model=model,
+        reward_funcs=make_reward(args.grm),
+        args=config,
+        train_dataset=Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": question}], "question": question} for question in questions]
+        ),
+        processing_class=tokenizer,
+        callbacks=[watch],
+        optimizers=(optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (WARMUP_STEPS + 1)))),
+    )
+    watch.trainer = trainer
+    trainer.train()
+    trainer.save_model(str(args.out / "policy"))
+    return watch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for the policy and trl.json")
+    parser.add_argument("--policy", required=True)
+    parser.add_argument("--grm", required=True)
+    parser.add_argument("--questions", type=Path, required=True, help="one a line, in the order of training")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--groups", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--look-every", type=int, required=True)
+    parser.add_argument("--held-out", type=int, required=True)
+    parser.add_argument("--continuous-batching", action="store_true")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    watch = train(args)
+    (args.out / "trl.json").write_text(json.dumps({"steps": watch.steps, "looks": watch.looks}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
