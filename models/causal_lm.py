@@ -17,6 +17,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -28,16 +29,26 @@ from models.hub import is_hub_name
 from models.logprobs import chosen_logprobs
 
 PACKED_ATTENTION = "packed_sdpa"
+HeadKind = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
 ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained sets the process-wide default device and dtype meanwhile
 
 
 def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """The model in a Hugging Face directory (or of a hub name), in eval mode. Raises ValueError for anything else."""
+    return loaded(AutoModelForCausalLM, path, read_config(path), dtype, device)
+
+
+def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
+    """The same model without its numbers, on the meta device: to be sharded first and filled then."""
+    return outlined(AutoModelForCausalLM, read_config(path), dtype)
+
+
+def loaded(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, device: str) -> PreTrainedModel:
+    """A model of this kind with packed attention, in eval mode. Raises ValueError for weights that can't be read."""
     transformers.utils.logging.disable_progress_bar()
-    config = read_config(path)
     try:
         with ONE_LOAD_AT_A_TIME:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = kind.from_pretrained(
                 path,
                 config=config,
                 dtype=getattr(torch, dtype),
@@ -50,13 +61,10 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> Pr
     return model.eval()
 
 
-def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
-    """The same model without its numbers, on the meta device: to be sharded first and filled then."""
-    config = read_config(path)
+def outlined(kind: HeadKind, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+    """As `loaded`, without numbers and on the meta device."""
     with ONE_LOAD_AT_A_TIME, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
-        )
+        model = kind.from_config(config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION)
     return model.eval()
 
 
@@ -127,15 +135,7 @@ def packed_logprobs(
     """
     not_first_T = position_ids_T > 0
     targets_R = (not_first_T if wanted_T is None else not_first_T & wanted_T).nonzero().squeeze(-1)
-    logits_RV = model(
-        input_ids=token_ids_T[None],
-        position_ids=position_ids_T[None],
-        # A mask of four dimensions is taken as prepared: no T x T mask gets built. Packed attention needs none.
-        attention_mask=token_ids_T.new_empty((1, 1, 1, 1)),
-        use_cache=False,
-        logits_to_keep=targets_R - 1,
-        packing=Packing.of(sample_lengths_S),
-    ).logits[0]
+    logits_RV = packed_logits(model, token_ids_T, position_ids_T, sample_lengths_S, logits_to_keep=targets_R - 1)
     if temperature != 1.0:
         logits_RV = logits_RV / temperature
     logprobs_R, entropy_R = chosen_logprobs(logits_RV, token_ids_T[targets_R], want_entropy, entropy_gradient)
@@ -144,6 +144,21 @@ def packed_logprobs(
         logprobs_T=zeros_T.index_copy(0, targets_R, logprobs_R),
         entropy_T=zeros_T.index_copy(0, targets_R, entropy_R),
     )
+
+
+def packed_logits(
+    model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, sample_lengths_S: Tensor, **options: Tensor
+) -> Tensor:
+    """[T, ..]: what the head gives at each token, or at those that the `options` of the model's forward pass keep."""
+    return model(
+        input_ids=token_ids_T[None],
+        position_ids=position_ids_T[None],
+        # A mask of four dimensions is taken as prepared: no T x T mask gets built. Packed attention needs none.
+        attention_mask=token_ids_T.new_empty((1, 1, 1, 1)),
+        use_cache=False,
+        packing=Packing.of(sample_lengths_S),
+        **options,
+    ).logits[0]
 
 
 def packed_attention(

@@ -6,16 +6,14 @@ Its files are Hugging Face's own for token classification with one label. Never 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from models.causal_lm import ONE_LOAD_AT_A_TIME, PACKED_ATTENTION, Packing, load_causal_lm, read_config
+from models.causal_lm import load_causal_lm, loaded, outlined, packed_logits, read_config
 
 HEAD = "score"
 # A sequence classifier has the same trunk and the same head, but for a bias, and reads it at the last token.
@@ -24,21 +22,7 @@ PER_TOKEN, PER_SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
 
 def load_scalar_head(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """The model of a directory that holds one, in eval mode. The head computes in float32 whatever `dtype` is."""
-    transformers.utils.logging.disable_progress_bar()
-    config = scalar_config(path)
-    try:
-        with ONE_LOAD_AT_A_TIME:
-            model = AutoModelForTokenClassification.from_pretrained(
-                path,
-                config=config,
-                dtype=getattr(torch, dtype),
-                attn_implementation=PACKED_ATTENTION,
-                local_files_only=Path(path).is_dir(),
-            )
-    except OSError as error:
-        raise ValueError(f"path: the weights in {path!r} can't be loaded: {error}") from error
-    nn.Module.to(model, device)
-    return finished(model, path)
+    return finished(loaded(AutoModelForTokenClassification, path, scalar_config(path), dtype, device), path)
 
 
 def start_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
@@ -61,11 +45,7 @@ def outline_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
     """What `start_scalar_head` gives, without its numbers, on the meta device."""
     config = read_config(path)
     config = scalar_config(path) if has_head(config) else with_one_label(config, path)
-    with ONE_LOAD_AT_A_TIME, torch.device("meta"):
-        model = AutoModelForTokenClassification.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
-        )
-    return finished(model, path)
+    return finished(outlined(AutoModelForTokenClassification, config, dtype), path)
 
 
 def scalar_config(path: str) -> PreTrainedConfig:
@@ -112,7 +92,7 @@ def finished(model: PreTrainedModel, path: str) -> PreTrainedModel:
     head.to(torch.promote_types(head.weight.dtype, torch.float32))  # values less than 1 % apart are one in bf16
     head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(head.weight.dtype),))
     head.register_forward_hook(lambda _, inputs, output: output.clone())  # FSDP2 warns of outputs that are views
-    return model.eval()
+    return model
 
 
 def packed_scores(model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
@@ -120,13 +100,7 @@ def packed_scores(model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor,
 
     One forward pass over samples packed end to end, under autograd, FSDP2 and activation checkpointing alike.
     """
-    return model(
-        input_ids=token_ids_T[None],
-        position_ids=position_ids_T[None],
-        attention_mask=token_ids_T.new_empty((1, 1, 1, 1)),  # taken as prepared; packed attention needs none
-        use_cache=False,
-        packing=Packing.of(sample_lengths_S),
-    ).logits[0, :, 0]
+    return packed_logits(model, token_ids_T, position_ids_T, sample_lengths_S)[:, 0]
 
 
 def last_of_samples(values_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
