@@ -100,6 +100,8 @@ class TrainingRun:
         except asyncio.CancelledError:
             return self._summary("interrupted")
         except ConfigError:  # found on a dry judgement: nothing was trained
+            if self._state is None:  # and the directory is free for the same command with that set right
+                (self._run_dir / "config.yaml").unlink(missing_ok=True)
             raise
         except Exception as error:
             log.exception("the run failed", extra={"file_only": True})

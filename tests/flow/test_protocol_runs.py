@@ -48,6 +48,7 @@ def test_a_grm_whose_answers_cannot_be_read_ends_before_the_first_step(small_run
     with pytest.raises(ConfigError, match=r"^judge\.parser: boxed could read none of \d+ dry judgements"):
         small_run(f"judge.template={template}", "judge.parser=boxed", "judge.max_new_tokens=64")
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
+    small_run("train.num_steps=1", "judge.template=tiny")
 
 
 # -- a GRM that is scripted, in the real pipeline on a virtual clock ---------------------------------------------------
