@@ -5,7 +5,7 @@ Every refusal is a ConfigError that names the key and what to type.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.config import ConfigError, RunConfig
@@ -13,7 +13,7 @@ from grmpipe.engine_checks import check_slots
 from grmpipe.engines import Model
 from grmpipe.prepare import Progress, check_machine, find_model, section
 from grmpipe.replaying.recorded import RecordedRun, open_recorded
-from scheduler.placement import Placement, place
+from scheduler.placement import Placement, PlacementConfig, place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class PreparedReplay:
 def prepare_replay(config: RunConfig, progress: Progress) -> PreparedReplay:
     """Seat the learner, open the recorded run, find the policy, and see that they fit each other."""
     with section(""):
-        placement = place(config.placement, config.roles)
+        placement = place(without_turns(config.placement), config.roles)
     check_slots("learner", config, placement)
     check_machine(config, placement)
     assert config.data.replay is not None
@@ -39,6 +39,12 @@ def prepare_replay(config: RunConfig, progress: Progress) -> PreparedReplay:
     policy = find_model("policy", config, progress)
     check_tokens(config, policy, recorded)
     return PreparedReplay(config=config, policy=policy, placement=placement, recorded=recorded)
+
+
+def without_turns(placement: PlacementConfig) -> PlacementConfig:
+    """The learner has its slots to itself, whoever else it shares them with in other runs."""
+    pools = {name: replace(pool, time_shared=False) for name, pool in placement.pools.items()}
+    return replace(placement, pools=pools)
 
 
 def check_sizes(config: RunConfig, recorded: RecordedRun) -> None:

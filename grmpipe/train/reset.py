@@ -29,7 +29,9 @@ class Reset:
     def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for shard, initial in zip(learning_shards(model), self._initial, strict=True):
             shard.lerp_(initial.to(shard.device), self._share)
-        optimizer.state.clear()
+        for state in optimizer.state.values():  # zeros rather than nothing: a checkpoint holds them as they are
+            for value in state.values():
+                value.zero_()
 
 
 @torch.no_grad()

@@ -11,10 +11,11 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.config import ConfigError, build
 from grmpipe.observe.recorder import Recorder
-from grmpipe.replaying.prepare import prepare_replay
+from grmpipe.replaying.prepare import prepare_replay, without_turns
 from grmpipe.replaying.recorded import RecordedRun, open_recorded
 from grmpipe.types import Failed, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
+from scheduler.placement import place
 
 ROOT = Path(__file__).parents[3]
 
@@ -138,6 +139,8 @@ def test_what_does_not_fit_the_recorded_run_is_refused_by_its_key(tmp_path: Path
         prepare_replay(config, lambda what, share: None)
 
 
-def test_only_the_learner_needs_a_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["laptop", "time_shared", "elastic", "two_ranks"])
+def test_only_the_learner_needs_a_place(tmp_path: Path, placement: str) -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        assert build(compose("config", [f"data.replay={tmp_path}"])).roles == ("learner",)
+        config = build(compose("config", [f"data.replay={tmp_path}", f"placement={placement}"]))
+    assert list(place(without_turns(config.placement), config.roles).seats) == ["learner"]

@@ -72,7 +72,7 @@ def spec(gpt2_path: str) -> LearnerSpec:
     return LearnerSpec(
         model_path=gpt2_path,
         train=TrainConfig(lr=1e-3, warmup_steps=0),
-        algorithm=AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01),
+        algorithm=AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01, reset_every=2, reset_share=0.3),
         max_new_tokens=8,
         device="cpu",
         master_dtype="float64",
