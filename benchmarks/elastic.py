@@ -170,6 +170,9 @@ class Weights:
     async def num_buckets(self) -> int:
         return 1
 
+    async def num_fixed_buckets(self) -> int:
+        return 0
+
     async def bucket(self, index: int) -> WeightBucket:
         data = np.full(8, self.steps % 256, dtype=np.uint8)
         tensor = WeightTensor(name="all", dtype="float32", shape=(2,), checksum=checksum(data))

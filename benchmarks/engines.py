@@ -237,6 +237,9 @@ class LocalLearner:
     async def num_buckets(self) -> int:
         return self._stream.num_buckets
 
+    async def num_fixed_buckets(self) -> int:
+        return 0
+
     async def bucket(self, index: int) -> WeightBucket:
         return await asyncio.to_thread(lambda: self._transport.post(index, self._stream.unsharded(index)))
 

@@ -286,6 +286,8 @@ def learner_spec(
         sync_dir=str(run_dir.absolute() / "weights") if transport == "disk" else "",
         temperature=config.rollout.temperature,
         first_version=config.critic.warmup_steps if config.critic.enabled else 0,
+        lora=config.policy.lora,
+        adapter_dir=str(run_dir.absolute() / "adapter"),
     )
 
 

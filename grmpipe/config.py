@@ -47,7 +47,8 @@ ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline", "gae")
 FREE_ON_RESUME = (
     "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "balance", "plan",
     "simulate", "evaluate", "watch",
-    "engine", "policy.engine", "policy.engine_options", "grm.engine", "grm.engine_options",
+    "engine", "policy.engine", "policy.engine_options", "policy.lora.sync", "grm.engine", "grm.engine_options",
+    "grm.lora.sync",
 )  # fmt: skip
 # But not, of engines, what decides which prompts fit, or may make another model of the same files.
 ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
@@ -134,6 +135,7 @@ class RunConfig:
         self._check_replay()
         self._check_cotrain()
         self._check_critic()
+        self._check_lora()
         self._check_meta()
         self._check_simulated()
         if self.judge.kind == "label" or self.cotrain.enabled:
@@ -180,6 +182,22 @@ class RunConfig:
                 f"meta.path: judge.vote={self.judge.vote} asks a meta-RM, and there is none; train one by "
                 "+experiment=train_meta_rm and type meta.path=<its run_dir>/meta, or judge.vote=mean"
             )
+
+    def _check_lora(self) -> None:
+        """Adapters go to who applies them, and are of a model that learns."""
+        for role, model in (("policy", self.policy), ("grm", self.grm)):
+            if model.lora.in_engines and model.engine != "embedded":
+                raise ValueError(
+                    f"{role}.lora.sync: {model.engine} gets no adapters by themselves; type {role}.lora.sync=merged, "
+                    f"or {role}.engine=embedded"
+                )
+        # Where the judge itself is the policy, its settings are taken from those of the GRM.
+        if self.grm.lora.learns and not (self.cotrain.enabled or self.judge.kind == "label"):
+            raise ValueError(
+                "grm.lora.rank: the GRM doesn't learn in this run; type grm.lora.rank=0, or cotrain.enabled=true"
+            )
+        if self.policy.lora.learns and self.task == "train_meta":
+            raise ValueError("policy.lora.rank: task=train_meta trains a meta-RM, whole; type policy.lora.rank=0")
 
     def _check_simulated(self) -> None:
         """A scripted GRM must know how many scores are wanted of it."""

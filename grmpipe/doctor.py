@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 
 from models.engines import installed
+from models.settings import INSTALL_PEFT
 
 NEEDED = (
     "torch",
@@ -25,6 +26,7 @@ def doctor(sglang_python: str = "") -> str:
     """A line for each part. Works without any of them. `sglang_python`: the interpreter of SGLang's environment."""
     lines = [line_of(package) for package in NEEDED]
     lines += [f"vLLM            {vllm()}", f"SGLang          {sglang(sglang_python)}"]
+    lines.append(f"peft            {version_of('peft') or f'not installed; for adapters (LoRA) type `{INSTALL_PEFT}`'}")
     lines.append(f"cores           {os.cpu_count() or 1}")
     lines.append(f"GPUs            {gpus()}")
     wandb_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline; set WANDB_API_KEY to go online"

@@ -120,6 +120,7 @@ def make_embedded(path: str, role: str, config: RunConfig, device: str, rank: in
         device,
         config.seed,
         options.chat_template,
+        lora=options.lora,
         note_experts=notes_experts(role, config),
     )
 

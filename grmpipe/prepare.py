@@ -27,6 +27,7 @@ from grmpipe.judge.pattern import PATTERNS
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.rule import Rule
 from grmpipe.judge.settings import JudgeConfig
+from grmpipe.lora_checks import check_lora_targets, check_peft
 from grmpipe.meta.model import MetaModel, find_meta
 from grmpipe.observe.summary import Summary
 from grmpipe.routing_checks import check_routing
@@ -80,6 +81,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     placement = seat_roles(config)
     check_machine(config, placement)
     check_installed(config)
+    check_peft(config)
     data = read_data(config)
     check_objective(config)
     policy = find_model("policy", config, progress)
@@ -93,6 +95,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         with section("critic."):
             critic = find_critic(config, policy, progress)
     for model in (policy, grm) if grm is not None else (policy,):
+        check_lora_targets(model, config)
         if tensor_parallel_of(model.name, placement) > 1:
             check_tensor_parallel(model.name, heads_of(model.path), placement)
     check_policy(config, policy, data)

@@ -1,4 +1,7 @@
-"""Checkpoints: sharded ones that any number of ranks can load, and Hugging Face directories. Knows no run."""
+"""Checkpoints: sharded ones that any number of ranks can load, and Hugging Face directories. Knows no run.
+
+What doesn't learn isn't saved: it is as it was loaded, and a run goes on from the same files.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from transformers import PreTrainedModel
+
+from models.lora import merged_state, save_adapters
+from models.settings import LoraConfig
 
 COPIED_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja",
@@ -39,7 +45,7 @@ def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.
     optimizer.zero_grad()  # open gradients would keep torch from laying out the optimizer's state
     state = _state(model, optimizer, version)
     dcp.load(state, checkpoint_id=directory)
-    set_model_state_dict(model, state["model"])
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # of what learns, all is there
     if version > 0:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     else:
@@ -47,11 +53,19 @@ def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.
     return version
 
 
-def export_hf(directory: str, model: PreTrainedModel, source: str) -> None:
-    """A Hugging Face directory with this model's weights and the tokenizer of `source`. A collective; rank 0 writes."""
+def export_hf(
+    directory: str, model: PreTrainedModel, source: str, lora: LoraConfig | None = None, adapter_dir: str = ""
+) -> None:
+    """A Hugging Face directory with this model's weights and the tokenizer of `source`. A collective; rank 0 writes.
+
+    Adapters are merged into it, and written to `adapter_dir` in peft's format.
+    """
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=whole)
     if not dist.is_initialized() or dist.get_rank() == 0:
+        if lora is not None and lora.learns:
+            save_adapters(adapter_dir, model, weights, lora)
+            weights = merged_state(model, weights)
         model.save_pretrained(directory, state_dict=weights)
         for pattern in COPIED_FILES:
             for file in Path(source).glob(pattern):
@@ -62,7 +76,9 @@ def export_hf(directory: str, model: PreTrainedModel, source: str) -> None:
 
 def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:
     """Before the first step there is no optimizer state. Asked for it, torch makes one up by a step that counts."""
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    learned = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in frozen}
+    state: dict[str, Any] = {"model": learned}
     if version > 0:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.parallelize import decoder_layers
 from models.settings import ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -14,7 +17,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Sizes of one copy of a decoder. `num_root_parameters`: those of no layer, the embedding and the output head."""
+    """Sizes of one copy of a decoder. `num_root_parameters`: those of no layer, the embedding and the output head.
+    `linear_widths`: inputs and outputs together of the blocks' linear layers, by name, over all blocks."""
 
     num_parameters: int
     num_root_parameters: int
@@ -24,6 +28,7 @@ class Footprint:
     query_width: int  # query heads x head dim
     kv_width: int  # key heads x head dim
     vocab_size: int
+    linear_widths: Mapping[str, int]
 
     def weight_bytes(self, dtype: str) -> int:
         return self.num_parameters * BYTES[dtype]
@@ -39,13 +44,19 @@ class Footprint:
         """A float32 copy of all parameters over the ranks: weights, gradients, either moment, the reference."""
         return self.num_parameters * 4 // num_ranks
 
-    def gathered_bytes(self, dtype: str) -> int:
-        """What a rank holds whole while it computes: two layers (one comes early), and the root with its gradient.
+    def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
+        """Of low-rank adapters beside these layers; no targets: beside all."""
+        return rank * sum(width for name, width in self.linear_widths.items() if not targets or name in targets)
+
+    def gathered_bytes(self, dtype: str, *, frozen: bool = False) -> int:
+        """What a rank holds whole while it computes: two layers (one comes early), and the root with its gradient
+        (`frozen`: without).
 
         Gradients are reduced in float32. FSDP2 keeps the root gathered from forward to backward.
         """
         layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
-        return 2 * layer * BYTES[dtype] + self.num_root_parameters * (2 * BYTES[dtype] + 4)
+        root = BYTES[dtype] if frozen else 2 * BYTES[dtype] + 4
+        return 2 * layer * BYTES[dtype] + self.num_root_parameters * root
 
     def activation_bytes_per_token(self, dtype: str, *, checkpointing: bool = False) -> int:
         """What backward needs of forward, counted on a Llama-like layer with a fused attention.
@@ -87,6 +98,12 @@ def footprint_of(path: str) -> Footprint:
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = model.get_output_embeddings().weight
     embedding = model.get_input_embeddings().weight
+    widths: dict[str, int] = {}
+    for layer in decoder_layers(model):
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                last = name.rpartition(".")[2]
+                widths[last] = widths.get(last, 0) + module.in_features + module.out_features
     return Footprint(
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_root_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
@@ -96,6 +113,7 @@ def footprint_of(path: str) -> Footprint:
         query_width=text.num_attention_heads * head_dim,
         kv_width=kv_heads * head_dim,
         vocab_size=text.vocab_size,
+        linear_widths=widths,
     )
 
 
@@ -105,6 +123,11 @@ def footprint_of_shape(shape: ModelShape) -> Footprint:
     layer = 2 * shape.hidden_size * (query_width + kv_width) + 3 * shape.hidden_size * shape.intermediate_size
     norms = 2 * shape.hidden_size
     root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+    beside = {
+        **dict.fromkeys(("q_proj", "o_proj"), query_width),
+        **dict.fromkeys(("k_proj", "v_proj"), kv_width),
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.intermediate_size),
+    }
     return Footprint(
         num_parameters=root + shape.num_layers * (layer + norms) + shape.hidden_size,
         num_root_parameters=root,
@@ -114,4 +137,5 @@ def footprint_of_shape(shape: ModelShape) -> Footprint:
         query_width=query_width,
         kv_width=kv_width,
         vocab_size=shape.vocab_size,
+        linear_widths={name: shape.num_layers * (shape.hidden_size + width) for name, width in beside.items()},
     )

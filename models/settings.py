@@ -10,6 +10,8 @@ ENGINES = ("embedded", "vllm", "sglang", "openai")
 ENGINES_OF_THE_POLICY = ("embedded", "vllm", "sglang")  # they take weights and give log-probs
 ENGINES_WITH_GRAMMAR = ("embedded", "vllm", "sglang")  # they can hold a text to a regular expression
 ENGINES_THAT_NOTE_EXPERTS = ("embedded", "vllm")  # of a mixture: they say where a token went
+LORA_SYNCS = ("merged", "adapters")
+INSTALL_PEFT = 'pip install -e ".[lora]"'
 QUANTIZATIONS = ("none", "int8", "int4")
 
 
@@ -39,6 +41,40 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Adapters that learn instead of the model's weights (LoRA, arXiv 2106.09685): W + alpha / rank * B A.
+
+    There is no dropout: the ratio of two passes would no longer be that of two policies.
+
+    sync: what travels to the engines. merged: the weights with the adapters' change in them, to any engine; adapters:
+        A and B alone, to one that applies them itself.
+    """
+
+    rank: int = 0  # 0: all weights learn
+    alpha: float = 32.0
+    target_modules: list[str] = field(default_factory=list)  # as q_proj; empty: all linear layers of the blocks
+    sync: str = "merged"
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"rank: must be 0 (no adapters) or more, got {self.rank}")
+        if not self.alpha > 0:
+            raise ValueError(f"alpha: must be above 0, got {self.alpha}")
+        if self.sync not in LORA_SYNCS:
+            raise ValueError(f"sync: unknown value {self.sync!r}; known: {', '.join(LORA_SYNCS)}")
+
+    @property
+    def learns(self) -> bool:
+        """Are there adapters, which then are all that learns?"""
+        return self.rank > 0
+
+    @property
+    def in_engines(self) -> bool:
+        """Do the engines' models have them too?"""
+        return self.learns and self.sync == "adapters"
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model with a role (`policy` or `grm`).
 
@@ -46,6 +82,7 @@ class ModelConfig:
         engine=openai the model's name at the endpoint.
     engine_options: of this role, where they differ from `engine.<engine>`.
     shape: what task=plan reckons with where `path` isn't at hand; a run never looks at it.
+    lora: where the model learns, by adapters.
     """
 
     path: str = "tiny://policy"
@@ -54,6 +91,7 @@ class ModelConfig:
     dtype: str = "float32"
     chat_template: str | None = None  # a Jinja file, for a tokenizer without one (or with an unfit one)
     shape: ModelShape = field(default_factory=ModelShape)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         if not self.path:

@@ -11,7 +11,7 @@ nobody may sample from; a later push starts over and needs no restart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, cast
@@ -70,6 +70,10 @@ class WeightSource(Protocol):
 
     async def num_buckets(self) -> int: ...
 
+    async def num_fixed_buckets(self) -> int:
+        """The first so many never change: an engine that has them isn't sent them again."""
+        ...
+
     async def bucket(self, index: int) -> WeightBucket:
         """Asked for in order, bucket 1 while bucket 0 is loaded. Whatever holds the bytes of bucket i may be reused
         once bucket i + 2 is asked for, or the hold ends."""
@@ -120,6 +124,7 @@ class Push:
     probe_ids: Sequence[int]
     config: SyncConfig
     known: Mapping[str, Mapping[str, str]]  # engine -> tensor -> checksum: what it need not be sent again
+    have_fixed: frozenset[str]  # engines that have what never changes
     sent: dict[str, dict[str, str]] = field(init=False)
     confirmed: dict[str, dict[str, str]] = field(init=False)
     waiting: list[tuple[str, str]] = field(default_factory=list)  # who is doing what
@@ -189,10 +194,12 @@ class Push:
     async def _stream(self) -> None:
         """All engines load a bucket while the learner makes the next one: two are held at most."""
         number = await self.step(LEARNER, "to count its buckets", self.source.num_buckets())
-        bucket = await self._bucket(0) if number else None
-        for index in range(number):
+        num_fixed = await self.step(LEARNER, "to count its fixed buckets", self.source.num_fixed_buckets())
+        first = num_fixed if self.have_fixed >= self.engines.keys() else 0
+        bucket = await self._bucket(first) if first < number else None
+        for index in range(first, number):
             assert bucket is not None
-            work = self._moves(index, bucket)
+            work = self._moves(index, bucket, self.have_fixed if index < num_fixed else frozenset())
             if index + 1 < number:
                 work["the next bucket"] = self._bucket(index + 1)
             answers = await run_together(**work)
@@ -201,12 +208,14 @@ class Push:
     async def _bucket(self, index: int) -> WeightBucket:
         return await self.step(LEARNER, f"to send bucket {index}", self.source.bucket(index))
 
-    def _moves(self, index: int, bucket: WeightBucket) -> dict[str, Coroutine[object, object, object]]:
+    def _moves(
+        self, index: int, bucket: WeightBucket, have_it: Set[str]
+    ) -> dict[str, Coroutine[object, object, object]]:
         """A bucket on its way to the engines that lack it."""
         checksums = {tensor.name: tensor.checksum for tensor in bucket.tensors}
         size = sum(map(num_bytes, bucket.tensors))
         self.dtypes |= {tensor.dtype for tensor in bucket.tensors}
-        takers = [name for name, known in self.known.items() if not _holds(known, checksums)]
+        takers = [name for name, known in self.known.items() if name not in have_it and not _holds(known, checksums)]
         if takers and isinstance(bucket.payload, Broadcast):
             takers = list(self.engines)  # it reaches the whole group
         for name in self.engines:

@@ -146,11 +146,14 @@ class WeightSync:
     def _begin(self, engines: Mapping[str, Engine], version: int) -> Push:
         """What engines confirmed is forgotten until the push succeeds."""
         known: dict[str, Mapping[str, str]] = {}
+        confirmed_once = set()
         for name, engine in engines.items():
-            confirmed_by, confirmed = self._confirmed.pop(name, (engine, {}))
+            confirmed_by, confirmed = self._confirmed.pop(name, (None, {}))
             self._versions.pop(name, None)
+            if confirmed_by is engine:
+                confirmed_once.add(name)
             known[name] = confirmed if self._config.delta and confirmed_by is engine else {}
-        return Push(self._source, engines, version, self._probe_ids, self._config, known)
+        return Push(self._source, engines, version, self._probe_ids, self._config, known, frozenset(confirmed_once))
 
     async def _run(self, push: Push) -> SyncReport:
         """A push within a hold."""

@@ -16,6 +16,7 @@ DOORS = {
     "ray": "scheduler/",
     "vllm": "models/engines/",
     "sglang": "models/engines/",
+    "peft": "models/lora.py",
     "wandb": "grmpipe/observe/",
     "omegaconf": "grmpipe/config.py",
     "hydra": "launch.py",

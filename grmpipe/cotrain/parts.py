@@ -111,6 +111,8 @@ def grm_learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> Learn
         transport=transport,
         sync_dir=str(run_dir.absolute() / "grm_weights") if transport == "disk" else "",
         temperature=config.judge.temperature,
+        lora=config.grm.lora,
+        adapter_dir=str(run_dir.absolute() / "grm_adapter"),
     )
 
 

@@ -27,7 +27,7 @@ from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.observers import Observers
 from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat
-from grmpipe.train.packer import Packer
+from grmpipe.train.packer import rounds_of
 from grmpipe.train.samples import count, split_rollout
 from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
@@ -103,8 +103,7 @@ class FinetuneRun:
             )
         samples = [sample for one in critiques for sample in imitated(one)]
         for batch in batches(samples, self._config.finetune.critiques_per_batch, self._epochs()):
-            packer = Packer(self._config.train.micro_batch_tokens, running.learner.size)
-            for round_ in packer.add(batch) + packer.flush():
+            for round_ in rounds_of(batch, self._config.train.micro_batch_tokens, running.learner.size):
                 await running.learner.accumulate(round_)
             metrics = await running.learner.step(count(batch, oldest_version=0))
             self.steps += 1

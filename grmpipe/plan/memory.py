@@ -10,7 +10,7 @@ from grmpipe.config import RunConfig
 from grmpipe.engines import EngineOptions, engine_config_of, engines_sleep, options_of
 from grmpipe.plan.survey import Sized, Survey
 from models.engines.vllm_options import CPU_KV_CACHE_MB
-from models.footprint import Footprint
+from models.footprint import BYTES, Footprint
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from scheduler.devices import GB
 from scheduler.placement import SERVED_ROLES, Placement, PoolConfig, Seat
@@ -56,6 +56,9 @@ def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: i
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
     weights = footprint.weight_bytes(options.dtype) / num_gpus
     held = [Part(what=f"weights{shared}", num_bytes=weights, kind="weights")]
+    if options.lora.in_engines:
+        values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
+        held.append(Part(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
     if isinstance(engine, EmbeddedConfig):
         rows, tokens = engine.max_batch_rows, sized.context_tokens
         cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
@@ -86,19 +89,39 @@ def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | N
 
 
 def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
-    train, shard = survey.config.train, footprint.shard_bytes(ranks)
+    train, lora = survey.config.train, survey.config.policy.lora
     activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.activation_checkpointing)
-    sharded = [("weights", 1), ("gradients", 1), ("optimizer, two moments", 2)]
-    if survey.config.algorithm.kl_coefficient > 0:
-        sharded.append(("weights of the reference", 1))
+    held = adapter_state(survey.config, footprint) if lora.learns else whole_state(survey.config, footprint)
+    shared = f", over {ranks} ranks" if ranks > 1 else ""
     return [
-        *(Part(what=f"{what}{f', over {ranks} ranks' if ranks > 1 else ''}", num_bytes=copies * shard,
-               kind="weights" if what == "weights" else "other")
-          for what, copies in sharded),
-        Part(what="gathered layers", num_bytes=footprint.gathered_bytes(train.dtype)),
+        *(replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // ranks) for part in held),
+        Part(what="gathered layers", num_bytes=footprint.gathered_bytes(train.dtype, frozen=lora.learns)),
         Part(what=f"activations of {train.micro_batch_tokens} tokens",
              num_bytes=activations * train.micro_batch_tokens),
     ]  # fmt: skip
+
+
+def whole_state(config: RunConfig, footprint: Footprint) -> list[Part]:
+    """Of all ranks together, where all weights learn."""
+    copy = footprint.shard_bytes(1)
+    reference = [Part(what="weights of the reference", num_bytes=copy)] if config.algorithm.kl_coefficient > 0 else []
+    return [
+        Part(what="weights", num_bytes=copy, kind="weights"),
+        Part(what="gradients", num_bytes=copy),
+        Part(what="optimizer, two moments", num_bytes=2 * copy),
+        *reference,
+    ]
+
+
+def adapter_state(config: RunConfig, footprint: Footprint) -> list[Part]:
+    """Of all ranks together, where adapters learn (in float32). Without them the weights are the reference."""
+    copy = 4 * footprint.adapter_parameters(config.policy.lora.rank, config.policy.lora.target_modules)
+    return [
+        Part(what="weights, frozen", num_bytes=footprint.weight_bytes(config.train.dtype), kind="weights"),
+        Part(what="adapters", num_bytes=copy, kind="weights"),
+        Part(what="gradients of the adapters", num_bytes=copy),
+        Part(what="optimizer of the adapters, two moments", num_bytes=2 * copy),
+    ]
 
 
 def memory(parts: Mapping[str, list[Part]]) -> str:

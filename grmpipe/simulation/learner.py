@@ -78,6 +78,8 @@ class SimulatedRanks:
                     return [{}] * self._num_ranks
                 case "num_buckets":
                     return [1] * self._num_ranks
+                case "num_fixed_buckets":
+                    return [0] * self._num_ranks
                 case "bucket":
                     await self._spend(self._sync_s)
                     return [BUCKET] * self._num_ranks

@@ -10,7 +10,7 @@ import numpy as np
 from grmpipe.train.advantages import ESTIMATORS
 from grmpipe.train.critic import Critic
 from grmpipe.train.learner_group import LearnerGroup
-from grmpipe.train.packer import Packer, Round
+from grmpipe.train.packer import Packer, Round, rounds_of
 from grmpipe.train.replay import ReplayBuffer
 from grmpipe.train.reward_kl import Kl, kl_of_rollouts
 from grmpipe.train.samples import count, judged_siblings, split_rollout, to_samples
@@ -176,8 +176,7 @@ class BatchTrainer:
         return [sample for sample in samples if sample.group_id in group_ids]
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[Round]:
-        packer = Packer(self._max_tokens, self._learner.size)
-        return packer.add(samples) + packer.flush()
+        return rounds_of(samples, self._max_tokens, self._learner.size)
 
 
 def split_ids(groups: Sequence[JudgedGroup], parts: int) -> list[set[str]]:

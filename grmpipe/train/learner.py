@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import export_hf, load_sharded, save_sharded
-from models.parallelize import choose_device, join_ranks, load_parallel, without_gradient
+from models.lora import outgoing, with_adapters, without_adapters
+from models.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
 from models.routing import Replay, Routers
+from models.settings import LoraConfig
 from models.types import GroupLink, WeightBucket
 from models.weight_sending import TRANSPORTS, WeightTransport
 from models.weight_stream import WeightStream
@@ -35,6 +37,7 @@ class LearnerSpec:
     temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
     transport: how weights leave rank 0, one of TRANSPORTS.
     sync_dir: where transport=disk puts them; every engine can read it.
+    lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
     first_version: of the batch that it learns from first; those before are the critic's alone.
     """
 
@@ -50,6 +53,13 @@ class LearnerSpec:
     temperature: float = 1.0
     first_version: int = 0
     master_dtype: str = "float32"
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    adapter_dir: str = ""
+
+    @property
+    def frozen_dtype(self) -> str:
+        """Of weights that nothing updates: they are held in the type they compute in."""
+        return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +104,24 @@ class Learner:
             torch.cuda.set_device(self._device)
         mesh = join_ranks(rank, world_size, init_method, self._device)
         self._world_size = world_size
-        train = spec.train
+        train, lora = spec.train, spec.lora
         self._model = load_parallel(
-            spec.model_path, mesh, self._device, spec.master_dtype, train.dtype, train.activation_checkpointing
+            spec.model_path,
+            mesh,
+            self._device,
+            spec.master_dtype,
+            train.dtype,
+            train.activation_checkpointing,
+            with_adapters(lora, spec.frozen_dtype) if lora.learns else CAUSAL_LM,
         )
-        self._reference = self._load_reference(mesh) if spec.algorithm.kl_coefficient > 0 else None
+        # Without its adapters the model is the reference itself.
+        needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
+        self._reference = self._load_reference(mesh) if needs_reference else None
         self._routers = Routers.of(self._model) if spec.algorithm.routing_replay != "none" else None
         self._optimizer = make_optimizer(self._model, train)
         self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
-        self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes)
+        sent = outgoing(self._model, lora, spec.sync_dtype) if lora.learns else None
+        self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes, sent)
         self._transport = _open_transport(spec, self._device) if rank == 0 else None
         self._meter = Meter(self._device)
         self._version = 0
@@ -129,6 +148,8 @@ class Learner:
         """
         algorithm = self._spec.algorithm
         batch = DeviceBatch.of(micro_batch, self._device)
+        reference_T = self._reference_logprobs(batch) if algorithm.kl_in == "loss" else None
+        # First: where the reference is the model without its adapters, its pass must not come between the two of ours.
         reference_T = self._reference_logprobs(batch) if algorithm.kl_in == "loss" else None
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
         with self._routed(experts_TLK) as replay:
@@ -202,6 +223,10 @@ class Learner:
     def num_buckets(self) -> int:
         return self._stream.num_buckets
 
+    def num_fixed_buckets(self) -> int:
+        """The first so many never change: an engine needs them once."""
+        return self._stream.num_fixed_buckets
+
     def connect(self, link: GroupLink | None) -> None:
         """Rank 0 alone: join the engines' group as its sender, leave an older one. Nothing, but for broadcasts."""
         assert self._transport is not None, "rank 0 sends"
@@ -244,8 +269,8 @@ class Learner:
         return self._version
 
     def export(self, directory: str) -> None:
-        """A Hugging Face directory that any engine can serve."""
-        export_hf(directory, self._model, self._spec.model_path)
+        """A Hugging Face directory that any engine can serve; the adapters by themselves too, where those learn."""
+        export_hf(directory, self._model, self._spec.model_path, self._spec.lora, self._spec.adapter_dir)
 
     def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False) -> PackedLogprobs:
         return packed_logprobs(
@@ -269,17 +294,17 @@ class Learner:
             yield replay
 
     def _load_reference(self, mesh: DeviceMesh) -> PreTrainedModel:
-        """The model that training started from. Nothing updates it, so it is held in the type it computes in."""
+        """The model that training started from."""
         spec = self._spec
-        master_dtype = "bfloat16" if spec.train.dtype == "bfloat16" else spec.master_dtype
-        reference = load_parallel(spec.model_path, mesh, self._device, master_dtype, spec.train.dtype, False)
+        reference = load_parallel(spec.model_path, mesh, self._device, spec.frozen_dtype, spec.train.dtype, False)
         return reference.requires_grad_(False)
 
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:
-        if self._reference is None:
+        if self._spec.algorithm.kl_coefficient == 0:
             return None
-        with without_gradient(self._reference):
-            return self._forward(self._reference, batch).logprobs_T
+        reference = self._reference if self._reference is not None else self._model
+        with without_adapters(reference), without_gradient(reference):
+            return self._forward(reference, batch).logprobs_T
 
 
 def _to_host(logprobs_T: Tensor) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import cast
 
 import numpy as np
 
+from grmpipe.train.balance import RankWork
 from grmpipe.train.packer import Round
 from grmpipe.types import BatchTotals, Metrics, OldPass
 from models.types import GroupLink, WeightBucket
@@ -25,6 +26,7 @@ class LearnerGroup:
         self._actors = actors
         self._weights = asyncio.Lock()  # whoever changes them, or needs them to stay as they are
         self._version = 0
+        self._work = RankWork()  # of the open batch
 
     @property
     def size(self) -> int:
@@ -38,6 +40,7 @@ class LearnerGroup:
 
     async def accumulate(self, round_: Round, old: Sequence[OldPass] | None = None) -> Metrics:
         """Forward and backward, a micro-batch per rank. Returns sums over ranks."""
+        self._work.add([micro_batch.sample_lengths_S.tolist() for micro_batch in round_.micro_batches])
         before = old if old is not None else [None] * len(round_.micro_batches)
         sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
         return _add_up(cast(list[Metrics], sums))
@@ -55,18 +58,21 @@ class LearnerGroup:
     async def step(self, totals: BatchTotals) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
         async with self._weights:
+            done, self._work = self._work, RankWork()
             metrics = await self._actors.call_all("step", totals)
             self._version += 1
-        return cast(Metrics, metrics[0])
+        waited = {"train/rank_imbalance": done.imbalance} if self.size > 1 else {}
+        return cast(Metrics, metrics[0]) | waited
 
     async def discard(self) -> None:
+        self._work = RankWork()
         await self._actors.call_all("discard")
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[int]:
         """The version, and nothing changes the weights meanwhile: steps and loads wait. Accumulating goes on.
 
-        num_buckets, bucket, deliver and score of a push are called within."""
+        num_buckets, num_fixed_buckets, bucket, deliver and score of a push are called within."""
         async with self._weights:
             yield self._version
 
@@ -76,6 +82,9 @@ class LearnerGroup:
 
     async def num_buckets(self) -> int:
         return cast(int, await self._actors.call(0, "num_buckets"))
+
+    async def num_fixed_buckets(self) -> int:
+        return cast(int, await self._actors.call(0, "num_fixed_buckets"))
 
     async def bucket(self, index: int) -> WeightBucket:
         """Unsharded by all ranks, posted by rank 0. At most two are alive: this one and the one before."""

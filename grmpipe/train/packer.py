@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grmpipe.train.balance import deal, fill
 from grmpipe.types import MicroBatch, TrainingSample
 from models.types import ANY_EXPERT
 
@@ -39,7 +40,7 @@ class Packer:
     def add(self, samples: Sequence[TrainingSample]) -> list[Round]:
         """Take samples; return the rounds that are full."""
         self._waiting += samples
-        self._waiting_tokens += sum(len(sample.token_ids) for sample in samples)
+        self._waiting_tokens += sum(_lengths(samples))
         rounds = []
         while self._waiting_tokens >= self._max_tokens * self._world_size:
             rounds.append(self._next_round())
@@ -47,34 +48,39 @@ class Packer:
 
     def flush(self) -> list[Round]:
         """The rounds that hold the rest."""
-        rounds = []
-        while self._waiting:
-            rounds.append(self._next_round())
-        return rounds
+        rest = self._waiting
+        self.discard()
+        return rounds_of(rest, self._max_tokens, self._world_size)
 
     def discard(self) -> None:
         """Forget what waits: its batch was dropped."""
-        self._waiting.clear()
+        self._waiting = []
         self._waiting_tokens = 0
 
     def _next_round(self) -> Round:
-        """Longest first, each to the rank with least to do: ranks wait for the slowest of a round."""
-        bins: list[list[TrainingSample]] = [[] for _ in range(self._world_size)]
-        loads = [0] * self._world_size
-        left_over = []
-        for sample in sorted(self._waiting, key=lambda sample: len(sample.token_ids), reverse=True):
-            rank = loads.index(min(loads))
-            if loads[rank] == 0 or loads[rank] + len(sample.token_ids) <= self._max_tokens:
-                bins[rank].append(sample)
-                loads[rank] += len(sample.token_ids)
-            else:
-                left_over.append(sample)
-        self._waiting = left_over
-        self._waiting_tokens -= sum(loads)
-        return Round(
-            micro_batches=tuple(pack(samples) if samples else idle() for samples in bins),
-            samples=tuple(tuple(samples) for samples in bins),
-        )
+        """The longest that wait, evenly over the ranks."""
+        samples = self._waiting
+        bins, left_over = fill(_lengths(samples), self._max_tokens, self._world_size)
+        self._waiting = [samples[place] for place in left_over]
+        self._waiting_tokens = sum(_lengths(self._waiting))
+        return _round([[samples[place] for place in places] for places in bins])
+
+
+def rounds_of(samples: Sequence[TrainingSample], max_tokens: int, world_size: int) -> list[Round]:
+    """All samples at once, evenly over ranks and rounds."""
+    dealt = deal(_lengths(samples), max_tokens, world_size)
+    return [_round([[samples[place] for place in places] for places in bins]) for bins in dealt]
+
+
+def _round(samples_by_rank: Sequence[Sequence[TrainingSample]]) -> Round:
+    return Round(
+        micro_batches=tuple(pack(samples) if samples else idle() for samples in samples_by_rank),
+        samples=tuple(tuple(samples) for samples in samples_by_rank),
+    )
+
+
+def _lengths(samples: Sequence[TrainingSample]) -> list[int]:
+    return [len(sample.token_ids) for sample in samples]
 
 
 def pack(samples: Sequence[TrainingSample]) -> MicroBatch:

@@ -26,8 +26,9 @@ class NonFiniteGradients(ArithmeticError):
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """Of what learns: frozen parameters have no moments."""
     return torch.optim.AdamW(
-        model.parameters(),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=train.lr,
         betas=(train.adam_betas[0], train.adam_betas[1]),
         weight_decay=train.weight_decay,

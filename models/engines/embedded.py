@@ -30,9 +30,10 @@ from models.engines.grammar import Grammar, parsed
 from models.engines.weight_loading import WeightInbox
 from models.lent_memory import LentMemory, free_bytes
 from models.logprobs import chosen_logprobs
+from models.lora import add_adapters
 from models.quantize import quantize_matrices
 from models.renderer import Renderer
-from models.settings import EmbeddedConfig
+from models.settings import EmbeddedConfig, LoraConfig
 from models.types import (
     Completion,
     EngineDied,
@@ -67,6 +68,7 @@ class EmbeddedEngine:
 
     seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
     version: of the weights in `model_path`.
+    lora: adapters that pushes bring, where they aren't merged into the weights before.
     note_experts: completions carry the experts of their tokens; for a mixture of experts only.
     """
 
@@ -80,6 +82,7 @@ class EmbeddedEngine:
         seed: int = 0,
         chat_template: str | None = None,
         version: int = 0,
+        lora: LoraConfig | None = None,
         note_experts: bool = False,
     ) -> None:
         renderer = Renderer.load(model_path, chat_template)
@@ -88,6 +91,8 @@ class EmbeddedEngine:
         self._vocab_size = renderer.vocab_size
         self._context_tokens = _window(config, renderer)
         self._model = load_causal_lm(model_path, dtype, device)
+        if lora is not None and lora.in_engines:
+            add_adapters(self._model, lora, dtype)
         decoder, slots = open_decoder(self._model, config.max_batch_rows, self._context_tokens, note_experts)
         self._quantize()
         endings = Endings(renderer.decode, renderer.stop_token_ids)

@@ -23,6 +23,7 @@ from transformers import (
 
 from models.engines.kv_slots import KvSlots
 from models.engines.packing import PackedPrompts
+from models.lora import low_rank_of
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 # Their angles are a function of the position alone; "dynamic" and "longrope" look at the length as well.
@@ -32,20 +33,52 @@ Attend = Callable[[Tensor], Tensor]  # rotated qkv_PC -> attended heads [P, H * 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Those of several linear layers on one input, as one. R: their ranks together, O: outputs of all layers."""
+
+    a_RC: Tensor
+    b_OR: Tensor  # in blocks: an adapter's own columns, its layer's own rows
+    scale: float
+
+    @staticmethod
+    def of(*modules: Any) -> Adapters | None:
+        """None where no layer has any."""
+        outputs = [len(module.weight) for module in modules]
+        found = [(sum(outputs[:i]), low) for i, module in enumerate(modules) if (low := low_rank_of(module))]
+        if not found:
+            return None
+        a_RC = share_storage([low_rank.a_RI for _, low_rank in found])
+        b_OR = a_RC.new_zeros(sum(outputs), len(a_RC))
+        column = 0
+        for row, low_rank in found:
+            height, width = low_rank.b_OR.shape
+            block = b_OR[row : row + height, column : column + width]
+            block.copy_(low_rank.b_OR.data)
+            low_rank.b_OR.data = block
+            column += width
+        return Adapters(a_RC=a_RC, b_OR=b_OR, scale=found[0][1].scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     weight: Tensor
     bias: Tensor | None
+    adapters: Adapters | None
 
     @staticmethod
     def of(*modules: Any) -> Linear:
         """Several linear layers on one input, as one."""
         biases = [module.bias for module in modules if module.bias is not None]
         assert len(biases) in (0, len(modules))
+        adapters = Adapters.of(*modules)
         weight = share_storage([module.weight for module in modules])
-        return Linear(weight=weight, bias=share_storage(biases) if biases else None)
+        return Linear(weight=weight, bias=share_storage(biases) if biases else None, adapters=adapters)
 
     def __call__(self, x_PC: Tensor) -> Tensor:
-        return F.linear(x_PC, self.weight, self.bias)
+        out_PO = F.linear(x_PC, self.weight, self.bias)
+        if (beside := self.adapters) is None:
+            return out_PO
+        return out_PO.addmm_(F.linear(x_PC, beside.a_RC), beside.b_OR.t(), alpha=beside.scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -52,6 +53,12 @@ def test_the_doctor_examines_where_torch_is_missing(monkeypatch: pytest.MonkeyPa
 
 def test_the_doctor_says_what_to_type_for_what_is_missing() -> None:
     assert line_of("no-such-package") == "no-such-package missing; type: pip install -e ."
+
+
+def test_the_doctor_says_how_to_get_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"peft            {importlib.metadata.version('peft')}\n" in doctor()
+    monkeypatch.setattr("grmpipe.doctor.version_of", lambda package: None)
+    assert 'peft            not installed; for adapters (LoRA) type `pip install -e ".[lora]"`\n' in doctor()
 
 
 def test_an_unknown_task_is_told_the_known_ones(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from models.causal_lm import PACKED_ATTENTION, load_causal_lm, packed_logprobs
 from models.footprint import Footprint, footprint_of, footprint_of_shape
+from models.lora import add_adapters
 from models.parallelize import choose_device, decoder_layers, join_ranks, load_parallel
-from models.settings import ModelShape
+from models.settings import LoraConfig, ModelShape
 from models.tiny.resolve import SHIPPED
 
 POLICY = str(SHIPPED / "policy")
@@ -42,6 +43,15 @@ def test_a_directory_is_measured_as_the_model_in_it() -> None:
     assert footprint.weight_bytes("float32") == sum(p.nbytes for p in model.parameters())
     in_layers = sum(p.numel() for layer in decoder_layers(model) for p in layer.parameters())
     assert footprint.num_root_parameters == pytest.approx(model.num_parameters() - in_layers, rel=0.01)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
+def test_adapters_are_as_large_as_those_of_the_model_and_of_its_shape(targets: list[str], tmp_path: Path) -> None:
+    qwen_config(WIDE).save_pretrained(tmp_path)
+    measured = footprint_of(str(tmp_path)).adapter_parameters(4, targets)
+    model = add_adapters(AutoModelForCausalLM.from_config(qwen_config(WIDE)), LoraConfig(4, 8.0, targets), "float32")
+    assert measured == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert measured == footprint_of_shape(WIDE).adapter_parameters(4, targets)
 
 
 def test_the_cache_holds_a_key_and_a_value_for_every_layer_and_head() -> None:

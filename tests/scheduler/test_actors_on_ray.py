@@ -215,6 +215,9 @@ class Source:
     async def num_buckets(self) -> int:
         return 2
 
+    async def num_fixed_buckets(self) -> int:
+        return 0
+
     async def bucket(self, index: int) -> WeightBucket:
         if index == 1 and self._victim is not None:
             os.kill(self._victim, signal.SIGKILL)

@@ -123,6 +123,9 @@ class Learner:
     async def num_buckets(self) -> int:
         return 1
 
+    async def num_fixed_buckets(self) -> int:
+        return 0
+
     async def bucket(self, index: int) -> WeightBucket:
         await asyncio.sleep(0.3)
         data = np.full(8, self.steps % 256, dtype=np.uint8)

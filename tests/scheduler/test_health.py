@@ -121,6 +121,9 @@ class Learner:
     async def num_buckets(self) -> int:
         return 2
 
+    async def num_fixed_buckets(self) -> int:
+        return 0
+
     async def bucket(self, index: int) -> WeightBucket:
         data = np.full(8, self.steps % 256, dtype=np.uint8)
         checksum = checksum_of(data)

@@ -51,6 +51,7 @@ class Source:
         self, *, dtype: str = "float32", hangs_at: int | None = None, broadcast: bool = False, score: float = -1.0
     ) -> None:
         self.weights = {f"layers.{n}.{part}": f"layers.{n}.{part}".encode() * 16 for n in range(3) for part in "qk"}
+        self.num_fixed = 0
         self.steps = 0
         self.hold = asyncio.Lock()
         self.asked: list[str] = []
@@ -79,6 +80,9 @@ class Source:
 
     async def num_buckets(self) -> int:
         return 3
+
+    async def num_fixed_buckets(self) -> int:
+        return self.num_fixed
 
     async def bucket(self, index: int) -> WeightBucket:
         assert self.hold.locked()
@@ -577,3 +581,23 @@ def test_a_bad_value_names_its_key(key: str) -> None:
         SyncConfig(**{key: 0})
     with pytest.raises(ValueError, match=r"^transport: unknown transport 'pigeon'; known: auto, object_store"):
         SyncConfig(transport="pigeon")
+
+
+def test_what_never_changes_is_sent_to_an_engine_once() -> None:
+    """And not even asked for, unless an engine is new: then the others don't get it again."""
+
+    async def scenario() -> None:
+        source, old, new = Source(), Faulty(), Faulty()
+        source.num_fixed = 2
+        sync = WeightSync(source, PROBE, SyncConfig())
+        first = await sync.push(lambda: {"old": old}, 1)
+        source.asked.clear()
+        second = await sync.push(lambda: {"old": old}, 2)
+        assert [asked for asked in source.asked if asked.startswith("bucket")] == ["bucket 2"]
+        assert first.num_bytes == NUM_BYTES and second.num_bytes == NUM_BYTES // 3
+        old.loaded.clear()
+        third = await sync.push(lambda: {"old": old, "new": new}, 3)
+        assert third.num_bytes == NUM_BYTES
+        assert len(new.loaded) == 3 * len(old.loaded) > 0
+
+    asyncio.run(scenario())

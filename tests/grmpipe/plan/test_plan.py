@@ -14,6 +14,8 @@ from grmpipe.config import ConfigError, RunConfig, build
 from grmpipe.plan.memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.plan.report import plan
 from grmpipe.plan.survey import survey_run
+from models.footprint import footprint_of
+from models.tiny.resolve import SHIPPED
 from scheduler.cost import Costs
 from scheduler.placement import Placement, place
 from scheduler.planner import Predicted
@@ -50,6 +52,26 @@ def test_the_quickstarts_plan_says_places_memory_and_batches() -> None:
         assert f"MB  {part}\n" in text
     assert "train 0    376 MB  policy + learner\n  judging 0  203 MB  grm" in text
     assert "not checked here" not in text
+
+
+def test_adapters_have_gradients_and_moments_and_the_frozen_weights_are_the_reference() -> None:
+    """Rank 8 beside all linear layers of the tiny policy; see test_footprint.py."""
+
+    def held(role: str, *overrides: str) -> dict[str, float]:
+        survey = survey_run(
+            composed("+experiment=quickstart", "policy.lora.rank=8", *overrides), lambda what, share: None
+        )
+        return {part.what: part.num_bytes for part in memory_parts(survey, role)}
+
+    footprint = footprint_of(str(SHIPPED / "policy"))
+    adapters = 4 * footprint.adapter_parameters(8, ())
+    learner = held("learner", "algorithm.kl_coefficient=0.1")
+    assert learner["weights, frozen"] == footprint.weight_bytes("float32")
+    assert learner["adapters"] == learner["gradients of the adapters"] == adapters
+    assert learner["optimizer of the adapters, two moments"] == 2 * adapters
+    assert not any("reference" in what for what in learner)
+    assert "adapters" not in held("policy"), "merged before they travel"
+    assert held("policy", "policy.lora.sync=adapters")["adapters"] == adapters
 
 
 def test_the_recipe_for_one_gpu_fits_it(big_run: tuple[str, ...]) -> None:

@@ -1,0 +1,71 @@
+"""A whole run that trains adapters: what travels, what is left behind, and that it goes on after a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from grmpipe.config import ConfigError
+from models.causal_lm import load_causal_lm
+from models.tiny.resolve import SHIPPED
+
+LORA = (
+    "judge=rule", "train.num_steps=3", "train.checkpoint_every=2", "train.lr=3e-3", "algorithm.kl_coefficient=0.01",
+    "policy.lora.rank=4",
+)  # fmt: skip
+
+
+def test_a_run_trains_adapters_and_leaves_a_policy_behind_however_it_syncs(small_run: Callable) -> None:
+    """Stopped after two steps, it goes on from the adapters alone, with the other way to sync."""
+    merged = small_run(*LORA)
+    base, ids = str(SHIPPED / "policy"), torch.tensor([[5, 6, 7, 8, 9]])
+    whole = load_causal_lm(base)
+    says = load_causal_lm(str(merged.run_dir / "policy"))(ids).logits
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(plain, str(merged.run_dir / "adapter"))
+    torch.testing.assert_close(adapted(ids).logits, says, atol=1e-4, rtol=0)
+    assert (whole(ids).logits - says).abs().max() > 1e-3
+    sent = [line["sync/bytes"] for line in merged.steps()]
+    assert max(sent) == min(sent) < sum(parameter.nbytes for parameter in whole.parameters())
+
+    (merged.run_dir / "checkpoints" / "latest").write_text("step_2")  # as a kill after the second step leaves it
+    (merged.run_dir / "summary.json").unlink()
+    alone = small_run(*LORA, "policy.lora.sync=adapters", "resume=auto")
+    assert alone.summary["status"] == "completed"
+    assert [line["step"] for line in alone.steps()] == [1, 2, 3]
+    last = alone.steps()[-1]
+    assert last["sync/bytes"] < sent[0] / 4
+    assert last["sync/probe_error_nats"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ("policy.lora.rank=4", "policy.lora.target_modules=[qproj]"),
+            r"^policy\.lora\.target_modules: .*'qproj'.*q_proj",
+        ),
+        (("grm.lora.rank=4",), r"^grm\.lora\.rank: .*cotrain\.enabled=true"),
+        (
+            ("policy.engine=sglang", "policy.lora.rank=4", "policy.lora.sync=adapters"),
+            r"^policy\.lora\.sync: sglang .*policy\.lora\.sync=merged",
+        ),
+    ],
+)
+def test_adapters_that_can_not_be_are_refused_before_anything_starts(
+    small_run: Callable, overrides: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        small_run(*overrides)
+
+
+def test_without_peft_a_run_says_what_to_type(small_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grmpipe.lora_checks.peft_missing", lambda: "peft is not installed; type `pip install it`")
+    with pytest.raises(ConfigError, match=r"^policy\.lora\.rank: peft is not installed; .*policy\.lora\.rank=0"):
+        small_run("policy.lora.rank=4")
+    with pytest.raises(ConfigError, match=r"^grm\.lora\.rank: peft is not installed"):
+        small_run("grm.lora.rank=4", experiment="train_grm")
