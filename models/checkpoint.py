@@ -61,7 +61,7 @@ def export_hf(
     Adapters are merged into it, and written to `adapter_dir` in peft's format.
     """
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=whole)
+    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
     if not dist.is_initialized() or dist.get_rank() == 0:
         if lora is not None and lora.learns:
             save_adapters(adapter_dir, model, weights, lora)

@@ -37,8 +37,8 @@ class LearnerSpec:
     temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
     transport: how weights leave rank 0, one of TRANSPORTS.
     sync_dir: where transport=disk puts them; every engine can read it.
-    lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
     first_version: of the batch that it learns from first; those before are the critic's alone.
+    lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
     """
 
     model_path: str
@@ -148,7 +148,6 @@ class Learner:
         """
         algorithm = self._spec.algorithm
         batch = DeviceBatch.of(micro_batch, self._device)
-        reference_T = self._reference_logprobs(batch) if algorithm.kl_in == "loss" else None
         # First: where the reference is the model without its adapters, its pass must not come between the two of ours.
         reference_T = self._reference_logprobs(batch) if algorithm.kl_in == "loss" else None
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
