@@ -15,7 +15,7 @@ from models.tiny.resolve import resolve_model
 
 FILES = {
     "config.yaml", "summary.json", "metrics.jsonl", "rollouts.jsonl", "judgements.jsonl", "groups.jsonl",
-    "timeline.json", "run.log", "checkpoints", "policy",
+    "timeline.json", "run.log", "checkpoints", "policy", "report.html",
 }  # fmt: skip
 
 
