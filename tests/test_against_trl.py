@@ -69,8 +69,10 @@ def test_sides_take_turns_and_a_finished_part_is_not_run_again(tmp_path: Path, m
     against_trl.main()
     assert asked == ["grmpipe-0", "trl-0 with 2 threads", "grmpipe-1"]
     text = against_trl.REPORT.read_text(encoding="utf-8")
-    assert "4.0 to 8.0 times as fast" in text
+    assert "takes 4.0 and 8.0 times as long as ours" in text
     assert "| one step (median), s | 0.500 | 0.500 | 2.000 | 4.000 |" in text
     assert "| forward, backward, optimizer | 0.875 | 0.300 | 0.300 |" in text
+    (tmp_path / "stages.json").unlink()
+    assert "| forward, backward, optimizer | 0.875 | 0.300 |" in against_trl.report(tmp_path)
     assert "| 80 | 0.700 | 0.700 | 0.700 | 0.700 |" in text
     assert str(tmp_path) not in text
