@@ -251,6 +251,10 @@ class RunConfig:
                 "critic.enabled: what a critic expects is by the scale of one judge, and a GRM that learns moves it; "
                 "type critic=none algorithm.estimator=grpo, or cotrain.enabled=false"
             )
+        if self.data.replay is not None:
+            raise ValueError(
+                "critic.enabled: data.replay trains the policy alone; type critic=none algorithm.estimator=grpo"
+            )
 
     @property
     def judged_by_model(self) -> bool:

@@ -30,6 +30,7 @@ FILES = {
     "checkpoints/": "to resume from",
     "policy/": "the trained policy, a Hugging Face directory",
     "meta/": "the trained meta-RM: give it as meta.path",
+    "critic/": "the critic that it learned by: give it as critic.path",
     "grm/": "the GRM, where it learnt too",
     "cotrain/": "the lessons of the GRM: what it was asked, and what it said",
     "run.log": "everything else",

@@ -16,6 +16,9 @@ from scheduler.cost import Costs
 from scheduler.placement import Placement, Seat
 
 LEARNER = "learner"
+CRITIC = "critic"
+LEARNING = (LEARNER, CRITIC)  # roles whose processes are the ranks of one model: they work alike
+VALUED = 4 / 3  # of forward and backward: a critic reads each token once more, for its value
 DRIVER = "driver"  # the pipeline's own process: no role, and no seat
 POLICY = "policy"
 
@@ -37,10 +40,11 @@ class StepWork:
     learner_tokens: float
     groups: int
     max_staleness: int
+    asks_critic: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (*self.engines, LEARNER)
+        return (*self.engines, *(LEARNING if self.asks_critic else (LEARNER,)))
 
 
 def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_in_flight: int = 1) -> float:
@@ -65,6 +69,9 @@ def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float
         return sum(asked.requests for asked in work.engines.values()) * costs.driver_request_s
     if role == LEARNER:
         return work.learner_tokens * costs.learner.token_s + costs.learner.step_s + costs.sync_s
+    if role == CRITIC:
+        assert costs.critic is not None
+        return work.learner_tokens * VALUED * costs.critic.token_s + costs.critic.step_s
     own = engine_busy_s(work.engines[role], costs.engines[role], num_processes, work.max_staleness + 1)
     return own + (costs.sync_s if role == POLICY else 0.0)
 
@@ -73,7 +80,7 @@ def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int 
     """Seconds a step that some slot has to work, however the engines of each role divide its work among them.
 
     With `cores`, processes on CPU slots run on any of these: no faster than all together, nor than each by itself.
-    A learner's ranks work alike. The work of any roles must go where they sit, on top of the learner's there: the least
+    Ranks of one model work alike. The work of any roles must go where they sit, on top of these ranks' there: the least
     makespan of work that may be split is the largest such mean over sets of roles (max-flow, min-cut).
     loads: of each process of a role, were its work divided evenly; of the driver, where it has any.
     """
@@ -88,9 +95,9 @@ def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int 
         if role in floating:
             continue
         where[role] = {(seat.pool, slot) for seat in seats for slot in seat.slots}
-        for place in where[role] if role == LEARNER else ():
+        for place in where[role] if role in LEARNING else ():
             fixed[place] += loads[role]
-    engines = [role for role in where if role != LEARNER]
+    engines = [role for role in where if role not in LEARNING]
     means = []
     for size in range(1, len(engines) + 1):
         for roles in itertools.combinations(engines, size):

@@ -46,6 +46,7 @@ class Costs:
     sync_s: float  # a push of the policy's weights, the pause
     switch_s: float = 0.0  # an elastic slot's change of role
     driver_request_s: float = 0.0  # of the pipeline's own process for each request to an engine, one after another
+    critic: LearnerSpeed | None = None  # where advantages ask one
     cores: int = 0  # that processes on CPU slots run on, and the pipeline; 0: a slot is a core of its own
 
 

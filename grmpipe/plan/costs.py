@@ -14,9 +14,10 @@ from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.plan.memory import kv_room
 from grmpipe.plan.profile import Lengths, Profile
 from grmpipe.plan.survey import Sized, Survey, pool_with_memory
+from grmpipe.train.critic_settings import critic_train
 from models.settings import EmbeddedConfig, OpenAIConfig, SglangConfig
 from models.types import EngineSpeed, Message
-from scheduler.bound import RoleWork, StepWork
+from scheduler.bound import CRITIC, LEARNING, RoleWork, StepWork
 from scheduler.cost import (
     DRIVER_REQUEST_S,
     Costs,
@@ -64,6 +65,7 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
         learner_tokens=rollouts * (played.prompt_tokens + played.new_tokens),
         groups=train.groups_per_batch,
         max_staleness=train.max_staleness,
+        asks_critic=config.critic.enabled,
     )
 
 
@@ -125,13 +127,14 @@ def costs_of(
     engines = {}
     for role, where in seated.items():
         key = (role, where.seating.width, where.pool)
-        if role != "learner":
+        if role not in LEARNING:
             engines[role] = known[key] = known.get(key) or speed_of(role, survey, profile, where)
     weights = {role: weight_bytes(role, survey) for role in engines}
     learner = seated["learner"]
     return Costs(
         engines=engines,
         learner=learner_of(survey, profile, learner),
+        critic=critic_of(survey, profile, seated[CRITIC]) if CRITIC in seated else None,
         sync_s=sync_of(survey, profile, learner, weights["policy"]),
         switch_s=switch_of(survey, seated, weights),
         driver_request_s=driver_of(survey, profile),
@@ -200,6 +203,23 @@ def learner_of(survey: Survey, profile: Profile | None, where: Seated) -> Learne
         sizes_of("policy", survey).num_parameters,
         device_for(where.pool, survey),
         ranks=ranks,
+        dtype=train.dtype,
+        checkpointing=train.activation_checkpointing,
+    )
+
+
+def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
+    """The policy's own model is measured where the policy was; any other is reckoned."""
+    config, train = survey.config, critic_train(survey.config.critic, survey.config.train)
+    if config.critic.path is None and train.dtype == config.train.dtype:
+        return learner_of(survey, profile, where)
+    footprint = survey.models[CRITIC].footprint
+    if footprint is None:
+        raise CostUnknown("critic.path: the model's size isn't known here; type critic.path=null")
+    return learner_speed(
+        footprint.num_parameters,
+        device_for(where.pool, survey),
+        ranks=where.seating.replicas,
         dtype=train.dtype,
         checkpointing=train.activation_checkpointing,
     )

@@ -9,6 +9,7 @@ from typing import Literal
 from grmpipe.config import RunConfig
 from grmpipe.engines import EngineOptions, engine_config_of, engines_sleep, options_of
 from grmpipe.plan.survey import Sized, Survey
+from grmpipe.train.critic_settings import critic_train
 from models.engines.vllm_options import CPU_KV_CACHE_MB
 from models.footprint import BYTES, Footprint
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
@@ -44,6 +45,8 @@ def parts_of(survey: Survey, role: str, seating: Seating, pool: PoolConfig) -> l
         return []
     if role == "learner":
         return learner_parts(survey, sized.footprint, seating.replicas)
+    if role == "critic":
+        return critic_parts(survey, sized.footprint, seating.replicas)
     return engine_parts(survey, sized, sized.footprint, seating.width if pool.resource == "gpu" else 1, pool)
 
 
@@ -122,6 +125,21 @@ def adapter_state(config: RunConfig, footprint: Footprint) -> list[Part]:
         Part(what="gradients of the adapters", num_bytes=copy),
         Part(what="optimizer of the adapters, two moments", num_bytes=2 * copy),
     ]
+
+
+def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
+    """As of a learner without a reference."""
+    train, shard = critic_train(survey.config.critic, survey.config.train), footprint.shard_bytes(ranks)
+    activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.activation_checkpointing)
+    shared = f", over {ranks} ranks" if ranks > 1 else ""
+    return [
+        Part(what=f"weights{shared}", num_bytes=shard, kind="weights"),
+        Part(what=f"gradients{shared}", num_bytes=shard),
+        Part(what=f"optimizer, two moments{shared}", num_bytes=2 * shard),
+        Part(what="gathered layers", num_bytes=footprint.gathered_bytes(train.dtype)),
+        Part(what=f"activations of {train.micro_batch_tokens} tokens",
+             num_bytes=activations * train.micro_batch_tokens),
+    ]  # fmt: skip
 
 
 def memory(parts: Mapping[str, list[Part]]) -> str:
@@ -221,6 +239,8 @@ def remedy(roles: set[str], config: RunConfig) -> str:
     if len(roles) > 1:
         return "give the roles pools of their own"
     (role,) = roles
+    if role == "critic":
+        return "lower critic.micro_batch_tokens, type train.activation_checkpointing=true, or add critic ranks"
     if role == "learner":
         return "lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add learner ranks"
     return REMEDIES[options_of(role, config).engine]

@@ -24,7 +24,7 @@ from grmpipe.plan.profile_files import (
     tokens_by_step,
 )
 from models.settings import OpenAIConfig
-from scheduler.bound import LEARNER, POLICY
+from scheduler.bound import LEARNER, LEARNING, POLICY
 from scheduler.cost import LearnerSpeed
 from scheduler.fit import EngineFit, Request, fit_engine, fit_learner
 from scheduler.placement import place
@@ -124,7 +124,7 @@ def measured_in_work(spans: Sequence[Span], config: RunConfig, cores: int, drive
     busy = busy_intervals(spans)
     clocks: dict[str, WorkClock] = {}
     for shared in shared_by(placement, cores):
-        lanes = {LEARNER if seat.role == LEARNER else seat.name for seat in shared.seats}
+        lanes = {seat.role if seat.role in LEARNING else seat.name for seat in shared.seats}
         background = driver.core_share if driver and shared.is_host else 0.0
         clock = work_clock([busy.get(lane, []) for lane in sorted(lanes)], shared.capacity, background)
         clocks |= dict.fromkeys(lanes, clock)

@@ -42,6 +42,10 @@ class Plans:
 
 def find_plans(survey: Survey, profile: Profile | None, simulate: Simulate | None) -> Plans:
     """Raises ConfigError where no placement fits, or where nobody knows what work costs."""
+    if survey.config.critic.enabled:
+        raise ConfigError(
+            "plan.search: seats no critic, whose place is up to you (placement.roles.critic); type plan.search=false"
+        )
     plan, kinds = survey.config.plan, slot_kinds(survey)
     until = time.monotonic() + plan.search_s
     question = make_question(survey, profile, kinds)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from grmpipe.config import ConfigError, RunConfig
+from grmpipe.critic.parts import find_critic
 from grmpipe.engine_checks import check_installed, check_tensor_parallel, window_of
 from grmpipe.engines import Model, options_of
 from grmpipe.prepare import (
@@ -21,6 +22,7 @@ from grmpipe.prepare import (
     find_model,
     read_data,
     seat_roles,
+    section,
 )
 from models.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
 from scheduler.devices import DeviceSpec, device_called, find_device
@@ -45,7 +47,7 @@ class Survey:
     config: RunConfig
     placement: Placement
     data: Data
-    models: Mapping[str, Sized]  # by role: policy, grm
+    models: Mapping[str, Sized]  # by role: policy, grm, critic
     devices: Mapping[str, DeviceSpec | None]  # by pool of the configuration; None: nobody says what its slots are
     unchecked: tuple[str, ...]
 
@@ -75,6 +77,8 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
             models[role], lacking = size_model(role, config, progress)
             unchecked += lacking
             check_heads(models[role], config, placement)
+    if "critic" in config.roles:
+        models["critic"] = size_critic(config, models["policy"], progress)
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
     if config.judge_is_outside:
@@ -128,6 +132,17 @@ def size_model(role: str, config: RunConfig, progress: Progress) -> tuple[Sized,
         return Sized(role=role, model=None, footprint=footprint_of_shape(shape), context_tokens=window), lacking
     sized = Sized(role=role, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens)
     return sized, []
+
+
+def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
+    """The trunk of a language model: its own head, of one number, is a little less than what is reckoned."""
+    if config.critic.path is None:
+        return replace(policy, role="critic")
+    if policy.model is None:  # nobody can say whether their tokenizers are one
+        return Sized(role="critic", model=None, footprint=None, context_tokens=0)
+    with section("critic."):
+        found = find_critic(config, policy.model, progress)
+    return replace(policy, role="critic", model=None, footprint=footprint_of(found.path))
 
 
 def check_heads(sized: Sized, config: RunConfig, placement: Placement) -> None:

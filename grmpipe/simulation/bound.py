@@ -15,7 +15,7 @@ from typing import Literal
 
 from grmpipe.types import JudgeReport, Prompt, Rollout
 from models.types import EngineSpeed
-from scheduler.bound import DRIVER, LEARNER, POLICY, busiest_slot_s, is_on_cpu
+from scheduler.bound import CRITIC, DRIVER, LEARNER, LEARNING, POLICY, VALUED, busiest_slot_s, is_on_cpu
 from scheduler.cost import Costs
 from scheduler.placement import Placement
 
@@ -73,6 +73,8 @@ class Needs:
         last = rollout.turns[-1]
         num_tokens = len(last.prompt_ids) + last.completion.num_tokens
         needs.work_s[LEARNER] += num_tokens * self._costs.learner.token_s
+        if self._costs.critic is not None:
+            needs.work_s[CRITIC] += num_tokens * VALUED * self._costs.critic.token_s
         needs.chain_s = max(needs.chain_s, played_s)
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
@@ -103,7 +105,8 @@ class Needs:
 
     def close_step(self, step: int) -> None:
         trained, self._step = self._step, []
-        roles = (*self._costs.engines, LEARNER, *([DRIVER] if self._costs.driver_request_s else []))
+        learning = LEARNING if self._costs.critic is not None else (LEARNER,)
+        roles = (*self._costs.engines, *learning, *([DRIVER] if self._costs.driver_request_s else []))
         work_s = {role: sum(needs.work_s[role] for needs in trained) for role in roles}
         chain_s = max(needs.chain_s for needs in trained)
         self.steps[step] = StepNeeds(work_s=work_s, chain_s=chain_s + self._costs.learner.step_s + self._costs.sync_s)
@@ -130,8 +133,10 @@ def loads_of(step: StepNeeds, placement: Placement, costs: Costs) -> dict[str, f
     """Seconds of work for each process of a role. A push stops the learner and the policy's engines."""
     loads = {}
     for role, work_s in step.work_s.items():
-        loads[role] = work_s if role in (LEARNER, DRIVER) else work_s / len(placement.seats[role])
+        loads[role] = work_s if role in (*LEARNING, DRIVER) else work_s / len(placement.seats[role])
     loads[LEARNER] += costs.learner.step_s + costs.sync_s
+    if costs.critic is not None:
+        loads[CRITIC] += costs.critic.step_s
     paused, pushing = placement.seats[POLICY][0], placement.seats[LEARNER][0]
     on_cores = costs.cores and is_on_cpu(placement, paused)  # who pauses leaves its core to others
     if paused.pool != pushing.pool and not on_cores:  # on one slot a push counts once

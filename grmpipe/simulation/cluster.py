@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grmpipe.config import RunConfig
+from grmpipe.critic.parts import ValuedJournal
 from grmpipe.data.stream import PromptStream
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.flow import FlowConfig, Parts, StepReport, Trainer
@@ -27,6 +28,8 @@ from grmpipe.simulation.learner import SimulatedRanks
 from grmpipe.simulation.scripts import CountingRenderer, Lengths, Writer
 from grmpipe.time_share import TrainerByTurns, begin_turn
 from grmpipe.train.batch import BatchTrainer
+from grmpipe.train.critic import Critic
+from grmpipe.train.critic_group import CriticGroup
 from grmpipe.train.learner_by_turns import LearnerByTurns
 from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.types import Judge, Prompt, Rollout
@@ -34,7 +37,7 @@ from grmpipe.waits import WaitTimes
 from models.engines.simulated import SimulatedEngine
 from models.engines.simulated_pace import SharedDevice
 from models.types import Engine, SamplingParams
-from scheduler.bound import DRIVER, LEARNER, POLICY
+from scheduler.bound import CRITIC, DRIVER, LEARNER, POLICY
 from scheduler.continuation import Continuation
 from scheduler.cost import Costs
 from scheduler.elastic import ElasticPool, ElasticRole
@@ -121,6 +124,8 @@ class Simulation:
     driver: SimulatedDriver = field(init=False)
     ranks: SimulatedRanks = field(init=False)
     needs: Needs = field(init=False)
+    critic: Critic | None = field(init=False, default=None)
+    critic_ranks: SimulatedRanks | None = field(init=False, default=None)
     pipeline: Pipeline = field(init=False)
     share: TimeShare | None = field(init=False, default=None)  # the turns of the learner's pool
     steps: list[SimulatedStep] = field(default_factory=list)
@@ -132,7 +137,9 @@ class Simulation:
         self.pipeline = Pipeline(parts, flow_of(self.workload.config, self.num_steps), self._after_step)
         if self.share is not None:
             self.share.stops(self.pipeline.clock)
-        await run_until(self.pipeline.run(), **{f"pool {pool.name}": pool.run() for pool in pools})
+        loops = {f"pool {pool.name}": pool.run() for pool in pools}
+        values = {"values": self.critic.valuer.run()} if self.critic is not None else {}
+        await run_until(self.pipeline.run(), **loops, **values)
         return self._result(pools)
 
     def assemble(self) -> tuple[Parts, list[ElasticPool]]:
@@ -143,6 +150,7 @@ class Simulation:
         self.ranks = SimulatedRanks(
             1 + len(others), self.costs.learner, self.costs.sync_s, self.devices.get(first.name), self.costs.switch_s
         )
+        self.critic = self._critic()
         self.engines = {}
         routers = {role: self._start(role) for role in self.costs.engines}
         learner = LearnerByTurns(self.ranks)
@@ -155,6 +163,16 @@ class Simulation:
             self.share = TimeShare(first.pool, roles, learner, self.events)
         self.needs = self._needs()
         return self._parts(routers, learner, sync), pools
+
+    def _critic(self) -> Critic | None:
+        """The real driver's side of ranks that only take time."""
+        config, speed = self.workload.config, self.costs.critic
+        if speed is None:
+            return None
+        first, *others = self.placement.seats[CRITIC]
+        self.critic_ranks = SimulatedRanks(1 + len(others), speed, 0.0, self.devices.get(first.name))
+        group = CriticGroup(self.critic_ranks, self.events)
+        return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
 
     # -- putting together ----------------------------------------------------------------------------------------------
 
@@ -228,7 +246,8 @@ class Simulation:
             window=config.judge.failure_window,
             pause_s=config.judge.pause_s,
         )
-        trainer: Trainer = BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens)
+        max_new_tokens, critic = config.rollout.max_new_tokens, self.critic
+        trainer: Trainer = BatchTrainer(learner, config.train, config.algorithm, max_new_tokens, critic)
         if self.share is not None:
             trainer = TrainerByTurns(trainer, begin_turn(self.share))
         return Parts(
@@ -239,7 +258,7 @@ class Simulation:
             watch=JudgeFitness(gate),
             trainer=trainer,
             push_weights=functools.partial(self._push, sync, routers[POLICY]),
-            journal=self.needs,
+            journal=self.needs if critic is None else ValuedJournal(self.needs, critic.valuer),
             events=self.events,
         )
 
@@ -256,11 +275,15 @@ class Simulation:
             SimulatedStep(
                 ended_s=asyncio.get_running_loop().time(),
                 step_s=report.waits.steps_s,
-                busy_s=busy_s | {LEARNER: self.ranks.busy_s} | self._driver_busy_s(),
+                busy_s=busy_s | self._learning_busy_s() | self._driver_busy_s(),
                 staleness=max(report.step - 1 - group.version for group in report.groups),
                 waits=report.waits,
             )
         )
+
+    def _learning_busy_s(self) -> dict[str, float]:
+        learner = {LEARNER: self.ranks.busy_s}
+        return learner if self.critic_ranks is None else learner | {CRITIC: self.critic_ranks.busy_s}
 
     def _driver_busy_s(self) -> dict[str, float]:
         return {DRIVER: self.driver.busy_s} if self.costs.driver_request_s else {}

@@ -1,4 +1,4 @@
-"""The ranks of a learner that only take time. The driver's side of them, LearnerGroup, is the real one."""
+"""The ranks of a learner or a critic that only take time. The driver's side of them is the real one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grmpipe.train.scalar_batch import PackedSequences
 from grmpipe.types import MicroBatch
 from models.checksums import checksum
 from models.engines.simulated_pace import Pace, SharedDevice
@@ -70,6 +71,9 @@ class SimulatedRanks:
                 case "accumulate":
                     await self._spend(self._pass_s(args_by_rank))
                     return [{}] * self._num_ranks
+                case "scores":
+                    await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
+                    return [np.zeros(num_tokens(args[0]), dtype=np.float32) for args in args_by_rank]
                 case "logprobs" | "reference_logprobs":
                     await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
                     return [np.full(num_tokens(args[0]), -1.0, dtype=np.float32) for args in args_by_rank]
@@ -116,7 +120,7 @@ class SimulatedRanks:
 
 
 def num_tokens(micro_batch: object) -> int:
-    assert isinstance(micro_batch, MicroBatch)
+    assert isinstance(micro_batch, MicroBatch | PackedSequences)
     return len(micro_batch.token_ids_T)
 
 

@@ -53,12 +53,17 @@ class StatedCosts:
     grm: SpeedConfig = field(default_factory=SpeedConfig)
     learner_token_s: float = 0.0  # forward and backward of a packed token, all ranks together
     learner_step_s: float = 0.0
+    critic_token_s: float = 0.0  # the same of the critic
+    critic_step_s: float = 0.0
     sync_s: float = 0.0  # a push of the policy's weights
     switch_s: float = 0.0  # an elastic slot's change of role
     driver_request_s: float = 0.0  # of the pipeline's own process, for each request to an engine
 
     def __post_init__(self) -> None:
-        for key in ("learner_token_s", "learner_step_s", "sync_s", "switch_s", "driver_request_s"):
+        for key in (
+            "learner_token_s", "learner_step_s", "critic_token_s", "critic_step_s", "sync_s", "switch_s",
+            "driver_request_s",
+        ):  # fmt: skip
             if not 0 <= getattr(self, key) < float("inf"):
                 raise ValueError(f"costs.{key}: must be 0 or more, got {getattr(self, key)}")
 

@@ -131,11 +131,21 @@ def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
     return Costs(
         engines={role: speeds[role].speed() for role in roles},
         learner=LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s),
+        critic=stated_critic(survey),
         sync_s=stated.sync_s,
         switch_s=stated.switch_s,
         driver_request_s=stated.driver_request_s,
         cores=cores_of(survey),
     )
+
+
+def stated_critic(survey: Survey) -> LearnerSpeed | None:
+    stated = survey.config.simulate.costs
+    if not survey.config.critic.enabled:
+        return None
+    if not stated.critic_token_s:
+        raise ConfigError("simulate.costs.critic_token_s: state it too: costs are stated for all roles or for none")
+    return LearnerSpeed(token_s=stated.critic_token_s, step_s=stated.critic_step_s)
 
 
 def open_directory(config: RunConfig) -> Path:
