@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from grmpipe.checks.engines import window_of
 from grmpipe.config import RunConfig
 from grmpipe.cotrain.parts import Trainee, start_grm_learner, trainee
 from grmpipe.critic.parts import ValuedJournal, start_critic
 from grmpipe.elastic import elastic_pools, start_routers
-from grmpipe.engine_checks import window_of
 from grmpipe.engines import device_of, engine_config_of, sync_config_of, tensor_parallel_of
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluation.held_out import Evaluator

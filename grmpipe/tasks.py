@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBars
 
-from grmpipe import prepare
+from grmpipe.checks.models import Progress
 from grmpipe.config import ConfigError, RunConfig, to_yaml
 from grmpipe.evaluation.judge import prepare_evaluation, run_evaluation
 from grmpipe.failures import RunFailed, RunInterrupted
@@ -23,6 +24,7 @@ from grmpipe.meta.training import train_meta
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.summary import Summary
 from grmpipe.plan.report import plan
+from grmpipe.prepare import Prepared, prepare
 from grmpipe.replaying.prepare import prepare_replay
 from grmpipe.replaying.training import replay
 from grmpipe.run import train
@@ -41,7 +43,7 @@ def run_train(config: RunConfig) -> float | None:
         print(f"{place.run_dir} is complete; see {place.run_dir}/summary.json")
         return objective_of(place.run_dir)
     with model_progress() as progress:
-        prepared = prepare.prepare(config, progress)
+        prepared = prepare(config, progress)
     for note in notes(prepared):
         print(f"grmpipe: note: {note}", file=sys.stderr)
     open_run_dir(place, config)
@@ -122,7 +124,7 @@ def objective_of(run_dir: Path) -> float | None:
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["objective"]
 
 
-def notes(prepared: prepare.Prepared) -> list[str]:
+def notes(prepared: Prepared) -> list[str]:
     """What is allowed, and maybe not meant."""
     objective = prepared.config.objective
     if objective.startswith("eval.") and not prepared.held_out:
@@ -142,9 +144,9 @@ def open_run_dir(place: Place, config: RunConfig) -> None:
 
 
 @contextmanager
-def model_progress() -> Iterator[prepare.Progress]:
+def model_progress() -> Iterator[Progress]:
     """A bar for each model that has to be made; nothing where all are at hand."""
-    bars = Progress(
+    bars = ProgressBars(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True, console=Console(stderr=True)
     )
     tasks: dict[str, TaskID] = {}

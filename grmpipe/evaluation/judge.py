@@ -10,11 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.assemble import CLUSTERS, JUDGES, grm_of, outside_engine
+from grmpipe.checks.engines import check_installed
+from grmpipe.checks.models import Progress, find_model
+from grmpipe.checks.places import check_machine
+from grmpipe.checks.sections import section
+from grmpipe.checks.windows import check_template
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
 from grmpipe.elastic import start_engines
-from grmpipe.engine_checks import check_installed
 from grmpipe.evaluation.against_labels import Accuracy, Evaluation, JudgedItem, Recount, evaluate
 from grmpipe.evaluation.files import show, write_files
 from grmpipe.judge.meta import JudgedResponses, MetaScorer
@@ -24,7 +28,7 @@ from grmpipe.judge.written import judge_together
 from grmpipe.meta.model import find_meta, guide_of, start_scorers
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Summary
 from grmpipe.observe.timeline import Timeline
-from grmpipe.prepare import Prepared, Progress, check_machine, check_template, find_model, section
+from grmpipe.prepare import Prepared
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from models.types import Engine, EngineDied, EngineRefused
 from scheduler.clock import ActiveClock

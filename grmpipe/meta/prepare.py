@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from grmpipe.checks.data import HELD_OUT_OF, lessons_at
+from grmpipe.checks.engines import check_installed
+from grmpipe.checks.models import Progress, find_model
+from grmpipe.checks.places import check_machine
+from grmpipe.checks.sections import section
 from grmpipe.config import ConfigError, RunConfig
-from grmpipe.engine_checks import check_installed
 from grmpipe.engines import Model
 from grmpipe.meta.examples import Example, Split, read_examples
 from grmpipe.meta.model import shared_window
 from grmpipe.meta.training import MetaTraining
-from grmpipe.prepare import HELD_OUT_OF, Progress, check_machine, find_model, lessons_at, section
 from grmpipe.types import Prompt
 from models.hub import find_files
 from models.scalar_head import outline_scalar_head

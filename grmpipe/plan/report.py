@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
+from grmpipe.checks.engines import served_roles
+from grmpipe.checks.models import Progress
 from grmpipe.config import RunConfig
-from grmpipe.engine_checks import served_roles
 from grmpipe.engines import EngineOptions, engine_config_of, options_of, tensor_parallel_of
 from grmpipe.plan.costs import CostUnknown, Seated, assumptions, cores_of, costs_of, step_work
 from grmpipe.plan.memory import memory, memory_parts, overfull_slots, slot_memory
 from grmpipe.plan.profile import Profile, read_profile
 from grmpipe.plan.search import Simulate, find_plans, seconds, table, write_best
 from grmpipe.plan.survey import Survey, survey_run
-from grmpipe.prepare import Progress
 from models.settings import OpenAIConfig
 from scheduler.bound import DRIVER, busiest_slot_s, busy_s, chain_s
 from scheduler.placement import describe

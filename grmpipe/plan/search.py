@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grmpipe.checks.engines import SEVERAL_GPUS
+from grmpipe.checks.places import seat_roles
 from grmpipe.config import ConfigError, RunConfig, placement_yaml
-from grmpipe.engine_checks import SEVERAL_GPUS
 from grmpipe.engines import engine_config_of, options_of
 from grmpipe.plan.costs import Seated, costs_of, kv_bytes_of, kv_bytes_per_token, step_work
 from grmpipe.plan.memory import parts_of
 from grmpipe.plan.profile import Profile
 from grmpipe.plan.survey import Survey, pool_with_memory
-from grmpipe.prepare import seat_roles
 from grmpipe.run_dir import HOME
 from models.footprint import Heads, heads_of
 from models.settings import OpenAIConfig, SglangConfig

@@ -7,23 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from grmpipe.checks.data import Data, read_data
+from grmpipe.checks.engines import check_installed, check_tensor_parallel, window_of
+from grmpipe.checks.models import Progress, find_model
+from grmpipe.checks.places import check_machine, seat_roles
+from grmpipe.checks.sections import ModelNotHere, section
+from grmpipe.checks.windows import check_judge, check_policy
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.critic.parts import find_critic
-from grmpipe.engine_checks import check_installed, check_tensor_parallel, window_of
 from grmpipe.engines import Model, options_of
-from grmpipe.prepare import (
-    Data,
-    ModelNotHere,
-    Progress,
-    check_judge,
-    check_machine,
-    check_objective,
-    check_policy,
-    find_model,
-    read_data,
-    seat_roles,
-    section,
-)
+from grmpipe.prepare import check_objective
 from models.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
 from scheduler.devices import DeviceSpec, device_called, find_device
 from scheduler.placement import Placement, PoolConfig

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grmpipe.checks.engines import check_slots
+from grmpipe.checks.models import Progress, find_model
+from grmpipe.checks.places import check_machine
+from grmpipe.checks.sections import section
 from grmpipe.config import ConfigError, RunConfig
-from grmpipe.engine_checks import check_slots
 from grmpipe.engines import Model
-from grmpipe.prepare import Progress, check_machine, find_model, section
 from grmpipe.replaying.recorded import RecordedRun, open_recorded
 from scheduler.placement import Placement, PlacementConfig, place
 

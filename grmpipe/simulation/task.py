@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from grmpipe.checks.models import Progress
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.grm import BYTES_PER_TOKEN
@@ -16,7 +17,6 @@ from grmpipe.observe.timeline import Timeline
 from grmpipe.plan.costs import SAMPLED_PROMPTS, Seated, cores_of, costs_of, lengths_of
 from grmpipe.plan.profile import Profile, read_profile
 from grmpipe.plan.survey import Survey, survey_run
-from grmpipe.prepare import Progress
 from grmpipe.run_dir import HOME, holds_run, new_run_dir
 from grmpipe.simulation.bound import GRM
 from grmpipe.simulation.cluster import Workload, simulate

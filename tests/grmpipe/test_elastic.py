@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from grmpipe.checks.places import seat_roles
 from grmpipe.config import ConfigError, RunConfig, from_values
 from grmpipe.elastic import other_seed, same_seed
 from grmpipe.engines import can_sleep, engines_sleep, max_rows_of
-from grmpipe.prepare import seat_roles
 
 
 def elastic(resource: str = "cpu", **sections: object) -> RunConfig:

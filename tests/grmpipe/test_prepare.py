@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.checks.data import read_data
+from grmpipe.checks.models import find_model
+from grmpipe.checks.sections import section
 from grmpipe.config import ConfigError, RunConfig, from_values
-from grmpipe.prepare import find_model, prepare, read_data, section
+from grmpipe.prepare import prepare
 from models.tiny.resolve import SHIPPED
 
 PLACES = {
@@ -47,7 +50,7 @@ def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None
 
 def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their caches are not ours; this machine alone loads what it has found."""
-    monkeypatch.setattr("grmpipe.prepare.find_files", lambda path, weights: str(SHIPPED / "policy"))
+    monkeypatch.setattr("grmpipe.checks.models.find_files", lambda path, weights: str(SHIPPED / "policy"))
     for cluster, path in (({"address": "10.0.0.1:6379"}, "Some/Model"), ({}, str(SHIPPED / "policy"))):
         found = find_model("policy", config(policy={"path": "Some/Model"}, cluster=cluster), no_progress)
         assert found.path == path

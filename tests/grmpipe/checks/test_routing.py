@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from grmpipe.checks.routing import check_engine
 from grmpipe.config import ConfigError, RunConfig, from_values
-from grmpipe.routing_checks import check_engine
 from scheduler.placement import place
 
 ROLES = ("policy", "learner", "grm")
