@@ -90,12 +90,13 @@ def test_a_bucket_that_cannot_be_posted_is_unsharded_to_its_end(
     transport: str, gpt2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a collective: the other ranks would wait for this one."""
+    unsharded: list[Tensor] = []
+    unshard = weight_stream.unshard
+    monkeypatch.setattr(weight_stream, "unshard", lambda *args: unsharded.append(unshard(*args)) or unsharded[-1])
     learner = Learner(make_spec(gpt2_path, transport, tmp_path))
     bucket = learner.bucket(0)
     assert bucket is not None
-    unsharded: list[Tensor] = []
-    unshard = weight_stream._unshard
-    monkeypatch.setattr(weight_stream, "_unshard", lambda *args: unsharded.append(unshard(*args)) or unsharded[-1])
+    unsharded.clear()
     monkeypatch.setattr(WeightTransport, "_fill", refuse)
     with pytest.raises(ValueError, match="no room"):
         learner.bucket(0)
