@@ -19,21 +19,23 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 
-from grmpipe import config as run_config
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import build, schema
+from grmpipe.config_words import explain
 from grmpipe.doctor import doctor
 from grmpipe.failures import RunFailed, RunInterrupted
 
 # Without it Hydra prints its own report and exits 1 before we can explain.
 os.environ["HYDRA_FULL_ERROR"] = "1"
-ConfigStore.instance().store(name="schema", node=run_config.schema())
+ConfigStore.instance().store(name="schema", node=schema())
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def compose_and_run(config) -> float | None:  # type: ignore[no-untyped-def]  # a DictConfig; config.py is its door
+def compose_and_run(config) -> float | None:  # type: ignore[no-untyped-def]  # a DictConfig; config_files.py is its door
     # SystemExit passes through Hydra unreported, where any other exception gets a report of Hydra's on top of ours.
     try:
-        return run_task(run_config.build(config))
-    except run_config.ConfigError as error:
+        return run_task(build(config))
+    except ConfigError as error:
         sys.exit(complain(str(error), 2))
     except RunFailed as error:
         sys.exit(complain(str(error), 1))
@@ -41,7 +43,7 @@ def compose_and_run(config) -> float | None:  # type: ignore[no-untyped-def]  # 
         sys.exit(complain(str(error) or "interrupted", 130))
 
 
-def run_task(config: run_config.RunConfig) -> float | None:
+def run_task(config: RunConfig) -> float | None:
     if config.task == "doctor":  # for where nothing else can be imported
         print(doctor(config.engine.sglang.python))
         return None
@@ -60,7 +62,7 @@ def main() -> int:
     try:
         compose_and_run()
     except HydraException as error:
-        return complain(run_config.explain(error), 2)
+        return complain(explain(error), 2)
     return 0
 
 

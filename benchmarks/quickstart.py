@@ -29,7 +29,8 @@ from typing import Any
 
 from in_sequence import STEPS_PER_BLOCK, Rounds, measure, stages_in_sequence, table_of_ways
 
-from grmpipe.config import RunConfig, read_yaml
+from grmpipe.config import RunConfig
+from grmpipe.config_files import read_yaml
 from grmpipe.observe.journal import read_journal
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grmpipe.config import RunConfig, overlaid
+from grmpipe.config import RunConfig
+from grmpipe.config_files import overlaid
 from models.engines.embedded import EmbeddedEngine
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, ModelConfig, OpenAIConfig, SglangConfig, VllmConfig

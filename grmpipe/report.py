@@ -6,7 +6,8 @@ from pathlib import Path
 
 from grmpipe.accounts import setup_of
 from grmpipe.bottleneck import bottleneck
-from grmpipe.config import ConfigError, RunConfig, read_yaml
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import read_yaml
 from grmpipe.failures import RunFailed
 from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.run_files import RunFiles, read_run

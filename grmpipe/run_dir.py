@@ -8,7 +8,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config import ConfigError, RunConfig, changed_keys, read_yaml
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import read_yaml
+from grmpipe.resumption import changed_keys
 from grmpipe.run_state import Checkpoints
 
 HOME = Path("runs")

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBars
 
 from grmpipe.checks.models import Progress
-from grmpipe.config import ConfigError, RunConfig, to_yaml
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import to_yaml
 from grmpipe.evaluation.judge import prepare_evaluation, run_evaluation
 from grmpipe.failures import RunFailed, RunInterrupted
 from grmpipe.finetune.training import finetune

@@ -11,7 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import build
+from grmpipe.config_files import build
 from grmpipe.train import advantages, losses
 from grmpipe.train.rewards import Rewards
 from grmpipe.train.settings import (

@@ -18,7 +18,7 @@ DOORS = {
     "sglang": "models/engines/",
     "peft": "models/lora.py",
     "wandb": "grmpipe/observe/",
-    "omegaconf": "grmpipe/config.py",
+    "omegaconf": "grmpipe/config_files.py",
     "hydra": "launch.py",
 }
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from grmpipe.config import ConfigError, RunConfig, read_yaml
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import read_yaml
 from grmpipe.engines import engine_config_of
 from grmpipe.plan.profile_files import (
     Sizes,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from grmpipe.checks.engines import SEVERAL_GPUS
 from grmpipe.checks.places import seat_roles
-from grmpipe.config import ConfigError, RunConfig, placement_yaml
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import placement_yaml
 from grmpipe.engines import engine_config_of, options_of
 from grmpipe.plan.costs import Seated, costs_of, kv_bytes_of, kv_bytes_per_token, step_work
 from grmpipe.plan.memory import parts_of

@@ -9,16 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import (
-    ConfigError,
-    RunConfig,
-    changed_keys,
-    from_values,
-    known_keys,
-    read_yaml,
-    to_yaml,
-    unknown_key,
-)
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import from_values, read_yaml, to_yaml
+from grmpipe.config_words import known_keys, unknown_key
+from grmpipe.resumption import changed_keys
 
 ROOT = Path(__file__).parents[2]
 

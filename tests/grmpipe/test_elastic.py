@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.checks.places import seat_roles
-from grmpipe.config import ConfigError, RunConfig, from_values
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import from_values
 from grmpipe.elastic import other_seed, same_seed
 from grmpipe.engines import can_sleep, engines_sleep, max_rows_of
 

@@ -15,9 +15,11 @@ from grmpipe.checks import engines as engine_checks
 from grmpipe.checks.engines import check_installed, check_options, check_tensor_parallel, window_of
 from grmpipe.checks.models import find_model
 from grmpipe.checks.places import seat_roles
-from grmpipe.config import ConfigError, RunConfig, changed_keys, from_values
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import from_values
 from grmpipe.engines import ENGINES, device_of, engine_config_of, tensor_parallel_of
 from grmpipe.prepare import prepare
+from grmpipe.resumption import changed_keys
 from models.footprint import Heads, heads_of
 from models.settings import ENGINES_OF_THE_POLICY, VllmConfig
 from models.tiny.resolve import SHIPPED

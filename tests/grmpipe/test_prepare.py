@@ -10,7 +10,8 @@ import pytest
 from grmpipe.checks.data import read_data
 from grmpipe.checks.models import find_model
 from grmpipe.checks.sections import section
-from grmpipe.config import ConfigError, RunConfig, from_values
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import from_values
 from grmpipe.prepare import prepare
 from models.tiny.resolve import SHIPPED
 

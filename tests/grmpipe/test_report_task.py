@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import ConfigError, RunConfig, to_yaml
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import to_yaml
 from grmpipe.failures import RunFailed
 from grmpipe.report import make_report
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import ConfigError, RunConfig, from_values, to_yaml
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import from_values, to_yaml
 from grmpipe.run_dir import Place, find_place, point_latest
 from grmpipe.tasks import run_task
 

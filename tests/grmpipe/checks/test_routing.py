@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.checks.routing import check_engine
-from grmpipe.config import ConfigError, RunConfig, from_values
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import from_values
 from scheduler.placement import place
 
 ROLES = ("policy", "learner", "grm")

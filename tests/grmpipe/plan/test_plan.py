@@ -10,7 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import ConfigError, RunConfig, build
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import build
 from grmpipe.plan.memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.plan.report import plan
 from grmpipe.plan.survey import survey_run

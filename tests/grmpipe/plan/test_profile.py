@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import ConfigError, RunConfig, to_yaml
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import to_yaml
 from grmpipe.observe.timeline import Timeline
 from grmpipe.plan.profile import read_profile
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig

@@ -9,7 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import ConfigError, build
+from grmpipe.config import ConfigError
+from grmpipe.config_files import build
 from grmpipe.observe.recorder import Recorder
 from grmpipe.replaying.prepare import prepare_replay, without_turns
 from grmpipe.replaying.recorded import RecordedRun, open_recorded

@@ -15,7 +15,8 @@ from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
 from grmpipe.bottleneck import Setup, bottleneck
-from grmpipe.config import ConfigError, RunConfig, build
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import build
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.rollout.settings import RolloutConfig

@@ -9,7 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import ConfigError, RunConfig, build
+from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_files import build
 from grmpipe.plan.report import plan
 from grmpipe.simulation.task import run_simulation
 

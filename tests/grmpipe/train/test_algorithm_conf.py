@@ -9,7 +9,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import ESTIMATORS_OF_A_BATCH, ConfigError, build
+from grmpipe.config import ESTIMATORS_OF_A_BATCH, ConfigError
+from grmpipe.config_files import build
 from grmpipe.train.advantages import ESTIMATORS as ESTIMATORS_BY_NAME
 from grmpipe.train.settings import (
     CORRECTIONS,
