@@ -28,6 +28,7 @@ from scheduler.weight_sync import SyncConfig
 TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
+ROLES = ("policy", "learner", "grm", "grm_learner", "meta", "critic")  # that a placement may seat
 ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline", "gae")
 
 
@@ -108,6 +109,9 @@ class RunConfig:
                 f"type judge.structured=false, or grm.engine={' or '.join(ENGINES_WITH_GRAMMAR)}"
             )
 
+        for role in self.placement.roles:
+            if role not in ROLES:
+                raise ValueError(f"placement.roles.{role}: there is no such role; known: {', '.join(ROLES)}")
         self._check_replay()
         self._check_cotrain()
         self._check_critic()

@@ -32,7 +32,8 @@ def build(config: DictConfig) -> RunConfig:
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
     return from_values(RunConfig, typing.cast(Mapping[str, object], values))
 
 

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
+import launch as entry  # noqa: F401  registers the schema
 from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import from_values, read_yaml, to_yaml
-from grmpipe.config_words import known_keys, unknown_key
+from grmpipe.config_files import build, from_values, read_yaml, to_yaml
+from grmpipe.config_words import explain, known_keys, unknown_key
 from grmpipe.resumption import changed_keys
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def conf() -> Iterator[None]:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield
+
+
+def told(*overrides: str) -> str:
+    """What launch.py says of these, without a process of its own."""
+    try:
+        build(compose("config", list(overrides)))
+    except ConfigError as error:
+        return str(error)
+    except HydraException as error:
+        return explain(error)
+    raise AssertionError(f"{overrides} is no mistake")
 
 
 def launch(*overrides: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -28,20 +50,9 @@ def launch(*overrides: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
     ("override", "message"),
     [
         ("train.lrr=3", "unknown key 'train.lrr'; did you mean train.lr"),
-        ("group_size=4", "did you mean train.group_size?"),
-        ("+train.extra=1", "unknown key 'train.extra'"),
-        ("+watch.limits.x={above: 1}", "watch.limits has no x yet; to add one type '+watch.limits={x: {...}}'"),
-        ("train.lr=fast", "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
-        ("train.lr=-1", "train.lr"),
-        ("train.group_size=1", "train.group_size: must be at least 2"),
         ("+experiment=quikstart", "quickstart"),
-        ("judge=strict", "generative"),
         ("train.lr=[", "no viable alternative"),
         ("rollout.group_deadline_s=1", "rollout.group_deadline_s: 1 s is less than"),
-        ("rollout.top_p=0.9", "rollout.top_p: must be 1 to train"),
-        ("policy.engine=vllmm", "policy.engine: unknown engine 'vllmm'; known: embedded"),
-        ("task=trian", "task: unknown task 'trian'"),
-        ("placement.pools.train.slots=0", "placement.pools.train.slots: must be at least 1"),
     ],
 )
 def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, message: str, tmp_path: Path) -> None:
@@ -53,9 +64,59 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
     assert not list(tmp_path.iterdir()), "nothing may be written before the configuration is right"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["group_size=4"], "did you mean train.group_size?"),
+        (["+train.extra=1"], "unknown key 'train.extra'"),
+        (["+watch.limits.x={above: 1}"], "watch.limits has no x yet; to add one type '+watch.limits={x: {above: 1}}'"),
+        (["train.lr=fast"], "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
+        (["train.lr=-1"], "train.lr"),
+        (["train.group_size=1"], "train.group_size: must be at least 2"),
+        (["judge=strict"], "generative"),
+        (["rollout.top_p=0.9"], "rollout.top_p: must be 1 to train"),
+        (["policy.engine=vllmm"], "policy.engine: unknown engine 'vllmm'; known: embedded"),
+        (["task=trian"], "task: unknown task 'trian'"),
+        (["placement.pools.train.slots=0"], "placement.pools.train.slots: must be at least 1"),
+        (["placement=two_ranks", "placement.roles.grm_learner.pool=all"],
+         "placement.roles.grm_learner: placement.roles has no grm_learner yet; "
+         "to add one type '+placement.roles={grm_learner: {pool: all}}'"),
+        (["~placement.roles.critic", "+placement.roles.critic={pool: train}"],
+         "placement.roles has no critic yet; to add one type '+placement.roles={critic: {pool: train}}'"),
+        (["placement.pools={rollout: {slots: 2}}"],
+         "placement.pools: holds none of that name yet; to add one type '+placement.pools={rollout: {slots: 2}}'"),
+        (["placement.roles.critik.pool=train"], "did you mean placement.roles.critic?"),
+        (["+placement.roles={critik: {pool: train}}"], "placement.roles.critik: there is no such role; known: policy"),
+        (["placement.pools.train.slot=2"], "did you mean placement.pools.train.slots?"),
+        (["placement.roles.grm=judging"], "type placement.roles.grm.pool=judging"),
+        (["policy.engine_options.x=2"], "policy.engine_options doesn't hold it yet; to add it type +policy."),
+        (["engine.vllm.tensor_parallel_size=2"], "; engine.vllm has max_batch_rows, max_context_tokens, "),
+        (["trian.lr=1"], "unknown key 'trian.lr'; did you mean train.lr or "),
+        (["judge=pointwize"], "judge: there is no 'pointwize'; did you mean pointwise? There are ahead, generative, "),
+        (["algorithm=[dapo,tis]"], "algorithm: there is no 'tis'"),
+        (["policy=Qwen/Qwen3-8B"], "for one of your own type policy=path policy.path=Qwen/Qwen3-8B"),
+        (["+algorithm=gspo"], "algorithm: is chosen already; to choose another type algorithm=gspo, without +"),
+        (["quickstart"], "quickstart: is not of the form key=value, as +experiment=quickstart is"),
+        (["train.lr=1e-4,3e-4"], "add --multirun"),
+        (["data.path=${nope}"], "data.path: Interpolation key 'nope' not found"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_what_to_type_instead(conf: None, overrides: list[str], message: str) -> None:
+    said = told(*overrides)
+    assert message in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("pool", ["train", "nowhere"])
+def test_what_is_to_be_typed_for_a_role_that_the_file_lacks_works(conf: None, pool: str) -> None:
+    lacking = ("placement=two_ranks", "+experiment=cotrain", f"placement.roles.grm_learner.pool={pool}")
+    (advice,) = re.findall(r"type '([^']+)'", told(*lacking))
+    assert build(compose("config", [*lacking[:2], advice])).placement.roles["grm_learner"].pool == pool
+
+
 def test_the_nearest_key_is_named_across_sections() -> None:
     assert "train.group_size" in unknown_key("rollout.group_size", known_keys())
     assert "did you mean" not in unknown_key("qqqqqqq", known_keys())
+    assert "did you mean" not in unknown_key("batch_size", known_keys()), "nothing that merely looks alike"
 
 
 def test_an_error_of_a_section_gets_the_sections_key() -> None:
