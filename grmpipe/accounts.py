@@ -121,9 +121,9 @@ class Accounts:
         if self.cotraining is not None:
             busy["grm_learner"] += self.cotraining.learner_busy_s
         if pipeline is not None:
-            busy["policy"] += pipeline.playing.meter.busy_s
+            busy["policy"] += pipeline.producer.playing.meter.busy_s
             if self._grm is not None:
-                busy[self._grm] += pipeline.judging.meter.busy_s
+                busy[self._grm] += pipeline.producer.judging.meter.busy_s
         return {role: round(seconds, 3) for role, seconds in busy.items()}
 
     def _versions(self, version: int) -> dict[str, int]:
@@ -198,7 +198,7 @@ def standing_of(pipeline: Pipeline) -> Standing:
         groups=GroupsSummary(
             submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=len(ledger.in_flight)
         ),
-        max_staleness_trained=pipeline.max_staleness_trained,
+        max_staleness_trained=pipeline.consumer.max_staleness_trained,
         waits=total.waits,
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from grmpipe.accounts import Accounts
 from grmpipe.assemble import Running, make_evaluator, make_parts, start
 from grmpipe.config import ConfigError
+from grmpipe.consumer import Interrupted
 from grmpipe.cotrain.training import CoTraining
 from grmpipe.evaluation.lookout import Lookout
 from grmpipe.evaluation.watchman import Watched, Watchman
@@ -22,7 +23,7 @@ from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.observers import Observers
-from grmpipe.pipeline import Interrupted, Pipeline
+from grmpipe.pipeline import Pipeline
 from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
 from grmpipe.tally import step_metrics

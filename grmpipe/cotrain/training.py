@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from grmpipe.consumer import Interrupted
 from grmpipe.cotrain.lesson_stream import LessonStream
 from grmpipe.cotrain.pacing import Pace
 from grmpipe.cotrain.parts import Trainee, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
@@ -27,7 +28,7 @@ from grmpipe.judge.lessons import LabelJudge, Lessons, label_rule
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.rule import RULES
 from grmpipe.observe.recorder import Recorder
-from grmpipe.pipeline import Interrupted, Pipeline
+from grmpipe.pipeline import Pipeline
 from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat
 from grmpipe.tally import batch_metrics
@@ -136,7 +137,7 @@ class CoTraining:
 
     async def _warm_up(self, policy: Pipeline) -> None:
         """Until then the policy rolls out, and nothing is judged for it."""
-        with policy.judging_hold.held():
+        with policy.producer.judging_hold.held():
             await self._pace.until_warm()
 
     def _make_flow(self, policy: Pipeline) -> Pipeline:
@@ -148,7 +149,7 @@ class CoTraining:
             judge=OneByOne(LabelJudge(label_rule(PARSERS[judge.parser], judge.scale))),
             watch=Turn(self._pace, self._lessons),
             trainer=BatchTrainer(self._grm.learner, grm_train(config), grm_algorithm(config)),
-            push_weights=lambda version: policy.change_judge(version, lambda: self.push(version)),
+            push_weights=lambda version: policy.producer.change_judge(version, lambda: self.push(version)),
             journal=self._recorder,
             events=Lanes(self._events),
         )

@@ -16,6 +16,7 @@ import httpx
 import looptime
 import pytest
 
+from grmpipe.consumer import Interrupted
 from grmpipe.data.stream import EndOfData
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
@@ -25,7 +26,7 @@ from grmpipe.judge.grm import GrmOutside
 from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.watch import FailureGate
-from grmpipe.pipeline import Interrupted, Pipeline
+from grmpipe.pipeline import Pipeline
 from grmpipe.rollout.play import Seat, play
 from grmpipe.types import (
     Failed,
@@ -257,7 +258,7 @@ def test_every_batch_keeps_the_staleness_bound_and_nothing_is_lost(max_staleness
     for version, groups in enumerate(bench.trainer.steps):
         assert len(groups) == 4
         assert all(0 <= version - group.version <= max_staleness for group in groups)
-    assert pipeline.max_staleness_trained <= max_staleness
+    assert pipeline.consumer.max_staleness_trained <= max_staleness
 
 
 def test_synchronous_training_uses_only_tokens_of_the_current_version() -> None:
@@ -389,7 +390,7 @@ def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -
             if report.step == 3:
                 first.pipeline.interrupt()
 
-        first.pipeline._after_step = after_step
+        first.pipeline.after_step = after_step
         await first.pipeline.run()
 
     with pytest.raises(Interrupted):
@@ -514,11 +515,11 @@ def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(see
 
     async def judge_sometimes_twice(prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         nonlocal doubled
-        group = bench.pipeline._groups.get(rollout.group_id)
-        hearing = bench.pipeline._hearings.get(rollout.group_id)
+        group = bench.pipeline.flight.groups.get(rollout.group_id)
+        hearing = bench.pipeline.producer._hearings.get(rollout.group_id)
         if group is not None and hearing is not None and rng.random() < 0.1:
             doubled += 1
-            await bench.pipeline.judging.put((group, hearing, Sitting(members=(rollout.sibling,))))
+            await bench.pipeline.producer.judging.put((group, hearing, Sitting(members=(rollout.sibling,))))
         return await judge_once(prompt, rollout, priority)
 
     bench.judge.judge = judge_sometimes_twice  # type: ignore[method-assign]
@@ -579,7 +580,7 @@ def test_a_judge_that_serves_the_nearly_complete_and_the_due_first_lets_the_lear
         async def go() -> None:
             pipeline = bench.build()
             if not ranked:
-                pipeline.judging._rank = lambda item: 0  # in order of arrival
+                pipeline.producer.judging._rank = lambda item: 0  # in order of arrival
             await pipeline.run()
 
         on_virtual_clock(go)
@@ -688,7 +689,7 @@ def run_with_a_judge_that_changes(bench: Bench, judge: LearningJudge, every_s: f
     async def keep_changing() -> None:
         for version in range(1, 1000):
             await asyncio.sleep(every_s)
-            await bench.pipeline.change_judge(version, functools.partial(change, version))
+            await bench.pipeline.producer.change_judge(version, functools.partial(change, version))
 
     async def go() -> Pipeline:
         bench.pipeline = bench.build()
@@ -714,7 +715,7 @@ def test_a_group_is_judged_by_one_version_of_a_judge_that_changes() -> None:
     assert totals.aborted > 0
     assert totals.voided > 0
     assert set(judge.asked.values()) == {1}  # by each version once at most
-    assert pipeline.cut().judge_version == pipeline.judge_version > 0
+    assert pipeline.cut().judge_version == pipeline.producer.judge_version > 0
 
 
 def test_a_judge_that_changes_costs_no_group_its_deadline() -> None:
@@ -728,7 +729,7 @@ def test_a_judge_that_changes_costs_no_group_its_deadline() -> None:
 
     async def change_once() -> None:
         await asyncio.sleep(0.5)
-        await bench.pipeline.change_judge(1, slow_change)
+        await bench.pipeline.producer.change_judge(1, slow_change)
         await asyncio.sleep(1e9)
 
     async def go() -> None:
@@ -746,7 +747,7 @@ def test_nothing_is_judged_while_judging_is_held_and_rollouts_go_on() -> None:
         bench.pipeline = bench.build()
 
         async def release_later() -> None:
-            with bench.pipeline.judging_hold.held():
+            with bench.pipeline.producer.judging_hold.held():
                 await asyncio.sleep(50.0)
             await asyncio.sleep(1e9)
 
