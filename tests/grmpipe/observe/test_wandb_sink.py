@@ -65,7 +65,7 @@ def test_offline_a_run_starts_fast_and_leaves_its_history(tmp_path: Path) -> Non
     assert history(tmp_path) == [{"step": 1, "train/grm_score": 5.0}, {"step": 2, "train/grm_score": 6.0}]
     (run,) = (record.run for record in records(tmp_path) if record.HasField("run"))
     assert (run.run_id, run.project, run.display_name, list(run.tags)) == (sink.run_id, "grmpipe", "first", ["quick"])
-    assert took_s < 5.0  # 0.7 s on a quiet machine
+    assert took_s < 20  # 0.7 s on a quiet machine, 9 s seen on a crowded one
     print(f"started in {took_s:.2f} s")
 
 
