@@ -19,6 +19,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 
+from grmpipe.checks.seats import check_seats
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import build, schema
 from grmpipe.config_words import explain
@@ -47,12 +48,13 @@ def run_task(config: RunConfig) -> float | None:
     if config.task == "doctor":  # for where nothing else can be imported
         print(doctor(config.engine.sglang.python))
         return None
-    # Late: a misspelt key should not wait for torch to load.
+    # Late: a misspelt key, or a place that can't be had, should not wait for torch to load.
     if config.task == "report":
         from grmpipe.report import make_report
 
         print(make_report(config))
         return None
+    check_seats(config)
     from grmpipe import tasks
 
     return tasks.run_task(config)

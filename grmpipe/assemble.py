@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from grmpipe.checks.engines import window_of
+from grmpipe.checks.sections import section
 from grmpipe.config import RunConfig
 from grmpipe.cotrain.parts import Trainee, start_grm_learner, trainee
 from grmpipe.critic.parts import ValuedJournal, start_critic
@@ -119,7 +120,8 @@ def users_judge(prepared: Prepared, *_: object) -> Judge:
 async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:
     from scheduler.ray_cluster import RayCluster
 
-    return await RayCluster.start(config.cluster, placement)
+    with section(""):  # what only the machines of a cluster that is joined can tell is refused as anything else is
+        return await RayCluster.start(config.cluster, placement)
 
 
 async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:

@@ -12,8 +12,9 @@ from grmpipe.checks.data import read_data, stored_lessons
 from grmpipe.checks.engines import check_installed, check_tensor_parallel
 from grmpipe.checks.lora import check_lora_targets, check_peft
 from grmpipe.checks.models import Progress, find_model
-from grmpipe.checks.places import check_machine, seat_roles
+from grmpipe.checks.places import seat_roles
 from grmpipe.checks.routing import check_routing
+from grmpipe.checks.seats import check_machine
 from grmpipe.checks.sections import section
 from grmpipe.checks.windows import check_judge, check_policy
 from grmpipe.config import ConfigError, RunConfig

@@ -198,7 +198,7 @@ def _blocks(config: PlacementConfig, role: str, placed: Mapping[str, list[tuple[
     """The slots of each replica of a role, the emptiest first."""
     where = config.roles.get(role)
     if where is None:
-        raise ValueError(f"placement.roles.{role}: has no place; set placement.roles.{role}.pool={_or(config.pools)}")
+        raise ValueError(f"placement.roles.{role}: has no place; {_add_role(config, role)}")
     pool = config.pools.get(where.pool)
     if pool is None:
         raise ValueError(
@@ -324,6 +324,15 @@ def _shortage(placement: Placement, name: str, nodes: Sequence[NodeCapacity], he
     if total > taken:
         return f"{wants}; set placement.pools.{name}.slots={total - taken}"
     return f"{wants}; set {' '.join(f'placement.roles.{role}.pool={held[0]}' for role in lodgers)}"
+
+
+def _add_role(config: PlacementConfig, role: str) -> str:
+    """What to type: a value for a member that isn't there yet needs the section around it."""
+    if not config.pools:
+        return "give the run some pools, as placement=laptop does"
+    first, *others = config.pools
+    instead = f" (or {_or(others)})" if others else ""
+    return f"type '+placement.roles={{{role}: {{pool: {first}}}}}'{instead}, or add it to the file of this placement"
 
 
 def _or(names: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from scheduler.placement import ClusterConfig, NodeCapacity
+
+ANSWER_S = 3.0  # until a machine of the cluster takes a connection; Ray itself would ask for half a minute
 
 
 def nodes_of_ray() -> list[NodeCapacity]:
@@ -44,6 +47,7 @@ def init_ray(config: ClusterConfig) -> None:
 def _join_ray(address: str, packages: Sequence[str]) -> None:
     """Raises ValueError when nobody answers there."""
     folders = [_folder_of(package) for package in packages]
+    _knock(address)
     try:
         ray.init(
             address=address,
@@ -55,6 +59,20 @@ def _join_ray(address: str, packages: Sequence[str]) -> None:
         raise ValueError(
             f"cluster.address: no Ray at {address} lets us in ({error}); check that it runs, and if it asks for a "
             "token set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH; or set cluster.address=null to start one here"
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Does anybody listen at host:port? Other forms of an address are Ray's to try. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"cluster.address: nobody listens at {address} ({error}); give the address that `ray start --head` "
+            "printed, or set cluster.address=null to start a Ray here"
         ) from error
 
 

@@ -1,22 +1,18 @@
-"""Every role on its slots, and the slots on this machine, before anything starts. Starts nothing."""
+"""Every role on its slots, with an engine and a way for weights that work there. Starts nothing."""
 
 from __future__ import annotations
 
-import os
-
 from grmpipe.checks.engines import check_options
+from grmpipe.checks.seats import seats_of
 from grmpipe.checks.sections import section
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.weight_route import transport_of
-from scheduler.placement import NodeCapacity, Placement, check_capacity, place
-
-CORES_ARE_SHARED = 1 << 20  # threads of one process, as many as one likes
+from scheduler.placement import Placement
 
 
 def seat_roles(config: RunConfig) -> Placement:
     """Every role on its slots, whatever this machine has."""
-    with section(""):
-        placement = place(config.placement, config.roles)
+    placement = seats_of(config)
     check_options(config, placement)
     if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
         with section(""):
@@ -42,17 +38,3 @@ def check_grm_stays_awake(placement: Placement) -> None:
             f"cotrain.enabled: the pool {pool} is elastic, and an engine that sleeps takes no weights of a GRM that "
             f"learns; set placement.pools.{pool}.elastic=false, or placement.roles.grm.pool to another"
         )
-
-
-def check_machine(config: RunConfig, placement: Placement) -> None:
-    """Does this machine have the slots? A cluster that is joined is asked when it is joined."""
-    if config.cluster.address is None:
-        with section(""):
-            check_capacity(placement, [this_machine(config.cluster.kind)])
-
-
-def this_machine(cluster_kind: str) -> NodeCapacity:
-    import torch
-
-    cores = CORES_ARE_SHARED if cluster_kind == "inprocess" else os.cpu_count() or 1
-    return NodeCapacity(name="this machine", cpus=cores, gpus=torch.cuda.device_count())

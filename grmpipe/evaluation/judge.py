@@ -12,7 +12,7 @@ from pathlib import Path
 from grmpipe.assemble import CLUSTERS, JUDGES, grm_of, outside_engine
 from grmpipe.checks.engines import check_installed
 from grmpipe.checks.models import Progress, find_model
-from grmpipe.checks.places import check_machine
+from grmpipe.checks.seats import check_machine
 from grmpipe.checks.sections import section
 from grmpipe.checks.windows import check_template
 from grmpipe.config import ConfigError, RunConfig

@@ -10,7 +10,8 @@ import torch
 from grmpipe.checks.data import Data, read_data
 from grmpipe.checks.engines import check_installed, check_tensor_parallel, window_of
 from grmpipe.checks.models import Progress, find_model
-from grmpipe.checks.places import check_machine, seat_roles
+from grmpipe.checks.places import seat_roles
+from grmpipe.checks.seats import check_machine
 from grmpipe.checks.sections import ModelNotHere, section
 from grmpipe.checks.windows import check_judge, check_policy
 from grmpipe.config import ConfigError, RunConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grmpipe.checks.engines import check_slots
 from grmpipe.checks.models import Progress, find_model
-from grmpipe.checks.places import check_machine
+from grmpipe.checks.seats import check_machine
 from grmpipe.checks.sections import section
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.engines import Model

@@ -116,7 +116,7 @@ def test_a_replica_of_several_slots_has_them_alone() -> None:
 
 
 def test_a_role_without_place_is_told_which_pools_there_are() -> None:
-    with pytest.raises(ValueError, match=r"set placement\.roles\.meta\.pool=train or judging"):
+    with pytest.raises(ValueError, match=r"type '\+placement\.roles=\{meta: \{pool: train\}\}' \(or judging\)"):
         place(LAPTOP, (*ROLES, "meta"))
 
 
