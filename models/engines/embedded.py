@@ -3,8 +3,8 @@
     generate, abort, pause, load_bucket, ...  -> [commands] -> thread: commands between steps, then a step, again
     completions, receipts, first tokens       <- call_soon_threadsafe <-
 
-Model, batch and inbox belong to the thread alone; callers only ever post commands. So a pause is an ordinary command:
-when it runs, no token is being sampled.
+What the thread owns is the worker; callers only ever post commands to it. So a pause is an ordinary command: when it
+runs, no token is being sampled.
 """
 
 from __future__ import annotations
@@ -13,25 +13,15 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from models.causal_lm import load_causal_lm
-from models.engines.batch import Batch, Row
-from models.engines.calls import Answer, Command, Ticket, Waiter, copy_of
-from models.engines.decoder import open_decoder
-from models.engines.endings import Endings
-from models.engines.grammar import Grammar, parsed
-from models.engines.weight_loading import WeightInbox
-from models.lent_memory import LentMemory, free_bytes
-from models.logprobs import chosen_logprobs
-from models.lora import add_adapters
-from models.quantize import quantize_matrices
+from models.engines.calls import Answer, Command, Waiter, copy_of
+from models.engines.embedded_worker import EmbeddedWorker, EngineStats
+from models.engines.grammar import parsed
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, LoraConfig
 from models.types import (
@@ -47,18 +37,6 @@ from models.types import (
 )
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """What an engine did since it started. Waiting and running are of the moment."""
-
-    busy_s: float  # in steps: prefilling and decoding
-    sampled_tokens: int
-    prefilled_tokens: int
-    finished: int
-    waiting: int
-    running: int
 
 
 class EmbeddedEngine:
@@ -87,29 +65,22 @@ class EmbeddedEngine:
     ) -> None:
         renderer = Renderer.load(model_path, chat_template)
         self.model_name = model_name
-        self._config = config
         self._vocab_size = renderer.vocab_size
         self._context_tokens = _window(config, renderer)
-        self._model = load_causal_lm(model_path, dtype, device)
-        if lora is not None and lora.in_engines:
-            add_adapters(self._model, lora, dtype)
-        decoder, slots = open_decoder(self._model, config.max_batch_rows, self._context_tokens, note_experts)
-        self._quantize()
-        endings = Endings(renderer.decode, renderer.stop_token_ids)
-        grammar = Grammar(renderer.decode, renderer.num_token_ids, renderer.stop_token_ids, renderer.vocab_size)
-        self._batch = Batch(
-            decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step, grammar
+        self._worker = EmbeddedWorker(
+            model_path,
+            model_name,
+            renderer,
+            config,
+            self._context_tokens,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            version=version,
+            lora=lora,
+            note_experts=note_experts,
         )
-        self._batch.version = version
-        self._slots = slots
-        self._inbox = WeightInbox(self._model, self._model.device)
-        self._lent_weights = LentMemory()
-        self._tickets: dict[str, Ticket] = {}
-        self._tickets_by_row: dict[Row, Ticket] = {}
-        self._paused = self._asleep = False
         self._closing = False
-        self._busy_s = 0.0
-        self._num_finished = 0
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._death: EngineDied | None = None
         self._death_lock = threading.Lock()  # no command may slip in after the last ones were failed
@@ -118,18 +89,10 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        return self._batch.version
+        return self._worker.version
 
     def stats(self) -> EngineStats:
-        batch = self._batch
-        return EngineStats(
-            busy_s=self._busy_s,
-            sampled_tokens=batch.num_sampled_tokens,
-            prefilled_tokens=batch.num_prefilled_tokens,
-            finished=self._num_finished,
-            waiting=batch.num_waiting,
-            running=batch.num_running,
-        )
+        return self._worker.stats()
 
     async def generate(
         self,
@@ -142,49 +105,49 @@ class EmbeddedEngine:
         ids = tuple(prompt_ids)
         self._refuse_what_cannot_run(ids, params)
         waiter = Waiter(Answer[Completion](), on_first_token)
-        self._post(Command(partial(self._submit, ids, params, context, waiter), waiter.answer.fail))
+        self._post(Command(partial(self._worker.submit, ids, params, context, waiter), waiter.answer.fail))
         try:
             return await waiter.answer.future
         except asyncio.CancelledError:
             with contextlib.suppress(EngineDied):
-                self._post(Command(partial(self._give_up, context.request_id, waiter), lambda error: None))
+                self._post(Command(partial(self._worker.give_up, context.request_id, waiter), lambda error: None))
             raise
 
     async def abort(self, request_id: str) -> None:
-        await self._do(partial(self._abort, request_id))
+        await self._do(partial(self._worker.abort, request_id))
 
     async def pause(self) -> None:
-        await self._do(partial(self._set_paused, True))
+        await self._do(partial(self._worker.set_paused, True))
 
     async def resume(self) -> None:
-        await self._do(partial(self._set_paused, False))
+        await self._do(partial(self._worker.set_paused, False))
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
         """Raises RuntimeError where not paused, ConnectionError where the group doesn't come together in time."""
-        await self._do(partial(self._begin, link))
+        await self._do(partial(self._worker.begin, link))
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
         """Raises ValueError naming a tensor that doesn't fit (nothing is loaded), RuntimeError where not paused."""
-        await self._do(partial(self._load, bucket))
+        await self._do(partial(self._worker.load, bucket))
 
     async def commit_weights(self, version: int) -> WeightReceipt:
-        return await self._do(partial(self._commit, version))
+        return await self._do(partial(self._worker.commit, version))
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         ids = tuple(token_ids)
         self._refuse_unknown_ids(ids)
         if len(ids) > self._context_tokens:
             raise EngineRefused(f"{len(ids)} tokens exceed the window of {self._context_tokens} of {self.model_name}")
-        return await self._do(partial(self._score, ids))
+        return await self._do(partial(self._worker.score, ids))
 
     async def sleep(self) -> int:
         """Raises RuntimeError where requests are in flight, or not paused. On a CPU the weights stay: they are on the
         host already."""
-        return await self._do(self._sleep)
+        return await self._do(self._worker.sleep)
 
     async def wake(self) -> None:
         """Paused yet."""
-        await self._do(self._wake)
+        await self._do(self._worker.wake)
 
     def close(self) -> None:
         """End the thread; whoever still waits gets EngineDied. Blocks for a step at most."""
@@ -192,8 +155,6 @@ class EmbeddedEngine:
             if self._death is None:
                 self._commands.put(Command(self._close, lambda error: None))
         self._thread.join()
-
-    # What follows `_post` runs in the thread.
 
     async def _do(self, function: Callable[[], T]) -> T:
         answer = Answer[T]()
@@ -234,13 +195,15 @@ class EmbeddedEngine:
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise EngineRefused(f"one or more ids from 0 to {self._vocab_size - 1} are needed")
 
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
     @torch.inference_mode()
     def _work(self) -> None:
         try:
             while not self._closing:
                 self._run_commands()
-                if self._has_work():
-                    self._step()
+                if self._worker.has_work and not self._closing:
+                    self._worker.step()
         except BaseException as error:
             died = EngineDied(f"the engine of {self.model_name} crashed: {error!r}")
             died.__cause__ = error
@@ -248,125 +211,23 @@ class EmbeddedEngine:
         else:
             self._die(EngineDied(f"the engine of {self.model_name} was closed"))
 
-    def _has_work(self) -> bool:
-        return not (self._paused or self._closing) and self._batch.num_waiting + self._batch.num_running > 0
-
     def _run_commands(self) -> None:
         """All that have come; waits for one where there is nothing else to do."""
         while not self._closing:
             try:
-                command = self._commands.get(block=not self._has_work())
+                command = self._commands.get(block=not self._worker.has_work)
             except queue.Empty:
                 return
             command.run()
 
-    def _step(self) -> None:
-        started_s = time.perf_counter()  # a duration: no event loop's clock is at hand here
-        changes = self._batch.step()
-        self._busy_s += time.perf_counter() - started_s
-        for row in changes.begun:
-            for waiter in self._tickets_by_row[row].waiters:
-                waiter.tell_first_token()
-        for row in changes.finished:
-            self._answer(self._tickets_by_row[row])
-
-    def _submit(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams, context: RequestContext, waiter: Waiter
-    ) -> None:
-        ticket = self._tickets.get(context.request_id)
-        if ticket is None:
-            row = self._batch.submit(prompt_ids, params, context.priority)
-            ticket = Ticket(context.request_id, row)
-            self._tickets[context.request_id] = self._tickets_by_row[row] = ticket
-        elif ticket.row.token_ids:
-            waiter.tell_first_token()
-        ticket.waiters.append(waiter)
-
-    def _give_up(self, request_id: str, waiter: Waiter) -> None:
-        ticket = self._tickets.get(request_id)
-        if ticket is not None and waiter in ticket.waiters:
-            ticket.waiters.remove(waiter)
-            if not ticket.waiters:
-                self._abort(request_id)
-
-    def _abort(self, request_id: str) -> None:
-        ticket = self._tickets.get(request_id)
-        if ticket is not None:
-            self._batch.abort(ticket.row)
-            self._answer(ticket)
-
-    def _answer(self, ticket: Ticket) -> None:
-        del self._tickets[ticket.request_id], self._tickets_by_row[ticket.row]
-        self._num_finished += 1
-        completion = self._batch.completion(ticket.row)
-        for waiter in ticket.waiters:
-            waiter.answer.give(completion)
-
-    def _set_paused(self, paused: bool) -> None:
-        if not paused:
-            self._refuse_in_its_sleep()
-        self._paused = paused
-
-    def _sleep(self) -> int:
-        if self._tickets or not self._paused:
-            raise RuntimeError("only a paused engine without requests may sleep")
-        if self._asleep:
-            return 0
-        device = self._model.device
-        free_before = free_bytes(device)
-        kv_bytes = self._slots.give_up()
-        if device.type == "cuda":
-            self._lent_weights.lend([*self._model.parameters(), *self._model.buffers()])
-        self._asleep = True
-        return free_bytes(device) - free_before if device.type == "cuda" else kv_bytes
-
-    def _wake(self) -> None:
-        self._lent_weights.take_back()
-        self._asleep = False
-
-    def _refuse_in_its_sleep(self) -> None:
-        if self._asleep:
-            raise RuntimeError("the engine sleeps: wake it first")
-
     def _close(self) -> None:
         self._closing = True
-        self._inbox.close()
-
-    def _begin(self, link: GroupLink | None) -> None:
-        self._refuse_in_its_sleep()
-        if not self._paused:
-            raise RuntimeError("a push of weights may only begin on a paused engine")
-        self._inbox.begin(link)
-
-    def _load(self, bucket: WeightBucket) -> None:
-        if not self._paused:
-            raise RuntimeError("weights may only be loaded into a paused engine")
-        self._inbox.load(bucket)
-        self._batch.weights_changed()
-
-    def _commit(self, version: int) -> WeightReceipt:
-        self._quantize()
-        self._batch.adopt(version, self._config.recompute_kv_on_sync)
-        return WeightReceipt(version=version, checksums=self._inbox.collect_checksums())
-
-    def _quantize(self) -> None:
-        """Checksums are of what came: only the probe sees what is sampled from."""
-        if self._config.quantize != "none":
-            quantize_matrices(self._model, self._config.quantize)
-
-    def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        self._refuse_in_its_sleep()
-        token_ids_1T = torch.tensor([token_ids], device=self._model.device)
-        logits_TV = self._model(token_ids_1T, use_cache=False).logits[0]
-        logprobs_T, _ = chosen_logprobs(logits_TV[:-1], token_ids_1T[0, 1:])
-        return tuple(logprobs_T.tolist())
+        self._worker.close()
 
     def _die(self, death: EngineDied) -> None:
         with self._death_lock:
             self._death = death
-        for ticket in self._tickets.values():
-            for waiter in ticket.waiters:
-                waiter.answer.fail(copy_of(death))
+        self._worker.fail_all(death)
         while not self._commands.empty():
             self._commands.get().fail(copy_of(death))
 

@@ -52,7 +52,7 @@ def test_engines_sleep_while_the_learner_steps_and_what_runs_ahead_loses_nothing
     abort = EmbeddedEngine._abort
 
     def note(engine: EmbeddedEngine, request_id: str) -> None:
-        if request_id in engine._tickets:
+        if request_id in engine._worker._tickets:
             aborted.append(request_id)
         abort(engine, request_id)
 

@@ -41,7 +41,7 @@ def test_logprobs_equal_a_plain_forward_over_joins_leaves_and_siblings(
     assert (stats.finished, stats.waiting, stats.running) == (40, 0, 0)
     assert stats.sampled_tokens == sum(len(completion.token_ids) for completion in completions)
     assert stats.busy_s > 0
-    assert not engine._batch._families  # nothing is remembered of requests that ended
+    assert not engine._worker._batch._families  # nothing is remembered of requests that ended
 
 
 def test_a_seed_draws_the_same_tokens_alone_and_in_company(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> None:
@@ -119,14 +119,14 @@ def test_prompts_join_within_the_prefill_budget_and_the_first_one_always(
     open_engine: Any, ask: Any, prompt_of: Any
 ) -> None:
     engine = open_engine(prefill_tokens_per_step=50)
-    step, prefilled = engine._batch.step, [0]
+    step, prefilled = engine._worker._batch.step, [0]
 
     def counted_step() -> Any:
         changes = step()
         prefilled.append(engine.stats().prefilled_tokens)
         return changes
 
-    engine._batch.step = counted_step
+    engine._worker._batch.step = counted_step
 
     async def run() -> None:
         await engine.pause()
@@ -268,7 +268,7 @@ def test_a_crash_fails_all_requests_with_its_cause(engine: EmbeddedEngine, ask: 
     def crash() -> None:
         raise ZeroDivisionError("boom")
 
-    engine._batch.step = crash  # type: ignore[assignment, method-assign]
+    engine._worker._batch.step = crash  # type: ignore[assignment, method-assign]
 
     async def run() -> None:
         results = await asyncio.gather(*(ask(engine, prompt_of(6), i) for i in range(3)), return_exceptions=True)
@@ -295,18 +295,18 @@ def test_closing_fails_whoever_still_waits(engine: EmbeddedEngine, ask: Any, pro
 
 def stop_after(engine: EmbeddedEngine, num_tokens: int) -> None:
     """Pauses the engine from within, once, when it has sampled this much."""
-    step = engine._batch.step
+    step = engine._worker._batch.step
 
     def step_and_pause() -> Any:
         changes = step()
         if engine.stats().sampled_tokens == num_tokens:
-            engine._set_paused(True)
+            engine._worker.set_paused(True)
         return changes
 
-    engine._batch.step = step_and_pause  # type: ignore[method-assign]
+    engine._worker._batch.step = step_and_pause  # type: ignore[method-assign]
 
 
 async def paused(engine: EmbeddedEngine) -> None:
     async with asyncio.timeout(20):
-        while not engine._paused:
+        while not engine._worker.paused:
             await asyncio.sleep(0.001)

@@ -22,11 +22,11 @@ async def test_it_frees_its_cache_and_goes_on_as_if_it_had_not_slept(open_engine
     rested, awake = open_engine(), open_engine()
     prompt = prompt_of(9)
     await ask(rested, prompt, "first", max_new_tokens=20)
-    held = rested._slots.kv_NRT2GD.untyped_storage().nbytes()
+    held = rested._worker._slots.kv_NRT2GD.untyped_storage().nbytes()
     await rested.pause()
     freed = await rested.sleep()
     assert freed == held > 0
-    assert rested._slots.kv_NRT2GD.untyped_storage().nbytes() == 0
+    assert rested._worker._slots.kv_NRT2GD.untyped_storage().nbytes() == 0
     await rested.wake()
     await rested.resume()
     assert await ask(rested, prompt, "next") == await ask(awake, prompt, "next")

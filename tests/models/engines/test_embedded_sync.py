@@ -263,20 +263,20 @@ def test_a_newcomer_never_takes_a_prompt_cached_under_older_weights(
 
 def pause_after(engine: EmbeddedEngine, num_tokens: int) -> None:
     """Pauses the engine from within, once, when it has sampled at least this much."""
-    step, done = engine._batch.step, False
+    step, done = engine._worker._batch.step, False
 
     def step_and_pause() -> Any:
         nonlocal done
         changes = step()
         if not done and engine.stats().sampled_tokens >= num_tokens:
             done = True
-            engine._set_paused(True)
+            engine._worker.set_paused(True)
         return changes
 
-    engine._batch.step = step_and_pause  # type: ignore[method-assign]
+    engine._worker._batch.step = step_and_pause  # type: ignore[method-assign]
 
 
 async def paused(engine: EmbeddedEngine) -> None:
     async with asyncio.timeout(20):
-        while not engine._paused:
+        while not engine._worker.paused:
             await asyncio.sleep(0.001)
