@@ -308,12 +308,15 @@ def elastic_pool(routers: dict[str, Router], sync: WeightSync, case: Case) -> El
         {str(n): {role: f"{role}-{n}" for role in routers} for n in range(SLOTS)},
         {
             "policy": ElasticRole(
-                router=routers["policy"], bring_current=sync.catch_up, max_rows=POLICY.max_rows, sleeps=True
+                router=routers["policy"],
+                bring_current=sync.catch_up,
+                max_rows=POLICY.max_rows,
+                sleeps=True,
+                nothing_pushed=sync.nothing_pushed,
             ),
             "grm": ElasticRole(router=routers["grm"], max_rows=GRM.max_rows, sleeps=True),
         },
         case.balance,
-        nothing_pushed=sync.nothing_pushed,
     )
 
 

@@ -84,12 +84,12 @@ def elastic_pools(
                     bring_current=bring_current[role],
                     max_rows=max_rows_of(role, config),
                     sleeps=takes_turns(role, prepared),
+                    nothing_pushed=sync.nothing_pushed,
                 )
                 for role in next(iter(slots.values()))
             },
             config.balance,
             events,
-            sync.nothing_pushed,
         )
         for name, slots in pools.items()
     )

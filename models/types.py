@@ -130,7 +130,14 @@ class CudaHandles:
     handles: tuple[tuple[object, ...], ...]
 
 
-Payload = InlineBytes | SharedMemory | SafetensorsFile | Broadcast | CudaHandles
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """A whole model in its own folder, read there by the engine's own loader. The bucket names no tensors."""
+
+    path: str
+
+
+Payload = InlineBytes | SharedMemory | SafetensorsFile | Broadcast | CudaHandles | ModelFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

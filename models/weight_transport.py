@@ -27,6 +27,7 @@ from models.process_group import BroadcastGroup
 from models.types import (
     Broadcast,
     InlineBytes,
+    ModelFiles,
     SafetensorsFile,
     SharedMemory,
     WeightBucket,
@@ -75,6 +76,8 @@ def _arrivals(bucket: WeightBucket, group: BroadcastGroup | None) -> Iterator[tu
             raise ConnectionError("weights: a bucket comes by broadcast, and this engine has no group to join")
         names, shapes = [tensor.name for tensor in tensors], [tensor.shape for tensor in tensors]
         came = group.receive(names, [_dtype(tensor) for tensor in tensors], shapes)
+    elif isinstance(payload, ModelFiles):
+        raise ValueError(f"weights: {payload.path} is for engines that read a model's files themselves")
     else:
         came = [_shared_on_the_gpu(handle) for handle in payload.handles]
     return zip(tensors, came, strict=True)

@@ -5,6 +5,8 @@ A slot holds an engine for each role of its pool and serves one of them. A move 
     A takes no new requests on it -> what it has goes on at A's other engines, or ends here -> A sleeps, if it can
     -> B wakes -> B is brought to the weights that its role serves -> B takes requests, and its share of those in flight
 
+Or A and B are what two roles see of one engine (swap.py): then none sleeps, and B's weights take the place of A's.
+
 All on the event loop's clock. Routers send the requests; this room only says who serves.
 """
 
@@ -13,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from models.types import Engine, EngineDied
@@ -36,19 +38,18 @@ COST_MEMORY = 0.7  # of what earlier switches took, in the estimate of the next 
 class ElasticRole:
     """One role of an elastic pool.
 
-    router:        sends its requests; it starts with all engines serving, and with all slots' engines in it.
-    bring_current: what a newcomer needs before its first request.
-    max_rows:      of one engine.
-    sleeps:        its engines share a device's memory: whoever doesn't serve gives it back.
+    router:         sends its requests; it starts with all engines serving, and with all slots' engines in it.
+    bring_current:  what a newcomer needs before its first request.
+    max_rows:       of one engine.
+    sleeps:         its engines share a device's memory: whoever doesn't serve gives it back.
+    nothing_pushed: within it no engine of the role is pushed to.
     """
 
     router: Router
     bring_current: BringCurrent = need_no_weights
     max_rows: int = 1 << 30
     sleeps: bool = False
-
-
-NothingPushed = Callable[[], AbstractAsyncContextManager[object]]  # within it no engine is pushed to
+    nothing_pushed: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
 
 class ElasticPool:
@@ -61,17 +62,18 @@ class ElasticPool:
         roles: Mapping[str, ElasticRole],
         config: BalanceConfig,
         events: EventSink | None = None,
-        nothing_pushed: NothingPushed = nullcontext,
+        *,
+        swaps: bool = False,
     ) -> None:
         """slots: slot -> role -> the name of its engine. roles: in the order in which work goes through them; all slots
-        begin with the first one."""
+        begin with the first one. swaps: the roles of a slot see one engine, which has the weights of one of them."""
         self.name = name
         self.moves: Counter[str] = Counter()  # "policy->grm" -> how many
         self._engines = slots
         self._roles = roles
         self._config = config
         self._events = events or NoEvents()
-        self._nothing_pushed = nothing_pushed
+        self._swaps = swaps
         first = next(iter(roles))
         self._serves = dict.fromkeys(slots, first)  # or will, once its move is done
         self._moving: set[str] = set()
@@ -119,22 +121,20 @@ class ElasticPool:
 
         def admit_and_serve() -> None:
             admit()
-            if self._serves[slot] == role and slot not in self._moving:  # the slot may have gone meanwhile
+            if self._serves[slot] == role and (self._swaps or slot not in self._moving):  # it may have gone meanwhile
                 elastic.router.serve(name, engine)
                 self._tell_clocks()
 
         await self._until_settled(slot)
-        if self._serves[slot] == role:
-            await elastic.bring_current(name, engine, admit_and_serve)
-        else:
+        if self._serves[slot] != role:
             admit()
+        else:
+            async with self._held(slot) if self._swaps else nullcontext():  # no other role's weights come between
+                await elastic.bring_current(name, engine, admit_and_serve)
         await self._until_settled(slot)
         if self._serves[slot] != role:
-            self._moving.add(slot)
-            try:
-                await self._put_to_sleep(elastic, name, engine)
-            finally:
-                self._settle(slot)
+            async with self._held(slot):
+                await self._let_go(elastic, name, engine)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -218,7 +218,8 @@ class ElasticPool:
             await self._level(move.target)
 
     async def _leave(self, move: Move) -> float:
-        """The slot's engine of the old role has no requests any more, and sleeps. Returns the seconds of the latter."""
+        """The slot's engine of the old role has no requests any more, and is let go. Returns the seconds of the
+        latter."""
         elastic, name = self._roles[move.source], self._engines[move.slot][move.source]
         if self._config.hand_over:
             await elastic.router.hand_over(name)
@@ -226,16 +227,19 @@ class ElasticPool:
         engine, clock = elastic.router.alive.get(name), asyncio.get_running_loop().time
         left_s = clock()
         if engine is not None:
-            await self._put_to_sleep(elastic, name, engine)
+            await self._let_go(elastic, name, engine)
         return clock() - left_s
 
-    async def _put_to_sleep(self, elastic: ElasticRole, name: str, engine: Engine) -> None:
-        """If it can. One that dies of it frees its memory as well."""
-        if not elastic.sleeps or not isinstance(engine, SleepingEngine):
+    async def _let_go(self, elastic: ElasticRole, name: str, engine: Engine) -> None:
+        """An engine that doesn't serve any more sleeps, if it can; one that dies of it frees its memory as well. A push
+        that runs may have it among its engines: it ends first."""
+        sleeper = engine if elastic.sleeps and isinstance(engine, SleepingEngine) else None
+        if sleeper is None and not self._swaps:
             return
         try:
-            async with self._nothing_pushed():
-                await lull(name, engine)
+            async with elastic.nothing_pushed():
+                if sleeper is not None:
+                    await lull(name, sleeper)
         except EngineDied as death:
             elastic.router.bury(name, engine, death)
 
@@ -258,6 +262,15 @@ class ElasticPool:
             raise
         loaded_s = report.seconds if isinstance(report, SyncReport) else clock() - awake_s
         return awake_s - began_s + loaded_s
+
+    @asynccontextmanager
+    async def _held(self, slot: str) -> AsyncIterator[None]:
+        """Within it the slot doesn't move."""
+        self._moving.add(slot)
+        try:
+            yield
+        finally:
+            self._settle(slot)
 
     def _settle(self, slot: str) -> None:
         self._moving.discard(slot)

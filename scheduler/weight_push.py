@@ -256,5 +256,5 @@ class Push:
 
 
 def _holds(known: Mapping[str, str], checksums: Mapping[str, str]) -> bool:
-    """Does an engine have all of a bucket already? What isn't hashed on both ends is never known."""
-    return all(checksum and known.get(name) == checksum for name, checksum in checksums.items())
+    """Does an engine have all of a bucket already? What isn't named, or not hashed on both ends, is never known."""
+    return bool(checksums) and all(checksum and known.get(name) == checksum for name, checksum in checksums.items())

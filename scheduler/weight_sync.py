@@ -90,14 +90,19 @@ class WeightSync:
                     arrival.current.set_result(report)
             return report
 
-    async def catch_up(self, name: str, engine: Engine, admit: Callable[[], None]) -> SyncReport:
+    async def catch_up(self, name: str, engine: Engine, admit: Callable[[], None], *, anew: bool = False) -> SyncReport:
         """Bring a new engine, or one that rested, to the version of the last push; if the learner has stepped since,
         the next push does.
 
-        `admit` is called in the very moment when the engine is current, so that no later push misses it. Raises as
-        `push` does; the other engines don't notice.
+        `admit` is called in the very moment when the engine is current, so that no later push misses it. `anew`: what
+        it was sent before may be gone, with its place in a group. Raises as `push` does; the other engines don't
+        notice.
         """
         async with self._turn:
+            if anew:
+                self._confirmed.pop(name, None)
+                self._versions.pop(name, None)
+                self._link = None
             # Without a deadline: the hold waits for an optimizer step, however long that takes.
             async with self._source.held() as steps:
                 if self._last is not None and self._last[1] == steps:

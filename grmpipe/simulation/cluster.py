@@ -212,7 +212,7 @@ class Simulation:
             if slots := self.placement.elastic_slots(name):
                 roles = {role: self._elastic_role(role, routers[role], sync) for role in next(iter(slots.values()))}
                 balance = self.workload.config.balance
-                pools.append(ElasticPool(name, slots, roles, balance, self.events, sync.nothing_pushed))
+                pools.append(ElasticPool(name, slots, roles, balance, self.events))
         return pools
 
     def _elastic_role(self, role: str, router: Router, sync: WeightSync) -> ElasticRole:

@@ -14,6 +14,7 @@ from models.types import (
     Broadcast,
     CudaHandles,
     InlineBytes,
+    ModelFiles,
     Payload,
     SafetensorsFile,
     SharedMemory,
@@ -56,7 +57,7 @@ def _in_shared_memory(bucket: WeightBucket, arena: SharedArena) -> SharedMemory:
 
 def _plain(payload: Payload) -> tuple[str, str | bytes]:
     match payload:
-        case SharedMemory(path=path) | SafetensorsFile(path=path):
+        case SharedMemory(path=path) | SafetensorsFile(path=path) | ModelFiles(path=path):
             return type(payload).__name__, path
         case CudaHandles(handles=handles):
             return "CudaHandles", pickle.dumps(handles)  # to a process of our own, over vLLM's private socket
@@ -71,6 +72,7 @@ def _restored(kind: str, value: str | bytes) -> Payload:
     paths: dict[str, Payload] = {
         "SharedMemory": SharedMemory(path=value),
         "SafetensorsFile": SafetensorsFile(path=value),
+        "ModelFiles": ModelFiles(path=value),
         "Broadcast": Broadcast(),
     }
     return paths[kind]

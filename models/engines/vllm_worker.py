@@ -14,6 +14,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
@@ -34,7 +37,7 @@ from models.causal_lm import outline_causal_lm
 from models.engines.vllm_options import OWNER_PID, WEIGHT_BACKEND
 from models.engines.vllm_weights import PlainBucket, telling
 from models.process_group import BroadcastGroup
-from models.types import GroupLink, WeightTensor
+from models.types import GroupLink, ModelFiles, WeightTensor
 from models.weight_transport import checksums_of, received
 
 
@@ -76,12 +79,15 @@ class Inbox(WeightTransferEngine):
     @torch.no_grad()
     def receive_weights(self, update_info: PlainBucket) -> None:
         bucket = update_info.restored()
+        if isinstance(bucket.payload, ModelFiles):
+            self._load(self._stored(bucket.payload.path))
+            return
         names = [self._taken.own_name(tensor) for tensor in bucket.tensors]
         with received(bucket, self._group) as tensors:
             checksums = checksums_of(tensors)
             # Copies: vLLM may hold them back until a later bucket, when the sender's memory is used again.
             own = [tensor.to(self.device, copy=True) for _, tensor in tensors]
-        self._load(names, own)
+        self._load(zip(names, own, strict=True))
         self.checksums |= checksums
         self._sent |= set(names)
 
@@ -113,11 +119,22 @@ class Inbox(WeightTransferEngine):
     def shutdown(self) -> None:
         self._group.leave()
 
-    def _load(self, names: list[str], tensors: list[Tensor]) -> None:
+    def _stored(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        """A model's files, as vLLM itself reads them when it starts."""
+        model = copy(self.model_config)
+        model.model, model.revision = path, None
+        loader = get_model_loader(self.vllm_config.load_config)
+        if not isinstance(loader, DefaultModelLoader):
+            raise ValueError(
+                f"engine.vllm.options.load_format: {type(loader).__name__} reads no files of another model"
+            )
+        yield from loader.get_all_weights(model, self.model)
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         under_way: list[str] = []
 
         def pairs() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in zip(names, tensors, strict=True):
+            for name, tensor in tensors:
                 under_way.append(name)
                 yield name, tensor
 

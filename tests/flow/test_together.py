@@ -253,14 +253,17 @@ class Run:
     def make_pool(self) -> ElasticPool:
         for name, engine in self.engines.items():
             engine.awake = not (self.world.sleeps and name.startswith("grm"))
-        policy = ElasticRole(router=self.routers["policy"], bring_current=self.sync.catch_up, sleeps=self.world.sleeps)
+        policy = ElasticRole(
+            router=self.routers["policy"],
+            bring_current=self.sync.catch_up,
+            sleeps=self.world.sleeps,
+            nothing_pushed=self.sync.nothing_pushed,
+        )
         return ElasticPool(
             "all",
             {str(n): {role: f"{role}-{n}" for role in self.routers} for n in range(self.world.num_slots)},
             {"policy": policy, "grm": ElasticRole(router=self.routers["grm"], sleeps=self.world.sleeps)},
             BalanceConfig(every_s=LOOK_S),
-            None,
-            self.sync.nothing_pushed,
         )
 
     def make_share(self) -> TimeShare:

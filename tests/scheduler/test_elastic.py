@@ -7,7 +7,7 @@ import functools
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import looptime
@@ -26,24 +26,30 @@ from models.types import (
     EngineDied,
     GroupLink,
     InlineBytes,
+    ModelFiles,
     RequestContext,
     SamplingParams,
     WeightBucket,
+    WeightReceipt,
     WeightTensor,
 )
 from scheduler.balance import BalanceConfig
 from scheduler.clock import ActiveClock
 from scheduler.continuation import Continuation
 from scheduler.elastic import ElasticPool, ElasticRole
-from scheduler.health import HealthConfig, RoleHealth, push_to_living
+from scheduler.health import BringCurrent, HealthConfig, RoleHealth, need_no_weights, push_to_living
 from scheduler.router import Router
 from scheduler.sleep import put_to_sleep
+from scheduler.stored_weights import StoredWeights
 from scheduler.supervise import run_until
+from scheduler.swap import SharedEngines
 from scheduler.weight_push import SyncConfig
 from scheduler.weight_sync import WeightSync
 
 TOKENS_PER_S = 10
-ENDLESS = 10_000
+START_S = 3.0
+ROLES = ("policy", "grm")
+PROBE = (1, 2, 3)
 
 
 def unmoved(seed: int, num_sampled: int) -> int:
@@ -97,11 +103,41 @@ class Spoken(SimulatedEngine):
         self.awake = True
 
 
-class Learner:
-    """Its weights are its number of steps."""
+class Changing(Spoken):
+    """Has the weights of one role at a time, and knows whose they are by what it was sent."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        super().__init__("grm")
+        self.came = "nothing"
+
+    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        assert context.role == self.role, f"asked for {context.role} with the weights of {self.role}"
+        return super()._write(ids, params, context)
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        self.came = "nothing"
+        await super().begin_weights(link)
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        if isinstance(bucket.payload, ModelFiles):
+            await asyncio.sleep(0.4)
+            self.came = bucket.payload.path
+        else:
+            await super().load_bucket(bucket)
+            self.came = bucket.tensors[0].name
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        self.role = self.came
+        return await super().commit_weights(version)
+
+
+class Learner:
+    """Its weights are its number of steps, under the name of its role."""
+
+    def __init__(self, role: str = "policy") -> None:
+        self.steps, self._role = 0, role
         self._hold = asyncio.Lock()
 
     @asynccontextmanager
@@ -129,7 +165,7 @@ class Learner:
     async def bucket(self, index: int) -> WeightBucket:
         await asyncio.sleep(0.3)
         data = np.full(8, self.steps % 256, dtype=np.uint8)
-        tensor = WeightTensor(name="all", dtype="float32", shape=(2,), checksum=checksum_of(data))
+        tensor = WeightTensor(name=self._role, dtype="float32", shape=(2,), checksum=checksum_of(data))
         return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
 
     async def deliver(self, index: int) -> None:
@@ -148,38 +184,57 @@ class Spans:
 class Bench:
     """An elastic pool with all that belongs to it."""
 
-    def __init__(self, num_slots: int, *, sleeps: bool = True, start_s: float = 3.0, **balance: float | bool) -> None:
-        self.engines = {f"{role}-{n}": Spoken(role) for role in ("policy", "grm") for n in range(num_slots)}
-        self.spans, self.start_s = Spans(), start_s
+    def __init__(
+        self, num_slots: int, *, sleeps: bool = True, swaps: bool = False, grm_learns: bool = False, **balance: bool
+    ) -> None:
+        """swaps: an engine a slot, and both roles see it. grm_learns: so does the judge."""
+        self.spans, self.num_started = Spans(), 0
+        self.slots = {str(n): {role: f"{role}-{n}" for role in ROLES} for n in range(num_slots)}
+        self.engines: dict[str, Spoken] = {}  # the processes, by the name that each was started under
+        for role in ("grm",) if swaps else ROLES:
+            self.engines |= {names[role]: Changing() if swaps else Spoken(role) for names in self.slots.values()}
+        for names in self.slots.values() if sleeps and not swaps else ():
+            self.engines[names["grm"]].awake = False
+        self.shared = SharedEngines(self.slots, "grm", self.engines, self.start) if swaps else None
         self.routers = {
             role: Router(
                 role,
-                {name: engine for name, engine in self.engines.items() if engine.role == role},
+                self.shared.seen_by(role) if self.shared else {n: e for n, e in self.engines.items() if e.role == role},
                 self.spans,
                 Continuation(decode=lambda ids: " ".join(map(str, ids)), seed_after=unmoved),
             )
-            for role in ("policy", "grm")
+            for role in ROLES
         }
-        self.learner = Learner()
-        self.sync = WeightSync(self.learner, (1, 2, 3), SyncConfig(deadline_s=20))
-        for n in range(num_slots):
-            self.engines[f"grm-{n}"].awake = not sleeps
+        config = SyncConfig(deadline_s=20)
+        self.learners = {role: Learner(role) for role in (ROLES if grm_learns else ("policy",))}
+        self.syncs = {role: WeightSync(learner, PROBE, config) for role, learner in self.learners.items()}
+        brings: dict[str, BringCurrent] = {
+            role: functools.partial(sync.catch_up, anew=swaps) for role, sync in self.syncs.items()
+        }
+        if not grm_learns:
+            stored = StoredWeights(path="grm", probe_ids=PROBE, logprobs=(-1.0, -1.0), config=config)
+            brings["grm"] = stored.bring_current if swaps else need_no_weights
         self.pool = ElasticPool(
             "engines",
-            {str(n): {role: f"{role}-{n}" for role in self.routers} for n in range(num_slots)},
+            self.slots,
             {
-                "policy": ElasticRole(router=self.routers["policy"], bring_current=self.sync.catch_up, sleeps=sleeps),
-                "grm": ElasticRole(router=self.routers["grm"], sleeps=sleeps),
+                role: ElasticRole(
+                    router=self.routers[role],
+                    bring_current=brings[role],
+                    sleeps=sleeps and not swaps,
+                    nothing_pushed=self.syncs[role].nothing_pushed if role in self.syncs else nullcontext,
+                )
+                for role in ROLES
             },
             BalanceConfig(**balance),  # type: ignore[arg-type]
             self.spans,
-            self.sync.nothing_pushed,
+            swaps=swaps,
         )
         self.health = [
             RoleHealth(
                 role,
                 router,
-                self.restart,
+                self.shared.restart if self.shared else self.start,
                 HealthConfig(max_replacements=1000, check_every_s=1.0),
                 functools.partial(self.pool.bring_current, role),
                 self.spans,
@@ -187,13 +242,14 @@ class Bench:
             for role, router in self.routers.items()
         ]
 
-    async def restart(self, name: str) -> Engine:
-        await asyncio.sleep(self.start_s)
-        engine = self.engines[name] = Spoken(name.partition("-")[0])
+    async def start(self, name: str) -> Engine:
+        await asyncio.sleep(START_S)
+        self.num_started += 1
+        engine = self.engines[name] = Changing() if self.shared else Spoken(name.partition("-")[0])
         return engine
 
-    async def push(self, version: int) -> None:
-        await push_to_living(self.sync, self.routers["policy"], version)
+    async def push(self, version: int, role: str = "policy") -> None:
+        await push_to_living(self.syncs[role], self.routers[role], version)
 
     async def ask(self, role: str, number: int, tokens: int) -> Completion:
         context = RequestContext(request_id=f"{role}/{number}", group_id=f"g{number // 4}", role=role)
@@ -273,38 +329,73 @@ def test_without_handing_over_a_slot_waits_for_its_requests() -> None:
     assert set(asked.values()) == {1}
 
 
-def test_one_slot_serves_both_roles_by_turns_and_a_push_calls_it_back() -> None:
+@pytest.mark.parametrize("swaps", [False, True])
+def test_one_slot_serves_both_roles_by_turns_and_a_push_calls_it_back(swaps: bool) -> None:
     async def main(bench: Bench) -> None:
         await bench.push(0)
         for version in range(1, 4):
             await asyncio.gather(*(bench.ask("policy", 10 * version + n, 20) for n in range(4)))
             await asyncio.gather(*(bench.ask("grm", 10 * version + n, 20) for n in range(4)))
             assert not bench.serving("policy")
-            await bench.learner.step()
+            await bench.learners["policy"].step()
             await bench.push(version)
-            assert bench.engines["policy-0"].version == version
+            assert bench.engines["grm-0" if swaps else "policy-0"].version == version
 
-    bench = on_virtual_clock(lambda: Bench(1), main)
+    bench = on_virtual_clock(lambda: Bench(1, swaps=swaps), main)
     assert bench.pool.moves == {"policy->grm": 3, "grm->policy": 3}
 
 
-@pytest.mark.parametrize("seed", range(6))
+def test_a_slot_that_swaps_waits_for_the_push_that_has_it_and_the_next_one_leaves_it_out() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        await bench.learners["policy"].step()
+        pushing = asyncio.create_task(bench.push(1))
+        await asyncio.sleep(0.1)
+        await asyncio.gather(*(bench.ask("grm", n, 100) for n in range(8)), pushing)
+        engine = bench.engines["grm-0"]
+        assert (engine.role, engine.version) == ("grm", 0), "the judge's weights came after the push"
+        await bench.ask("policy", 1, 10)
+        assert (engine.role, engine.version) == ("policy", 1), "what it had missed no push of is gone all the same"
+
+    on_virtual_clock(lambda: Bench(1, swaps=True), main)
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.3, 0.6, 1.0])
+def test_an_engine_that_dies_in_the_midst_of_a_swap_is_made_anew_once_and_serves_both_roles(after_s: float) -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        judging = asyncio.create_task(bench.ask("grm", 0, 30))
+        await asyncio.sleep(after_s)
+        bench.engines["grm-0"].die("killed by signal 9")
+        first = bench.engines["grm-0"]
+        await judging
+        await asyncio.gather(*(bench.ask("policy", n, 20) for n in range(4)))
+        assert bench.engines["grm-0"] is not first
+        assert bench.num_started == 1
+
+    on_virtual_clock(lambda: Bench(1, swaps=True), main)
+
+
+WAYS = ({"sleeps": False}, {"sleeps": True}, {"swaps": True}, {"swaps": True, "grm_learns": True})
+
+
+@pytest.mark.parametrize("seed", range(16))
 def test_under_random_work_pushes_and_deaths_all_is_answered_once_and_under_current_weights(seed: int) -> None:
     rng = random.Random(seed)
     version_when_asked: dict[str, int] = {}
 
     async def one(bench: Bench, role: str, number: int) -> None:
         await asyncio.sleep(rng.uniform(0, 40))
-        version_when_asked[f"{role}/{number}"] = pushed[0]
+        version_when_asked[f"{role}/{number}"] = pushed[role]
         await bench.ask(role, number, rng.randint(1, 120))
         answered[f"{role}/{number}"] += 1
 
-    async def train(bench: Bench) -> None:
+    async def train(bench: Bench, role: str) -> None:
         for version in range(1, 9):
             await asyncio.sleep(rng.uniform(1, 6))
-            await bench.learner.step()
-            await bench.push(version)
-            pushed[0] = version
+            await bench.learners[role].step()
+            await bench.push(version, role)
+            pushed[role] = version
 
     async def kill(bench: Bench) -> None:
         for _ in range(4):
@@ -313,20 +404,20 @@ def test_under_random_work_pushes_and_deaths_all_is_answered_once_and_under_curr
             bench.engines[name].die("killed by signal 9")
 
     async def main(bench: Bench) -> None:
-        await bench.push(0)
-        asks = [one(bench, role, n) for n in range(60) for role in ("policy", "grm")]
+        for role in bench.learners:
+            await bench.push(0, role)
+        asks = [one(bench, role, n) for n in range(60) for role in ROLES]
         async with asyncio.timeout(2000):
-            await asyncio.gather(train(bench), kill(bench), *asks)
+            await asyncio.gather(kill(bench), *(train(bench, role) for role in bench.learners), *asks)
 
-    pushed, answered = [0], Counter[str]()
-    bench = on_virtual_clock(lambda: Bench(rng.randint(1, 4), sleeps=bool(seed % 2)), main)
+    pushed, answered = dict.fromkeys(ROLES, 0), Counter[str]()
+    bench = on_virtual_clock(lambda: Bench(rng.randint(1, 4), **WAYS[seed % len(WAYS)]), main)
     assert len(answered) == 120
     assert set(answered.values()) == {1}
     for engine in bench.engines.values():
-        if engine.role == "policy":
-            assert all(version >= version_when_asked[request] for request, version in engine.served)
+        assert all(version >= version_when_asked[request] for request, version in engine.served)
     assert all(not router.load.num_requests for router in bench.routers.values())
-    assert sum(bench.pool.slots_by_role.values()) == len(bench.engines) // 2
+    assert sum(bench.pool.slots_by_role.values()) == len(bench.slots)
 
 
 def test_an_engine_that_dies_while_it_rests_is_replaced_and_rests() -> None:
@@ -366,9 +457,9 @@ def test_an_engine_that_comes_back_to_a_slot_that_left_it_sleeps() -> None:
     async def main(bench: Bench) -> None:
         await bench.push(0)
         bench.engines["policy-0"].die("killed by signal 9")
-        await bench.learner.step()
+        await bench.learners["policy"].step()
         await asyncio.sleep(5.0)
-        assert "policy-0" in bench.sync.arrivals
+        assert "policy-0" in bench.syncs["policy"].arrivals
         judging = [asyncio.create_task(bench.ask("grm", n, 150)) for n in range(8)]
         await asyncio.sleep(10.0)
         assert "grm-0" in bench.serving("grm")
@@ -397,7 +488,7 @@ def test_an_engine_that_missed_no_push_needs_none_to_serve_again() -> None:
         await bench.push(0)
         router, engine = bench.routers["policy"], bench.engines["policy-0"]
         began_s = asyncio.get_running_loop().time()
-        report = await bench.sync.catch_up("policy-0", engine, lambda: router.serve("policy-0", engine))
+        report = await bench.syncs["policy"].catch_up("policy-0", engine, lambda: router.serve("policy-0", engine))
         assert (report.num_bytes, asyncio.get_running_loop().time()) == (0, began_s)
 
     on_virtual_clock(lambda: Bench(1), main)

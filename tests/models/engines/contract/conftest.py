@@ -47,6 +47,7 @@ class Kind:
     prefilled: Callable[[Any], int]
     has_grammar: bool
     hashes_broadcasts: bool = True
+    reads_models: bool = False  # from their own files
 
 
 def make_embedded(path: str, recompute: bool) -> EmbeddedEngine:
@@ -81,7 +82,7 @@ def make_replayed(path: str, recompute: bool) -> SglangEngine:
 RECORDER, REPLAY = sglang_replay.Recorder(), sglang_replay.ReplayServer()
 KINDS = {
     "embedded": Kind(make_embedded, lambda engine: engine.stats().prefilled_tokens, has_grammar=False),
-    "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, has_grammar=True),
+    "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, has_grammar=True, reads_models=True),
     "sglang": Kind(make_sglang, lambda engine: engine.prefilled_tokens, has_grammar=True, hashes_broadcasts=False),
     "sglang_replayed": Kind(make_replayed, lambda engine: engine.prefilled_tokens, has_grammar=True),
 }

@@ -19,6 +19,7 @@ from models.types import (
     Completion,
     GroupLink,
     InlineBytes,
+    ModelFiles,
     VersionSpan,
     WeightBucket,
     WeightReceipt,
@@ -87,6 +88,38 @@ def test_weights_arrive_by_every_way_that_a_cpu_has(
         assert run(engine.score(prompt_of(40))) == pytest.approx(scored(next_plain, prompt_of(40)), abs=1e-4)
     finally:
         sender.close()
+
+
+def test_a_model_is_read_from_its_own_files_and_pushes_and_files_take_turns(
+    engine: Any, kind: Any, ask: Any, run: Any, push: Any, prompt_of: Any, plain: Any, next_plain: Any,
+    next_version_path: str, model_path: str,
+) -> None:  # fmt: skip
+    async def read(path: str, version: int) -> WeightReceipt:
+        await engine.pause()
+        await engine.begin_weights()
+        try:
+            await engine.load_bucket(WeightBucket(tensors=(), payload=ModelFiles(path=path)))
+            return await engine.commit_weights(version)
+        finally:
+            await engine.resume()
+
+    async def by_turns() -> list[Any]:
+        seen = [await read(next_version_path, 7), await engine.score(prompt_of(40))]
+        seen += [await push(engine, model_path, version=8), await engine.score(prompt_of(40))]
+        seen += [await read(next_version_path, 9), await ask(engine, prompt_of(40), "after", max_new_tokens=20)]
+        return seen
+
+    if not kind.reads_models:
+        with pytest.raises(ValueError, match="read a model's files themselves"):
+            run(read(next_version_path, 7))
+        return
+    receipt, by_files, pushed, by_push, _, completion = run(by_turns())
+    assert receipt == WeightReceipt(version=7, checksums={}), "vLLM's own loader hashes nothing"
+    assert by_files == pytest.approx(scored(next_plain, prompt_of(40)), abs=1e-4)
+    assert len(pushed.checksums) == NUM_TENSORS
+    assert by_push == pytest.approx(scored(plain, prompt_of(40)), abs=1e-4)
+    assert completion.versions == (VersionSpan(model="policy", version=9, start=0, end=20),)
+    assert completion.logprobs == pytest.approx(next_plain.logprobs(prompt_of(40), completion), abs=1e-4)
 
 
 def test_bfloat16_weights_are_taken_by_a_float32_engine(
