@@ -22,6 +22,7 @@ import torch
 from models.engines.calls import Answer, Command, Waiter, copy_of
 from models.engines.embedded_worker import EmbeddedWorker, EngineStats
 from models.engines.grammar import parsed
+from models.engines.window import Window
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, LoraConfig
 from models.types import (
@@ -65,14 +66,13 @@ class EmbeddedEngine:
     ) -> None:
         renderer = Renderer.load(model_path, chat_template)
         self.model_name = model_name
-        self._vocab_size = renderer.vocab_size
-        self._context_tokens = _window(config, renderer)
+        self._window = Window.of(model_name, renderer, config.max_context_tokens)
         self._worker = EmbeddedWorker(
             model_path,
             model_name,
             renderer,
             config,
-            self._context_tokens,
+            self._window.tokens,
             dtype=dtype,
             device=device,
             seed=seed,
@@ -135,9 +135,7 @@ class EmbeddedEngine:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         ids = tuple(token_ids)
-        self._refuse_unknown_ids(ids)
-        if len(ids) > self._context_tokens:
-            raise EngineRefused(f"{len(ids)} tokens exceed the window of {self._context_tokens} of {self.model_name}")
+        self._window.check_text(ids)
         return await self._do(partial(self._worker.score, ids))
 
     async def sleep(self) -> int:
@@ -175,25 +173,12 @@ class EmbeddedEngine:
             self._commands.put(command)
 
     def _refuse_what_cannot_run(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
-        needed = len(prompt_ids) + params.max_new_tokens
-        if needed > self._context_tokens:
-            raise EngineRefused(
-                f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the window of "
-                f"{self._context_tokens} tokens of {self.model_name}"
-            )
-        self._refuse_unknown_ids(prompt_ids)
+        self._window.check_request(prompt_ids, params)
         if params.pattern is not None:
             try:
                 parsed(params.pattern)
             except ValueError as error:
                 raise EngineRefused(str(error)) from error
-        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
-            raise EngineRefused(f"these sampling parameters can't be served: {params}")
-
-    def _refuse_unknown_ids(self, token_ids: tuple[int, ...]) -> None:
-        """Before they reach the model, where they would end the engine for everybody."""
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise EngineRefused(f"one or more ids from 0 to {self._vocab_size - 1} are needed")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -230,12 +215,3 @@ class EmbeddedEngine:
         self._worker.fail_all(death)
         while not self._commands.empty():
             self._commands.get().fail(copy_of(death))
-
-
-def _window(config: EmbeddedConfig, renderer: Renderer) -> int:
-    if config.max_context_tokens > renderer.context_tokens:
-        raise ValueError(
-            f"max_context_tokens: {config.max_context_tokens} exceeds the model's window of "
-            f"{renderer.context_tokens} tokens; give that or less (0: all of it)"
-        )
-    return config.max_context_tokens or renderer.context_tokens

@@ -23,11 +23,11 @@ from models.engines.sglang_memory import used_gpu_bytes
 from models.engines.sglang_requests import scores_of, scoring_body
 from models.engines.sglang_server import SglangServer, SglangStart
 from models.engines.sglang_weights import SglangWeights
+from models.engines.window import Window
 from models.renderer import Renderer
 from models.settings import SglangConfig
 from models.types import (
     Completion,
-    EngineRefused,
     GroupLink,
     RequestContext,
     SamplingParams,
@@ -69,8 +69,7 @@ class SglangEngine:
         self.version = version
         self._http, self._server = http, server
         self._config, self._device = config, device
-        self._vocab_size = renderer.vocab_size
-        self._context_tokens = window_of(config, renderer)
+        self._window = Window.of(model_name, renderer, config.max_context_tokens)
         self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine)
         self._generation = SglangGeneration(
             http,
@@ -106,7 +105,7 @@ class SglangEngine:
             SglangStart(
                 model_path=model_path,
                 config=config,
-                context_tokens=window_of(config, renderer),
+                context_tokens=Window.of(model_name, renderer, config.max_context_tokens).tokens,
                 dtype=dtype,
                 device=device,
                 seed=seed,
@@ -146,7 +145,8 @@ class SglangEngine:
         """
         renderer = Renderer.load(model_path, chat_template)
         key = key_of(config)
-        joined = check_joined(url, key, model_path, window_of(config, renderer), config.api_key_env)
+        window = Window.of(model_name, renderer, config.max_context_tokens)
+        joined = check_joined(url, key, model_path, window.tokens, config.api_key_env)
         return cls(
             SglangHttp(url, key),
             model_path,
@@ -180,7 +180,7 @@ class SglangEngine:
         """Sample one completion. A request_id that is in flight already gets that request's answer."""
         ids = tuple(prompt_ids)
         self._http.refuse_the_dead()
-        self._refuse_what_cannot_run(ids, params)
+        self._window.check_request(ids, params)
         await self._confirm_model()
         return await self._generation.generate(ids, params, context, on_first_token)
 
@@ -222,9 +222,7 @@ class SglangEngine:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         ids = tuple(token_ids)
-        self._refuse_unknown_ids(ids)
-        if len(ids) > self._context_tokens:
-            raise EngineRefused(f"{len(ids)} tokens exceed the window of {self._context_tokens} of {self.model_name}")
+        self._window.check_text(ids)
         return scores_of(await self._http.post("/generate", scoring_body(ids)))
 
     async def sleep(self) -> int:
@@ -260,28 +258,3 @@ class SglangEngine:
     def _refuse_the_unpaused(self) -> None:
         if not self._generation.paused:
             raise RuntimeError("weights may only be sent to a paused engine")
-
-    def _refuse_what_cannot_run(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
-        needed = len(prompt_ids) + params.max_new_tokens
-        if needed > self._context_tokens:
-            raise EngineRefused(
-                f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the window of "
-                f"{self._context_tokens} tokens of {self.model_name}"
-            )
-        self._refuse_unknown_ids(prompt_ids)
-        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
-            raise EngineRefused(f"these sampling parameters can't be served: {params}")
-
-    def _refuse_unknown_ids(self, token_ids: tuple[int, ...]) -> None:
-        """SGLang takes ids beyond the vocabulary, and crashes on them or not."""
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise EngineRefused(f"one or more ids from 0 to {self._vocab_size - 1} are needed")
-
-
-def window_of(config: SglangConfig, renderer: Renderer) -> int:
-    if config.max_context_tokens > renderer.context_tokens:
-        raise ValueError(
-            f"max_context_tokens: {config.max_context_tokens} exceeds the model's window of "
-            f"{renderer.context_tokens} tokens; give that or less (0: all of it)"
-        )
-    return config.max_context_tokens or renderer.context_tokens

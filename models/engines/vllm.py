@@ -34,6 +34,7 @@ from models.engines.vllm_requests import (
     spans_of,
 )
 from models.engines.vllm_weights import as_plain, hearing
+from models.engines.window import Window
 from models.renderer import Renderer
 from models.routing import Routers
 from models.settings import VllmConfig
@@ -89,8 +90,7 @@ class VllmEngine:
         self.version = version
         self.prefilled_tokens = 0  # of finished requests: prompt tokens that no prefix cache held
         self._config, self._seed, self._takes_weights = config, seed, takes_weights
-        self._vocab_size = renderer.vocab_size
-        self._context_tokens = _window(config, renderer)
+        self._window = Window.of(model_name, renderer, config.max_context_tokens)
         self._stop_token_ids = renderer.stop_token_ids
         self._endings = Endings(renderer.decode, renderer.stop_token_ids)
         self._expert_layers = Routers.of(outline_causal_lm(model_path)).shape.layers if note_experts else ()
@@ -106,7 +106,7 @@ class VllmEngine:
         start = VllmStart(
             model_path=model_path,
             config=config,
-            context_tokens=self._context_tokens,
+            context_tokens=self._window.tokens,
             dtype=dtype,
             device=device,
             tensor_parallel=tensor_parallel,
@@ -139,7 +139,8 @@ class VllmEngine:
         """Sample one completion. A request_id that is in flight already gets that request's answer."""
         self._refuse_the_dead()
         ids = tuple(prompt_ids)
-        self._refuse_what_cannot_run(ids, params)
+        self._window.check_request(ids, params)
+        refuse_what_cannot_run(params)
         ticket = self._tickets.get(context.request_id)
         if ticket is None:
             ticket = Ticket(context.request_id, ids, params, context.priority)
@@ -216,9 +217,7 @@ class VllmEngine:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         self._refuse_the_dead()
         ids = tuple(token_ids)
-        self._refuse_unknown_ids(ids)
-        if len(ids) > self._context_tokens:
-            raise EngineRefused(f"{len(ids)} tokens exceed the window of {self._context_tokens} of {self.model_name}")
+        self._window.check_text(ids)
         if self._paused:
             raise RuntimeError("a paused engine scores nothing")
         return await self._call(self._score(ids)) if len(ids) > 1 else ()
@@ -309,7 +308,7 @@ class VllmEngine:
 
         await self._prepare()
         # vLLM keeps a place for a new token: a prompt that fills the window is scored without its last one.
-        prompt, last = (ids, ()) if len(ids) < self._context_tokens else (ids[:-1], ids[-1:])
+        prompt, last = (ids, ()) if len(ids) < self._window.tokens else (ids[:-1], ids[-1:])
         tokens = tokens_input(list(prompt), cache_salt=str(self._prefix_salt))
         name = f"score-{next(self._scores)}"
         async for output in self._llm.generate(tokens, scoring_of(last), name, priority=FIRST_OF_ALL):
@@ -326,20 +325,6 @@ class VllmEngine:
         for ticket in waiting:
             ticket.renewed = True
         await self._call(self._llm.abort([ticket.request_id for ticket in waiting]))
-
-    def _refuse_what_cannot_run(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
-        needed = len(prompt_ids) + params.max_new_tokens
-        if needed > self._context_tokens:
-            raise EngineRefused(
-                f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the window of "
-                f"{self._context_tokens} tokens of {self.model_name}"
-            )
-        self._refuse_unknown_ids(prompt_ids)
-        refuse_what_cannot_run(params)
-
-    def _refuse_unknown_ids(self, token_ids: tuple[int, ...]) -> None:
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise EngineRefused(f"one or more ids from 0 to {self._vocab_size - 1} are needed")
 
     # -- vLLM's processes ------------------------------------------------------------------------------------------
 
@@ -377,12 +362,3 @@ class VllmEngine:
     async def _drop_update(self) -> None:
         await self._ask_workers("drop_update")
         self._updating = False
-
-
-def _window(config: VllmConfig, renderer: Renderer) -> int:
-    if config.max_context_tokens > renderer.context_tokens:
-        raise ValueError(
-            f"max_context_tokens: {config.max_context_tokens} exceeds the model's window of "
-            f"{renderer.context_tokens} tokens; give that or less (0: all of it)"
-        )
-    return config.max_context_tokens or renderer.context_tokens

@@ -122,15 +122,9 @@ def scores_of(output: RequestOutput, last: Sequence[int]) -> tuple[float, ...]:
 
 
 def refuse_what_cannot_run(params: SamplingParams) -> None:
+    """What vLLM can't draw, beyond what no engine can."""
     cold = 0 < params.temperature < COLDEST
-    if (
-        params.max_new_tokens < 1
-        or params.temperature < 0
-        or cold
-        or not 0 < params.top_p <= 1
-        or "" in params.stop
-        or params.seed < 0
-    ):
+    if cold or params.seed < 0:
         too_cold = f" (temperatures between 0 and {COLDEST} can't be had)" if cold else ""
         raise EngineRefused(f"these sampling parameters can't be served{too_cold}: {params}")
 

@@ -1,0 +1,50 @@
+"""What an engine refuses before its model sees it: texts beyond its window, ids that there aren't, impossible draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from models.renderer import Renderer
+from models.types import EngineRefused, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The most tokens of a request, prompt and new ones together, and the ids there are."""
+
+    model_name: str
+    tokens: int
+    vocab_size: int
+
+    @staticmethod
+    def of(model_name: str, renderer: Renderer, max_context_tokens: int) -> Window:
+        """`max_context_tokens`: 0 for all that the model has. Raises ValueError for more."""
+        if max_context_tokens > renderer.context_tokens:
+            raise ValueError(
+                f"max_context_tokens: {max_context_tokens} exceeds the model's window of "
+                f"{renderer.context_tokens} tokens; give that or less (0: all of it)"
+            )
+        return Window(model_name, max_context_tokens or renderer.context_tokens, renderer.vocab_size)
+
+    def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises EngineRefused."""
+        if len(prompt_ids) + params.max_new_tokens > self.tokens:
+            raise EngineRefused(
+                f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the window of "
+                f"{self.tokens} tokens of {self.model_name}"
+            )
+        self._check_ids(prompt_ids)
+        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
+            raise EngineRefused(f"these sampling parameters can't be served: {params}")
+
+    def check_text(self, token_ids: Sequence[int]) -> None:
+        """Of a text that is to be scored. Raises EngineRefused."""
+        self._check_ids(token_ids)
+        if len(token_ids) > self.tokens:
+            raise EngineRefused(f"{len(token_ids)} tokens exceed the window of {self.tokens} of {self.model_name}")
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        """Others would end an engine for everybody."""
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise EngineRefused(f"one or more ids from 0 to {self.vocab_size - 1} are needed")
