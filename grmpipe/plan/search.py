@@ -21,6 +21,7 @@ from grmpipe.run_dir import HOME
 from models.footprint import Heads, heads_of
 from models.settings import OpenAIConfig, SglangConfig
 from models.types import EngineSpeed
+from scheduler.bound import LEARNING, StepWork
 from scheduler.cost import Costs
 from scheduler.placement import Placement, PoolConfig, place
 from scheduler.planner import Candidate, Predicted, Question, Ranked, Ranking, Seating, placement_of, search
@@ -43,10 +44,6 @@ class Plans:
 
 def find_plans(survey: Survey, profile: Profile | None, simulate: Simulate | None) -> Plans:
     """Raises ConfigError where no placement fits, or where nobody knows what work costs."""
-    if survey.config.critic.enabled:
-        raise ConfigError(
-            "plan.search: seats no critic, whose place is up to you (placement.roles.critic); type plan.search=false"
-        )
     plan, kinds = survey.config.plan, slot_kinds(survey)
     until = time.monotonic() + plan.search_s
     question = make_question(survey, profile, kinds)
@@ -85,7 +82,7 @@ def slot_kinds(survey: Survey) -> dict[str, PoolConfig]:
         if alike:
             kinds[alike[0]] = replace(kinds[alike[0]], slots=kinds[alike[0]].slots + pool.slots)
         else:
-            kinds[name] = replace(pool, strategy="PACK", elastic=False)
+            kinds[name] = replace(pool, strategy="PACK", elastic=False, time_shared=False)
     return kinds
 
 
@@ -96,7 +93,7 @@ def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, P
 
     def memory(role: str, seating: Seating, kind: str) -> float | None:
         # As of speeds: of an engine, its width counts, not how many there are. Thousands of candidates share the few.
-        key = (role, seating.replicas if role == "learner" else 0, seating.width, kind)
+        key = (role, seating.replicas if role in LEARNING else 0, seating.width, kind)
         if key not in held:
             held[key] = memory_of(role, seating, kind, survey, kinds)
         return held[key]
@@ -109,7 +106,7 @@ def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, P
         }
         # An engine's speed doesn't depend on how many there are; a learner's does on its ranks.
         key = tuple(
-            (role, where.seating.replicas if role == "learner" else 0, where.seating.width, where.pool)
+            (role, where.seating.replicas if role in LEARNING else 0, where.seating.width, where.pool)
             for role, where in sorted(seated.items())
         )
         if key not in known:
@@ -124,16 +121,16 @@ def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, P
         costs=costs,
         memory=memory,
         elastic=frozenset(work.engines) if len(work.engines) > 1 else frozenset(),
-        replicas=replicas_allowed(survey),
+        replicas=replicas_allowed(survey, work),
     )
 
 
-def replicas_allowed(survey: Survey) -> dict[str, range]:
+def replicas_allowed(survey: Survey, work: StepWork) -> dict[str, range]:
     """Where a number of processes is given: ranks within this process, servers that run already."""
-    config, allowed = survey.config, {}
+    config, allowed = survey.config, dict[str, range]()
     if config.cluster.kind == "inprocess":
-        allowed["learner"] = range(1, 2)
-    for role in survey.models:
+        allowed |= dict.fromkeys(LEARNING, range(1, 2))
+    for role in work.engines:
         engine = engine_config_of(role, config)
         if isinstance(engine, SglangConfig) and engine.urls:
             allowed[role] = range(len(engine.urls), len(engine.urls) + 1)
@@ -165,7 +162,7 @@ def memory_of(role: str, seating: Seating, kind: str, survey: Survey, kinds: Map
     parts = parts_of(survey, role, seating, pool)
     if not parts:
         return None
-    if role != "learner" and (reserved := row_room(role, seating, kind, survey)) is not None and reserved < 1:
+    if role not in LEARNING and (reserved := row_room(role, seating, kind, survey)) is not None and reserved < 1:
         return math.inf
     return sum(part.num_bytes for part in parts)
 

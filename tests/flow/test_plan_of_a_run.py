@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 SMALL = (
-    "+experiment=quickstart", "cluster=inprocess", "tracking=none", "tracking.console=false",
+    "+experiment=ppo", "cluster=inprocess", "tracking=none", "tracking.console=false",
     "train.groups_per_batch=4", "train.group_size=4", "data.num_prompts=64", "data.num_eval_prompts=16",
 )  # fmt: skip
 
@@ -29,11 +29,11 @@ def test_a_run_is_profiled_searched_and_run_again_as_it_was_planned(tmp_path: Pa
     text = launch(tmp_path, *SMALL, "task=plan", "plan.profile=first", "plan.search=true", "plan.max_candidates=3")
     assert time.monotonic() - began_s < 60
     assert "time of a step (measured in first; " in text
-    assert "4 candidates, 0 too large for their slots" in text
+    assert "8 candidates, 0 too large for their slots" in text
     (command,) = [line.split() for line in text.splitlines() if line.strip().startswith("python launch.py")]
     overrides = command[2 : command.index("placement=planned") + 1]
     launch(tmp_path, *overrides, *SMALL[1:], "train.num_steps=2", "run_dir=second")
     ran = (tmp_path / "second/config.yaml").read_text()
-    written = (tmp_path / "runs/quickstart/plan/placement/planned.yaml").read_text()
+    written = (tmp_path / "runs/ppo/plan/placement/planned.yaml").read_text()
     block = "\n".join(f"  {line}" for line in written.splitlines()[1:])
     assert f"placement:\n{block}\n" in ran

@@ -12,7 +12,7 @@ import launch  # noqa: F401  registers the schema
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import build
 from grmpipe.plan.report import plan
-from grmpipe.simulation.task import run_simulation
+from grmpipe.simulation.task import run_simulation, simulator
 
 ROOT = Path(__file__).parents[3]
 COSTS = (
@@ -53,8 +53,19 @@ def test_a_simulated_critic_works_a_third_more_than_the_learner_and_beside_it(tm
     assert {"values", "accumulate"} <= names
 
 
-def test_costs_without_the_critics_and_a_search_for_its_place_are_refused(tmp_path: Path) -> None:
+def test_costs_without_the_critics_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"simulate\.costs\.critic_token_s"):
         simulated(tmp_path / "half")
-    with pytest.raises(ConfigError, match=r"plan\.search"):
-        plan(composed("plan.search=true"), lambda what, share: None)
+
+
+def test_a_search_seats_the_critic_too(tmp_path: Path) -> None:
+    """With its memory and its work: alone, with the learner, with anybody."""
+    config = composed(
+        "plan.search=true", "plan.steps=2", "plan.max_candidates=9", f"run_dir={tmp_path}", "plan.cores=2"
+    )
+    text = plan(config, lambda what, share: None, simulator)
+    assert "placements: 9 candidates, 0 too large for their slots, 9 simulated" in text
+    table = text.split("placements: ")[1]
+    assert "critic busy" in table and "policy+grm 1 | learner+critic 1" in table and "| critic 1 " in table
+    written = (tmp_path / "plan/placement/planned.yaml").read_text()
+    assert "\n  critic:\n    pool: " in written
