@@ -31,11 +31,13 @@ class Gauge:
 ACCURACY = Gauge(metric="train/true_accuracy", title="true accuracy", brief="true", decimals=2, width=4)
 SCORE = Gauge(metric="train/grm_score", title="GRM score", brief="score", decimals=1, width=4)
 PACE = (
+    Gauge(metric="time/step_s", title="step", brief="took", decimals=1, width=6, unit="s"),
     Gauge(metric="rollout/tokens_per_s", title="policy tokens/s", brief="tok/s", decimals=0, width=7),
     Gauge(metric="judge/tokens_per_s", title="GRM tokens/s", brief="grm tok/s", decimals=0, width=7),
     Gauge(metric="staleness/max", title="staleness, oldest", brief="stale", decimals=0, width=2),
 )
 WAITS = (
+    Gauge(metric="time/learner_s", title="learner worked", brief="learner works", decimals=1, width=6, unit="s"),
     Gauge(
         metric="wait/learner_for_groups_s", title="learner waited for groups", brief="learner waits",
         decimals=1, width=6, unit="s",
@@ -51,7 +53,7 @@ HELD_OUT = (
     Gauge(metric="eval/true_accuracy_greedy", title="greedy", brief="greedy", decimals=2, width=4),
     Gauge(metric="eval/grm_score", title="GRM score", brief="score", decimals=1, width=4),
 )
-LINE = (ACCURACY, SCORE, PACE[0], PACE[2], *WAITS)  # of a step, where there is no panel
+LINE = (PACE[0], ACCURACY, SCORE, PACE[1], PACE[3], *WAITS[1:])  # of a step, where there is no panel
 
 
 def failures_by_cause(metrics: Metrics) -> dict[str, int]:

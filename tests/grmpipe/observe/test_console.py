@@ -19,6 +19,8 @@ from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.sparkline import sparkline
 
 METRICS = {
+    "time/step_s": 1.26,
+    "time/learner_s": 0.51,
     "train/true_accuracy": 0.456,
     "train/grm_score": 6.04,
     "rollout/tokens_per_s": 3410.0,
@@ -53,10 +55,10 @@ def test_elsewhere_a_step_is_one_aligned_line() -> None:
     sink.log(13, {"staleness/max": 2.0})
     first, second, third = text_of(console).splitlines()
     assert first == (
-        "step  1/80  true 0.46  score  6.0  tok/s   3,410  stale  1  learner waits   0.2s  engines wait  12.5s  "
-        "sync  0.03s  failed 2 timeout"
+        "step  1/80  took   1.3s  true 0.46  score  6.0  tok/s   3,410  stale  1  learner waits   0.2s  "
+        "engines wait  12.5s  sync  0.03s  failed 2 timeout"
     )
-    assert second.startswith("step 12/80  true 0.46  score  6.0  tok/s  12,345  stale")
+    assert second.startswith("step 12/80  took   1.3s  true 0.46  score  6.0  tok/s  12,345  stale")
     assert first.index("failed") == second.index("failed") == third.index("failed")
     assert "true    -" in third
     assert third.endswith("failed none")
@@ -70,7 +72,7 @@ def test_a_look_at_held_out_prompts_has_a_line_of_its_own() -> None:
     sink.log(21, {"time/other_s": 1.0})
     first, second, third = text_of(console).splitlines()
     assert first == "step  0/80  held-out:  true 0.29  greedy 0.31  score  4.3"
-    assert second.startswith("step 20/80  true 0.46")
+    assert second.startswith("step 20/80  took   1.3s  true 0.46")
     assert third == "step 20/80  held-out:  true 0.45  greedy    -  score    -"
 
 
@@ -81,7 +83,8 @@ def test_in_a_terminal_a_panel_shows_the_step_and_who_waits_for_whom() -> None:
     sink.close()
     panel = text_of(console)
     for shown in (
-        "step 12/80", "━", "true accuracy", "0.46", "GRM score", "6.0", "3,410", "learner waited for groups",
+        "step 12/80", "━", "true accuracy", "0.46", "GRM score", "6.0", "3,410", "1.3s", "learner worked", "0.5s",
+        "learner waited for groups",
         "engines waited for learner", "12.5s", "weight sync", "0.03s", "2 timeout",
     ):  # fmt: skip
         assert shown in panel
