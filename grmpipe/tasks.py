@@ -24,6 +24,7 @@ from grmpipe.meta.prepare import prepare_meta_training
 from grmpipe.meta.training import train_meta
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.summary import Summary
+from grmpipe.plan.fitting import check_memory
 from grmpipe.plan.report import plan
 from grmpipe.prepare import Prepared, prepare
 from grmpipe.replaying.prepare import prepare_replay
@@ -45,6 +46,7 @@ def run_train(config: RunConfig) -> float | None:
         return objective_of(place.run_dir)
     with model_progress() as progress:
         prepared = prepare(config, progress)
+    check_memory(prepared)
     for note in notes(prepared):
         print(f"grmpipe: note: {note}", file=sys.stderr)
     open_run_dir(place, config)

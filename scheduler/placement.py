@@ -17,7 +17,7 @@ class PoolConfig:
     slots: int = 1
     resource: str = "cpu"
     strategy: str = "PACK"  # over nodes, in Ray's words
-    memory_gb: float | None = None  # of one slot; task=plan warns of what won't fit
+    memory_gb: float | None = None  # of one slot; what can't fit is refused, what may not is a warning of task=plan
     elastic: bool = False  # each slot has an engine of every role here, and serves the one that has the backlog
     time_shared: bool = False  # the learner and the engines here have the slots by turns: these sleep while it updates
     device: str | None = None  # which GPU a slot is (h100, a100_80, ..): what task=plan and task=simulate reckon with

@@ -30,7 +30,7 @@ class Part:
 
     what: str
     num_bytes: float
-    kind: Literal["weights", "kv", "other"] = "other"
+    kind: Literal["weights", "state", "kv", "other"] = "other"  # state: gradients, moments, a reference
 
 
 def memory_parts(survey: Survey, role: str) -> list[Part]:
@@ -107,12 +107,12 @@ def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part
 def whole_state(config: RunConfig, footprint: Footprint) -> list[Part]:
     """Of all ranks together, where all weights learn."""
     copy = footprint.shard_bytes(1)
-    reference = [Part(what="weights of the reference", num_bytes=copy)] if config.algorithm.kl_coefficient > 0 else []
+    reference = [Part(what="weights of the reference", num_bytes=copy, kind="state")]
     return [
         Part(what="weights", num_bytes=copy, kind="weights"),
-        Part(what="gradients", num_bytes=copy),
-        Part(what="optimizer, two moments", num_bytes=2 * copy),
-        *reference,
+        Part(what="gradients", num_bytes=copy, kind="state"),
+        Part(what="optimizer, two moments", num_bytes=2 * copy, kind="state"),
+        *(reference if config.algorithm.kl_coefficient > 0 else []),
     ]
 
 
@@ -122,8 +122,8 @@ def adapter_state(config: RunConfig, footprint: Footprint) -> list[Part]:
     return [
         Part(what="weights, frozen", num_bytes=footprint.weight_bytes(config.train.dtype), kind="weights"),
         Part(what="adapters", num_bytes=copy, kind="weights"),
-        Part(what="gradients of the adapters", num_bytes=copy),
-        Part(what="optimizer of the adapters, two moments", num_bytes=2 * copy),
+        Part(what="gradients of the adapters", num_bytes=copy, kind="state"),
+        Part(what="optimizer of the adapters, two moments", num_bytes=2 * copy, kind="state"),
     ]
 
 
@@ -134,8 +134,8 @@ def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]
     shared = f", over {ranks} ranks" if ranks > 1 else ""
     return [
         Part(what=f"weights{shared}", num_bytes=shard, kind="weights"),
-        Part(what=f"gradients{shared}", num_bytes=shard),
-        Part(what=f"optimizer, two moments{shared}", num_bytes=2 * shard),
+        Part(what=f"gradients{shared}", num_bytes=shard, kind="state"),
+        Part(what=f"optimizer, two moments{shared}", num_bytes=2 * shard, kind="state"),
         Part(what="gathered layers", num_bytes=footprint.gathered_bytes(train.dtype)),
         Part(what=f"activations of {train.micro_batch_tokens} tokens",
              num_bytes=activations * train.micro_batch_tokens),

@@ -1,0 +1,68 @@
+"""Slots that can't hold what their processes certainly will: refused before a run starts. Starts nothing.
+
+Certain are weights, gradients, moments. What depends on lengths (keys and values, activations) is a plan's to warn of.
+"""
+
+from __future__ import annotations
+
+from grmpipe.checks.data import Data
+from grmpipe.config import ConfigError
+from grmpipe.plan.memory import Part, everybody, held_at_once, memory_parts, size
+from grmpipe.plan.survey import Sized, Survey, find_devices, with_memory
+from grmpipe.prepare import Prepared
+from models.footprint import footprint_of
+from scheduler.devices import GB
+
+CERTAIN = ("weights", "state")
+
+
+def check_memory(prepared: Prepared) -> None:
+    """Of slots whose memory is known, and models that are here. Raises ConfigError."""
+    config, devices = prepared.config, find_devices(prepared.config)
+    placement = with_memory(prepared.placement, devices)
+    if config.cluster.address is not None or not any(pool.memory_gb for pool in placement.pools.values()):
+        return
+    survey = Survey(
+        config=config,
+        placement=placement,
+        data=Data(train=(), held_out=prepared.held_out),
+        models=sized(prepared),
+        devices=devices,
+        unchecked=(),
+    )
+    roles = [role for role in placement.seats if role == "learner" or role in survey.models]
+    parts = {role: [part for part in memory_parts(survey, role) if part.kind in CERTAIN] for role in roles}
+    for pool in placement.pools:
+        check_pool(survey, pool, parts)
+
+
+def check_pool(survey: Survey, name: str, parts: dict[str, list[Part]]) -> None:
+    pool = survey.placement.pools[name]
+    for slot in range(pool.slots if pool.memory_gb else 0):
+        seats = [seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots]
+        here = [seat for seat in seats if seat.role in parts]
+        held = held_at_once(survey, name, here, parts)
+        if pool.memory_gb and held > pool.memory_gb * GB:
+            each = ", ".join(f"{seat.role} {size(sum(part.num_bytes for part in parts[seat.role]))}" for seat in here)
+            apart = "give the roles pools of their own, " if len(here) > 1 else ""
+            raise ConfigError(
+                f"placement.pools.{name}.memory_gb: {pool.resource} slot {slot} has {pool.memory_gb:g} GB, and those "
+                f"on it hold {size(held)} at once in weights and optimizer alone ({each}); {apart}lay models over more "
+                "slots (replicas of a learner, slots_per_replica of an engine), or take larger ones; "
+                "task=plan tells all that is held"
+            )
+
+
+def sized(prepared: Prepared) -> dict[str, Sized]:
+    """By role; of a model that serves two of them, one footprint."""
+    here = [prepared.policy] + ([prepared.grm] if prepared.grm is not None else [])
+    found = {
+        model.name: Sized(
+            role=model.name, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens
+        )
+        for model in here
+    }
+    if prepared.critic is not None:
+        footprint = footprint_of(prepared.critic.path)
+        found["critic"] = Sized(role="critic", model=None, footprint=footprint, context_tokens=0)
+    return found
