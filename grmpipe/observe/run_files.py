@@ -86,8 +86,9 @@ def read_run(run_dir: Path) -> RunFiles:
     metrics = [numbers_of(line) for line in records(read_bytes(run_dir / "metrics.jsonl")) if "step" in line]
     looks, judging, groups = part(summary, "eval"), part(summary, "judging"), part(summary, "groups")
     secrets = environment_secrets()
+    config = config_text(read_bytes(run_dir / "config.yaml"), secrets)
     return RunFiles(
-        name=run_dir.resolve().name,
+        name=title_of(run_dir, config),
         status=str(summary.get("status", NEVER_ENDED)),
         failure=masked(summary.get("failure"), secrets),
         bottleneck=masked(summary.get("bottleneck"), secrets),
@@ -102,10 +103,16 @@ def read_run(run_dir: Path) -> RunFiles:
         failed=part(judging, "failed") if judging else failures_in(metrics),
         groups=groups_of(groups, metrics),
         shown=shown_of(run_dir),
-        config=config_text(read_bytes(run_dir / "config.yaml"), secrets),
+        config=config,
         log_end=mask(text_of(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
         present=sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir()),
     )
+
+
+def title_of(run_dir: Path, config: str) -> str:
+    """Directories have dates for names: the experiment says what was run."""
+    experiment = re.search(r"^experiment: (\S+)$", config, re.MULTILINE)
+    return f"{experiment[1]}, {run_dir.resolve().name}" if experiment else run_dir.resolve().name
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------
