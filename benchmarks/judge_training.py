@@ -2,9 +2,9 @@
 
     python benchmarks/judge_training.py runs/judge_training [--seeds 0 1 2]
 
-Runs `rft_grm`, `train_grm`, `reward_hacking` (a frozen judge), `cotrain` (the same judge, in training), and that again
-with a third of its warm-up, for every seed, into runs/judge_training/<name>_<seed>; what finished there is used again,
-what was broken off goes on. Writes benchmarks/judge_training.md. Changes nothing that it measures.
+Runs `rft_grm`, `train_grm`, the one after the other, `reward_hacking` (a frozen judge), `cotrain` (the same judge, in
+training), and that again with a third of its warm-up, for every seed, into runs/judge_training/<name>_<seed>; what
+finished there is used again, what was broken off goes on. Writes benchmarks/judge_training.md. Changes nothing that it measures.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from grmpipe.observe.journal import read_journal
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "judge_training.md"
-# name -> what is typed
+# name -> what is typed; {folder} and {seed} are filled in
 VARIANTS = {
     "rft_grm": ["+experiment=rft_grm"],
     "train_grm": ["+experiment=train_grm"],
+    "rft_grm, train_grm": ["+experiment=train_grm", "grm.path={folder}/rft_grm_{seed}/policy"],
     "reward_hacking": ["+experiment=reward_hacking"],
     "cotrain": ["+experiment=cotrain"],
     "cotrain_soon": ["+experiment=cotrain", "cotrain.warmup_steps=20", "cotrain.max_resampled_batches=0"],
@@ -50,8 +51,9 @@ class Run:
 
 def run(folder: Path, name: str, seed: int, overrides: Sequence[str]) -> Run:
     """Run it, unless it is complete. Exits where it fails: its own words are on the screen."""
-    run_dir = folder / f"{name}_{seed}"
-    command = [sys.executable, "launch.py", *VARIANTS[name], f"seed={seed}", f"run_dir={run_dir}"]
+    run_dir = folder / f"{name.replace(', ', '_')}_{seed}"
+    typed = [override.format(folder=folder, seed=seed) for override in VARIANTS[name]]
+    command = [sys.executable, "launch.py", *typed, f"seed={seed}", f"run_dir={run_dir}"]
     if subprocess.run([*command, "resume=auto", *overrides], cwd=ROOT, check=False).returncode != 0:
         sys.exit(f"{' '.join(command)} failed")
     return read(run_dir, seed)
@@ -73,7 +75,7 @@ def read(run_dir: Path, seed: int) -> Run:
 def labelled(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     """Agreement with held-out labels before and after, a row per recipe and seed."""
     lines = ["| recipe | seed | steps | T = 1, before | after | greedy, before | after |", "|---" * 7 + "|"]
-    for experiment in ("rft_grm", "train_grm"):
+    for experiment in ("rft_grm", "train_grm", "rft_grm, train_grm"):
         for one in runs[experiment]:
             before, after = one.summary["eval"]["initial"], one.summary["eval"]["final"]
             cells = [
@@ -125,7 +127,8 @@ def report(runs: Mapping[str, Sequence[Run]], overrides: Sequence[str]) -> list[
         "## On labelled judgements",
         "",
         "Share of held-out judgements that agree with their label (a right answer is passed, and no other).",
-        "`rft_grm` is rejective fine-tuning, `train_grm` reinforcement learning by rule, both from the weak judge.",
+        "`rft_grm` is rejective fine-tuning, `train_grm` reinforcement learning by rule, both from the weak judge; in the",
+        "last rows the second goes on from where the first came to.",
         "",
         *labelled(runs),
         "",
