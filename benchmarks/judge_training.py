@@ -4,7 +4,8 @@
 
 Runs `rft_grm`, `train_grm`, the one after the other, `reward_hacking` (a frozen judge), `cotrain` (the same judge, in
 training), and that again with a third of its warm-up, for every seed, into runs/judge_training/<name>_<seed>; what
-finished there is used again, what was broken off goes on. Writes benchmarks/judge_training.md. Changes nothing that it measures.
+finished there is used again, what was broken off goes on. Writes benchmarks/judge_training.md. Changes nothing that it
+measures.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def report(runs: Mapping[str, Sequence[Run]], overrides: Sequence[str]) -> list[
         "## On labelled judgements",
         "",
         "Share of held-out judgements that agree with their label (a right answer is passed, and no other).",
-        "`rft_grm` is rejective fine-tuning, `train_grm` reinforcement learning by rule, both from the weak judge; in the",
-        "last rows the second goes on from where the first came to.",
+        "`rft_grm` is rejective fine-tuning, `train_grm` reinforcement learning by rule, both from the weak judge;",
+        "in the last rows the second goes on from where the first came to.",
         "",
         *labelled(runs),
         "",
