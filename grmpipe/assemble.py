@@ -15,7 +15,7 @@ from grmpipe.checks.sections import section
 from grmpipe.config import RunConfig
 from grmpipe.cotrain.parts import Trainee, start_grm_learner, trainee
 from grmpipe.critic.parts import ValuedJournal, start_critic
-from grmpipe.elastic import elastic_pools, start_routers
+from grmpipe.elastic import Served, elastic_pools, start_routers
 from grmpipe.engines import device_of, engine_config_of, sync_config_of, tensor_parallel_of
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.evaluation.held_out import Evaluator
@@ -51,7 +51,7 @@ from scheduler.actors import Cluster, InProcessCluster
 from scheduler.clock import ActiveClock
 from scheduler.elastic import ElasticPool
 from scheduler.events import EventSink
-from scheduler.health import BringCurrent, RoleHealth, need_no_weights, push_to_living
+from scheduler.health import RoleHealth, push_to_living
 from scheduler.placement import Placement
 from scheduler.rate_limits import RateLimits
 from scheduler.router import Router
@@ -159,7 +159,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         one_machine = len(cluster.machines("learner") | cluster.machines("policy")) == 1
         transport = transport_of(config, placement, same_machine=one_machine)
         spec = learner_spec(config, prepared.policy.path, placement, transport, run_dir)
-        learner, routers = await (start_by_turns if placement.time_sharing_roles else start_together)(
+        learner, served = await (start_by_turns if placement.time_sharing_roles else start_together)(
             cluster, prepared, spec, events
         )
         grm_ranks = await start_grm_learner(cluster, prepared, run_dir)
@@ -168,6 +168,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
     except BaseException:
         await cluster.shutdown()
         raise
+    routers = served.routers
     policy, grm = routers["policy"], routers.get("grm")
     outside = outside_engine(config)
     clock = ActiveClock()
@@ -176,11 +177,9 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
     )
     sync = make_sync(prepared, learner, cluster, transport)
     learns_too = trainee(prepared, cluster, grm_ranks, grm)
-    bring_current: dict[str, BringCurrent] = {
-        "policy": sync.catch_up,
-        "grm": learns_too.sync.catch_up if learns_too is not None else need_no_weights,
-    }
-    elastic = elastic_pools(prepared, routers, bring_current, sync, events)
+    syncs = {"policy": sync} | ({"grm": learns_too.sync} if learns_too is not None else {})
+    bring_current = served.bring_current(syncs)
+    elastic = elastic_pools(prepared, served, bring_current, syncs, events)
     for pool in elastic:
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
         if "grm" in pool.slots_by_role:
@@ -192,7 +191,8 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         if "grm" in placement.time_sharing_roles:
             share.stops(clock)
     health = [
-        watch_over(role, router, cluster, config, events, bring_current[role]) for role, router in routers.items()
+        RoleHealth(role, router, served.restart[role], config.health, bring_current[role], events)
+        for role, router in routers.items()
     ]
     for watch in health:
         if watch.role == "grm":
@@ -215,28 +215,21 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
 
 async def start_together(
     cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
-) -> tuple[LearnerGroup, dict[str, Router]]:
+) -> tuple[LearnerGroup, Served]:
     """Learner and engines, all at the same time."""
-    ranks, routers = await asyncio.gather(
+    ranks, served = await asyncio.gather(
         cluster.start_group("learner", functools.partial(Learner, spec)), start_routers(cluster, prepared, events)
     )
-    return LearnerGroup(ranks), routers
+    return LearnerGroup(ranks), served
 
 
 async def start_by_turns(
     cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
-) -> tuple[LearnerGroup, dict[str, Router]]:
+) -> tuple[LearnerGroup, Served]:
     """The learner first, which then makes room for the engines."""
     learner = LearnerByTurns(await cluster.start_group("learner", functools.partial(LendingLearner, spec)))
     await learner.reside("nothing")
     return learner, await start_routers(cluster, prepared, events)
-
-
-def watch_over(
-    role: str, router: Router, cluster: Cluster, config: RunConfig, events: EventSink, bring_current: BringCurrent
-) -> RoleHealth:
-    restart = functools.partial(cluster.restart_engine, role)
-    return RoleHealth(role, router, restart, config.health, bring_current, events)
 
 
 def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, transport: str) -> WeightSync:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from grmpipe.config import RunConfig
 from grmpipe.config_files import overlaid
 from models.engines.embedded import EmbeddedEngine
+from models.one_engine import wider_options
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, ModelConfig, OpenAIConfig, SglangConfig, VllmConfig
 from models.types import Engine
-from scheduler.placement import Placement
+from scheduler.placement import SERVED_ROLES, Placement
 from scheduler.weight_sync import SyncConfig
 
 EngineOptions = EmbeddedConfig | VllmConfig | SglangConfig | OpenAIConfig
@@ -89,6 +90,25 @@ def can_sleep(role: str, config: RunConfig, placement: Placement) -> bool:
     return isinstance(engine_config_of(role, config), EmbeddedConfig) or engines_sleep(role, config, placement)
 
 
+def shares_engine(config: RunConfig, placement: Placement) -> bool:
+    """Does each elastic slot have one engine, which swaps the weights of its roles? By itself where the roles are on
+    vLLM and share a GPU, and its engines were not made to sleep: to wake one is faster than to load it."""
+    if "grm" not in placement.seats or not placement.elastic_slots(placement.seats["grm"][0].pool):
+        return False
+    if config.balance.swap != "auto":
+        return config.balance.swap == "weights"
+    engines = [engine_config_of(role, config) for role in SERVED_ROLES]
+    awake = any(isinstance(engine, VllmConfig) and not engine.sleep_mode for engine in engines)
+    return awake and all(isinstance(e, VllmConfig) for e in engines) and device_of("grm", placement) == "cuda"
+
+
+def shared_options(config: RunConfig) -> VllmConfig:
+    """Of an engine that serves both roles."""
+    policy, grm = (engine_config_of(role, config) for role in SERVED_ROLES)
+    assert isinstance(policy, VllmConfig) and isinstance(grm, VllmConfig)
+    return wider_options(policy, grm)
+
+
 def sync_config_of(role: str, config: RunConfig) -> SyncConfig:
     """How close a role's engines must come to their learner: less close where their options say that they quantise."""
     engine, sync = engine_config_of(role, config), config.sync
@@ -131,10 +151,18 @@ def vllm_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEn
     return functools.partial(make_vllm, model.path, model.name, config, device, num_gpus)
 
 
-def make_vllm(path: str, role: str, config: RunConfig, device: str, num_gpus: int, rank: int = 0) -> Engine:
+def shared_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEngine:
+    """Of either role, started with this one's model."""
+    device, num_gpus = device_of(model.name, placement), tensor_parallel_of(model.name, placement)
+    return functools.partial(make_vllm, model.path, model.name, config, device, num_gpus, shared=True)
+
+
+def make_vllm(
+    path: str, role: str, config: RunConfig, device: str, num_gpus: int, rank: int = 0, shared: bool = False
+) -> Engine:
     from models.engines.vllm import VllmEngine
 
-    options, engine = options_of(role, config), engine_config_of(role, config)
+    options, engine = options_of(role, config), shared_options(config) if shared else engine_config_of(role, config)
     assert isinstance(engine, VllmConfig)
     return VllmEngine(
         path,
@@ -145,8 +173,8 @@ def make_vllm(path: str, role: str, config: RunConfig, device: str, num_gpus: in
         seed=config.seed,
         chat_template=options.chat_template,
         tensor_parallel=num_gpus,
-        takes_weights=role == "policy" or config.cotrain.enabled,
-        note_experts=notes_experts(role, config),
+        takes_weights=shared or role == "policy" or config.cotrain.enabled,
+        note_experts=notes_experts("policy" if shared else role, config),
     )
 
 

@@ -16,6 +16,7 @@ from grmpipe.checks.places import seat_roles
 from grmpipe.checks.routing import check_routing
 from grmpipe.checks.seats import check_machine
 from grmpipe.checks.sections import section
+from grmpipe.checks.swap import check_swap
 from grmpipe.checks.windows import check_judge, check_policy
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.critic.parts import CriticModel, find_critic
@@ -74,6 +75,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         check_lora_targets(model, config)
         if tensor_parallel_of(model.name, placement) > 1:
             check_tensor_parallel(model.name, heads_of(model.path), placement)
+    check_swap(config, placement, policy, grm)
     check_policy(config, policy, data)
     check_routing(config, policy, placement)
     if config.judged_by_model:

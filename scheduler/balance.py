@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
 NEVER_S = 1e9  # what nobody serves ends in
+SWAPS = ("auto", "sleep", "weights")
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,11 @@ class BalanceConfig:
     switch_s: float = 0.5  # what a change costs, until some were measured
     hysteresis: float = 1.0  # a move must gain this many times its cost, beyond its cost
     hand_over: bool = True  # requests in flight go on elsewhere; False: they end where they are, and the slot waits
+    swap: str = "auto"  # what a slot changes: sleep, weights (of the one engine that its roles share), auto
 
     def __post_init__(self) -> None:
+        if self.swap not in SWAPS:
+            raise ValueError(f"swap: unknown value {self.swap!r}; known: {', '.join(SWAPS)}")
         for key in ("every_s", "switch_s"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")

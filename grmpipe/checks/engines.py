@@ -10,7 +10,15 @@ import os
 from collections.abc import Callable
 
 from grmpipe.config import ConfigError, RunConfig
-from grmpipe.engines import EngineOptions, device_of, engine_config_of, option_key, options_of, tensor_parallel_of
+from grmpipe.engines import (
+    EngineOptions,
+    device_of,
+    engine_config_of,
+    option_key,
+    options_of,
+    shares_engine,
+    tensor_parallel_of,
+)
 from models.engines.installed import sglang_missing, vllm_missing
 from models.engines.vllm_options import check_vllm_options
 from models.footprint import Heads
@@ -80,7 +88,7 @@ def check_sleep(role: str, config: RunConfig, placement: Placement) -> None:
     pool = placement.seats[role][0].pool
     if role in placement.time_sharing_roles:
         sharing, others = "time_shared", "the learner"
-    elif role in served_roles(config) and placement.elastic_slots(pool):
+    elif role in served_roles(config) and placement.elastic_slots(pool) and not shares_engine(config, placement):
         sharing, others = "elastic", "another role"
     else:
         return

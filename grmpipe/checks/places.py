@@ -5,6 +5,7 @@ from __future__ import annotations
 from grmpipe.checks.engines import check_options
 from grmpipe.checks.seats import seats_of
 from grmpipe.checks.sections import section
+from grmpipe.checks.swap import check_one_engine
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.weight_route import transport_of
 from scheduler.placement import Placement
@@ -14,6 +15,7 @@ def seat_roles(config: RunConfig) -> Placement:
     """Every role on its slots, whatever this machine has."""
     placement = seats_of(config)
     check_options(config, placement)
+    check_one_engine(config, placement)
     if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
         with section(""):
             transport_of(config, placement, same_machine=True)

@@ -13,6 +13,7 @@ from grmpipe.checks.models import Progress, find_model
 from grmpipe.checks.places import seat_roles
 from grmpipe.checks.seats import check_machine
 from grmpipe.checks.sections import ModelNotHere, section
+from grmpipe.checks.swap import check_swap
 from grmpipe.checks.windows import check_judge, check_policy
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.critic.parts import find_critic
@@ -79,6 +80,8 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         check_judge(config, None, data)
     elif "grm" in models and (grm := models["grm"].model) is not None:
         check_judge(config, grm, data)
+        if policy is not None:
+            check_swap(config, placement, policy, grm)
     return Survey(
         config=config, placement=placement, data=data, models=models, devices=devices, unchecked=tuple(unchecked)
     )

