@@ -228,12 +228,16 @@ class MicroBatch:
 
     Arrays cross process borders as they are.
 
-    The first token of each sample is never trained (nothing predicts it): its loss_mask is 0.
+    Samples that begin alike, the siblings of a prompt, share their prefix: the first of them has it among its tokens,
+    the others go on from there with tokens of their own. Every trained token is some sample's own, so sums over samples
+    are sums over own tokens. The first token of all is never trained (nothing predicts it): its loss_mask is 0.
     """
 
     token_ids_T: np.ndarray  # int64
-    position_ids_T: np.ndarray  # int64, from 0 in each sample
-    sample_lengths_S: np.ndarray  # int64, sums to T
+    position_ids_T: np.ndarray  # int64, in the sample, its prefix included
+    sample_lengths_S: np.ndarray  # int64, of own tokens, sums to T
+    prefix_starts_S: np.ndarray  # int64, where in T the tokens stand that come before a sample's own
+    prefix_lengths_S: np.ndarray  # int64; 0: none do
     loss_mask_T: np.ndarray  # float32, 0 or 1
     sampler_logprobs_T: np.ndarray  # float32
     advantages_T: np.ndarray  # float32

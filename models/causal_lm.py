@@ -5,30 +5,24 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models.hub import is_hub_name
 from models.logprobs import chosen_logprobs
+from models.packed_attention import PACKED_ATTENTION
+from models.packing import Packing, Prefixes
 
-PACKED_ATTENTION = "packed_sdpa"
 HeadKind = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
 ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained sets the process-wide default device and dtype meanwhile
 
@@ -84,34 +78,10 @@ def read_config(path: str) -> PreTrainedConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """Where each packed token stands. S: samples, L: longest sample, T: packed tokens."""
-
-    num_samples: int
-    max_length: int
-    starts_S1: Tensor  # int32, S + 1 cumulative lengths, from 0
-    slots_T: Tensor  # int64, sample * max_length + position: the token's place in a padded [S, L] batch
-
-    @staticmethod
-    def of(sample_lengths_S: Tensor) -> Packing:
-        num_samples, max_length = len(sample_lengths_S), int(sample_lengths_S.max())
-        starts_S1 = F.pad(sample_lengths_S.cumsum(0), (1, 0))
-        samples = torch.arange(num_samples, device=sample_lengths_S.device)
-        sample_T = samples.repeat_interleave(sample_lengths_S)
-        position_T = torch.arange(len(sample_T), device=sample_T.device) - starts_S1[sample_T]
-        return Packing(
-            num_samples=num_samples,
-            max_length=max_length,
-            starts_S1=starts_S1.int(),
-            slots_T=sample_T * max_length + position_T,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLogprobs:
     """Entry t is the log-prob of token t given what precedes it in its own sample, and the entropy of that draw.
 
-    0 at the first token of each sample, and wherever `wanted_T` said no.
+    0 at the first token of each sample that has no prefix, and wherever `wanted_T` said no.
     """
 
     logprobs_T: Tensor
@@ -123,6 +93,8 @@ def packed_logprobs(
     token_ids_T: Tensor,
     position_ids_T: Tensor,
     sample_lengths_S: Tensor,
+    prefixes: Prefixes | None = None,
+    *,
     want_entropy: bool = False,
     entropy_gradient: bool = True,
     wanted_T: Tensor | None = None,
@@ -130,12 +102,16 @@ def packed_logprobs(
 ) -> PackedLogprobs:
     """One forward pass over samples packed end to end, without padding in the linear layers. T: tokens, S: samples.
 
-    `wanted_T` (bool) names the tokens that matter: only theirs pass through the output head. Works under autograd,
-    FSDP2 and activation checkpointing: the root module is called once, everywhere.
+    A sample that goes on from a prefix has position ids that go on from there as well; what its first token is compared
+    with is what the head says at the prefix's last. `wanted_T` (bool) names the tokens that matter: only theirs pass
+    through the output head. Works under autograd, FSDP2 and activation checkpointing: the root module is called once,
+    everywhere.
     """
     not_first_T = position_ids_T > 0
     targets_R = (not_first_T if wanted_T is None else not_first_T & wanted_T).nonzero().squeeze(-1)
-    logits_RV = packed_logits(model, token_ids_T, position_ids_T, sample_lengths_S, logits_to_keep=targets_R - 1)
+    packing = Packing(sample_lengths_S, prefixes)
+    before_R = packing.before_T[targets_R]
+    logits_RV = packed_logits(model, token_ids_T, position_ids_T, packing, logits_to_keep=before_R)
     if temperature != 1.0:
         logits_RV = logits_RV / temperature
     logprobs_R, entropy_R = chosen_logprobs(logits_RV, token_ids_T[targets_R], want_entropy, entropy_gradient)
@@ -147,7 +123,7 @@ def packed_logprobs(
 
 
 def packed_logits(
-    model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, sample_lengths_S: Tensor, **options: Tensor
+    model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, packing: Packing, **options: Tensor
 ) -> Tensor:
     """[T, ..]: what the head gives at each token, or at those that the `options` of the model's forward pass keep."""
     return model(
@@ -156,81 +132,6 @@ def packed_logits(
         # A mask of four dimensions is taken as prepared: no T x T mask gets built. Packed attention needs none.
         attention_mask=token_ids_T.new_empty((1, 1, 1, 1)),
         use_cache=False,
-        packing=Packing.of(sample_lengths_S),
+        packing=packing,
         **options,
     ).logits[0]
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    packing: Packing | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each sample, as transformers calls it: [1, H, T, D] in, [1, T, H, D] out.
-
-    Without a `packing` this is transformers' own SDPA, so that the model still works as any other.
-    """
-    if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    for unsupported in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(unsupported) is not None:
-            raise ValueError(f"path: packed attention has no {unsupported}, which {type(module).__name__} needs")
-    query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    attend = _varlen if varlen else _padded
-    return attend(query_THD, key_TGD, value_TGD, packing, scaling, sliding_window)[None], None
-
-
-def _varlen(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: Packing, scaling: float | None, window: int | None
-) -> Tensor:
-    """Flash attention over the packed tokens as they lie. H: query heads, G: key heads."""
-    out = varlen_attn(
-        query_THD.contiguous(),
-        key_TGD.contiguous(),
-        value_TGD.contiguous(),
-        packing.starts_S1,
-        packing.starts_S1,
-        packing.max_length,
-        packing.max_length,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
-    )
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _padded(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: Packing, scaling: float | None, window: int | None
-) -> Tensor:
-    """SDPA on a padded copy. Padding comes after a sample's last token, where a causal mask hides it."""
-    rows, length = packing.num_samples, packing.max_length
-
-    def pad(x_THD: Tensor) -> Tensor:
-        padded = x_THD.new_zeros(rows * length, *x_THD.shape[1:]).index_copy(0, packing.slots_T, x_THD)
-        return padded.view(rows, length, *x_THD.shape[1:]).transpose(1, 2)
-
-    band_LL = None
-    if window is not None and window < length:
-        band_LL = torch.ones(length, length, dtype=torch.bool, device=query_THD.device).tril().triu(1 - window)
-    out_SHLD = F.scaled_dot_product_attention(
-        pad(query_THD),
-        pad(key_TGD),
-        pad(value_TGD),
-        attn_mask=band_LL,
-        is_causal=band_LL is None,
-        scale=scaling,
-        enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
-    )
-    return out_SHLD.transpose(1, 2).reshape(rows * length, *query_THD.shape[1:])[packing.slots_T]
-
-
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

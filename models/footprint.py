@@ -61,11 +61,11 @@ class Footprint:
     def activation_bytes_per_token(self, dtype: str, *, checkpointing: bool = False) -> int:
         """What backward needs of forward, counted on a Llama-like layer with a fused attention.
 
-        A layer keeps 9 values per hidden unit, 7 per query and key unit, 4 per unit of the MLP; with checkpointing
+        A layer keeps 9 values per hidden unit, 5 per query and key unit, 4 per unit of the MLP; with checkpointing
         all layers keep their input, and one the rest. The head keeps its norm and the logits, and gets as large a
         gradient. The float32 pieces of the logits are left out: they are small, whatever the batch.
         """
-        attention = 9 * self.hidden_size + 7 * (self.query_width + self.kv_width)
+        attention = 9 * self.hidden_size + 5 * (self.query_width + self.kv_width)
         layer = attention + 4 * self.intermediate_size
         layers = self.num_layers * self.hidden_size + layer if checkpointing else self.num_layers * layer
         return (layers + 4 * self.hidden_size + 2 * self.vocab_size) * BYTES[dtype]

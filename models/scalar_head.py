@@ -14,6 +14,7 @@ from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from models.causal_lm import load_causal_lm, loaded, outlined, packed_logits, read_config
+from models.packing import Packing
 
 HEAD = "score"
 # A sequence classifier has the same trunk and the same head, but for a bias, and reads it at the last token.
@@ -100,7 +101,7 @@ def packed_scores(model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor,
 
     One forward pass over samples packed end to end, under autograd, FSDP2 and activation checkpointing alike.
     """
-    return packed_logits(model, token_ids_T, position_ids_T, sample_lengths_S)[:, 0]
+    return packed_logits(model, token_ids_T, position_ids_T, Packing(sample_lengths_S))[:, 0]
 
 
 def last_of_samples(values_T: Tensor, sample_lengths_S: Tensor) -> Tensor:

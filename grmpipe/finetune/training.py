@@ -102,8 +102,9 @@ class FinetuneRun:
                 "other lessons, or more finetune.num_samples"
             )
         samples = [sample for one in critiques for sample in imitated(one)]
+        train = self._config.train
         for batch in batches(samples, self._config.finetune.critiques_per_batch, self._epochs()):
-            for round_ in rounds_of(batch, self._config.train.micro_batch_tokens, running.learner.size):
+            for round_ in rounds_of(batch, train.micro_batch_tokens, running.learner.size, train.shared_prompts):
                 await running.learner.accumulate(round_)
             metrics = await running.learner.step(count(batch, oldest_version=0))
             self.steps += 1

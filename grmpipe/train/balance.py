@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 # Tokens at which attention costs a layer as much as all else: 2 n h against 24 h^2 operations a token, for hidden sizes
 # of 2048 to 4096.
 ATTENTION_PARITY = 32_768
 
 
-def work(length: int) -> float:
-    """Of one sample, in tokens of a short one."""
-    return length * (1 + length / ATTENTION_PARITY)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is dealt to a rank as one: a sample, or samples that are packed side by side."""
+
+    tokens: int
+    work: float  # in tokens of a short sample
+
+
+def work(length: int, before: int = 0) -> float:
+    """Of one sample, in tokens of a short one. `before`: tokens that it attends to and somebody else computes."""
+    return length * (1 + (2 * before + length) / ATTENTION_PARITY)
 
 
 def fill(
-    lengths: Sequence[int], max_tokens: int, world_size: int, share: float = math.inf
+    loads: Sequence[Load], max_tokens: int, world_size: int, share: float = math.inf
 ) -> tuple[list[list[int]], list[int]]:
     """One round. Longest first, each to the rank with least work that has room (LPT: Graham, 1969).
 
     A rank without work takes any. No rank is filled beyond `share`, unless another has more work already.
-    Returns places in `lengths`: of each rank, and of what is left over.
+    Returns places in `loads`: of each rank, and of what is left over.
     """
     by_rank: list[list[int]] = [[] for _ in range(world_size)]
     tokens, works = [0] * world_size, [0.0] * world_size
     left_over = []
-    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        length, most = lengths[place], max(share, *works)
+    for place in sorted(range(len(loads)), key=lambda place: loads[place].tokens, reverse=True):
+        load, most = loads[place], max(share, *works)
         least = min(
             (rank for rank in range(world_size)
-             if not by_rank[rank] or (tokens[rank] + length <= max_tokens and works[rank] + work(length) <= most)),
+             if not by_rank[rank] or (tokens[rank] + load.tokens <= max_tokens and works[rank] + load.work <= most)),
             key=works.__getitem__,
             default=None,
         )  # fmt: skip
@@ -38,27 +47,27 @@ def fill(
             left_over.append(place)
             continue
         by_rank[least].append(place)
-        tokens[least] += length
-        works[least] += work(length)
+        tokens[least] += load.tokens
+        works[least] += load.work
     return by_rank, left_over
 
 
-def deal(lengths: Sequence[int], max_tokens: int, world_size: int) -> list[list[list[int]]]:
-    """All of it: [round][rank] -> places in `lengths`. In as few rounds as full ones make, with like work in each: full
+def deal(loads: Sequence[Load], max_tokens: int, world_size: int) -> list[list[list[int]]]:
+    """All of it: [round][rank] -> places in `loads`. In as few rounds as full ones make, with like work in each: full
     ones have no room to make up for the long sample of another rank."""
-    full = _rounds(lengths, max_tokens, world_size, 0)
-    even = _rounds(lengths, max_tokens, world_size, len(full))
+    full = _rounds(loads, max_tokens, world_size, 0)
+    even = _rounds(loads, max_tokens, world_size, len(full))
     return even if len(even) == len(full) else full
 
 
-def _rounds(lengths: Sequence[int], max_tokens: int, world_size: int, num_rounds: int) -> list[list[list[int]]]:
+def _rounds(loads: Sequence[Load], max_tokens: int, world_size: int, num_rounds: int) -> list[list[list[int]]]:
     """Each of `num_rounds` gets its share of what is left; from the last one on, all are full."""
     rounds: list[list[list[int]]] = []
-    places = list(range(len(lengths)))
+    places = list(range(len(loads)))
     while places:
-        rest = [lengths[place] for place in places]
+        rest = [loads[place] for place in places]
         to_come = num_rounds - len(rounds)
-        share = sum(map(work, rest)) / (to_come * world_size) if to_come > 1 else math.inf
+        share = sum(load.work for load in rest) / (to_come * world_size) if to_come > 1 else math.inf
         by_rank, left_over = fill(rest, max_tokens, world_size, share)
         rounds.append([[places[place] for place in own] for own in by_rank])
         places = [places[place] for place in left_over]
@@ -71,11 +80,10 @@ class RankWork:
     def __init__(self) -> None:
         self._fullest = self._mean = 0.0
 
-    def add(self, lengths_by_rank: Sequence[Sequence[int]]) -> None:
+    def add(self, works_by_rank: Sequence[float]) -> None:
         """A round."""
-        works = [sum(map(work, lengths)) for lengths in lengths_by_rank]
-        self._fullest += max(works)
-        self._mean += sum(works) / len(works)
+        self._fullest += max(works_by_rank)
+        self._mean += sum(works_by_rank) / len(works_by_rank)
 
     @property
     def imbalance(self) -> float:

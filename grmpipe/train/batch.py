@@ -44,7 +44,8 @@ class BatchTrainer:
         )
         self._max_new_tokens = max_new_tokens
         self._max_tokens = train.micro_batch_tokens
-        self._packer = Packer(self._max_tokens, learner.size)
+        self._shared = train.shared_prompts
+        self._packer = Packer(self._max_tokens, learner.size, self._shared)
         self._groups: list[JudgedGroup] = []
         self._replayed: list[JudgedGroup] = []  # of an earlier batch, in the open one again
         self._kl: dict[tuple[str, int], np.ndarray] = {}
@@ -176,7 +177,7 @@ class BatchTrainer:
         return [sample for sample in samples if sample.group_id in group_ids]
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[Round]:
-        return rounds_of(samples, self._max_tokens, self._learner.size)
+        return rounds_of(samples, self._max_tokens, self._learner.size, self._shared)
 
 
 def split_ids(groups: Sequence[JudgedGroup], parts: int) -> list[set[str]]:

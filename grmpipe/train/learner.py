@@ -22,6 +22,7 @@ from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import export_hf, load_sharded, save_sharded
 from models.lora import outgoing, with_adapters, without_adapters
+from models.packing import Prefixes
 from models.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
 from models.routing import Replay, Routers
 from models.settings import LoraConfig
@@ -69,6 +70,7 @@ class DeviceBatch:
     token_ids_T: Tensor
     position_ids_T: Tensor
     sample_lengths_S: Tensor
+    prefixes: Prefixes
     loss_mask_T: Tensor
     sampler_logprobs_T: Tensor
     advantages_T: Tensor
@@ -81,6 +83,10 @@ class DeviceBatch:
             token_ids_T=torch.tensor(micro_batch.token_ids_T, device=device),
             position_ids_T=torch.tensor(micro_batch.position_ids_T, device=device),
             sample_lengths_S=torch.tensor(micro_batch.sample_lengths_S, device=device),
+            prefixes=Prefixes(
+                starts_S=torch.tensor(micro_batch.prefix_starts_S, device=device),
+                lengths_S=torch.tensor(micro_batch.prefix_lengths_S, device=device),
+            ),
             loss_mask_T=torch.tensor(micro_batch.loss_mask_T, device=device),
             sampler_logprobs_T=torch.tensor(micro_batch.sampler_logprobs_T, device=device),
             advantages_T=torch.tensor(micro_batch.advantages_T, device=device),
@@ -277,6 +283,7 @@ class Learner:
             batch.token_ids_T,
             batch.position_ids_T,
             batch.sample_lengths_S,
+            batch.prefixes,
             want_entropy=entropy,
             entropy_gradient=self._spec.algorithm.entropy_coefficient > 0,
             wanted_T=batch.loss_mask_T > 0,

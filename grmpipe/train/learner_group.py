@@ -9,9 +9,9 @@ from typing import cast
 
 import numpy as np
 
-from grmpipe.train.balance import RankWork
+from grmpipe.train.balance import RankWork, work
 from grmpipe.train.packer import Round
-from grmpipe.types import BatchTotals, Metrics, OldPass
+from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.types import GroupLink, WeightBucket
 from scheduler.actors import ActorGroup
 
@@ -40,7 +40,7 @@ class LearnerGroup:
 
     async def accumulate(self, round_: Round, old: Sequence[OldPass] | None = None) -> Metrics:
         """Forward and backward, a micro-batch per rank. Returns sums over ranks."""
-        self._work.add([micro_batch.sample_lengths_S.tolist() for micro_batch in round_.micro_batches])
+        self._work.add([_work_of(micro_batch) for micro_batch in round_.micro_batches])
         before = old if old is not None else [None] * len(round_.micro_batches)
         sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
         return _add_up(cast(list[Metrics], sums))
@@ -116,6 +116,10 @@ class LearnerGroup:
 
     async def export(self, path: str) -> None:
         await self._actors.call_all("export", path)
+
+
+def _work_of(micro_batch: MicroBatch) -> float:
+    return sum(map(work, micro_batch.sample_lengths_S.tolist(), micro_batch.prefix_lengths_S.tolist()))
 
 
 def _add_up(sums_by_rank: Sequence[Metrics]) -> Metrics:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from grmpipe.train.balance import deal, fill
+from grmpipe.train.families import Family, families_of
 from grmpipe.types import MicroBatch, TrainingSample
 from models.types import ANY_EXPERT
 
 NOT_SAMPLED = -1
+PIECES_PER_RANK = 2  # of several: whole groups can't be dealt evenly, and each piece repeats its prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +32,20 @@ class Packer:
     """Collects samples until every rank has a micro-batch's worth. All ranks always take part in a round.
 
     max_tokens: packed tokens per micro-batch. A longer sample gets a micro-batch of its own.
+    shared: siblings stay together, and what they begin with is packed once.
     """
 
-    def __init__(self, max_tokens: int, world_size: int) -> None:
+    def __init__(self, max_tokens: int, world_size: int, shared: bool = True) -> None:
         self._max_tokens = max_tokens
         self._world_size = world_size
-        self._waiting: list[TrainingSample] = []
-        self._waiting_tokens = 0
+        self._shared = shared
+        self._waiting: list[Family] = []
 
     def add(self, samples: Sequence[TrainingSample]) -> list[Round]:
-        """Take samples; return the rounds that are full."""
-        self._waiting += samples
-        self._waiting_tokens += sum(_lengths(samples))
+        """Take samples; return the rounds that are full. Siblings that come together are packed together."""
+        self._waiting += families_of(samples, self._shared)
         rounds = []
-        while self._waiting_tokens >= self._max_tokens * self._world_size:
+        while num_tokens(self._waiting) >= self._max_tokens * self._world_size:
             rounds.append(self._next_round())
         return rounds
 
@@ -50,56 +53,92 @@ class Packer:
         """The rounds that hold the rest."""
         rest = self._waiting
         self.discard()
-        return rounds_of(rest, self._max_tokens, self._world_size)
+        return _dealt(rest, self._max_tokens, self._world_size)
 
     def discard(self) -> None:
         """Forget what waits: its batch was dropped."""
         self._waiting = []
-        self._waiting_tokens = 0
 
     def _next_round(self) -> Round:
         """The longest that wait, evenly over the ranks."""
-        samples = self._waiting
-        bins, left_over = fill(_lengths(samples), self._max_tokens, self._world_size)
-        self._waiting = [samples[place] for place in left_over]
-        self._waiting_tokens = sum(_lengths(self._waiting))
-        return _round([[samples[place] for place in places] for places in bins])
+        pieces = _pieces(self._waiting, self._max_tokens, self._world_size)
+        bins, left_over = fill([piece.load for piece in pieces], self._max_tokens, self._world_size)
+        self._waiting = families_of(_samples(pieces[place] for place in sorted(left_over)), self._shared)
+        return _round([[pieces[place] for place in places] for places in bins])
 
 
-def rounds_of(samples: Sequence[TrainingSample], max_tokens: int, world_size: int) -> list[Round]:
+def rounds_of(samples: Sequence[TrainingSample], max_tokens: int, world_size: int, shared: bool = True) -> list[Round]:
     """All samples at once, evenly over ranks and rounds."""
-    dealt = deal(_lengths(samples), max_tokens, world_size)
-    return [_round([[samples[place] for place in places] for places in bins]) for bins in dealt]
+    return _dealt(families_of(samples, shared), max_tokens, world_size)
 
 
-def _round(samples_by_rank: Sequence[Sequence[TrainingSample]]) -> Round:
+def num_tokens(families: Sequence[Family]) -> int:
+    """Packed."""
+    return sum(family.load.tokens for family in families)
+
+
+def _dealt(families: Sequence[Family], max_tokens: int, world_size: int) -> list[Round]:
+    pieces = _pieces(families, max_tokens, world_size)
+    dealt = deal([piece.load for piece in pieces], max_tokens, world_size)
+    return [_round([[pieces[place] for place in places] for places in bins]) for bins in dealt]
+
+
+def _pieces(families: Sequence[Family], max_tokens: int, world_size: int) -> list[Family]:
+    """None fills more than a micro-batch; where ranks wait for each other, no more than a part of a rank's share."""
+    share, limit = num_tokens(families) / world_size, max_tokens
+    if world_size > 1:
+        num_rounds = max(1, math.ceil(share / max_tokens))
+        limit = math.ceil(share / num_rounds / PIECES_PER_RANK)
+    return [piece for family in families for piece in family.split(limit)]
+
+
+def _round(families_by_rank: Sequence[Sequence[Family]]) -> Round:
     return Round(
-        micro_batches=tuple(pack(samples) if samples else idle() for samples in samples_by_rank),
-        samples=tuple(tuple(samples) for samples in samples_by_rank),
+        micro_batches=tuple(pack_families(families) if families else idle() for families in families_by_rank),
+        samples=tuple(_samples(families) for families in families_by_rank),
     )
 
 
-def _lengths(samples: Sequence[TrainingSample]) -> list[int]:
-    return [len(sample.token_ids) for sample in samples]
+def _samples(families: Iterable[Family]) -> tuple[TrainingSample, ...]:
+    return tuple(sample for family in families for sample in family.samples)
 
 
 def pack(samples: Sequence[TrainingSample]) -> MicroBatch:
-    """Samples end to end. The first token of each is never trained: nothing predicts it."""
-    lengths_S = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
+    """Samples end to end, each with all its tokens."""
+    return pack_families([Family((sample,), 0) for sample in samples])
+
+
+def pack_families(families: Sequence[Family]) -> MicroBatch:
+    """Families end to end: what is shared stands at the start of the first sample, and is the first one's in all that
+    is told of a token. The first token of each family is never trained: nothing predicts it."""
+    samples = _samples(families)
+    prefix_lengths_S = np.array(
+        [family.num_shared * (place > 0) for family in families for place in range(len(family.samples))], dtype=np.int64
+    )
+    lengths_S = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64) - prefix_lengths_S
     starts_S = lengths_S.cumsum() - lengths_S
-    position_ids_T = np.arange(lengths_S.sum(), dtype=np.int64) - starts_S.repeat(lengths_S)
-    loss_mask_T = _join([sample.loss_mask for sample in samples], np.float32) * (position_ids_T > 0)
-    versions_T = np.concatenate([versions_of(sample) for sample in samples])
+    sizes_F = np.array([len(family.samples) for family in families])
+    position_ids_T = np.arange(lengths_S.sum(), dtype=np.int64) - (starts_S - prefix_lengths_S).repeat(lengths_S)
+
+    def join(columns: Iterable[Sequence[float] | np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+        own = zip(columns, prefix_lengths_S.tolist(), strict=True)
+        return np.concatenate([np.asarray(column[shared:], dtype=dtype) for column, shared in own])
+
+    loss_mask_T = join((sample.loss_mask for sample in samples), np.float32) * (position_ids_T > 0)
+    versions_T = join(map(versions_of, samples), np.int32)
     assert not (loss_mask_T * (versions_T == NOT_SAMPLED)).any(), "only what was sampled is trained"
+    experts = _experts_of(samples)
     return MicroBatch(
-        token_ids_T=_join([sample.token_ids for sample in samples], np.int64),
+        token_ids_T=join((sample.token_ids for sample in samples), np.int64),
         position_ids_T=position_ids_T,
         sample_lengths_S=lengths_S,
+        prefix_starts_S=starts_S[sizes_F.cumsum() - sizes_F].repeat(sizes_F),
+        prefix_lengths_S=prefix_lengths_S,
         loss_mask_T=loss_mask_T,
-        sampler_logprobs_T=_join([sample.sampler_logprobs for sample in samples], np.float32),
-        advantages_T=_join([sample.advantages for sample in samples], np.float32),
+        sampler_logprobs_T=join((sample.sampler_logprobs for sample in samples), np.float32),
+        advantages_T=join((sample.advantages for sample in samples), np.float32),
         versions_T=versions_T,
-        experts_TLK=_join_experts(samples),
+        experts_TLK=None if experts is None else join(experts, np.int16),
     )
 
 
@@ -118,6 +157,8 @@ def idle() -> MicroBatch:
         token_ids_T=np.zeros(2, dtype=np.int64),
         position_ids_T=np.arange(2, dtype=np.int64),
         sample_lengths_S=np.array([2], dtype=np.int64),
+        prefix_starts_S=np.zeros(1, dtype=np.int64),
+        prefix_lengths_S=np.zeros(1, dtype=np.int64),
         loss_mask_T=nothing_T,
         sampler_logprobs_T=nothing_T,
         advantages_T=nothing_T,
@@ -125,19 +166,15 @@ def idle() -> MicroBatch:
     )
 
 
-def _join(columns: Sequence[Sequence[float]], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate([np.asarray(column, dtype=dtype) for column in columns])
-
-
-def _join_experts(samples: Sequence[TrainingSample]) -> np.ndarray | None:
-    """None where no sample knows any."""
+def _experts_of(samples: Sequence[TrainingSample]) -> list[np.ndarray] | None:
+    """Of each sample; None where no sample knows any."""
     known = next((sample.experts_TLK for sample in samples if sample.experts_TLK is not None), None)
     if known is None:
         return None
-    return np.concatenate([_experts_of(sample, known.shape[1:]) for sample in samples])
-
-
-def _experts_of(sample: TrainingSample, shape: tuple[int, ...]) -> np.ndarray:
-    if sample.experts_TLK is not None:
-        return sample.experts_TLK
-    return np.full((len(sample.token_ids), *shape), ANY_EXPERT, dtype=np.int16)
+    unknown_LK = np.full(known.shape[1:], ANY_EXPERT, dtype=np.int16)
+    return [
+        np.broadcast_to(unknown_LK, (len(sample.token_ids), *unknown_LK.shape))
+        if sample.experts_TLK is None
+        else sample.experts_TLK
+        for sample in samples
+    ]

@@ -9,7 +9,7 @@ import torch
 
 from grmpipe.train.losses import KL_ESTIMATORS
 from grmpipe.train.packer import Round
-from grmpipe.types import Rollout, TrainingSample
+from grmpipe.types import MicroBatch, Rollout, TrainingSample
 
 Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [N] by sampled token
 
@@ -28,8 +28,8 @@ def kl_of_rollouts(
     by_segment = {
         (*rollout_key(sample), sample.segment): kl_of_sample(sample, reference_T, kl_estimator)
         for round_, by_rank in zip(rounds, references, strict=True)
-        for packed, packed_T in zip(round_.samples, by_rank, strict=True)
-        for sample, reference_T in unpacked(packed, packed_T)
+        for samples, micro_batch, packed_T in zip(round_.samples, round_.micro_batches, by_rank, strict=True)
+        for sample, reference_T in unpacked(samples, micro_batch, packed_T)
     }
     found: dict[tuple[str, int], np.ndarray] = {}
     for (group_id, sibling, _), nats_N in sorted(by_segment.items(), key=lambda item: item[0]):
@@ -38,11 +38,13 @@ def kl_of_rollouts(
     return found
 
 
-def unpacked(samples: Sequence[TrainingSample], packed_T: np.ndarray) -> Iterator[tuple[TrainingSample, np.ndarray]]:
-    start = 0
-    for sample in samples:
-        yield sample, packed_T[start : start + len(sample.token_ids)]
-        start += len(sample.token_ids)
+def unpacked(
+    samples: Sequence[TrainingSample], micro_batch: MicroBatch, packed_T: np.ndarray
+) -> Iterator[tuple[TrainingSample, np.ndarray]]:
+    """What was said of each token of each sample; 0 of those that it shares: none of them was sampled."""
+    own = np.split(packed_T, micro_batch.sample_lengths_S.cumsum()[:-1])
+    for sample, own_T, num_shared in zip(samples, own, micro_batch.prefix_lengths_S, strict=False):  # nobody: idle
+        yield sample, np.concatenate([np.zeros(num_shared, dtype=packed_T.dtype), own_T])
 
 
 def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: str) -> np.ndarray:

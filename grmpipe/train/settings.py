@@ -213,6 +213,7 @@ class TrainConfig:
     min_valid_siblings: int = 2  # a group with fewer verdicts is dropped
     max_staleness: int = 1  # in optimizer steps; 0 is synchronous
     micro_batch_tokens: int = 4096  # packed tokens per rank and forward pass
+    shared_prompts: bool = True  # what siblings begin with goes through the learner once, not with each of them
     lr: float = 3e-4
     warmup_steps: int = 5
     schedule: str = "constant"

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 import torch
 
+from grmpipe.train.families import Family
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.packer import pack
+from grmpipe.train.packer import pack, pack_families
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import BatchTotals, TrainingSample
 from models.causal_lm import load_causal_lm, packed_logprobs
@@ -85,6 +86,30 @@ def test_sampled_log_probs_equal_a_plain_forward_pass(dtype: str) -> None:
     trained_T = torch.tensor(micro_batch.loss_mask_T) > 0
     error_T = (logprobs_T - torch.tensor(micro_batch.sampler_logprobs_T))[trained_T].abs()
     assert error_T.max() < TOLERANCE_NATS[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prompt_that_siblings_share_says_what_its_copies_say(dtype: str) -> None:
+    """Log-probs and gradients; bfloat16 is flash attention with more keys than queries."""
+    samples = packed(*sampled("float32"))
+    shared, alone = pack_families([Family.of(samples)]), pack(samples)
+    assert len(shared.token_ids_T) < len(alone.token_ids_T) / 2
+    found = []
+    for batch in (shared, alone):
+        spec = LearnerSpec(
+            model_path=POLICY, train=TrainConfig(dtype=dtype), algorithm=AlgorithmConfig(), max_new_tokens=32,
+            device="cuda",
+        )  # fmt: skip
+        learner = Learner(spec)
+        trained_T = batch.loss_mask_T > 0
+        logprobs_N = torch.tensor(learner.old_pass(batch).logprobs_T[trained_T])
+        learner.accumulate(batch)
+        gradients = [parameter.grad.full_tensor() for parameter in learner._model.parameters()]
+        found.append((logprobs_N, torch.cat([gradient.flatten() for gradient in gradients]).float().cpu()))
+    (shared_N, shared_gradient), (alone_N, alone_gradient) = found
+    assert (shared_N - alone_N).abs().max() < TOLERANCE_NATS[dtype]
+    likeness = torch.nn.functional.cosine_similarity(shared_gradient, alone_gradient, dim=0)
+    assert likeness > (0.9999 if dtype == "float32" else 0.99)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from models.causal_lm import PACKED_ATTENTION, load_causal_lm, packed_logprobs
+from models.causal_lm import load_causal_lm, packed_logprobs
 from models.footprint import Footprint, footprint_of, footprint_of_shape
 from models.lora import add_adapters
+from models.packed_attention import PACKED_ATTENTION
 from models.parallelize import choose_device, decoder_layers, join_ranks, load_parallel
 from models.settings import LoraConfig, ModelShape
 from models.tiny.resolve import SHIPPED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,33 @@ def mixture_path(tmp_path_factory: pytest.TempPathFactory) -> str:
         )
     ).save_pretrained(path)  # fmt: skip
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def make_siblings(make_samples: MakeSamples) -> MakeSamples:
+    """Samples whose groups have a prompt in common; some siblings are as short as can be, one group has one only."""
+
+    def make(num_samples: int = 13, seed: int = 0) -> list[TrainingSample]:
+        prompts: dict[str, tuple[int, ...]] = {}
+        samples = []
+        for place, sample in enumerate(make_samples(num_samples, seed)):
+            before = sample.loss_mask.index(1)
+            answer = len(sample.token_ids) - before if place % 5 else 1
+            prompt = prompts.setdefault(sample.group_id, 3 * sample.token_ids[:before])
+            mask = slice(before, before + answer)
+            samples.append(
+                replace(
+                    sample,
+                    token_ids=prompt + sample.token_ids[mask],
+                    loss_mask=(0,) * len(prompt) + sample.loss_mask[mask],
+                    sampler_logprobs=(0.0,) * len(prompt) + sample.sampler_logprobs[mask],
+                    advantages=(0.0,) * len(prompt) + sample.advantages[mask],
+                    versions=(replace(sample.versions[0], start=len(prompt), end=len(prompt) + answer),),
+                )
+            )
+        return samples
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -22,15 +22,13 @@ from models.types import InlineBytes
 
 
 def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:
-    spec, batches, (max_tokens, *other_cuts), rotary_path, algorithms, mixture = pickle.loads(
-        Path(job_path).read_bytes()
-    )
+    spec, batches, (cut, *other_cuts), rotary_path, algorithms, mixture = pickle.loads(Path(job_path).read_bytes())
     learner = Learner(spec, rank, world_size, init_method)
     out: dict = {"metrics": [], "gradients": {}, "rounds": [], "sums": []}
     for step, samples in enumerate(batches):
         if step == len(batches) - 1:
             learner.save(f"{out_dir}/checkpoint")
-        rounds = rounds_as_they_come(samples, max_tokens, world_size)
+        rounds = rounds_as_they_come(samples, cut, world_size)
         out["rounds"].append(len(rounds))
         totals = count(samples, step)
         for round_ in rounds:
@@ -40,15 +38,15 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
         out["metrics"].append(learner.step(totals))
     out["weights"] = weights(learner)
     out["by_algorithm"] = {}
-    for cut, (name, algorithm) in itertools.product((max_tokens, *other_cuts), algorithms.items()):
+    for one_cut, (name, algorithm) in itertools.product((cut, *other_cuts), algorithms.items()):
         learner._spec = replace(spec, algorithm=algorithm)
-        for round_ in rounds_as_they_come(samples, cut, world_size):
+        for round_ in rounds_as_they_come(samples, one_cut, world_size):
             learner.accumulate(round_.micro_batches[rank])
         denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, spec.max_new_tokens)
-        out["by_algorithm"][cut, name] = gradients(learner, world_size / denominator)
+        out["by_algorithm"][one_cut, name] = gradients(learner, world_size / denominator)
         learner.discard()
     learner._spec = spec
-    out["mixture"] = mixture_gradients(*mixture, max_tokens, rank, world_size)
+    out["mixture"] = mixture_gradients(*mixture, cut, rank, world_size)
     out["score"] = learner.score((1, 2, 3, 4, 5))
     learner.export(f"{out_dir}/export")
 
@@ -74,19 +72,20 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     os._exit(0)
 
 
-def rounds_as_they_come(samples: list[TrainingSample], max_tokens: int, world_size: int) -> list[Round]:
-    """Group by group, as judging ends."""
-    packer = Packer(max_tokens, world_size)
+def rounds_as_they_come(samples: list[TrainingSample], cut: tuple[int, bool], world_size: int) -> list[Round]:
+    """Group by group, as judging ends. cut: tokens of a micro-batch, and whether siblings share their prompt."""
+    max_tokens, shared = cut
+    packer = Packer(max_tokens, world_size, shared)
     groups = itertools.groupby(samples, lambda sample: sample.group_id)
     return [round_ for _, group in groups for round_ in packer.add(list(group))] + packer.flush()
 
 
 def mixture_gradients(
-    spec: LearnerSpec, samples: list[TrainingSample], max_tokens: int, rank: int, world_size: int
+    spec: LearnerSpec, samples: list[TrainingSample], cut: tuple[int, bool], rank: int, world_size: int
 ) -> dict:
     """Of a mixture of experts whose samples say where their tokens went."""
     learner = Learner(spec, rank, world_size)
-    for round_ in rounds_as_they_come(samples, max_tokens, world_size):
+    for round_ in rounds_as_they_come(samples, cut, world_size):
         learner.accumulate(round_.micro_batches[rank])
     return gradients(learner, world_size / count(samples, 0).num_loss_tokens)
 

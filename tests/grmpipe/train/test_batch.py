@@ -15,7 +15,7 @@ from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
 
-ONE_ROLLOUT = TrainConfig(micro_batch_tokens=4)  # as long as the longest rollout: every take fills a round
+ONE_ROLLOUT = TrainConfig(micro_batch_tokens=3)  # every rollout is longer: every take fills a round
 
 
 class RecordingRanks:

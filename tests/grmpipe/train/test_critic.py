@@ -265,7 +265,9 @@ def test_what_failed_is_in_no_target_and_changes_none() -> None:
 def test_advantages_are_the_returns_less_the_values_of_the_critic() -> None:
     async def work() -> None:
         policy = PolicyRanks()
-        trainer = BatchTrainer(LearnerGroup(policy), TRAIN, GAE, 4, make_critic(CriticRanks()))
+        trainer = BatchTrainer(
+            LearnerGroup(policy), replace(TRAIN, micro_batch_tokens=6), GAE, 4, make_critic(CriticRanks())
+        )
         await trainer.take(judged(1, 0.25, 1.0))
         assert policy.calls == ["accumulate"], "what needs no batch starts early"
         await trainer.step()

@@ -1,4 +1,5 @@
-"""Gradients of a batch in pieces equal those of the whole batch, for every loss, aggregation and correction.
+"""Gradients of a batch in pieces, whose siblings share their prompts, equal those of the whole batch, sample by sample,
+for every loss, aggregation and correction.
 
 Pure torch: a table of logits stands in for a model. Two ranks are in test_two_ranks.py.
 """
@@ -25,6 +26,7 @@ from grmpipe.train.settings import (
     AlgorithmConfig,
 )
 from grmpipe.types import MicroBatch, TrainingSample
+from models.packing import Packing, Prefixes
 
 VOCABULARY, MAX_NEW_TOKENS = 64, 8
 OFF_POLICY = {"clip_low": 0.3, "clip_high": 0.3, "geometric_low": 0.5, "geometric_high": 1.5, "off_policy_delta": 0.01}
@@ -55,20 +57,26 @@ ALGORITHMS = [
 def logprobs_of(table_VV: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of each token given the one before it in its sample; 0 for the first."""
     ids = torch.from_numpy(batch.token_ids_T)
-    log_softmax = table_VV[ids.roll(1)].log_softmax(-1)
+    prefixes = Prefixes(
+        starts_S=torch.from_numpy(batch.prefix_starts_S), lengths_S=torch.from_numpy(batch.prefix_lengths_S)
+    )
+    before = Packing(torch.from_numpy(batch.sample_lengths_S), prefixes).before_T
+    log_softmax = table_VV[ids[before]].log_softmax(-1)
     inner = torch.from_numpy(batch.position_ids_T) > 0
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     return torch.where(inner, log_softmax.gather(-1, ids[:, None])[:, 0], 0.0), torch.where(inner, entropy, 0.0)
 
 
-def gradient(samples: list[TrainingSample], max_tokens: int, algorithm: AlgorithmConfig) -> tuple[np.ndarray, int]:
+def gradient(
+    samples: list[TrainingSample], max_tokens: int, algorithm: AlgorithmConfig, shared: bool = True
+) -> tuple[np.ndarray, int]:
     """d loss / d table of the batch, and in how many micro-batches. pi_old and the reference are tables nearby."""
     draw = torch.Generator().manual_seed(0)
     table, old, reference = (
         torch.randn(VOCABULARY, VOCABULARY, generator=draw, dtype=torch.float64) * scale for scale in (1.0, 0.3, 0.3)
     )
     table.requires_grad_()
-    packer = Packer(max_tokens, 1)
+    packer = Packer(max_tokens, 1, shared)
     rounds = packer.add(samples) + packer.flush()
     for round_ in rounds:
         (batch,) = round_.micro_batches
@@ -100,18 +108,18 @@ def name_of(algorithm: AlgorithmConfig) -> str:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=name_of)
-def test_pieces_have_the_gradient_of_the_whole(make_samples, algorithm: AlgorithmConfig) -> None:
-    samples = make_samples(16)
-    whole, one = gradient(samples, 10_000, algorithm)
-    for max_tokens in (1, 40):  # a sample each, and a few
+def test_pieces_have_the_gradient_of_the_whole(make_siblings, algorithm: AlgorithmConfig) -> None:
+    samples = make_siblings(17)
+    whole, one = gradient(samples, 10_000, algorithm, shared=False)
+    for max_tokens in (1, 50, 10_000):  # a sample each, a few groups, all of them
         pieces, many = gradient(samples, max_tokens, algorithm)
-        assert many > one == 1
+        assert many > one == 1 or max_tokens == 10_000
         np.testing.assert_allclose(pieces, whole, atol=1e-12, rtol=0)
     assert np.abs(whole).max() > 1e-6
 
 
-def test_the_order_in_which_groups_end_changes_no_gradient(make_samples) -> None:
-    samples = make_samples(16)
+def test_the_order_in_which_groups_end_changes_no_gradient(make_siblings) -> None:
+    samples = make_siblings(16)
     whole, _ = gradient(samples, 40, AlgorithmConfig(loss="gspo", aggregation="sequence_mean"))
     shuffled = [samples[i] for i in np.random.default_rng(0).permutation(16)]
     again, _ = gradient(shuffled, 40, AlgorithmConfig(loss="gspo", aggregation="sequence_mean"))

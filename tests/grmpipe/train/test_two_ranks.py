@@ -38,7 +38,8 @@ ALGORITHMS = {
 }
 Mixture = tuple[LearnerSpec, list[TrainingSample]]
 SCRIPT = Path(__file__).with_name("rank_process.py")
-WHOLE_BATCH, PIECES = 10_000, 31  # packed tokens per micro-batch
+# Packed tokens per micro-batch, and whether siblings share their prompt.
+WHOLE_BATCH, PIECES = (10_000, False), (66, True)
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ def spec(gpt2_path: str) -> LearnerSpec:
 
 
 @pytest.fixture(scope="module")
-def batches(make_samples) -> list:
-    return [make_samples(13, seed) for seed in range(3)]
+def batches(make_siblings) -> list:
+    """The second is a lone sample: work for one rank."""
+    return [make_siblings(num_samples, seed) for seed, num_samples in enumerate((17, 1, 17))]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,8 @@ def mixture(spec: LearnerSpec, mixture_path: str, make_samples) -> Mixture:
 def one(
     spec: LearnerSpec, batches: list, qwen_path: str, mixture: Mixture, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """One rank, each batch in a single micro-batch; of every algorithm also in several."""
+    """One rank, each batch in a single micro-batch, every sample with a prompt of its own; of every algorithm also in
+    several, with shared ones."""
     job = (spec, batches, (WHOLE_BATCH, PIECES), qwen_path, ALGORITHMS, mixture)
     return run(tmp_path_factory.mktemp("one"), job, 1)
 
@@ -111,7 +114,7 @@ def one(
 def two(
     spec: LearnerSpec, batches: list, qwen_path: str, mixture: Mixture, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """Two ranks, each batch in several rounds, the last of them with an idle rank."""
+    """Two ranks, each batch in several rounds, one of them with an idle rank; siblings share their prompts."""
     return run(tmp_path_factory.mktemp("two"), (spec, batches, (PIECES,), qwen_path, ALGORITHMS, mixture), 2)
 
 
@@ -155,8 +158,8 @@ def test_metrics_of_two_ranks_equal_those_of_one(one: Run, two: Run) -> None:
 
 
 def test_ages_are_those_of_all_ranks(two: Run) -> None:
-    """Half the tokens are of version 0, half of version 1; an idle rank has none."""
-    for step, ages in enumerate([{0}, {0, 1}, {1, 2}]):
+    """Half the tokens are of version 0, half of version 1, but for a lone sample's; an idle rank has none."""
+    for step, ages in enumerate([{0}, {1}, {1, 2}]):
         found = {name: share for name, share in two.ranks[1]["metrics"][step].items() if name.endswith("/token_share")}
         assert set(found) == {f"mismatch/age_{age}/token_share" for age in ages}
         assert sum(found.values()) == pytest.approx(1.0)
@@ -193,7 +196,7 @@ def test_a_nan_on_one_rank_stops_all_and_changes_no_weight(two: Run) -> None:
 def test_saved_on_two_ranks_goes_on_identically_on_one(two: Run, spec: LearnerSpec, batches: list) -> None:
     learner = Learner(spec)
     assert learner.load(str(two.directory / "checkpoint")) == learner.version == 2
-    packer = Packer(PIECES, 1)
+    packer = Packer(PIECES[0], 1)
     for round_ in packer.add(batches[2]) + packer.flush():
         learner.accumulate(round_.micro_batches[0])
     metrics = learner.step(count(batches[2], 2))

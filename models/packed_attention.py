@@ -1,0 +1,95 @@
+"""Causal attention within packed samples, as transformers calls it. Holds no weights.
+
+T: packed tokens, H: query heads, G: key heads, D: head size, N, Q, K: as in models/packing.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from models.packing import Packing, Rows
+
+PACKED_ATTENTION = "packed_sdpa"
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """[1, H, T, D] in, [1, T, H, D] out. Each query sees its sample's prefix, and its own tokens up to itself.
+
+    Without a `packing` this is transformers' own SDPA, so that the model still works as any other.
+    """
+    if packing is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    for unsupported in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(unsupported) is not None:
+            raise ValueError(f"path: packed attention has no {unsupported}, which {type(module).__name__} needs")
+    query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    attend = _varlen if varlen else _padded
+    return attend(query_THD, key_TGD, value_TGD, packing, scaling, sliding_window)[None], None
+
+
+def _varlen(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """Flash attention over the packed tokens as they lie. Where a sample has more keys than queries, its last query
+    sees its last key: causal masks and windows are aligned there."""
+    keys = packing.keys
+    if keys.places_K is not None:
+        key_TGD, value_TGD = key_TGD[keys.places_K], value_TGD[keys.places_K]
+    out = varlen_attn(
+        query_THD.contiguous(),
+        key_TGD.contiguous(),
+        value_TGD.contiguous(),
+        packing.starts_S1,
+        keys.starts_S1,
+        packing.max_length,
+        keys.max_length,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _padded(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """SDPA on padded copies, of samples of about the same length at a time."""
+
+    def attend(rows: Rows) -> Tensor:
+        seen_NQK = rows.seen_NQK(window)
+        out_NHQD = F.scaled_dot_product_attention(
+            query_THD[rows.queries_NQ].transpose(1, 2),
+            key_TGD[rows.keys_NK].transpose(1, 2),
+            value_TGD[rows.keys_NK].transpose(1, 2),
+            attn_mask=None if seen_NQK is None else seen_NQK[:, None],
+            is_causal=seen_NQK is None,
+            scale=scaling,
+            enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+        )
+        return out_NHQD.transpose(1, 2).flatten(0, 1)
+
+    return torch.cat([attend(rows) for rows in packing.rows])[packing.slots_T]
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

@@ -1,0 +1,148 @@
+"""Where the tokens of packed samples stand, whose prompts may stand there once for all. Pure: knows no model.
+
+S: samples, T: packed tokens. The own tokens of samples lie end to end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FEWEST_QUERIES = 16  # rows of fewer are no quicker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """What samples go on from: the first tokens of another sample, which has all of its tokens itself."""
+
+    starts_S: Tensor  # int64, where they stand among the packed tokens
+    lengths_S: Tensor  # int64; 0: nothing comes before the sample's own tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """What each sample attends to, its prefix and its own tokens, end to end. K: all of them."""
+
+    places_K: Tensor | None  # int64, among the packed tokens; None: as these lie
+    starts_S1: Tensor  # int32, S + 1 cumulative lengths, from 0
+    max_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Samples that attend in one call, padded. N: samples, Q: most own tokens, K: most tokens in all.
+
+    Where a sample has fewer, its last one stands in: none of its queries sees that key, and nobody reads that query.
+    """
+
+    queries_NQ: Tensor  # int64, places among the packed tokens
+    keys_NK: Tensor
+    prefix_lengths_N: Tensor | None  # None: nobody has a prefix, and each query sees as many keys as its place says
+
+    def seen_NQK(self, window: int | None) -> Tensor | None:
+        """Which keys each query sees: up to its own position, and within the window. None: causal says it all."""
+        if self.prefix_lengths_N is None and (window is None or window >= self.keys_NK.shape[1]):
+            return None
+        behind_NQK = self._behind_NQK
+        return behind_NQK >= 0 if window is None else (behind_NQK >= 0) & (behind_NQK < window)
+
+    @cached_property
+    def _behind_NQK(self) -> Tensor:
+        """By how many tokens a key stands before a query. [1, Q, K] where it is the same for all samples."""
+        device = self.queries_NQ.device
+        own_Q, keys_K = (torch.arange(places.shape[1], device=device) for places in (self.queries_NQ, self.keys_NK))
+        positions_NQ = own_Q[None] if self.prefix_lengths_N is None else self.prefix_lengths_N[:, None] + own_Q
+        return positions_NQ[:, :, None] - keys_K
+
+
+class Packing:
+    """What all layers need of it is worked out once, when the first of them asks."""
+
+    def __init__(self, lengths_S: Tensor, prefixes: Prefixes | None = None) -> None:
+        """lengths_S: int64, of own tokens; they sum to T."""
+        self._lengths_S = lengths_S
+        self._ends_S = lengths_S.cumsum(0)
+        self._starts_S = self._ends_S - lengths_S
+        shares = prefixes is not None and bool(prefixes.lengths_S.any())
+        self._prefixes = prefixes if shares else None
+
+    @cached_property
+    def starts_S1(self) -> Tensor:
+        """int32, S + 1 cumulative lengths of own tokens, from 0."""
+        return F.pad(self._ends_S, (1, 0)).int()
+
+    @cached_property
+    def max_length(self) -> int:
+        return int(self._lengths_S.max())
+
+    @cached_property
+    def before_T(self) -> Tensor:
+        """The place of the token before each in its own sample; the token's own where there is none."""
+        before_T = torch.arange(int(self._ends_S[-1]), device=self._ends_S.device) - 1
+        before_T[self._starts_S] = self._starts_S
+        if self._prefixes is not None:
+            last_S = self._prefixes.starts_S + self._prefixes.lengths_S - 1
+            before_T[self._starts_S] = torch.where(self._prefixes.lengths_S > 0, last_S, self._starts_S)
+        return before_T
+
+    @cached_property
+    def keys(self) -> Keys:
+        if self._prefixes is None:
+            return Keys(places_K=None, starts_S1=self.starts_S1, max_length=self.max_length)
+        lengths_S = self._prefixes.lengths_S + self._lengths_S
+        max_length = int(lengths_S.max())
+        is_there_SK = torch.arange(max_length, device=lengths_S.device) < lengths_S[:, None]
+        return Keys(
+            places_K=self._first_tokens(torch.arange(len(lengths_S), device=lengths_S.device), max_length)[is_there_SK],
+            starts_S1=F.pad(lengths_S.cumsum(0), (1, 0)).int(),
+            max_length=max_length,
+        )
+
+    @cached_property
+    def rows(self) -> tuple[Rows, ...]:
+        """All samples, those together whose own tokens need the same power of two."""
+        return tuple(self._rows(samples_N) for samples_N in self._by_size)
+
+    @cached_property
+    def slots_T(self) -> Tensor:
+        """Where each token's query stands, in all rows end to end."""
+        slots_T, first = torch.empty_like(self.before_T), 0
+        for samples_N, rows in zip(self._by_size, self.rows, strict=True):
+            own_Q = torch.arange(rows.queries_NQ.shape[1], device=slots_T.device)
+            is_own_NQ = own_Q < self._lengths_S[samples_N, None]
+            slots_T[rows.queries_NQ[is_own_NQ]] = first + is_own_NQ.flatten().nonzero().squeeze(-1)
+            first += is_own_NQ.numel()
+        return slots_T
+
+    @cached_property
+    def _by_size(self) -> tuple[Tensor, ...]:
+        """The samples of each row."""
+        sizes_S = self._lengths_S.clamp(min=FEWEST_QUERIES)
+        powers_S = (2 * sizes_S - 1).double().log2().long()  # from 17 to 32 tokens: 5
+        return tuple((powers_S == power).nonzero().squeeze(-1) for power in powers_S.unique().tolist())
+
+    def _rows(self, samples_N: Tensor) -> Rows:
+        own_N = self._lengths_S[samples_N]
+        own_Q = torch.arange(int(own_N.max()), device=own_N.device)
+        queries_NQ = (self._starts_S[samples_N, None] + own_Q).minimum(self._ends_S[samples_N, None] - 1)
+        prefix_N = None if self._prefixes is None else self._prefixes.lengths_S[samples_N]
+        if prefix_N is None or not prefix_N.any():
+            return Rows(queries_NQ=queries_NQ, keys_NK=queries_NQ, prefix_lengths_N=None)
+        keys_NK = self._first_tokens(samples_N, int((prefix_N + own_N).max()))
+        return Rows(queries_NQ=queries_NQ, keys_NK=keys_NK, prefix_lengths_N=prefix_N)
+
+    def _first_tokens(self, samples_N: Tensor, number: int) -> Tensor:
+        """[N, number]: where the first tokens of these samples stand, their prefixes included."""
+        assert self._prefixes is not None
+        places_K = torch.arange(number, device=samples_N.device)
+        prefix_N1 = self._prefixes.lengths_S[samples_N, None]
+        own_NK = self._starts_S[samples_N, None] + places_K - prefix_N1
+        return torch.where(
+            places_K < prefix_N1,
+            self._prefixes.starts_S[samples_N, None] + places_K,
+            own_NK.minimum(self._ends_S[samples_N, None] - 1),
+        )
