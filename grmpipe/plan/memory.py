@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from grmpipe.config import RunConfig
-from grmpipe.engines import EngineOptions, engine_config_of, engines_sleep, options_of
+from grmpipe.engines import EngineOptions, engine_config_of, engines_sleep, options_of, shares_engine
 from grmpipe.plan.survey import Sized, Survey
 from grmpipe.train.critic_settings import critic_train
 from models.engines.vllm_options import CPU_KV_CACHE_MB
@@ -174,7 +174,7 @@ def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
 
 def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping[str, list[Part]]) -> float:
     """The most that the processes of a slot hold at any time: who sleeps, or waits on the host, holds less."""
-    config, placement = survey.config, survey.placement
+    placement = survey.placement
     whole = {seat.role: sum(part.num_bytes for part in parts[seat.role]) for seat in here}
     sharing = [role for role in placement.time_sharing_roles if role in whole]
     if "learner" in whole and sharing:
@@ -189,7 +189,7 @@ def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping
             between + sum(whole[role] for role in sharing),
         )
     served = [role for role in SERVED_ROLES if role in whole]
-    if placement.elastic_slots(pool) and all(engines_sleep(role, config, placement) for role in served):
+    if placement.elastic_slots(pool) and one_at_a_time(survey, served):
         return sum(whole.values()) - sum(whole[role] for role in served) + max(whole[role] for role in served)
     return sum(whole.values())
 
@@ -207,8 +207,16 @@ def by_turns(survey: Survey, pool: str) -> str:
     if survey.placement.pools[pool].time_shared:
         return ", the learner and the engines by turns"
     served = [role for role in survey.placement.seats if role in SERVED_ROLES]
-    sleep = all(engines_sleep(role, survey.config, survey.placement) for role in served)
-    return ", the engines by turns" if survey.placement.elastic_slots(pool) and sleep else ""
+    if not (survey.placement.elastic_slots(pool) and one_at_a_time(survey, served)):
+        return ""
+    one = shares_engine(survey.config, survey.placement)
+    return ", one engine for both roles" if one else ", the engines by turns"
+
+
+def one_at_a_time(survey: Survey, served: Sequence[str]) -> bool:
+    """Does an elastic slot hold the memory of one role's engine only?"""
+    config, placement = survey.config, survey.placement
+    return shares_engine(config, placement) or all(engines_sleep(role, config, placement) for role in served)
 
 
 def everybody(placement: Placement) -> list[Seat]:
