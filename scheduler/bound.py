@@ -40,11 +40,11 @@ class StepWork:
     learner_tokens: float
     groups: int
     max_staleness: int
-    asks_critic: bool = False
+    critic_tokens: float = 0.0  # 0: there is no critic
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (*self.engines, *(LEARNING if self.asks_critic else (LEARNER,)))
+        return (*self.engines, *(LEARNING if self.critic_tokens > 0 else (LEARNER,)))
 
 
 def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_in_flight: int = 1) -> float:
@@ -71,7 +71,7 @@ def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float
         return work.learner_tokens * costs.learner.token_s + costs.learner.step_s + costs.sync_s
     if role == CRITIC:
         assert costs.critic is not None
-        return work.learner_tokens * VALUED * costs.critic.token_s + costs.critic.step_s
+        return work.critic_tokens * VALUED * costs.critic.token_s + costs.critic.step_s
     own = engine_busy_s(work.engines[role], costs.engines[role], num_processes, work.max_staleness + 1)
     return own + (costs.sync_s if role == POLICY else 0.0)
 

@@ -54,6 +54,7 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
     """What a step asks, at mean lengths: those that are set, else those of the profile, else half of the most."""
     config, train = survey.config, survey.config.train
     rollouts = train.groups_per_batch * train.group_size
+    packed = train.groups_per_batch if train.shared_prompts else rollouts  # prompts that go through the learner
     played = lengths_of("policy", survey, profile)
     engines = {"policy": RoleWork(requests=rollouts, prompt_tokens=played.prompt_tokens, new_tokens=played.new_tokens)}
     if "grm" in config.roles:
@@ -62,10 +63,10 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
         engines["grm"] = RoleWork(requests=asked, prompt_tokens=judged.prompt_tokens, new_tokens=judged.new_tokens)
     return StepWork(
         engines=engines,
-        learner_tokens=rollouts * (played.prompt_tokens + played.new_tokens),
+        learner_tokens=packed * played.prompt_tokens + rollouts * played.new_tokens,
         groups=train.groups_per_batch,
         max_staleness=train.max_staleness,
-        asks_critic=config.critic.enabled,
+        critic_tokens=rollouts * (played.prompt_tokens + played.new_tokens) if config.critic.enabled else 0.0,
     )
 
 

@@ -89,7 +89,7 @@ def read_profile(path: str, cores: int) -> Profile:
             engines[role] = fit
         else:
             notes.append(f"{role}: too few requests in the timeline to tell its speed")
-    learner, said = learner_of(spans, run_dir, known[POLICY])
+    learner, said = learner_of(spans, run_dir, known[POLICY], config.train.shared_prompts)
     notes += said
     pushes = [span.end_s - span.start_s for span in spans if span.lane == SYNC][WARM_UP_STEPS:]
     if not pushes:
@@ -261,10 +261,10 @@ def mean_lengths(known: Mapping[str, list[Sizes]]) -> Lengths:
 
 
 def learner_of(
-    spans: Sequence[Span], run_dir: Path, known: Mapping[str, list[Sizes]]
+    spans: Sequence[Span], run_dir: Path, known: Mapping[str, list[Sizes]], shared_prompts: bool
 ) -> tuple[LearnerSpeed | None, list[str]]:
     """Seconds in its spans against tokens trained, step by step."""
-    tokens = tokens_by_step(run_dir, known)
+    tokens = tokens_by_step(run_dir, known, shared_prompts)
     busy, done = {}, 0.0
     for span in sorted((span for span in spans if span.lane == LEARNER), key=lambda span: span.start_s):
         done += span.end_s - span.start_s

@@ -225,7 +225,7 @@ def with_critic(candidate: Candidate) -> Costs:
 def test_a_critic_gets_slots_by_its_work_or_shares_the_learners() -> None:
     """Of each token a value as well: a third more work than the learner's."""
     asked = question(rollout_tokens=10, judgement_tokens=10, learner_tokens=200_000, costs=with_critic)
-    asked = dataclasses.replace(asked, work=dataclasses.replace(asked.work, asks_critic=True))
+    asked = dataclasses.replace(asked, work=dataclasses.replace(asked.work, critic_tokens=200_000))
     ranking = search(asked, None, max_simulated=1)
     ranks = {entry.weighed.candidate.describe(): entry.weighed for entry in ranking.ranked}
     apart_, together = ranks["policy 1 | grm 1 | learner 2 | critic 4"], ranks["policy 1 | grm 1 | learner+critic 6"]

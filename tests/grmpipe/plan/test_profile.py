@@ -11,6 +11,7 @@ from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import to_yaml
 from grmpipe.observe.timeline import Timeline
 from grmpipe.plan.profile import read_profile
+from grmpipe.train.settings import TrainConfig
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig
 
 APART = PlacementConfig(
@@ -22,10 +23,11 @@ PROMPT, GROUPS, SIBLINGS, STEPS = 30, 8, 4, 6
 CORES, DRIVER_REQUEST_S = 4, 0.002  # nobody has to share
 
 
-def made_by_hand(run_dir: Path, *, rows: int = 64) -> Path:
+def made_by_hand(run_dir: Path, *, rows: int = 64, shared_prompts: bool = True) -> Path:
     """Steps of 32 rollouts and as many judgements; a step of n tokens takes the learner n ms and half a second."""
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text(to_yaml(RunConfig(placement=APART)))
+    config = RunConfig(placement=APART, train=TrainConfig(shared_prompts=shared_prompts))
+    (run_dir / "config.yaml").write_text(to_yaml(config))
     timeline = Timeline(run_dir / "timeline.json")
     journals: dict[str, list[dict]] = {"rollouts": [], "judgements": [], "groups": [], "metrics": []}
     now_s, shown = 100.0, 0
@@ -36,7 +38,7 @@ def made_by_hand(run_dir: Path, *, rows: int = 64) -> Path:
             journals["groups"].append({"group_id": group_id, "outcome": "trained", "step": step})
             for sibling in range(SIBLINGS):
                 new = 20 + 5 * sibling + 3 * group + 10 * step
-                tokens += PROMPT + new
+                tokens += new if shared_prompts and sibling > 0 else PROMPT + new
                 ends_s = begun_s + new * ROLLOUT_S
                 shown += 1
                 if shown % 64 < rows:
@@ -65,8 +67,9 @@ def made_by_hand(run_dir: Path, *, rows: int = 64) -> Path:
     return run_dir
 
 
-def test_engines_learner_pushes_and_lengths_are_found_again(tmp_path: Path) -> None:
-    profile = read_profile(str(made_by_hand(tmp_path / "run")), CORES)
+@pytest.mark.parametrize("shared_prompts", [True, False])
+def test_engines_learner_pushes_and_lengths_are_found_again(tmp_path: Path, shared_prompts: bool) -> None:
+    profile = read_profile(str(made_by_hand(tmp_path / "run", shared_prompts=shared_prompts)), CORES)
     for role, token_s in (("policy", ROLLOUT_S), ("grm", JUDGEMENT_S)):
         assert profile.engines[role].error < 0.01
         assert profile.engines[role].speed.step_s == pytest.approx(token_s, rel=0.02)
