@@ -29,9 +29,9 @@ def find_place(config: RunConfig) -> Place:
     """A new run never writes into an old one's files; a resumed one never changes what is trained."""
     named, home = config.run_dir, HOME / config.experiment
     if config.resume == "auto":
-        run_dir = Path(named) if named else home / "latest"
+        run_dir = Path(named) if named else home / (home / "latest").resolve().name  # as the run itself called it
         if holds_run(run_dir):
-            return resumed(run_dir.resolve() if named is None else run_dir, config)
+            return resumed(run_dir, config)
     if named is None:
         return Place(run_dir=new_run_dir(home))
     if config.resume == "never" and holds_run(Path(named)):

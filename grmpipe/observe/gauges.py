@@ -79,4 +79,5 @@ def step_lines(step: int, num_steps: int, metrics: Metrics) -> Iterator[str]:
 
 
 def written(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:
-    return [f"{gauge.brief} {gauge.text(metrics)}" for gauge in gauges]
+    """What nobody measures in this run is left out: a replay has no engines, prompts may have no reference."""
+    return [f"{gauge.brief} {gauge.text(metrics)}" for gauge in gauges if gauge.metric in metrics]

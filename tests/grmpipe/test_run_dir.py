@@ -54,7 +54,7 @@ def test_a_resume_with_nothing_to_resume_is_a_new_run() -> None:
 def test_a_resume_follows_latest_and_names_what_changed() -> None:
     leave_run(Path("runs/x/1"), "interrupted")
     point_latest(Path("runs/x/1"), CONFIG)
-    assert find_place(auto()).run_dir == Path("runs/x/1").resolve()
+    assert find_place(auto()).run_dir == Path("runs/x/1"), "as the run itself called it"
     changed = from_values(RunConfig, {"experiment": "x", "resume": "auto", "train": {"lr": 0.5}})
     with pytest.raises(ConfigError, match=r"^resume: .*train\.lr: 0\.0003 -> 0\.5; undo it, or start a new run"):
         find_place(changed)

@@ -52,16 +52,17 @@ def test_elsewhere_a_step_is_one_aligned_line() -> None:
     sink = ConsoleSink(num_steps=80, console=console)
     sink.log(1, METRICS)
     sink.log(12, {**METRICS, "rollout/tokens_per_s": 12_345.0})
-    sink.log(13, {"staleness/max": 2.0})
-    first, second, third = text_of(console).splitlines()
+    sink.log(13, {**METRICS, "train/grm_score": math.nan})
+    sink.log(14, {"staleness/max": 2.0})
+    first, second, third, bare = text_of(console).splitlines()
     assert first == (
         "step  1/80  took   1.3s  true 0.46  score  6.0  tok/s   3,410  stale  1  learner waits   0.2s  "
         "engines wait  12.5s  sync  0.03s  failed 2 timeout"
     )
     assert second.startswith("step 12/80  took   1.3s  true 0.46  score  6.0  tok/s  12,345  stale")
     assert first.index("failed") == second.index("failed") == third.index("failed")
-    assert "true    -" in third
-    assert third.endswith("failed none")
+    assert "score    -" in third
+    assert bare == "step 14/80  stale  2  failed none", "what a run doesn't measure isn't told"
 
 
 def test_a_look_at_held_out_prompts_has_a_line_of_its_own() -> None:
@@ -73,7 +74,7 @@ def test_a_look_at_held_out_prompts_has_a_line_of_its_own() -> None:
     first, second, third = text_of(console).splitlines()
     assert first == "step  0/80  held-out:  true 0.29  greedy 0.31  score  4.3"
     assert second.startswith("step 20/80  took   1.3s  true 0.46")
-    assert third == "step 20/80  held-out:  true 0.45  greedy    -  score    -"
+    assert third == "step 20/80  held-out:  true 0.45"
 
 
 def test_in_a_terminal_a_panel_shows_the_step_and_who_waits_for_whom() -> None:
