@@ -229,8 +229,8 @@ class MicroBatch:
     Arrays cross process borders as they are.
 
     Samples that begin alike, the siblings of a prompt, share their prefix: the first of them has it among its tokens,
-    the others go on from there with tokens of their own. Every trained token is some sample's own, so sums over samples
-    are sums over own tokens. The first token of all is never trained (nothing predicts it): its loss_mask is 0.
+    the others go on from there with tokens of their own. Every trained token is some sample's own, so a sum over a
+    sample is one over its own tokens. What nothing predicts is never trained: the loss_mask at position 0 is 0.
     """
 
     token_ids_T: np.ndarray  # int64
