@@ -1,0 +1,46 @@
+"""What README and docs tell a reader to type can be typed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import launch  # noqa: F401  registers the schema
+from grmpipe.config_files import build
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMPOSED_ELSEWHERE = ("-m", "--config-dir", "task=doctor")  # sweeps; a directory that a plan writes
+
+
+def commands() -> list[str]:
+    """Every `python launch.py ...` of the pages, but those that leave words to the reader."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(r"(?:^|`)(python launch\.py [^`\n]*)", text, re.MULTILINE):
+            words = line.split("#")[0].strip()
+            if not re.search(r"=<|experiment=X|experiment=$", words):
+                found.append(words)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_pages_composes(command: str) -> None:
+    overrides = [word.replace("...", "anything") for word in shlex.split(command)[2:]]
+    if not overrides or "[overrides]" in overrides or any(word in COMPOSED_ELSEWHERE for word in overrides):
+        return
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        build(compose("config", expanded(overrides)))
+
+
+def expanded(words: list[str]) -> list[str]:
+    """As a shell does with a{b,c}d."""
+    for word in words:
+        if braces := re.fullmatch(r"([\w.]+)\{([\w,]+)\}(\S*)", word):
+            words = [w for w in words if w != word] + [f"{braces[1]}{one}{braces[3]}" for one in braces[2].split(",")]
+    return words
