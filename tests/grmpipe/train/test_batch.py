@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from grmpipe.train.advantages import ESTIMATORS
+from grmpipe.train.balance import work
 from grmpipe.train.batch import BatchTrainer
+from grmpipe.train.families import Family
 from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.packer import Round, pack_families
+from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
-from grmpipe.types import JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, Turn, Verdict
+from grmpipe.types import JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, TrainingSample, Turn, Verdict
 from models.types import Completion, VersionSpan
 
 ONE_ROLLOUT = TrainConfig(micro_batch_tokens=3)  # every rollout is longer: every take fills a round
@@ -200,3 +204,44 @@ def test_no_pass_for_pi_old_where_no_ratio_is_against_it(proximal: str) -> None:
     algorithm = AlgorithmConfig(updates_per_batch=2, proximal=proximal, correction="none")
     ranks, _ = train(algorithm, judged(1, 0.0, 1.0), judged(2, 0.0, 1.0))
     assert ranks.calls == ["accumulate", "step", "accumulate", "step"]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp"])
+@pytest.mark.parametrize("shared_prompts", [True, False])
+def test_siblings_share_their_prompt_or_have_it_each(estimator: str, shared_prompts: bool) -> None:
+    """Eight, of three tokens behind one, two and two together; of a batch that is waited for as well."""
+    ranks = RecordingRanks()
+    config = TrainConfig(micro_batch_tokens=1000, shared_prompts=shared_prompts)
+
+    async def run() -> None:
+        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(estimator=estimator), max_new_tokens=4)
+        await trainer.take(judged(1, *(0.0, 1.0) * 4))
+        metrics = await trainer.step()
+        assert metrics["train/rank_imbalance"] == pytest.approx(1.0)
+
+    asyncio.run(run())
+    assert [len(batch.token_ids_T) for batch in ranks.accumulated] == ([14, 14] if shared_prompts else [16, 16])
+
+
+def test_what_a_sibling_attends_to_is_work_of_its_rank_though_another_token_computes_it() -> None:
+    """Both ranks have 16384 tokens: one a single sample, the other two siblings, who both attend to their prompt."""
+    long = Family.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])
+    alone = [Family.of([trained(0, 2048, 14_336)])]
+    ranks = RecordingRanks()
+
+    async def run() -> float:
+        learner = LearnerGroup(ranks)
+        await learner.accumulate(Round(micro_batches=(pack_families([long]), pack_families(alone))))
+        return (await learner.step(count(long.samples, 0)))["train/rank_imbalance"]
+
+    works = [work(12_288) + work(4096, 8192), work(16_384)]
+    assert asyncio.run(run()) == pytest.approx(max(works) * 2 / sum(works))
+
+
+def trained(sibling: int, prompt_tokens: int, answer_tokens: int) -> TrainingSample:
+    before, length = (0,) * prompt_tokens, prompt_tokens + answer_tokens
+    return TrainingSample(
+        group_id="g", sibling=sibling, segment=0, token_ids=(7,) * prompt_tokens + (sibling,) * answer_tokens,
+        loss_mask=before + (1,) * answer_tokens, sampler_logprobs=(0.0,) * length, advantages=(0.0,) * length,
+        versions=(VersionSpan(model="policy", version=0, start=prompt_tokens, end=length),),
+    )  # fmt: skip
