@@ -103,6 +103,9 @@ class WeightSync:
                 self._confirmed.pop(name, None)
                 self._versions.pop(name, None)
                 self._link = None
+            if anew and self._last is None:  # nobody was sent anything yet: it is as good as the others
+                admit()
+                return nothing_sent(0, self._transport)
             # Without a deadline: the hold waits for an optimizer step, however long that takes.
             async with self._source.held() as steps:
                 if self._last is not None and self._last[1] == steps:

@@ -7,6 +7,7 @@ from grmpipe.checks.seats import seats_of
 from grmpipe.checks.sections import section
 from grmpipe.checks.swap import check_one_engine
 from grmpipe.config import ConfigError, RunConfig
+from grmpipe.engines import shares_engine
 from grmpipe.weight_route import transport_of
 from scheduler.placement import Placement
 
@@ -22,7 +23,7 @@ def seat_roles(config: RunConfig) -> Placement:
             if config.cotrain.enabled:
                 transport_of(config, placement, same_machine=True, learner="grm_learner", engines="grm")
     if config.cotrain.enabled:
-        check_grm_stays_awake(placement)
+        check_grm_stays_awake(config, placement)
     if config.task == "finetune" and placement.time_sharing_roles:
         pool = placement.seats["learner"][0].pool
         raise ConfigError(
@@ -32,11 +33,12 @@ def seat_roles(config: RunConfig) -> Placement:
     return placement
 
 
-def check_grm_stays_awake(placement: Placement) -> None:
+def check_grm_stays_awake(config: RunConfig, placement: Placement) -> None:
     """Its weights are pushed between any two moments."""
     pool = placement.seats["grm"][0].pool
-    if placement.elastic_slots(pool):
+    if placement.elastic_slots(pool) and not shares_engine(config, placement):
         raise ConfigError(
             f"cotrain.enabled: the pool {pool} is elastic, and an engine that sleeps takes no weights of a GRM that "
-            f"learns; set placement.pools.{pool}.elastic=false, or placement.roles.grm.pool to another"
+            f"learns; set placement.pools.{pool}.elastic=false, placement.roles.grm.pool to another, or (on "
+            "vLLM) balance.swap=weights"
         )

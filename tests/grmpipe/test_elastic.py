@@ -63,6 +63,15 @@ def test_elastic_slots_swap_weights_where_told_to_or_where_vllm_can_t_sleep(
     assert shares_engine(config, seat_roles(config)) == shares
 
 
+def test_a_judge_that_learns_may_move_where_its_engine_takes_weights_at_any_time() -> None:
+    roles = {role: {"pool": "engines"} for role in ("policy", "learner", "grm", "grm_learner")}
+    placement = {"pools": {"engines": {"slots": 2, "elastic": True}}, "roles": roles}
+    engines = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm"}, "cotrain": {"enabled": True}}
+    with pytest.raises(ConfigError, match=r"cotrain\.enabled: the pool engines is elastic"):
+        seat_roles(from_values(RunConfig, {"placement": placement, **engines}))
+    seat_roles(from_values(RunConfig, {"placement": placement, "balance": {"swap": "weights"}, **engines}))
+
+
 def test_the_engine_of_both_roles_has_the_wider_options() -> None:
     config = on_gpus("vllm", False, "weights", engine_options={"max_batch_rows": 99, "max_context_tokens": 300})
     assert shared_options(config).max_batch_rows == 99

@@ -360,6 +360,19 @@ def test_a_slot_that_swaps_waits_for_the_push_that_has_it_and_the_next_one_leave
     on_virtual_clock(lambda: Bench(1, swaps=True), main)
 
 
+def test_a_judge_that_learns_and_shares_an_engine_answers_before_anything_was_pushed() -> None:
+    """A run asks it for a dry judgement first. Whoever is pushed to later gets it all."""
+
+    async def main(bench: Bench) -> None:
+        await bench.ask("grm", 0, 10)
+        await bench.push(0, "policy")
+        await bench.push(0, "grm")
+        await bench.ask("policy", 0, 10)
+        await bench.ask("grm", 1, 10)
+
+    on_virtual_clock(lambda: Bench(1, swaps=True, grm_learns=True), main)
+
+
 @pytest.mark.parametrize("after_s", [0.1, 0.3, 0.6, 1.0])
 def test_an_engine_that_dies_in_the_midst_of_a_swap_is_made_anew_once_and_serves_both_roles(after_s: float) -> None:
     async def main(bench: Bench) -> None:
