@@ -5,12 +5,15 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from models.types import Message
+
+REMEMBERED_CONTENTS = 256  # siblings are asked the same, and a later turn repeats the earlier ones
 
 
 class Renderer:
@@ -40,6 +43,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._markup_ids = _markup_ids(tokenizer)
         self._markup: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
+        self._content_ids = lru_cache(REMEMBERED_CONTENTS)(self._encode_content)
 
     @staticmethod
     def load(path: str, chat_template: str | None = None) -> Renderer:
@@ -92,7 +96,7 @@ class Renderer:
         """Each content, and the markup after it."""
         token_ids: list[int] = []
         for message, after in zip(messages, markup, strict=True):
-            token_ids += self._encode_content(message.content)
+            token_ids += self._content_ids(message.content)
             token_ids += after
         return tuple(token_ids)
 
