@@ -17,7 +17,9 @@ import sys
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 
 from grmpipe.checks.seats import check_seats
 from grmpipe.config import ConfigError, RunConfig
@@ -35,13 +37,25 @@ ConfigStore.instance().store(name="schema", node=schema())
 def compose_and_run(config) -> float | None:  # type: ignore[no-untyped-def]  # a DictConfig; config_files.py is its door
     # SystemExit passes through Hydra unreported, where any other exception gets a report of Hydra's on top of ours.
     try:
-        return run_task(build(config))
+        return run_job(build(config))
     except ConfigError as error:
         sys.exit(complain(str(error), 2))
     except RunFailed as error:
         sys.exit(complain(str(error), 1))
     except (RunInterrupted, KeyboardInterrupt) as error:
         sys.exit(complain(str(error) or "interrupted", 130))
+
+
+def run_job(config: RunConfig) -> float | None:
+    """The only run, or one of a sweep, which says which and what came of it."""
+    here = HydraConfig.get()
+    if here.mode != RunMode.MULTIRUN:
+        return run_task(config)
+    print(f"sweep, run {here.job.num}: {' '.join(here.overrides.task)}", flush=True)
+    objective = run_task(config)
+    if objective is not None:
+        print(f"sweep, run {here.job.num}: {config.objective} = {objective:g}", flush=True)
+    return objective
 
 
 def run_task(config: RunConfig) -> float | None:

@@ -239,8 +239,9 @@ class TrainConfig:
                 f"min_valid_siblings: must be between 2 and group_size = {self.group_size}, "
                 f"got {self.min_valid_siblings}"
             )
-        if not self.lr > 0 or not self.max_grad_norm > 0:
-            raise ValueError(f"lr, max_grad_norm: must be above 0, got {self.lr}, {self.max_grad_norm}")
+        for name, value in (("lr", self.lr), ("max_grad_norm", self.max_grad_norm)):
+            if not value > 0:
+                raise ValueError(f"{name}: must be above 0, got {value}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: unknown value {self.schedule!r}; known: {', '.join(SCHEDULES)}")
         if self.dtype not in ("float32", "bfloat16"):

@@ -71,7 +71,7 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["+train.extra=1"], "unknown key 'train.extra'"),
         (["+watch.limits.x={above: 1}"], "watch.limits has no x yet; to add one type '+watch.limits={x: {above: 1}}'"),
         (["train.lr=fast"], "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
-        (["train.lr=-1"], "train.lr"),
+        (["train.lr=-1"], "train.lr: must be above 0, got -1.0"),
         (["train.group_size=1"], "train.group_size: must be at least 2"),
         (["judge=strict"], "generative"),
         (["rollout.top_p=0.9"], "rollout.top_p: must be 1 to train"),

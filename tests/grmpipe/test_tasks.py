@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,11 @@ def test_a_sweep_runs_each_point_in_a_directory_of_its_own_and_has_their_objecti
     assert len(runs) == 2
     assert sorted("lr: 0.0001" in (run / "config.yaml").read_text() for run in runs) == [False, True]
     assert all(json.loads((run / "summary.json").read_text())["objective"] is not None for run in runs)
+    assert re.findall(r"^sweep, run (\d): .* train\.lr=(\S+)$", result.stdout, re.MULTILINE) == [
+        ("0", "0.0001"),
+        ("1", "0.0002"),
+    ]
+    assert len(re.findall(r"^sweep, run \d: eval\.final\.\w+ = [\d.]+$", result.stdout, re.MULTILINE)) == 2
     (sweep,) = (tmp_path / "runs/sweeps").iterdir()
     assert "train.lr=1e-4,2e-4" in (sweep / "multirun.yaml").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
