@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from grmpipe.assemble import make_parts, start
+from grmpipe.assemble import make_parts
 from grmpipe.config import RunConfig
 from grmpipe.flow import Cut, FlowConfig, Parts, StepReport
 from grmpipe.judge.hearing import judge_alone
@@ -22,6 +22,7 @@ from grmpipe.prepare import prepare
 from grmpipe.rollout.group import Group
 from grmpipe.rollout.play import Seat
 from grmpipe.run import flow_config
+from grmpipe.start import start
 from grmpipe.types import Rollout
 from models.seeds import derive_seed
 from models.types import ignore_first_token

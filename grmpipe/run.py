@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from grmpipe.accounts import Accounts
-from grmpipe.assemble import Running, make_evaluator, make_parts, start
+from grmpipe.assemble import make_evaluator, make_parts
 from grmpipe.config import ConfigError
 from grmpipe.consumer import Interrupted
 from grmpipe.cotrain.training import CoTraining
@@ -26,6 +26,7 @@ from grmpipe.observers import Observers
 from grmpipe.pipeline import Pipeline
 from grmpipe.prepare import Prepared
 from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
+from grmpipe.start import Running, start
 from grmpipe.tally import step_metrics
 from grmpipe.train.critic_group import CriticGroup
 from grmpipe.train.learner_group import LearnerGroup

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grmpipe.assemble import CLUSTERS, JUDGES, grm_of, outside_engine
 from grmpipe.checks.engines import check_installed
 from grmpipe.checks.models import Progress, find_model
 from grmpipe.checks.seats import check_machine
@@ -25,10 +24,12 @@ from grmpipe.judge.meta import JudgedResponses, MetaScorer
 from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
 from grmpipe.judge.vote import VOTES, mean
 from grmpipe.judge.written import judge_together
+from grmpipe.kinds import CLUSTERS, JUDGES
 from grmpipe.meta.model import find_meta, guide_of, start_scorers
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Summary
 from grmpipe.observe.timeline import Timeline
 from grmpipe.prepare import Prepared
+from grmpipe.start import grm_of, outside_engine
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from models.types import Engine, EngineDied, EngineRefused
 from scheduler.clock import ActiveClock

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grmpipe.assemble import Running, make_evaluator, make_play, make_push, start, too_long
+from grmpipe.assemble import make_evaluator, make_play, make_push, too_long
 from grmpipe.evaluation.lookout import named
 from grmpipe.judge.rejection import Fate, hinted, kept_of, without_hint
 from grmpipe.observe.journal import Journal, read_journal
@@ -27,6 +27,7 @@ from grmpipe.observe.summary import EvalSummary, Status, Summary
 from grmpipe.observers import Observers
 from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat
+from grmpipe.start import Running, start
 from grmpipe.train.packer import rounds_of
 from grmpipe.train.samples import count, split_rollout
 from grmpipe.train.settings import AlgorithmConfig

@@ -19,13 +19,13 @@ from typing import cast
 
 import numpy as np
 
-from grmpipe.assemble import CLUSTERS
 from grmpipe.config import RunConfig
 from grmpipe.engines import ENGINES, Model, device_of, options_of
 from grmpipe.failures import RunFailed
 from grmpipe.judge.asking import Asker
 from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.meta_rm import sigmoid
+from grmpipe.kinds import CLUSTERS
 from grmpipe.meta.examples import Example, Sampled, Split, batches, sample, write_examples
 from grmpipe.meta.quality import measure
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary

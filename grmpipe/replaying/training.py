@@ -15,15 +15,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grmpipe.assemble import CLUSTERS, learner_spec
 from grmpipe.flow import Cut
 from grmpipe.interrupts import asked_to_stop
 from grmpipe.judge.lessons import rule_of
+from grmpipe.kinds import CLUSTERS
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.observers import Observers
 from grmpipe.replaying.prepare import PreparedReplay
 from grmpipe.run_state import Checkpoints, RunState
+from grmpipe.start import learner_spec
 from grmpipe.tally import batch_metrics, truth_metrics
 from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.learner import Learner

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.tasks import RunFailed
 from grmpipe.train.batch import BatchTrainer
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded_worker import EmbeddedWorker
 
 BY_TURNS = ("placement=time_shared", "placement.pools.all.slots=1")
 
@@ -49,14 +49,14 @@ def test_engines_sleep_while_the_learner_steps_and_what_runs_ahead_loses_nothing
     small_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aborted: list[str] = []
-    abort = EmbeddedEngine._abort
+    abort = EmbeddedWorker.abort
 
-    def note(engine: EmbeddedEngine, request_id: str) -> None:
-        if request_id in engine._worker._tickets:
+    def note(worker: EmbeddedWorker, request_id: str) -> None:
+        if request_id in worker._tickets:
             aborted.append(request_id)
-        abort(engine, request_id)
+        abort(worker, request_id)
 
-    monkeypatch.setattr(EmbeddedEngine, "_abort", note)
+    monkeypatch.setattr(EmbeddedWorker, "abort", note)
     run = small_run(*BY_TURNS, "train.max_staleness=1", "train.num_steps=4", "train.checkpoint_every=2")
     check_complete(run, 16)
     assert aborted, "nothing was in flight at any step: nothing was shown"
