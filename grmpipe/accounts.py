@@ -20,6 +20,8 @@ from grmpipe.train.critic import Critic
 from grmpipe.types import Metrics
 from grmpipe.waits import WaitTimes
 from models.settings import OpenAIConfig
+from scheduler.actors import Cluster
+from scheduler.cpu_time import cpu_seconds
 from scheduler.elastic import ElasticPool
 from scheduler.health import RoleHealth
 from scheduler.placement import SERVED_ROLES, PlacementConfig
@@ -55,7 +57,9 @@ class Accounts:
         self._replaced_before: Mapping[str, int] = {}
         self._moves_before: Mapping[str, int] = {}
         self._grm_version_before = 0
-        self._step_began_cpu_s = time.process_time()
+        self.cluster: Cluster | None = None
+        self._roles = config.roles
+        self._cpu_s_at_begin = self._cpu_s()
 
     @property
     def since_start_s(self) -> float:
@@ -105,12 +109,19 @@ class Accounts:
         }
 
     def driver_metrics(self) -> Metrics:
-        """CPU seconds of this process in the step that ends: the pipeline's, and of what else lives in its process."""
-        return {"driver/cpu_s": time.process_time() - self._step_began_cpu_s}
+        """CPU seconds in the step that ends: of this process (the pipeline's, and of what else lives in it), and of
+        each role whose processes are all on this machine."""
+        began_s, now_s = self._cpu_s_at_begin, self._cpu_s()
+        return {f"{name}/cpu_s": max(0.0, now_s[name] - began_s[name]) for name in now_s if name in began_s}
 
     def step_begins(self) -> None:
         """What lies between two steps (looks, checkpoints) counts in neither."""
-        self._step_began_cpu_s = time.process_time()
+        self._cpu_s_at_begin = self._cpu_s()
+
+    def _cpu_s(self) -> dict[str, float]:
+        """So far, by role."""
+        ids = {role: self.cluster.process_ids(role) for role in self._roles} if self.cluster is not None else {}
+        return {"driver": time.process_time()} | {role: cpu_seconds(found) for role, found in ids.items() if found}
 
     def busy_s(self, pipeline: Pipeline | None) -> dict[str, float]:
         """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""

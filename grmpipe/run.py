@@ -93,6 +93,7 @@ class TrainingRun:
                 if running.critic is not None:
                     await running.critic.ranks.load(str(resumed / "critic"))
             self._observers.note(f"ready after {self._accounts.since_start_s:.0f} s; files in {self._run_dir}")
+            self._accounts.cluster = running.cluster
             self._accounts.health, self._accounts.elastic = running.health, running.elastic
             self._accounts.scorers, self._accounts.critic = running.scorers, running.critic
             looks = {f"the health of {health.role}": health.run() for health in running.health}

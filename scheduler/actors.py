@@ -74,6 +74,10 @@ class Cluster(Protocol):
         """Where the seats of a role are."""
         ...
 
+    def process_ids(self, role: str) -> list[int]:
+        """None where some are on other machines, or where they are this very process."""
+        ...
+
     async def free_address(self, role: str) -> tuple[str, int]:
         """An address of the machine of the role's first process, as all others reach it, and a port free there.
 
@@ -178,6 +182,9 @@ class InProcessCluster:
 
     def machines(self, role: str) -> frozenset[str]:
         return frozenset({"this machine"})
+
+    def process_ids(self, role: str) -> list[int]:
+        return []
 
     async def free_address(self, role: str) -> tuple[str, int]:
         return LOOPBACK, free_port(LOOPBACK)

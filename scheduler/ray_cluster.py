@@ -66,6 +66,7 @@ class RayCluster:
         self._engines: dict[str, RayActor] = {}
         self._factories: dict[str, EngineFactory] = {}
         self._num_restarts = 0
+        self._roles_here: dict[str, bool] = {}  # whether all its processes are on the driver's machine
         self._store = BucketStore()
 
     @classmethod
@@ -120,6 +121,13 @@ class RayCluster:
             nodes = placement_group_table(self._pools[seat.pool])["bundles_to_node_id"]
             found.add(nodes[self._bundle(seat)])
         return frozenset(found)
+
+    def process_ids(self, role: str) -> list[int]:
+        seats = [seat.name for seat in self._placement.seats.get(role, ())]
+        actors = [*self._groups.get(role, []), *(self._engines[name] for name in seats if name in self._engines)]
+        if actors and role not in self._roles_here:  # asking Ray at every step would be dear
+            self._roles_here[role] = self.machines(role) == {ray.get_runtime_context().get_node_id()}
+        return [actor.process_id for actor in actors if self._roles_here[role]]
 
     async def free_address(self, role: str) -> tuple[str, int]:
         everywhere = {machine for other in self._placement.seats for machine in self.machines(other)}

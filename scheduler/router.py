@@ -303,7 +303,10 @@ class Router:
                 self._emptied.set()
                 self.on_change()
         end_s = asyncio.get_running_loop().time()
-        self._events.span(name, context.role, start_s, end_s, request=context.request_id, num_tokens=num_tokens)
+        seen: dict[str, str | int | float] = {"request": context.request_id, "num_tokens": num_tokens}
+        if ask.begun_s is not None:
+            seen["first_token_s"] = round(ask.begun_s - start_s, 6)  # after the start
+        self._events.span(name, context.role, start_s, end_s, **seen)
         return part, ask.moving
 
     async def _on_all(self, ask: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
