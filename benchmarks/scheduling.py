@@ -26,8 +26,9 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.flow import Cut
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.rollout.settings import RolloutConfig
-from grmpipe.simulation.cluster import SimulatedRun, Simulation, Workload, flow_of, simulate
+from grmpipe.simulation.cluster import SimulatedRun, Simulation, simulate
 from grmpipe.simulation.scripts import Lengths, lognormal
+from grmpipe.simulation.stages import Workload, flow_of
 from grmpipe.train.settings import TrainConfig
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message

@@ -51,7 +51,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
     "l40s": DeviceSpec(48, 864, {"bfloat16": 362, "float32": 91.6}, link_gb_per_s=32, host_gb_per_s=32),
     "b200": DeviceSpec(180, 8000, {"bfloat16": 2250, "float32": 75}, link_gb_per_s=900, host_gb_per_s=64),
     "cpu": DeviceSpec(
-        4, 20, {"float32": 0.09, "bfloat16": 0.02}, link_gb_per_s=2, host_gb_per_s=10, step_s=0.004
+        4, 20, {"float32": 0.09, "bfloat16": 0.02}, link_gb_per_s=2, host_gb_per_s=10, step_s=0.0005
     ),
 }  # fmt: skip
 

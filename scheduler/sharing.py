@@ -1,6 +1,7 @@
 """Processes that share what they work on: who shares with whom, and the work that gets done meanwhile. Pure.
 
-Those that are busy get equal shares, and none gets more than the whole of one core or of one GPU.
+Those that are busy get equal shares, and none gets more than the whole of one core or of one GPU. Where more processes
+are busy than there are cores they take turns, and each turn begins with cold caches.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from numpy.typing import NDArray
 
 from scheduler.placement import Placement, Seat
 
+TURN_COST = 0.16  # of the work, for one process too many on each core: engines on two cores (benchmarks/simulator.md)
+
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """capacity: how many of its processes get all that they ask for."""
+    """capacity: how many of its processes get all that they ask for. turn_cost: what more of
+    them than that lose by taking turns, over their work, for each too many on each of what they share."""
 
     capacity: int
     seats: tuple[Seat, ...]
     is_host: bool = False  # the cores of a machine: its driver works on them as well
+    turn_cost: float = 0.0
 
 
 def shared_by(placement: Placement, cores: int) -> list[Shared]:
@@ -36,7 +41,7 @@ def shared_by(placement: Placement, cores: int) -> list[Shared]:
         for slot in seat.slots if seat not in floating else ():
             by_slot.setdefault((seat.pool, slot), []).append(seat)
     shared = [Shared(capacity=1, seats=tuple(tenants)) for tenants in by_slot.values() if len(tenants) > 1]
-    return [*shared, Shared(capacity=cores, seats=floating, is_host=True)] if cores else shared
+    return [*shared, Shared(capacity=cores, seats=floating, is_host=True, turn_cost=TURN_COST)] if cores else shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,13 @@ class WorkClock:
     times_P: Floats  # P: moments at which somebody began or ended
     worked_P: Floats
 
+    def slowed(self, pace: float) -> WorkClock:
+        """Of a process that does so much in each second of work that it was taken to have had."""
+        if not len(self.times_P):
+            return self
+        began = self.times_P[0]
+        return WorkClock(times_P=self.times_P, worked_P=began + pace * (self.worked_P - began))
+
     def at(self, time_s: float) -> float:
         """Beyond what was seen, all of it."""
         if not len(self.times_P) or time_s <= self.times_P[0]:
@@ -54,10 +66,13 @@ class WorkClock:
         return float(np.interp(time_s, self.times_P, self.worked_P)) + beyond_s
 
 
-def work_clock(busy: Sequence[Sequence[Interval]], capacity: int, background: float = 0.0) -> WorkClock:
+def work_clock(
+    busy: Sequence[Sequence[Interval]], capacity: int, background: float = 0.0, turn_cost: float = 0.0
+) -> WorkClock:
     """Of what is shared by processes that were busy in these intervals.
 
     background: the share of the time in which one more of them works; when, nobody knows.
+    turn_cost: as of Shared; 0 reads the time that they had.
     """
     united = [interval for intervals in busy for interval in union(intervals)]
     if not united:
@@ -66,10 +81,16 @@ def work_clock(busy: Sequence[Sequence[Interval]], capacity: int, background: fl
     changes = np.tile([1, -1], len(united))
     order = np.argsort(times, kind="stable")
     times, count = times[order], np.maximum(np.cumsum(changes[order])[:-1], 1)
-    alone, beside = (np.minimum(1.0, capacity / (count + more)) for more in (0, 1))
+    alone, beside = (shares(n, capacity, turn_cost) for n in (count, count + 1))
     share = (1 - background) * alone + background * beside
     worked = times[0] + np.concatenate([[0.0], np.cumsum(share * np.diff(times))])
     return WorkClock(times_P=times, worked_P=worked)
+
+
+def shares(count: NDArray[np.int_], capacity: int, turn_cost: float) -> Floats:
+    """What each of so many gets done."""
+    turns = 1 + turn_cost * np.maximum(0, count - capacity) / capacity
+    return np.minimum(1.0, capacity / count) / turns
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:

@@ -7,7 +7,7 @@ shared cores or a GPU slowed each other down: spans are measured in the work tha
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -18,22 +18,20 @@ from grmpipe.engines import engine_config_of
 from grmpipe.plan.profile_files import (
     Sizes,
     Span,
-    driver_seconds,
     judgement_sizes,
     read_spans,
     rollout_sizes,
+    seconds_by_step,
     tokens_by_step,
 )
+from grmpipe.plan.profile_work import SYNC, WARM_UP_STEPS, DriverUse, driver_of, measured_in_work
 from models.settings import OpenAIConfig
-from scheduler.bound import LEARNER, LEARNING, POLICY
+from models.types import EngineSpeed
+from scheduler.bound import LEARNER, POLICY
 from scheduler.cost import LearnerSpeed
 from scheduler.fit import EngineFit, Request, fit_engine, fit_learner
-from scheduler.placement import place
-from scheduler.sharing import Interval, WorkClock, shared_by, work_clock
 
 GRM = "grm"
-SYNC = "weight sync"
-WARM_UP_STEPS = 1  # allocations and compilations of a first step are no cost of the others
 MIN_CLEAR = 40  # requests that nothing interrupted; with fewer, the others are taken as well
 
 
@@ -58,16 +56,9 @@ class Profile:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverUse:
-    """core_share: of one core, that the pipeline's own process took."""
-
-    request_s: float
-    core_share: float
-
-
-def read_profile(path: str, cores: int) -> Profile:
-    """cores: of the machine that ran it. Raises ConfigError where there is no run to read."""
+def read_profile(path: str, cores: int, believed: Mapping[str, EngineSpeed] | None = None) -> Profile:
+    """cores: of the machine that ran it. believed: speeds by role whose proportions stand in for what it can't tell.
+    Raises ConfigError where there is no run to read."""
     run_dir = Path(path).parent if path.endswith(".json") else Path(path)
     for name in ("timeline.json", "config.yaml", "rollouts.jsonl"):
         if not (run_dir / name).is_file():
@@ -77,16 +68,21 @@ def read_profile(path: str, cores: int) -> Profile:
     seen = [*read_spans(run_dir / "timeline.json")]
     roles = [role for role in (POLICY, GRM) if any(span.name == role for span in seen)]
     hidden = {role: [*left_out(requests_of(role, seen), known[role])] for role in roles}
-    driver = driver_of(run_dir, config)
-    spans = measured_in_work([*seen, *(span for role in roles for span in hidden[role])], config, cores, driver)
+    steps = seconds_by_step(run_dir)
+    driver = driver_of(steps, config)
+    whole = [*seen, *(span for role in roles for span in hidden[role])]
+    work = measured_in_work(whole, config, cores, driver, steps)
+    spans = work.spans
     notes: list[str] = []
     engines = {}
     for role in roles:
         if hidden[role]:
             asked = len(requests_of(role, seen)) + len(hidden[role])
             notes.append(f"{role}: {len(hidden[role])} of {asked} requests had no row in the timeline")
-        if (fit := engine_of(role, spans, known[role], config, driver)) is not None:
-            engines[role] = fit
+        belief = (believed or {}).get(role)
+        clear = {span.args["request"] for span in undisturbed(requests_of(role, whole), whole)}
+        if (fit := engine_of(role, spans, clear, known[role], config, driver, belief)) is not None:
+            engines[role] = fit.held_to(work.cpu_s[role]) if role in work.cpu_s else fit
         else:
             notes.append(f"{role}: too few requests in the timeline to tell its speed")
     learner, said = learner_of(spans, run_dir, known[POLICY], config.train.shared_prompts)
@@ -107,73 +103,22 @@ def read_profile(path: str, cores: int) -> Profile:
     )
 
 
-# -- the time of each, and of all ------------------------------------------------------------------------------------
-
-
-def driver_of(run_dir: Path, config: RunConfig) -> DriverUse | None:
-    """None where engines and learner lived in its process, or the run has too few steps."""
-    steps = driver_seconds(run_dir)[WARM_UP_STEPS:]
-    cpu_s, seconds, requests = (sum(column) for column in zip(*steps, strict=True)) if steps else (0.0, 0.0, 0)
-    if config.cluster.kind == "inprocess" or not requests or not seconds:
-        return None
-    return DriverUse(request_s=cpu_s / requests, core_share=min(1.0, cpu_s / seconds))
-
-
-def measured_in_work(spans: Sequence[Span], config: RunConfig, cores: int, driver: DriverUse | None) -> list[Span]:
-    """The same spans by the clock of whom they belong to: how far it would have come, had it had nothing to share."""
-    placement = place(config.placement, config.roles)
-    busy = busy_intervals(spans)
-    clocks: dict[str, WorkClock] = {}
-    for shared in shared_by(placement, cores):
-        lanes = {seat.role if seat.role in LEARNING else seat.name for seat in shared.seats}
-        background = driver.core_share if driver and shared.is_host else 0.0
-        clock = work_clock([busy.get(lane, []) for lane in sorted(lanes)], shared.capacity, background)
-        clocks |= dict.fromkeys(lanes, clock)
-    if LEARNER in clocks:
-        clocks[SYNC] = clocks[LEARNER]
-    return [by_clock(span, clocks[span.lane]) if span.lane in clocks else span for span in spans]
-
-
-def busy_intervals(spans: Sequence[Span]) -> dict[str, list[Interval]]:
-    """By lane. A push is the learner's work; the policy's engines stand still in it."""
-    busy: dict[str, list[Interval]] = defaultdict(list)
-    pauses = sorted((span.start_s, span.end_s) for span in spans if span.lane == SYNC)
-    for span in spans:
-        if span.lane == SYNC:
-            busy[LEARNER].append((span.start_s, span.end_s))
-        elif span.name == POLICY:
-            busy[span.lane] += without(pauses, span.start_s, span.end_s)
-        else:
-            busy[span.lane].append((span.start_s, span.end_s))
-    return busy
-
-
-def without(pauses: Sequence[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """What is left of a span."""
-    for pause_start_s, pause_end_s in pauses:
-        if start_s < pause_end_s and pause_start_s < end_s:
-            if start_s < pause_start_s:
-                yield start_s, pause_start_s
-            start_s = pause_end_s
-    if start_s < end_s:
-        yield start_s, end_s
-
-
-def by_clock(span: Span, clock: WorkClock) -> Span:
-    return replace(span, start_s=clock.at(span.start_s), end_s=clock.at(span.end_s))
-
-
 # -- engines -------------------------------------------------------------------------------------------------------
 
 
 def engine_of(
-    role: str, spans: Sequence[Span], known: Mapping[str, list[Sizes]], config: RunConfig, driver: DriverUse | None
+    role: str,
+    spans: Sequence[Span],
+    clear: Collection[str],
+    known: Mapping[str, list[Sizes]],
+    config: RunConfig,
+    driver: DriverUse | None,
+    believed: EngineSpeed | None,
 ) -> EngineFit | None:
     """A role's speed, from its requests on all of its engines. None where they are too few.
 
     A request is believed to cost the engine's process about what it costs the driver at the other end of the wire."""
     requests = requests_of(role, spans)
-    counted = {span.args["request"] for span in undisturbed(requests, spans)}
     usual = round(mean_lengths(known).prompt_tokens) if known else 0
     lanes: dict[str, list[Request]] = defaultdict(list)
     for span in requests:
@@ -182,16 +127,17 @@ def engine_of(
         request = Request(
             start_s=span.start_s,
             end_s=span.end_s,
+            begun_s=span.begun_s,
             prompt_tokens=sizes[0].prompt_tokens if sizes else usual,
             new_tokens=span.args["num_tokens"],
             # Siblings are asked the same; so are the judgements of one rollout.
             shares=seat.rsplit("/", 1)[0] if role == POLICY else seat,
-            counts=span.args["request"] in counted,
+            counts=span.args["request"] in clear,
         )
         lanes[span.lane].append(request)
     engine = engine_config_of(role, config)
     max_rows = 1 << 30 if isinstance(engine, OpenAIConfig) else engine.max_batch_rows
-    return fit_engine(list(lanes.values()), max_rows, driver.request_s if driver else 0.0)
+    return fit_engine(list(lanes.values()), max_rows, believed, driver.request_s if driver else 0.0)
 
 
 def requests_of(role: str, spans: Sequence[Span]) -> list[Span]:
@@ -237,10 +183,11 @@ def left_out(seen: Sequence[Span], known: Mapping[str, list[Sizes]]) -> Iterator
 
 
 def beside(neighbour: Span, sizes: Sizes, seat: str) -> Span:
-    token_s = (neighbour.end_s - neighbour.start_s) / neighbour.args["num_tokens"]
+    began_s = neighbour.start_s if neighbour.begun_s is None else neighbour.begun_s
+    token_s = (neighbour.end_s - began_s) / neighbour.args["num_tokens"]
     return replace(
         neighbour,
-        end_s=neighbour.start_s + sizes.new_tokens * token_s,
+        end_s=began_s + sizes.new_tokens * token_s,
         args={"request": f"{seat}{LEFT_OUT}", "num_tokens": sizes.new_tokens},
     )
 

@@ -9,18 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+CPU = "/cpu_s"  # a metric of each step
+
 Record = dict[str, Any]  # a line of a journal, an event of the timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A span of the timeline, under the name of its lane, whatever its row."""
+    """A span of the timeline, under the name of its lane, whatever its row. begun_s: of its first token, if it has one
+    and somebody saw it."""
 
     lane: str
     name: str
     start_s: float
     end_s: float
     args: Record
+    begun_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,16 @@ class Sizes:
 
     prompt_tokens: int
     new_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """cpu_s: by role, and of the driver. requests: to engines, that came back."""
+
+    step: int
+    step_s: float
+    requests: int
+    cpu_s: Mapping[str, float]
 
 
 def rollout_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
@@ -65,8 +79,8 @@ def tokens_by_step(run_dir: Path, known: Mapping[str, list[Sizes]], shared_promp
     for seat, turns in known.items():
         group_id = seat.rsplit("/", 1)[0]
         # A later turn's prompt holds the earlier ones.
-        tokens = turns[-1].prompt_tokens + turns[-1].new_tokens
-        of_group[group_id] += tokens - (turns[0].prompt_tokens if shared_prompts and group_id in of_group else 0)
+        whole = turns[-1].prompt_tokens + turns[-1].new_tokens
+        of_group[group_id] += whole - (turns[0].prompt_tokens if shared_prompts and group_id in of_group else 0)
     tokens: Counter[int] = Counter()
     for line in json_lines(run_dir / "groups.jsonl"):
         if line["outcome"] == "trained":
@@ -74,13 +88,17 @@ def tokens_by_step(run_dir: Path, known: Mapping[str, list[Sizes]], shared_promp
     return tokens
 
 
-def driver_seconds(run_dir: Path) -> list[tuple[float, float, int]]:
-    """Of each step: CPU seconds of the driver, seconds, requests to engines that came back. Of no step where the run
-    didn't count them."""
+def seconds_by_step(run_dir: Path) -> list[StepSeconds]:
+    """Of no step where the run didn't count them."""
     return [
-        (line["driver/cpu_s"], line["time/step_s"], int(line["rollout/finished"] + line["judge/asked"]))
+        StepSeconds(
+            step=line["step"],
+            step_s=line["time/step_s"],
+            requests=int(line["rollout/finished"] + line["judge/asked"]),
+            cpu_s={name.removesuffix(CPU): value for name, value in line.items() if name.endswith(CPU)},
+        )
         for line in json_lines(run_dir / "metrics.jsonl")
-        if "driver/cpu_s" in line
+        if f"driver{CPU}" in line
     ]
 
 
@@ -109,11 +127,12 @@ def read_spans(path: Path) -> Iterator[Span]:
             if event["name"] == "thread_name" and event["ph"] == "M":
                 titles[row] = event["args"]["name"].split(" · ")[0]
             elif event["ph"] == "X":
-                start_s = event["ts"] / 1e6
+                start_s, args = event["ts"] / 1e6, event.get("args", {})
                 yield Span(
                     lane=titles.get(row, ""),
                     name=event["name"],
                     start_s=start_s,
                     end_s=start_s + event["dur"] / 1e6,
-                    args=event.get("args", {}),
+                    args=args,
+                    begun_s=start_s + args["first_token_s"] if "first_token_s" in args else None,
                 )

@@ -9,9 +9,10 @@ from grmpipe.checks.engines import served_roles
 from grmpipe.checks.models import Progress
 from grmpipe.config import RunConfig
 from grmpipe.engines import EngineOptions, engine_config_of, options_of, tensor_parallel_of
-from grmpipe.plan.costs import CostUnknown, Seated, assumptions, cores_of, costs_of, step_work
+from grmpipe.plan.beliefs import profile_of
+from grmpipe.plan.costs import CostUnknown, Seated, assumptions, costs_of, step_work
 from grmpipe.plan.memory import memory, memory_parts, overfull_slots, slot_memory
-from grmpipe.plan.profile import Profile, read_profile
+from grmpipe.plan.profile import Profile
 from grmpipe.plan.search import Simulate, find_plans, seconds, table, write_best
 from grmpipe.plan.survey import Survey, survey_run
 from models.settings import OpenAIConfig
@@ -25,7 +26,7 @@ Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: not of 
 def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey, profile: None) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
     survey = survey_run(config, progress)
-    profile = read_profile(config.plan.profile, cores_of(survey)) if config.plan.profile else None
+    profile = profile_of(survey)
     simulate = simulator(survey, profile)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
     blocks = [

@@ -9,34 +9,26 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grmpipe.config import RunConfig
 from grmpipe.critic.parts import ValuedJournal
-from grmpipe.data.stream import PromptStream
-from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.flow import FlowConfig, Parts, StepReport, Trainer
+from grmpipe.flow import Parts, StepReport, Trainer
 from grmpipe.judge.fitness import JudgeFitness
-from grmpipe.judge.generative import GenerativeJudge
-from grmpipe.judge.hearing import OneByOne
-from grmpipe.judge.mixed import MixedJudge
-from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.watch import FailureGate
 from grmpipe.pipeline import Pipeline
-from grmpipe.rollout.play import Play, Seat, play
 from grmpipe.simulation.bound import GRM, Bound, Needs, bound_of
-from grmpipe.simulation.driver import AttendedGrm, SimulatedDriver
+from grmpipe.simulation.driver import SimulatedDriver
 from grmpipe.simulation.learner import SimulatedRanks
-from grmpipe.simulation.scripts import CountingRenderer, Lengths, Writer
+from grmpipe.simulation.scripts import Writer
+from grmpipe.simulation.stages import Workload, flow_of, make_judge, make_play
 from grmpipe.time_share import TrainerByTurns, begin_turn
 from grmpipe.train.batch import BatchTrainer
 from grmpipe.train.critic import Critic
 from grmpipe.train.critic_group import CriticGroup
 from grmpipe.train.learner_by_turns import LearnerByTurns
 from grmpipe.train.learner_group import LearnerGroup
-from grmpipe.types import Judge, Prompt, Rollout
 from grmpipe.waits import WaitTimes
 from models.engines.simulated import SimulatedEngine
 from models.engines.simulated_pace import SharedDevice
-from models.types import Engine, SamplingParams
+from models.types import Engine
 from scheduler.bound import CRITIC, DRIVER, LEARNER, POLICY
 from scheduler.continuation import Continuation
 from scheduler.cost import Costs
@@ -54,17 +46,6 @@ from scheduler.weight_sync import SyncReport, WeightSync
 
 PROBE = (1, 2)
 PRINCIPLES = "principles"  # of a workload's lengths: what a GRM writes ahead of its judgements
-NO_WAIT_S = 1e6  # is worth a warning
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What is to be done, wherever. chars_per_token and lengths: by role; of a GRM only where one judges here."""
-
-    config: RunConfig
-    prompts: PromptStream
-    chars_per_token: Mapping[str, float]
-    lengths: Mapping[str, Lengths]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,51 +305,8 @@ def shared_devices(placement: Placement, cores: int) -> dict[str, SharedDevice]:
     of them does."""
     devices: dict[str, SharedDevice] = {}
     for shared in shared_by(placement, cores):
-        device = SharedDevice(shared.capacity)
+        device = SharedDevice(shared.capacity, shared.turn_cost)
         devices |= {seat.name: device for seat in shared.seats if seat.name not in devices}
         if shared.is_host:
             devices[DRIVER] = device
     return devices
-
-
-def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
-    return FlowConfig(
-        num_steps=num_steps,
-        groups_per_batch=config.train.groups_per_batch,
-        group_size=config.train.group_size,
-        min_valid_siblings=config.train.min_valid_siblings,
-        max_staleness=config.train.max_staleness,
-        group_deadline_s=config.rollout.group_deadline_s,
-        play_width=config.rollout.width,
-        judge_width=config.judge.width,
-        seed=config.seed,
-        report_wait_s=NO_WAIT_S,
-    )
-
-
-def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Play:
-    """The real episode, with a tokenizer that counts."""
-    limits = workload.config.rollout
-    renderer = CountingRenderer(workload.chars_per_token[POLICY])
-    params = SamplingParams(max_new_tokens=limits.max_new_tokens, temperature=limits.temperature)
-
-    async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        await driver.attend()
-        rollout = await play(seat, SingleTurn(prompt), policy, renderer, params, limits.max_turns, on_first_token)
-        await driver.attend()
-        return rollout
-
-    return played
-
-
-def make_judge(workload: Workload, grm: Router | None, kind: str, driver: SimulatedDriver) -> Judge:
-    """The real judge, of a GRM whose critiques are scripted and really parsed."""
-    config = workload.config
-    if kind == "rule":
-        return OneByOne(RuleJudge(config.judge.rule))
-    if kind == "mixed":
-        mix = config.judge.mix.items()
-        return MixedJudge({name: (make_judge(workload, grm, name, driver), weight) for name, weight in mix})
-    assert grm is not None, "a GRM outside has no place to be simulated on"
-    here = AttendedGrm(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), driver)
-    return GenerativeJudge(here, config.judge, config.seed)

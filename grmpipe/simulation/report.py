@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from grmpipe.simulation.cluster import SimulatedRun, Workload
+from grmpipe.simulation.cluster import SimulatedRun
+from grmpipe.simulation.stages import Workload
 from scheduler.placement import Placement
 from scheduler.placement import describe as describe_placement
 

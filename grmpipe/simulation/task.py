@@ -14,14 +14,16 @@ from grmpipe.judge.grm import BYTES_PER_TOKEN
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.observe.plain_json import plain
 from grmpipe.observe.timeline import Timeline
+from grmpipe.plan.beliefs import profile_of
 from grmpipe.plan.costs import SAMPLED_PROMPTS, Seated, cores_of, costs_of, lengths_of
-from grmpipe.plan.profile import Profile, read_profile
+from grmpipe.plan.profile import Profile
 from grmpipe.plan.survey import Survey, survey_run
 from grmpipe.run_dir import HOME, holds_run, new_run_dir
 from grmpipe.simulation.bound import GRM
-from grmpipe.simulation.cluster import Workload, simulate
+from grmpipe.simulation.cluster import simulate
 from grmpipe.simulation.report import describe, record_of
 from grmpipe.simulation.scripts import Lengths, lengths_in, lognormal, measured
+from grmpipe.simulation.stages import Workload
 from models.types import Message
 from scheduler.bound import POLICY
 from scheduler.cost import Costs, LearnerSpeed
@@ -32,7 +34,7 @@ from scheduler.planner import Predicted
 def run_simulation(config: RunConfig, progress: Progress) -> str:
     """Simulate as placed, write simulation.json and timeline.json, return what to print. Raises ConfigError."""
     survey = survey_run(config, progress)
-    profile = read_profile(config.plan.profile, cores_of(survey)) if config.plan.profile else None
+    profile = profile_of(survey)
     workload, costs = workload_of(survey, profile), stated_or_reckoned(survey, profile)
     directory = open_directory(config)
     timeline = Timeline(directory / "timeline.json")

@@ -41,10 +41,12 @@ class SharedDevice:
     """What several processes work on: those that are busy get equal shares of it, and none more than a whole.
 
     capacity: how many of them get a whole: 1 of a GPU, the number of its cores of a machine.
+    turn_cost: what more of them than that lose by taking turns, over their work, for each too many on each core.
     """
 
-    def __init__(self, capacity: int = 1) -> None:
+    def __init__(self, capacity: int = 1, turn_cost: float = 0.0) -> None:
         self._capacity = capacity
+        self._turn_cost = turn_cost
         self._busy: dict[Tenant, None] = {}
         self._share = 1.0
 
@@ -59,7 +61,8 @@ class SharedDevice:
 
     def _divide(self) -> bool:
         """False: the shares stay as they were."""
-        share = min(1.0, self._capacity / max(1, len(self._busy)))
+        turns = 1 + self._turn_cost * max(0, len(self._busy) - self._capacity) / self._capacity
+        share = min(1.0, self._capacity / max(1, len(self._busy))) / turns
         if share == self._share:
             return False
         self._share = share

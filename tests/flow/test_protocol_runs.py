@@ -11,8 +11,9 @@ import pytest
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
-from grmpipe.simulation.cluster import SimulatedRun, Workload, simulate
+from grmpipe.simulation.cluster import SimulatedRun, simulate
 from grmpipe.simulation.scripts import lognormal
+from grmpipe.simulation.stages import Workload
 from grmpipe.train.settings import TrainConfig
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message

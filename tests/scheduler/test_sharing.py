@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.sharing import shared_by, union, work_clock
+from scheduler.sharing import TURN_COST, shared_by, union, work_clock
 
 
 def laptop(resource: str) -> Placement:
@@ -37,6 +37,18 @@ def test_somebody_in_the_background_takes_his_share_where_there_is_too_little() 
     alone, crowded = ([[(0.0, 4.0)]] * count for count in (1, 2))
     assert work_clock(alone, capacity=2, background=0.5).at(4.0) == pytest.approx(4.0)
     assert work_clock(crowded, capacity=2, background=0.5).at(4.0) == pytest.approx(4.0 * (0.5 + 0.5 * 2 / 3))
+
+
+def test_those_that_take_turns_lose_by_it_the_more_the_more_they_are() -> None:
+    alone, crowd = ([[(0.0, 1.0)]] * count for count in (2, 4))
+    assert work_clock(alone, capacity=2, turn_cost=0.5).at(1.0) == pytest.approx(1.0)
+    assert work_clock(crowd, capacity=2, turn_cost=0.5).at(1.0) == pytest.approx(0.5 / 1.5)
+    assert [shared.turn_cost for shared in shared_by(laptop("gpu"), cores=8)] == [0.0, TURN_COST]
+
+
+def test_a_process_that_got_less_than_its_share_has_a_slower_clock() -> None:
+    clock = work_clock([[(2.0, 4.0)]], capacity=1).slowed(0.5)
+    assert [clock.at(moment) for moment in (2.0, 3.0, 4.0)] == pytest.approx([2.0, 2.5, 3.0])
 
 
 def test_time_that_nobody_used_is_no_contention_and_requests_of_one_engine_are_one_process() -> None:

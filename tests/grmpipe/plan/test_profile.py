@@ -23,8 +23,10 @@ PROMPT, GROUPS, SIBLINGS, STEPS = 30, 8, 4, 6
 CORES, DRIVER_REQUEST_S = 4, 0.002  # nobody has to share
 
 
-def made_by_hand(run_dir: Path, *, rows: int = 64, shared_prompts: bool = True) -> Path:
-    """Steps of 32 rollouts and as many judgements; a step of n tokens takes the learner n ms and half a second."""
+def made_by_hand(run_dir: Path, *, rows: int = 64, shared_prompts: bool = True, cpu_share: float | None = None) -> Path:
+    """cpu_share: of the time of their spans, that the processes of the learner and the GRM took.
+
+    Steps of 32 rollouts and as many judgements; a step of n tokens takes the learner n ms and half a second."""
     run_dir.mkdir()
     config = RunConfig(placement=APART, train=TrainConfig(shared_prompts=shared_prompts))
     (run_dir / "config.yaml").write_text(to_yaml(config))
@@ -33,6 +35,7 @@ def made_by_hand(run_dir: Path, *, rows: int = 64, shared_prompts: bool = True) 
     now_s, shown = 100.0, 0
     for step in range(1, STEPS + 1):
         tokens, begun_s = 0, now_s
+        rolled, judged = [], []
         for group in range(GROUPS):
             group_id = f"g{step:03d}{group:03d}"
             journals["groups"].append({"group_id": group_id, "outcome": "trained", "step": step})
@@ -45,6 +48,8 @@ def made_by_hand(run_dir: Path, *, rows: int = 64, shared_prompts: bool = True) 
                     request = f"{group_id}/{sibling}/t0"
                     timeline.span("policy-0", "policy", begun_s, ends_s, request=request, num_tokens=new)
                 judged_s = ends_s + 2 * new * JUDGEMENT_S
+                rolled.append(ends_s)
+                judged.append(judged_s)
                 request = f"{group_id}/{sibling}/j0.0"
                 timeline.span("grm-0", "grm", ends_s, judged_s, request=request, num_tokens=2 * new)
                 now_s = max(now_s, judged_s)
@@ -60,6 +65,9 @@ def made_by_hand(run_dir: Path, *, rows: int = 64, shared_prompts: bool = True) 
         now_s += 0.25
         asked = GROUPS * SIBLINGS
         driven = {"driver/cpu_s": 2 * asked * DRIVER_REQUEST_S, "time/step_s": now_s - begun_s}
+        if cpu_share is not None:
+            driven["learner/cpu_s"] = cpu_share * (tokens / 1000 + 0.5 + 0.125)
+            driven["grm/cpu_s"] = cpu_share * (max(judged) - min(rolled))
         journals["metrics"].append({"step": step, "rollout/finished": asked, "judge/asked": asked, **driven})
     timeline.close()
     for name, lines in journals.items():
@@ -92,6 +100,20 @@ def test_who_shared_a_core_is_as_fast_as_it_would_have_been_alone(tmp_path: Path
     assert apart.learner is not None
     assert crowded.learner is not None
     assert 0.95 < crowded.learner.token_s / apart.learner.token_s < 1.0
+
+
+def test_cpu_seconds_say_what_the_learner_and_an_engines_requests_took(tmp_path: Path) -> None:
+    whole, half, more = (
+        read_profile(str(made_by_hand(tmp_path / str(share), cpu_share=share)), CORES) for share in (1.0, 0.5, 1.5)
+    )
+    assert whole.learner is not None
+    assert half.learner is not None
+    assert half.learner.token_s == pytest.approx(whole.learner.token_s / 2, rel=0.01)
+    assert half.sync_s == pytest.approx(0.0625, rel=0.01)
+    assert half.engines["grm"].speed.step_s < 0.65 * whole.engines["grm"].speed.step_s
+    assert half.engines["grm"].speed.request_s == 0.0
+    assert more.engines["grm"].speed.request_s > 0.0
+    assert half.engines["policy"] == whole.engines["policy"], "nobody counted its seconds"
 
 
 def test_the_driver_of_a_single_process_is_not_told_apart(tmp_path: Path) -> None:

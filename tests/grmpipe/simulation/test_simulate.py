@@ -20,9 +20,10 @@ from grmpipe.config_files import build
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.rollout.settings import RolloutConfig
-from grmpipe.simulation.cluster import SimulatedRun, Workload, settled_steps, simulate
+from grmpipe.simulation.cluster import SimulatedRun, settled_steps, simulate
 from grmpipe.simulation.scripts import FILLER, CountingRenderer, Lengths, Writer, lengths_in, lognormal, measured
 from grmpipe.simulation.settings import SimulateConfig
+from grmpipe.simulation.stages import Workload
 from grmpipe.simulation.task import run_simulation
 from grmpipe.train.settings import TrainConfig
 from grmpipe.types import Prompt

@@ -1,0 +1,95 @@
+"""What processes lose by taking turns: embedded engines on the cores of this machine, each in a process of its own.
+
+    OMP_NUM_THREADS=1 python benchmarks/turns.py     # a minute, on a machine that does nothing else
+
+The figures behind scheduler.sharing.TURN_COST. Writes benchmarks/turns.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from models.engines.embedded import EmbeddedEngine
+from models.settings import EmbeddedConfig
+from models.tiny.resolve import resolve_model
+from models.types import RequestContext, SamplingParams
+from scheduler.sharing import TURN_COST
+
+ROWS, NEW_TOKENS, PROMPT = 128, 48, tuple(range(10, 60))
+SECONDS = 5.0
+
+
+REPORT = Path(__file__).with_suffix(".md")
+HEADING = """# Taking turns on cores
+
+`OMP_NUM_THREADS=1 python benchmarks/turns.py`: embedded engines of the tiny GRM, each in a process of its own, on
+{cores} cores: batches of {rows} rows x {new_tokens} tokens, as many a second as all of them decode together. Beside it,
+over what as many engines as cores did, what simulations and profiles reckon with (`scheduler.sharing.TURN_COST` =
+{turn_cost}).
+
+| engines | batches a second | over {cores} engines | reckoned |
+|---|---|---|---|
+"""
+
+
+def main() -> None:
+    cores = os.cpu_count() or 1
+    rates = {count: together(count) for count in range(1, cores + 4)}
+    text = HEADING.format(cores=cores, rows=ROWS, new_tokens=NEW_TOKENS, turn_cost=TURN_COST)
+    for count, rate in rates.items():
+        reckoned = min(count, cores) / cores / (1 + TURN_COST * max(0, count - cores) / cores)
+        text += f"| {count} | {rate:.2f} | {rate / rates[cores]:.2f} | {reckoned:.2f} |\n"
+    REPORT.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def together(count: int) -> float:
+    """Batches a second of so many engines at once."""
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(count)
+    with context.Pool(count, initializer=share, initargs=(start,)) as pool:
+        return sum(pool.map(batches_a_second, range(count), chunksize=1))
+
+
+BARRIER: list = []  # of the process: what a pool's workers can only inherit
+
+
+def share(start: object) -> None:
+    BARRIER.append(start)
+
+
+def batches_a_second(rank: int) -> float:
+    torch.set_num_threads(1)
+    return asyncio.run(decode(rank))
+
+
+async def decode(rank: int) -> float:
+    engine = EmbeddedEngine(resolve_model("tiny://grm"), "grm", EmbeddedConfig(), seed=rank)
+    await batch(engine, -1)  # compiles and allocates
+    BARRIER[0].wait()
+    began_s, done = time.perf_counter(), 0
+    while (taken_s := time.perf_counter() - began_s) < SECONDS:
+        await batch(engine, done)
+        done += 1
+    engine.close()
+    return done / taken_s
+
+
+async def batch(engine: EmbeddedEngine, number: int) -> None:
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=1.0)
+    await asyncio.gather(
+        *(
+            engine.generate(PROMPT, params, RequestContext(request_id=f"{number}/{row}", group_id=f"{row}", role="grm"))
+            for row in range(ROWS)
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
