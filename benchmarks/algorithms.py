@@ -46,7 +46,8 @@ class Row:
 # -- what is run ---------------------------------------------------------------------------------------------------
 
 
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline")
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
+CRITIC = ("critic=policy", "algorithm.gamma=1", "algorithm.gae_lambda=1")  # for gae: a third model that learns
 # Against the sampler, a version behind: so a ratio of the loss is not 1 in the one update that a batch gets.
 BEHIND = ("algorithm.proximal=sampler", "algorithm.correction=none")
 LOSSES: dict[str, tuple[str, ...]] = {
@@ -59,7 +60,12 @@ LOSSES: dict[str, tuple[str, ...]] = {
 GRID = {
     (estimator, loss): Row(
         name=f"{estimator} x {loss}",
-        overrides=(*overrides, f"algorithm.estimator={estimator}", "train.max_staleness=1"),
+        overrides=(
+            *overrides,
+            f"algorithm.estimator={estimator}",
+            "train.max_staleness=1",
+            *(CRITIC if estimator == "gae" else ()),
+        ),
     )
     for loss, overrides in LOSSES.items()
     for estimator in ESTIMATORS
@@ -109,14 +115,15 @@ def run(row: Row, seed: int, folder: Path) -> Result:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
-    from grmpipe import config, tasks
+    from grmpipe import tasks
+    from grmpipe.config_files import build, schema
 
     run_dir = folder / f"{row.name.replace(' ', '_').replace(':', '')}-{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was broken off
-    ConfigStore.instance().store(name="schema", node=config.schema())
+    ConfigStore.instance().store(name="schema", node=schema())
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose("config", [*BUDGET, f"seed={seed}", f"run_dir={run_dir}", *row.overrides])
-    tasks.run_task(config.build(composed))
+    tasks.run_task(build(composed))
     return read_run(run_dir, row, seed)
 
 
@@ -253,8 +260,8 @@ def noise(results: Sequence[Result]) -> list[str]:
 SAME = """\
 Left out, since they would be a column or a row twice: `gspo_token` is `gspo` where all tokens of a sample have the same
 advantage, and `process` and `process_grpo` are `grpo` where a rollout has one reward; the quickstart's judge gives one.
-`gae` and `gae_raw` need a critic, a third model that learns: they are not in this table. `rloo` is `dr_grpo` times
-8 / 7, and Adam hardly sees a factor.
+`gae_raw` is `gae` before it is whitened over the batch. `gae` asks a critic, a third model that learns meanwhile from
+nothing: 24 steps are few for two. `rloo` is `dr_grpo` times 8 / 7, and Adam hardly sees a factor.
 
 The ratio losses take their ratio against the sampler, a version behind (`proximal: sampler`); with a recomputed
 proximal policy and one update a batch the ratio would be 1, and all of them the same. `policy_gradient` has no ratio:

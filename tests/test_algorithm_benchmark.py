@@ -36,7 +36,7 @@ def result(row: str, seed: int, after: float) -> algorithms.Result:
 
 
 def test_every_row_composes_and_all_names_are_among_them() -> None:
-    """All but those with a critic, and those that one reward a rollout makes the same as another."""
+    """All but those that one reward a rollout, or whitening, makes the same as another."""
     used: dict[str, set[str]] = {"estimator": set(), "loss": set(), "correction": set(), "rejections": set()}
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for row in algorithms.ROWS:
@@ -44,7 +44,7 @@ def test_every_row_composes_and_all_names_are_among_them() -> None:
             for key, names in used.items():
                 value = getattr(algorithm, key)
                 names |= {value} if isinstance(value, str) else set(value)
-    assert used["estimator"] == set(ESTIMATORS) - {"process", "process_grpo", "gae", "gae_raw"}
+    assert used["estimator"] == set(ESTIMATORS) - {"process", "process_grpo", "gae_raw"}
     assert used["loss"] == set(LOSSES) - {"gspo_token"}
     assert used["correction"] == set(CORRECTIONS)
     assert used["rejections"] == set(REJECTIONS)
