@@ -34,6 +34,7 @@ from models.types import (
     GroupLink,
     InlineBytes,
     Message,
+    ModelFiles,
     RequestContext,
     Residence,
     SamplingParams,
@@ -47,7 +48,9 @@ from scheduler.elastic import ElasticPool, ElasticRole, spare
 from scheduler.events import NoEvents
 from scheduler.health import HealthConfig, RoleHealth, need_no_weights, push_to_living
 from scheduler.router import Router
+from scheduler.stored_weights import StoredWeights
 from scheduler.supervise import run_until
+from scheduler.swap import SharedEngines
 from scheduler.time_share import SharedRole, TimeShare
 from scheduler.virtual_loop import run_virtually
 from scheduler.weight_checks import WeightMismatch
@@ -58,6 +61,7 @@ TOKENS_PER_S, HUNG = 10, 20_000
 LOOK_S, SAMPLED_EVERY_S = 0.2, 0.1
 ROUNDING_S = 1e-6
 PROMPT_IDS = (1, 2, 3)
+ROLES = ("policy", "grm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,7 @@ class World:
 
     seed: int = 0
     num_slots: int = 2
-    sharing: str = "elastic"  # of the slots: none, elastic, time
+    sharing: str = "elastic"  # of the slots: none, elastic, swap (elastic, one engine for both roles), time
     sleeps: bool = True
     max_staleness: int = 1
     groups_per_batch: int = 2
@@ -84,7 +88,7 @@ worlds = st.builds(
     World,
     seed=st.integers(0, 999),
     num_slots=st.integers(1, 4),
-    sharing=st.sampled_from(["none", "elastic", "elastic", "time"]),
+    sharing=st.sampled_from(["none", "elastic", "elastic", "swap", "time"]),
     sleeps=st.booleans(),
     max_staleness=st.integers(0, 2),
     groups_per_batch=st.integers(1, 3),
@@ -147,6 +151,31 @@ class Spoken(SimulatedEngine):
         await asyncio.sleep(0.3)
         self._check_alive()
         self.awake = True
+
+
+class Changing(Spoken):
+    """Has the weights of one role at a time: whose, it knows by what it was sent."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__("grm", world)
+        self.came = "grm"
+
+    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        assert context.role == self.role, "asked with the other role's weights"
+        return super()._write(ids, params, context)
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        if isinstance(bucket.payload, ModelFiles):
+            await asyncio.sleep(0.3)
+            self._check_alive()
+            self.came = "grm"
+        else:
+            await super().load_bucket(bucket)
+            self.came = "policy"
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        self.role = self.came
+        return await super().commit_weights(version)
 
 
 @dataclass
@@ -227,15 +256,16 @@ class Run:
     def __init__(self, world: World) -> None:
         self.world, self.rng = world, random.Random(world.seed)
         places = range(world.num_slots)
-        self.engines = {f"{role}-{n}": Spoken(role, world) for role in ("policy", "grm") for n in places}
+        self.slots = {str(n): {role: f"{role}-{n}" for role in ROLES} for n in places}
+        self.swaps = world.sharing == "swap"
+        roles = ("grm",) if self.swaps else ROLES
+        self.engines = {f"{role}-{n}": self.made(role) for role in roles for n in places}
+        self.shared = SharedEngines(self.slots, "grm", self.engines, self.restart) if self.swaps else None
         resume = Continuation(decode=lambda ids: "x", seed_after=lambda seed, num_sampled: seed)
-        self.routers = {
-            role: Router(role, {name: e for name, e in self.engines.items() if e.role == role}, None, resume)
-            for role in ("policy", "grm")
-        }
+        self.routers = {role: Router(role, self.engines_of(role), None, resume) for role in ROLES}
         self.learner = Learner(self.rng)
         self.sync = WeightSync(self.learner, PROMPT_IDS, SyncConfig())
-        self.pool = self.make_pool() if world.sharing == "elastic" else None
+        self.pool = self.make_pool() if world.sharing in ("elastic", "swap") else None
         self.share = self.make_share() if world.sharing == "time" else None
         self.health = [self.watch_over(role) for role in self.routers]
         self.pushed = -1
@@ -251,20 +281,32 @@ class Run:
     # -- putting together ----------------------------------------------------------------------------------------------
 
     def make_pool(self) -> ElasticPool:
+        sleeps = self.world.sleeps and not self.swaps
         for name, engine in self.engines.items():
-            engine.awake = not (self.world.sleeps and name.startswith("grm"))
+            engine.awake = not (sleeps and name.startswith("grm"))
         policy = ElasticRole(
             router=self.routers["policy"],
-            bring_current=self.sync.catch_up,
-            sleeps=self.world.sleeps,
+            bring_current=functools.partial(self.sync.catch_up, anew=self.swaps),
+            sleeps=sleeps,
             nothing_pushed=self.sync.nothing_pushed,
         )
+        stored = StoredWeights(path="grm", probe_ids=PROMPT_IDS, logprobs=(-1.0, -1.0), config=SyncConfig())
+        frozen = stored.bring_current if self.swaps else need_no_weights
         return ElasticPool(
             "all",
-            {str(n): {role: f"{role}-{n}" for role in self.routers} for n in range(self.world.num_slots)},
-            {"policy": policy, "grm": ElasticRole(router=self.routers["grm"], sleeps=self.world.sleeps)},
+            self.slots,
+            {"policy": policy, "grm": ElasticRole(router=self.routers["grm"], bring_current=frozen, sleeps=sleeps)},
             BalanceConfig(every_s=LOOK_S),
+            swaps=self.swaps,
         )
+
+    def made(self, role: str) -> Spoken:
+        return Changing(self.world) if self.swaps else Spoken(role, self.world)
+
+    def engines_of(self, role: str) -> dict[str, Engine]:
+        if self.shared is not None:
+            return self.shared.seen_by(role)
+        return {name: engine for name, engine in self.engines.items() if engine.role == role}
 
     def make_share(self) -> TimeShare:
         self.learner.residence = "nothing"
@@ -288,7 +330,8 @@ class Run:
         if self.pool is not None:
             bring = functools.partial(self.pool.bring_current, role)
         config = HealthConfig(max_replacements=100, check_every_s=1.0)
-        return RoleHealth(role, self.routers[role], self.restart, config, bring)
+        restart = self.restart if self.shared is None else self.shared.restart
+        return RoleHealth(role, self.routers[role], restart, config, bring)
 
     def parts(self) -> Parts:
         return Parts(
@@ -341,7 +384,10 @@ class Run:
         report = await (self.share.push(push) if self.share else push())
         self.pushed = version
         serving = self.routers["policy"].serving
-        assert all(self.engines[name].version == version for name in serving), "promise 5: old weights serve"
+        have = [self.engines[name.replace("policy", "grm") if self.swaps else name] for name in serving]
+        assert all((engine.role, engine.version) == ("policy", version) for engine in have), (
+            "promise 5: old weights serve"
+        )
         return report
 
     async def after_step(self, report: StepReport) -> None:
@@ -361,7 +407,7 @@ class Run:
 
     async def restart(self, name: str) -> Engine:
         await asyncio.sleep(self.rng.uniform(0.5, 4.0))
-        engine = self.engines[name] = Spoken(name.partition("-")[0], self.world)
+        engine = self.engines[name] = self.made(name.partition("-")[0])
         return engine
 
     async def kill(self) -> None:
@@ -460,7 +506,7 @@ def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
         assert version - world.max_staleness <= min(tokens), "promise 3: too old"
         assert max(tokens) <= version
     for engine in run.engines.values():
-        began = [] if engine.role == "grm" else engine.begun
+        began = [(name, version) for name, version in engine.begun if name in run.pushed_when_asked]  # rollouts
         assert all(version >= run.pushed_when_asked[name] for name, version in began), "promise 5: old weights serve"
     if run.share is not None:
         assert run.share.freed_bytes["learner"] == 12, "it gives back all that it had"

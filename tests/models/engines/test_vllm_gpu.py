@@ -16,6 +16,7 @@ from models.engines.installed import vllm_missing
 from models.engines.vllm import VllmEngine
 from models.routing import Routers
 from models.settings import VllmConfig
+from models.types import ModelFiles, WeightBucket
 from models.weight_sending import TRANSPORTS
 from models.weight_stream import WeightStream
 
@@ -63,6 +64,36 @@ def test_it_sleeps_wakes_and_takes_weights(
     logprobs_TV = next_plain.logits(ids)[:-1].log_softmax(-1)
     expected = [float(logprobs_V[token]) for logprobs_V, token in zip(logprobs_TV, ids[1:], strict=True)]
     assert float(np.abs(np.subtract(after_push, expected)).max()) < 1e-3
+
+
+def test_it_swaps_two_models_in_the_same_memory(
+    model_path: str, next_version_path: str, ask: Any, prompt_of: Any, next_plain: Any
+) -> None:
+    """With its graphs captured under the first one: they read the weights where these lay."""
+    engine = VllmEngine(model_path, "grm", VllmConfig(kv_cache_mb=KV_CACHE_MB), device="cuda")
+
+    async def read(path: str, version: int) -> None:
+        await engine.pause()
+        await engine.begin_weights()
+        await engine.load_bucket(WeightBucket(tensors=(), payload=ModelFiles(path=path)))
+        await engine.commit_weights(version)
+        await engine.resume()
+
+    async def use() -> tuple[Any, ...]:
+        first = await engine.score(prompt_of(40))
+        free = torch.cuda.mem_get_info()[0]
+        await read(next_version_path, 1)
+        completion = await ask(engine, prompt_of(40), "swapped", max_new_tokens=20)
+        await read(model_path, 0)
+        return first, completion, await engine.score(prompt_of(40)), free - torch.cuda.mem_get_info()[0]
+
+    try:
+        first, completion, again, num_grown = asyncio.run(use())
+    finally:
+        engine.close()
+    assert np.abs(np.subtract(completion.logprobs, next_plain.logprobs(prompt_of(40), completion))).max() < 1e-3
+    assert np.abs(np.subtract(again, first)).max() < 1e-4
+    assert num_grown < 64 << 20
 
 
 def test_it_tells_the_experts_that_the_model_itself_would_choose(
