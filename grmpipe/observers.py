@@ -32,6 +32,8 @@ FILES = {
     "meta/": "the trained meta-RM: give it as meta.path",
     "critic/": "the critic that it learned by: give it as critic.path",
     "grm/": "the GRM, where it learnt too",
+    "adapter/": "what the policy learnt, in peft's own format",
+    "critiques.jsonl": "what became of each lesson, and the critiques to imitate",
     "cotrain/": "the lessons of the GRM: what it was asked, and what it said",
     "run.log": "everything else",
 }

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ async def finetune(prepared: Prepared, run_dir: Path, resumed: Path | None) -> S
     """Sample, fine-tune, export to <run_dir>/policy. `resumed` is always None: there are no checkpoints."""
     assert resumed is None
     prepared = dataclasses.replace(prepared, config=dataclasses.replace(prepared.config, algorithm=IMITATION))
-    observers = Observers.open(prepared.config, run_dir, None)
+    observers = Observers.open(prepared.config, run_dir, None, gauges=False)
     run = FinetuneRun(prepared, run_dir, observers)
     try:
         summary = await run.execute()
@@ -73,6 +73,7 @@ class FinetuneRun:
     async def execute(self) -> Summary:
         running: Running | None = None
         try:
+            self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
             running = await start(self._prepared, self._observers.timeline, self._run_dir)
             looks = {f"the health of {health.role}": health.run() for health in running.health}
             await run_until(self._run(running), **looks)
@@ -90,7 +91,9 @@ class FinetuneRun:
         self._observers.metrics.truncate_after(-1)  # of before a resume: the steps are made anew
         await make_push(running)(0)
         await self._look(running, "initial")
-        critiques = await Sampling(self._prepared, running, self._run_dir / CRITIQUES).run()
+        num_lessons, num_samples = len(self._prepared.prompts), self._config.finetune.num_samples
+        self._observers.note(f"the GRM judges {num_lessons} lessons, {num_samples} times each")
+        critiques = await Sampling(self._prepared, running, self._run_dir / CRITIQUES, self._observers.note).run()
         await self._imitate(running, critiques)
         await make_push(running)(self.steps)
         await self._look(running, "final")
@@ -118,6 +121,8 @@ class FinetuneRun:
         looked = await make_evaluator(self._prepared, running).look(f"held-out-{when}")
         self.looks[when] = looked.metrics
         log.info("held-out, %s: %s", when, looked.metrics)
+        told = ", ".join(f"{name} {value:.3f}" for name, value in looked.metrics.items())
+        self._observers.note(f"held out, after {self.steps} steps: {told}")
         if when == "initial" and looked.metrics:
             self._observers.tracker.log(0, named(looked.metrics))
 
@@ -140,8 +145,9 @@ class FinetuneRun:
 class Sampling:
     """Every lesson, once, with what is kept of it in a journal."""
 
-    def __init__(self, prepared: Prepared, running: Running, path: Path) -> None:
+    def __init__(self, prepared: Prepared, running: Running, path: Path, note: Callable[[str], None]) -> None:
         self._prepared = prepared
+        self._note = note
         self._settings = prepared.config.finetune
         self._play: Play = make_play(prepared, running.policy, prepared.config.rollout.temperature)
         self._too_long = too_long(prepared)
@@ -161,7 +167,9 @@ class Sampling:
         finally:
             journal.close()
         fates = Counter(record["fate"] for record in known.values())
-        log.info("lessons: %s", ", ".join(f"{number} {fate}" for fate, number in fates.most_common()))
+        told = ", ".join(f"{number} {fate}" for fate, number in fates.most_common())
+        log.info("lessons: %s", told)
+        self._note(f"lessons: {told}")
         return [decode_rollout(one) for lesson in lessons for one in known[lesson.prompt_id]["kept"]]
 
     async def _sample(self, lesson: Prompt, journal: Journal, known: dict[str, dict[str, object]]) -> None:
