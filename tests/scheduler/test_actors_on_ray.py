@@ -159,6 +159,8 @@ def test_a_group_has_a_process_per_rank_and_a_meeting_place() -> None:
         assert first[2].startswith("tcp://127.0.0.1:")
         assert len(set(await group.call_all("process_id"))) == 2
         assert await group.call_all("threads") == ["1", "1"]
+        assert len(cluster.process_ids("learner")) == 2
+        assert cluster.process_ids("policy") == [], "nobody started it"
         assert await group.call_each("add", [(1,), (10,)]) == [1, 10]
         assert await group.call(1, "add", 5) == 15
         assert await group.call_all("meet") == [3.0, 3.0]
@@ -245,6 +247,7 @@ def test_a_killed_scorer_is_replaced_and_every_sequence_gets_its_number() -> Non
         while not pool.num_replaced:
             await asyncio.sleep(0.05)
         now = cast("list[int]", await group.call_all("process_id"))
+        assert cluster.process_ids("meta") == now, "with the one that came in its place"
         assert now[0] == first and now[1] != second and not is_running(second)
 
     on_cluster(seats(meta=2), scene)
