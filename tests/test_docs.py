@@ -1,4 +1,4 @@
-"""What README and docs tell a reader to type can be typed."""
+"""What README and docs tell a reader to type or to open is there."""
 
 from __future__ import annotations
 
@@ -44,3 +44,9 @@ def expanded(words: list[str]) -> list[str]:
         if braces := re.fullmatch(r"([\w.]+)\{([\w,]+)\}(\S*)", word):
             words = [w for w in words if w != word] + [f"{braces[1]}{one}{braces[3]}" for one in braces[2].split(",")]
     return words
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -15,6 +15,7 @@ from grmpipe.config_files import build
 from grmpipe.plan.memory import held_at_once, memory_parts, overfull_slots
 from grmpipe.plan.report import plan
 from grmpipe.plan.survey import survey_run
+from grmpipe.simulation.task import simulator
 from models.footprint import footprint_of
 from models.tiny.resolve import SHIPPED
 from scheduler.cost import Costs
@@ -182,6 +183,13 @@ def test_a_model_of_unknown_shape_is_planned_but_for_its_memory(big_run: tuple[s
     text = planned(*big_run, "policy=path", "policy.path=Nobody/Nothing")
     assert "policy   not known" in text
     assert "memory of policy: declare policy.shape" in text
+
+
+@pytest.mark.parametrize("experiment", ["train_grm", "rft_grm"])
+def test_a_judge_in_training_is_planned_as_the_policy_that_it_is(experiment: str) -> None:
+    text = plan(composed(f"+experiment={experiment}", "plan.steps=2"), lambda what, share: None, simulator)
+    assert "judged by a rule" in text and "grm-0" not in text
+    assert "  simulated " in text
 
 
 def test_what_is_wrong_on_any_machine_is_an_error_in_a_plan_too(big_run: tuple[str, ...]) -> None:
