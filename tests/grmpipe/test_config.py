@@ -78,7 +78,7 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["policy.engine=vllmm"], "policy.engine: unknown engine 'vllmm'; known: embedded"),
         (["task=trian"], "task: unknown task 'trian'"),
         (["placement.pools.train.slots=0"], "placement.pools.train.slots: must be at least 1"),
-        (["placement=two_ranks", "placement.roles.grm_learner.pool=all"],
+        (["~placement.roles.grm_learner", "placement.roles.grm_learner.pool=all"],
          "placement.roles.grm_learner: placement.roles has no grm_learner yet; "
          "to add one type '+placement.roles={grm_learner: {pool: all}}'"),
         (["~placement.roles.critic", "+placement.roles.critic={pool: train}"],
@@ -108,7 +108,7 @@ def test_a_mistake_is_told_with_what_to_type_instead(conf: None, overrides: list
 
 @pytest.mark.parametrize("pool", ["train", "nowhere"])
 def test_what_is_to_be_typed_for_a_role_that_the_file_lacks_works(conf: None, pool: str) -> None:
-    lacking = ("placement=two_ranks", "+experiment=cotrain", f"placement.roles.grm_learner.pool={pool}")
+    lacking = ("~placement.roles.grm_learner", "+experiment=cotrain", f"placement.roles.grm_learner.pool={pool}")
     (advice,) = re.findall(r"type '([^']+)'", told(*lacking))
     assert build(compose("config", [*lacking[:2], advice])).placement.roles["grm_learner"].pool == pool
 
