@@ -166,6 +166,7 @@ WALL: tuple[Row, ...] = (
     ("of it: imports, configuration, data and models checked, s", ".1f", lambda run: run.process.checked_s),
     ("of it: processes up, models loaded, s", ".1f", lambda run: run.process.ready_s - run.process.checked_s),
     ("all steps, s", ".1f", lambda run: run.steps_s),
+    ("one step (mean), s", ".3f", lambda run: statistics.fmean(step["time/step_s"] for step in run.steps)),
     ("one step (median), s", ".3f", lambda run: run.median("time/step_s")),
 )
 STAGES: tuple[Row, ...] = (

@@ -20,7 +20,7 @@ TRLS = {"generate": 1.0, "reward": 2.0, "forward": 0.25, "backward": 0.5, "other
 
 def run(step_s: float, stages_s: dict[str, float]) -> against_trl.Run:
     looks = {step: 0.3 + step / 200 for step in range(0, against_trl.STEPS + 1, against_trl.LOOK_EVERY)}
-    first = [9.0] * against_trl.SETTLED  # a slow start, in no median
+    first = [9.0] * against_trl.SETTLED  # a slow start, in no mean
     return against_trl.Run(
         step_s=[*first, *[step_s] * (against_trl.STEPS - len(first))], looks=looks, final=0.75, final_greedy=0.875,
         stages_s=stages_s, busy_share=0.02,
@@ -29,7 +29,7 @@ def run(step_s: float, stages_s: dict[str, float]) -> against_trl.Run:
 
 def test_seconds_to_an_accuracy_are_those_of_the_steps_before_the_first_look_that_has_it() -> None:
     one = run(0.5, OURS)
-    assert one.median_s == 0.5
+    assert one.mean_s == 0.5
     assert one.seconds_to(0.4) == pytest.approx(against_trl.SETTLED * 9.0 + 15 * 0.5)  # at step 20
     assert one.seconds_to(0.3) == 0.0
     assert one.seconds_to(0.9) is None
@@ -70,7 +70,7 @@ def test_sides_take_turns_and_a_finished_part_is_not_run_again(tmp_path: Path, m
     assert asked == ["grmpipe-0", "trl-0 with 2 threads", "grmpipe-1"]
     text = against_trl.REPORT.read_text(encoding="utf-8")
     assert "takes 4.0 and 8.0 times as long as ours" in text
-    assert "| one step (median), s | 0.500 | 0.500 | 2.000 | 4.000 |" in text
+    assert "| one step (mean), s | 0.500 | 0.500 | 2.000 | 4.000 |" in text
     assert "| forward, backward, optimizer | 0.875 | 0.300 | 0.300 |" in text
     (tmp_path / "stages.json").unlink()
     assert "| forward, backward, optimizer | 0.875 | 0.300 |" in against_trl.report(tmp_path)
