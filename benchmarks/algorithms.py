@@ -260,8 +260,8 @@ def noise(results: Sequence[Result]) -> list[str]:
 SAME = """\
 Left out, since they would be a column or a row twice: `gspo_token` is `gspo` where all tokens of a sample have the same
 advantage, and `process` and `process_grpo` are `grpo` where a rollout has one reward; the quickstart's judge gives one.
-`gae_raw` is `gae` before it is whitened over the batch. `gae` asks a critic, a third model that learns meanwhile from
-nothing: 24 steps are few for two. `rloo` is `dr_grpo` times 8 / 7, and Adam hardly sees a factor.
+`gae_raw` is `gae` before it is whitened over the batch. `gae` asks a critic, a third model that learns meanwhile; its
+seconds are of it as well. `rloo` is `dr_grpo` times 8 / 7, and Adam hardly sees a factor.
 
 The ratio losses take their ratio against the sampler, a version behind (`proximal: sampler`); with a recomputed
 proximal policy and one update a batch the ratio would be 1, and all of them the same. `policy_gradient` has no ratio:
