@@ -21,7 +21,6 @@ from grmpipe.pipeline import Pipeline
 from grmpipe.prepare import prepare
 from grmpipe.rollout.group import Group
 from grmpipe.rollout.play import Seat
-from grmpipe.run import flow_config
 from grmpipe.start import start
 from grmpipe.types import Rollout
 from models.seeds import derive_seed
@@ -140,7 +139,7 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
     observers = Observers.open(config, directory, None)
     running = await start(prepared, observers.timeline, directory)
     try:
-        parts, flow, cut = make_parts(prepared, running, observers), flow_config(prepared), Cut()
+        parts, flow, cut = make_parts(prepared, running, observers), FlowConfig.of(prepared.config), Cut()
         await parts.push_weights(cut.version)
         rounds: Rounds = []
         for turn in range(num_rounds):

@@ -13,13 +13,14 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from models.engines.embedded import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import RequestContext, SamplingParams
-from scheduler.sharing import TURN_COST
+from scheduler.sharing import TURN_COST, shares
 
 ROWS, NEW_TOKENS, PROMPT = 128, 48, tuple(range(10, 60))
 SECONDS = 5.0
@@ -43,7 +44,7 @@ def main() -> None:
     rates = {count: together(count) for count in range(1, cores + 4)}
     text = HEADING.format(cores=cores, rows=ROWS, new_tokens=NEW_TOKENS, turn_cost=TURN_COST)
     for count, rate in rates.items():
-        reckoned = min(count, cores) / cores / (1 + TURN_COST * max(0, count - cores) / cores)
+        reckoned = float(count * shares(np.array(count), cores, TURN_COST) / cores)
         text += f"| {count} | {rate:.2f} | {rate / rates[cores]:.2f} | {reckoned:.2f} |\n"
     REPORT.write_text(text, encoding="utf-8")
     print(text)

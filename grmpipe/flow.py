@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from grmpipe.config import RunConfig
 from grmpipe.rollout.play import Play
 from grmpipe.types import Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from grmpipe.waits import WaitTimes
@@ -88,6 +89,22 @@ class FlowConfig:
     group_prefix: str = "g"  # of group_ids; of two flows in one run each has its own
     max_no_signal_groups: int = 0  # dropped and replaced in one step, where all rewards of a group are equal
     report_wait_s: float = 60.0  # a wait longer than this names what it waits for
+
+    @staticmethod
+    def of(config: RunConfig) -> FlowConfig:
+        """Of the policy's flow in a run."""
+        return FlowConfig(
+            num_steps=config.train.num_steps,
+            groups_per_batch=config.train.groups_per_batch,
+            group_size=config.train.group_size,
+            min_valid_siblings=config.train.min_valid_siblings,
+            max_staleness=config.train.max_staleness,
+            group_deadline_s=config.rollout.group_deadline_s,
+            play_width=config.rollout.width,
+            judge_width=config.judge.width,
+            seed=config.seed,
+            max_no_signal_groups=int(config.algorithm.max_resampled_batches * config.train.groups_per_batch),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from scheduler.weight_sync import SyncReport
 
 log = logging.getLogger(__name__)
 
-NO_WIDTH = 1 << 30
+UNBOUNDED = 1 << 30
 
 
 class Producer:
@@ -63,7 +63,7 @@ class Producer:
             shared_meter=engines,
         )
         self.expiring: Stage[Group] = Stage(
-            "expire", self._expire, lambda group: group.group_id, width=NO_WIDTH, bound=0
+            "expire", self._expire, lambda group: group.group_id, width=UNBOUNDED, bound=0
         )
         self._parts = parts
         self._config = config

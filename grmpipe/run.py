@@ -128,7 +128,7 @@ class TrainingRun:
         async def after_step(report: StepReport) -> None:
             await self._after_step(report, running, pipeline, lookout, watchman)
 
-        self._pipeline = pipeline = Pipeline(parts, flow_config(self._prepared), after_step, cut, kept)
+        self._pipeline = pipeline = Pipeline(parts, FlowConfig.of(self._config), after_step, cut, kept)
         running.stops(pipeline.clock)
         if self._state is not None:
             pipeline.tally.restore(self._state.totals)
@@ -302,19 +302,3 @@ class TrainingRun:
         except ValueError as error:
             log.info("%s", error)
             return summary
-
-
-def flow_config(prepared: Prepared) -> FlowConfig:
-    config = prepared.config
-    return FlowConfig(
-        num_steps=config.train.num_steps,
-        groups_per_batch=config.train.groups_per_batch,
-        group_size=config.train.group_size,
-        min_valid_siblings=config.train.min_valid_siblings,
-        max_staleness=config.train.max_staleness,
-        group_deadline_s=config.rollout.group_deadline_s,
-        play_width=config.rollout.width,
-        judge_width=config.judge.width,
-        seed=config.seed,
-        max_no_signal_groups=int(config.algorithm.max_resampled_batches * config.train.groups_per_batch),
-    )

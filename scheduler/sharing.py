@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from scheduler.placement import Placement, Seat
 
-TURN_COST = 0.16  # of the work, for one process too many on each core: engines on two cores (benchmarks/simulator.md)
+TURN_COST = 0.16  # of the work, for one process too many on each core: engines on two cores (benchmarks/turns.md)
 
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]

@@ -5,7 +5,7 @@ Starts no engine and runs no flow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grmpipe.config import RunConfig
 from grmpipe.data.stream import PromptStream
@@ -39,18 +39,9 @@ class Workload:
 
 
 def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
-    return FlowConfig(
-        num_steps=num_steps,
-        groups_per_batch=config.train.groups_per_batch,
-        group_size=config.train.group_size,
-        min_valid_siblings=config.train.min_valid_siblings,
-        max_staleness=config.train.max_staleness,
-        group_deadline_s=config.rollout.group_deadline_s,
-        play_width=config.rollout.width,
-        judge_width=config.judge.width,
-        seed=config.seed,
-        report_wait_s=NO_WAIT_S,
-    )
+    """Scripted scores say nothing of signal: no group is dropped for its lack."""
+    flow = FlowConfig.of(config)
+    return replace(flow, num_steps=num_steps, max_no_signal_groups=0, report_wait_s=NO_WAIT_S)
 
 
 def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Play:
