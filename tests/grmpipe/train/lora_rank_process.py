@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
+from rank_process import gradients, weights  # beside this file
 
 from grmpipe.train.learner import Learner
 from grmpipe.train.packer import rounds_of
 from grmpipe.train.samples import count
-from models.types import InlineBytes
 
 
 def main(directory: str, rank: int, world_size: int, init_method: str) -> None:
@@ -33,28 +32,6 @@ def main(directory: str, rank: int, world_size: int, init_method: str) -> None:
     Path(f"{directory}/rank{rank}.pkl").write_bytes(pickle.dumps(out))
     torch.distributed.barrier()  # neither leaves while the other still waits for it
     os._exit(0)  # as a killed actor ends: gloo's threads now and then abort an orderly exit
-
-
-def gradients(learner: Learner, factor: float) -> dict:
-    """Of what learns; nothing else has any."""
-    found = {}
-    for name, parameter in learner._model.named_parameters():
-        assert (parameter.grad is not None) == parameter.requires_grad, name
-        if parameter.requires_grad:
-            assert isinstance(parameter.grad, DTensor)
-            found[name] = (parameter.grad.full_tensor() * factor).numpy()
-    return found
-
-
-def weights(learner: Learner) -> dict:
-    """Name -> bytes, as they are sent; nothing but on rank 0."""
-    found = {}
-    for index in range(learner.num_buckets()):
-        bucket = learner.bucket(index)
-        if bucket is not None:
-            assert isinstance(bucket.payload, InlineBytes)
-            found |= {tensor.name: data for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True)}
-    return found
 
 
 if __name__ == "__main__":

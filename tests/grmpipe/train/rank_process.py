@@ -91,15 +91,18 @@ def mixture_gradients(
 
 
 def gradients(learner: Learner, factor: float) -> dict:
+    """Of what learns; nothing else has any."""
     found = {}
     for name, parameter in learner._model.named_parameters():
-        assert isinstance(parameter.grad, DTensor)
-        found[name] = (parameter.grad.full_tensor() * factor).numpy()
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+        if parameter.requires_grad:
+            assert isinstance(parameter.grad, DTensor)
+            found[name] = (parameter.grad.full_tensor() * factor).numpy()
     return found
 
 
 def weights(learner: Learner) -> dict:
-    """Name -> bytes; nothing but on rank 0."""
+    """Name -> bytes, as they are sent; nothing but on rank 0."""
     found = {}
     for index in range(learner.num_buckets()):
         bucket = learner.bucket(index)
