@@ -189,6 +189,9 @@ class Trainer:
     async def take(self, group: JudgedGroup) -> None:
         return None
 
+    async def while_waiting(self) -> None:
+        return None
+
     async def step(self) -> Metrics:
         await self._weights.step()
         return {}

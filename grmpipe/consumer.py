@@ -86,31 +86,38 @@ class Consumer:
         )
 
     async def _fill(self) -> None:
-        """The learner works on a group as soon as the batch has it."""
+        """The learner works on a group as soon as the batch has it, and on what it holds back while none is ready."""
         while (places := self._config.groups_per_batch - len(self.batch)) > 0:
-            with self._flight.waits.wanting(places, self.version):
-                group = await self._next_group()
+            if (group := self._ready_group()) is None:
+                if self.batch:
+                    await self._learn(self._parts.trainer.while_waiting())
+                with self._flight.waits.wanting(places, self.version):
+                    group = await self._next_group()
             self.batch.append(group)
-            await self._take(group)
+            await self._learn(self._parts.trainer.take(group))
+
+    def _ready_group(self) -> JudgedGroup | None:
+        if self._interrupted:
+            raise Interrupted
+        return self._flight.take()
 
     async def _next_group(self) -> JudgedGroup:
         while True:
-            if self._interrupted:
-                raise Interrupted
-            if (group := self._flight.take()) is not None:
+            if (group := self._ready_group()) is not None:
                 return group
             if self._flight.is_over:
                 raise EndOfData("no prompts left, and none in flight")
             if not await self._flight.news(within_s=self._config.report_wait_s):
                 self._report_wait()
 
-    async def _take(self, group: JudgedGroup) -> None:
+    async def _learn(self, work: Awaitable[None]) -> None:
         now = asyncio.get_running_loop().time
         began = now()
         with self._flight.waits.learning(self._makes_room):
-            await self._parts.trainer.take(group)
+            await work
         if (ended := now()) - began > SHOWN_FROM_S:
-            self._parts.events.span("learner", "accumulate", began, ended, last_group=group.group_id)
+            last = self.batch[-1].group_id
+            self._parts.events.span("learner", "accumulate", began, ended, last_group=last)
 
     async def _push(self) -> SyncReport:
         with self._clock.paused():

@@ -93,7 +93,8 @@ class BroadcastGroup:
         failed = _failure(self._backend, tensors, timedelta(seconds=link.timeout_s))
         if failed is not None:
             index, reason = failed
-            self.leave()
+            if self._link is link:  # a caller that had given up may have joined another since
+                self.leave()
             raise ConnectionError(
                 f"weights: {what} {names[index]!r} in the group {link.name!r} of {link.world_size} failed: {reason}"
             )

@@ -24,6 +24,7 @@ from models.types import (
 )
 from scheduler.actors import Closable, EngineFactory
 from scheduler.concurrency import Gauged
+from scheduler.line import LineEnd
 
 T = TypeVar("T")
 
@@ -81,9 +82,14 @@ class EngineHost:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._notices: list[Notice] = []
         self._news = asyncio.Event()
+        self._line = LineEnd(self)
 
     async def process_id(self) -> int:
         return os.getpid()
+
+    async def open_line(self) -> str:
+        """A way for these calls beside the actor's own; where to connect to it, once."""
+        return await self._line.listen()
 
     async def start(self, make_engine: EngineFactory, rank: int) -> None:
         """Blocks the loop while the model loads: nothing else is asked of a host before."""

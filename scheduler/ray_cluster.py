@@ -116,11 +116,7 @@ class RayCluster:
         return await self._start_engine(seat)
 
     def machines(self, role: str) -> frozenset[str]:
-        found: set[str] = set()
-        for seat in self._placement.seats[role]:
-            nodes = placement_group_table(self._pools[seat.pool])["bundles_to_node_id"]
-            found.add(nodes[self._bundle(seat)])
-        return frozenset(found)
+        return frozenset(self._node_of(seat) for seat in self._placement.seats[role])
 
     def process_ids(self, role: str) -> list[int]:
         seats = [seat.name for seat in self._placement.seats.get(role, ())]
@@ -159,10 +155,16 @@ class RayCluster:
         actor = self._engines[seat.name] = self._create(seat, EngineHost, max_concurrency=1000)
         await self._until_up([actor])
         await actor.call("start", self._factories[seat.role], seat.rank)
+        if self._node_of(seat) == ray.get_runtime_context().get_node_id():
+            await actor.open_line()
         return RemoteEngine(actor)
 
     async def _until_up(self, actors: Sequence[RayActor]) -> None:
         await first_cause([actor.wait_until_up(self._config.start_timeout_s) for actor in actors])
+
+    def _node_of(self, seat: Seat) -> str:
+        nodes = placement_group_table(self._pools[seat.pool])["bundles_to_node_id"]
+        return cast(str, nodes[self._bundle(seat)])
 
     def _bundle(self, seat: Seat) -> int:
         return self._placement.bundles(seat.pool).index(seat.slots)

@@ -192,6 +192,9 @@ class InStep:
     async def take(self, group: JudgedGroup) -> None:
         await self.trainer.take(group)
 
+    async def while_waiting(self) -> None:
+        await self.trainer.while_waiting()
+
     async def step(self) -> Metrics:
         await self.pace.until_policy_may_step()
         return await self.trainer.step()

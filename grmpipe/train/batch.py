@@ -86,6 +86,10 @@ class BatchTrainer:
             for round_ in self._packer.add(samples):
                 await self._learner.accumulate(round_)
 
+    async def while_waiting(self) -> None:
+        for round_ in self._packer.early():
+            await self._learner.accumulate(round_)
+
     async def step(self) -> Metrics:
         """End the batch. The open batch is empty afterwards, also where the learner refused it."""
         groups = [*self._replayed, *self._groups]

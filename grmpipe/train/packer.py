@@ -14,6 +14,7 @@ from grmpipe.types import MicroBatch, TrainingSample
 from models.types import ANY_EXPERT
 
 NOT_SAMPLED = -1
+EARLY_SHARE = 0.25  # of a micro-batch: a pass over less costs more than starting it early gains
 PIECES_PER_RANK = 2  # of several: whole groups can't be dealt evenly, and each piece repeats its prompt
 
 
@@ -48,6 +49,11 @@ class Packer:
         while num_tokens(self._waiting) >= self._max_tokens * self._world_size:
             rounds.append(self._next_round())
         return rounds
+
+    def early(self) -> list[Round]:
+        """What waits, for a learner that has nothing to do; none where that is too little for a pass."""
+        enough = EARLY_SHARE * self._max_tokens * self._world_size
+        return self.flush() if num_tokens(self._waiting) >= enough else []
 
     def flush(self) -> list[Round]:
         """The rounds that hold the rest."""

@@ -96,9 +96,13 @@ class Trainer:
     taken: list[JudgedGroup] = field(default_factory=list)
     steps: list[list[JudgedGroup]] = field(default_factory=list)
     discarded: int = 0
+    waited: list[int] = field(default_factory=list)  # with how many groups of the batch
 
     async def take(self, group: JudgedGroup) -> None:
         self.taken.append(group)
+
+    async def while_waiting(self) -> None:
+        self.waited.append(len(self.taken))
 
     async def step(self) -> Metrics:
         await asyncio.sleep(self.step_s)

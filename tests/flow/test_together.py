@@ -192,6 +192,9 @@ class Learner:
     async def take(self, group: JudgedGroup) -> None:
         self._taken.append(group)
 
+    async def while_waiting(self) -> None:
+        assert self.residence == "everything"
+
     async def step(self) -> Metrics:
         async with self._hold:
             assert self.residence == "everything"

@@ -107,6 +107,37 @@ def test_who_needs_a_group_starts_early_and_who_needs_the_batch_waits(name: str)
     assert rounds == ([1, 2, 3] if ESTIMATORS[name].need == "group" else [0, 0, 0])
 
 
+def test_an_idle_learner_starts_on_a_part_of_a_micro_batch() -> None:
+    ranks = RecordingRanks()
+    rounds = []
+
+    async def run() -> None:
+        trainer = BatchTrainer(LearnerGroup(ranks), TrainConfig(micro_batch_tokens=32), AlgorithmConfig())
+        for number in (1, 2, 3):  # a group packs 7 tokens; a quarter of two ranks' micro-batches is 16
+            await trainer.take(judged(number, 0.0, 1.0))
+            await trainer.while_waiting()
+            rounds.append(ranks.calls.count("accumulate"))
+        await trainer.step()
+
+    asyncio.run(run())
+    assert rounds == [0, 0, 1]
+    trained = np.concatenate([batch.token_ids_T[batch.loss_mask_T > 0] for batch in ranks.accumulated])
+    assert sorted(trained.tolist()) == sorted([10, 11, 20, 21, 30, 31] * 3)
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if ESTIMATORS[name].need == "batch"])
+def test_who_needs_the_batch_does_not_start_while_it_waits(name: str) -> None:
+    ranks = RecordingRanks()
+
+    async def run() -> None:
+        trainer = BatchTrainer(LearnerGroup(ranks), ONE_ROLLOUT, AlgorithmConfig(estimator=name), max_new_tokens=4)
+        await trainer.take(judged(1, 0.0, 1.0))
+        await trainer.while_waiting()
+        assert "accumulate" not in ranks.calls
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_the_whole_batch_is_trained_once(name: str) -> None:
     ranks, _ = train(AlgorithmConfig(estimator=name), judged(1, 0.0, 1.0), judged(2, 5.0, 7.0))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grmpipe.train.balance import RankWork, work
 from grmpipe.train.families import Family, families_of, num_shared
-from grmpipe.train.packer import Packer, Round, idle, pack, pack_families, rounds_of
+from grmpipe.train.packer import EARLY_SHARE, Packer, Round, idle, pack, pack_families, rounds_of
 from grmpipe.train.samples import count
 from grmpipe.types import TrainingSample
 from models.types import VersionSpan
@@ -28,6 +28,21 @@ def sample(index: int, length: int) -> TrainingSample:
 
 
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=30)
+
+
+@given(lengths, st.integers(1, 4), st.integers(8, 50))
+def test_what_goes_early_is_worth_a_pass_and_packed_once(sizes: list[int], world_size: int, max_tokens: int) -> None:
+    packer, rounds, waiting = Packer(max_tokens, world_size, shared=False), [], 0
+    for index, size in enumerate(sizes):
+        full = packer.add([sample(index, size)])
+        waiting += size - sum(packed_lengths(full).values())
+        early = packer.early()
+        assert bool(early) == (waiting >= EARLY_SHARE * max_tokens * world_size)
+        waiting -= sum(packed_lengths(early).values())
+        assert waiting == 0 or not early
+        rounds += [*full, *early]
+    assert packed_lengths([*rounds, *packer.flush()]) == dict(enumerate(sizes))
+    assert all(len(round_.micro_batches) == world_size for round_ in rounds)
 
 
 def packed_lengths(rounds: list[Round]) -> dict[int, int]:

@@ -130,7 +130,7 @@ def test_weights_that_change_under_a_request_change_no_token_that_was_fed(
     completion = asyncio.run(push_in_the_middle())
     (first, second) = completion.versions
     fed = (*prompt, *completion.token_ids)[:-1]
-    assert len(noted(completion)) == len(fed) == 105 and 0 < first.end < second.end
+    assert len(noted(completion)) == len(fed) and 0 < first.end < second.end  # where the push lands decides the length
     num_old = len(prompt) + first.end - 1
     np.testing.assert_array_equal(noted(completion)[:num_old], chosen(mixtures("qwen 3", 0), fed)[:num_old])
     if recompute:

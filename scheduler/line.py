@@ -1,0 +1,134 @@
+"""Calls between two processes of one machine, over a Unix socket that nobody else can reach. Knows no Ray.
+
+A call of Ray's passes several threads at either end. The requests and answers of an engine are tens of calls a step:
+they take this way where there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import tempfile
+import traceback
+from pathlib import Path
+
+HEADER_BYTES = 8  # a frame is the length of a pickle, and the pickle
+
+
+class LineBroken(Exception):
+    """The other end is gone, or this one was closed."""
+
+
+class LineEnd:
+    """The end that is called: runs the async methods of an object, each call in a task of its own."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+        self._server: asyncio.Server | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> str:
+        """Returns the path at which one caller may connect. Its folder is this user's alone: pickles are trusted."""
+        path = Path(tempfile.mkdtemp(prefix="grmpipe-line-")) / "line"
+        self._server = await asyncio.start_unix_server(self._serve, path)
+        return str(path)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert self._server is not None
+        self._server.close()
+        while (frame := await _read_frame(reader)) is not None:
+            call = asyncio.create_task(self._answer(frame, writer))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+        writer.close()
+
+    async def _answer(self, frame: bytes, writer: asyncio.StreamWriter) -> None:
+        number, method, args = pickle.loads(frame)
+        try:
+            answer = _frame_of((number, await getattr(self._target, method)(*args), None))
+        except Exception as error:
+            answer = _frame_of((number, None, _able_to_travel(error)))
+        writer.write(answer)
+
+
+class Line:
+    """The end that calls. Answers come in any order."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[object]] = {}
+        self._broken = False
+        self._reading = asyncio.create_task(self._read_answers(reader))
+
+    @classmethod
+    async def connect(cls, path: str) -> Line:
+        """The path is gone then: nobody else gets in, and nothing stays on the disk."""
+        reader, writer = await asyncio.open_unix_connection(path)
+        _remove(Path(path))
+        return cls(reader, writer)
+
+    async def call(self, method: str, *args: object) -> object:
+        """Raises what the method raised, or LineBroken."""
+        if self._broken:
+            raise LineBroken
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(_frame_of((number, method, args)))
+            return await answer
+        finally:
+            del self._waiting[number]
+
+    def close(self) -> None:
+        """Whoever waits for an answer hears LineBroken."""
+        self._reading.cancel()
+        self._break()
+
+    async def _read_answers(self, reader: asyncio.StreamReader) -> None:
+        while (frame := await _read_frame(reader)) is not None:
+            number, answer, error = pickle.loads(frame)
+            waiting = self._waiting.get(number)
+            if waiting is None or waiting.done():
+                continue  # given up while the answer travelled
+            if error is None:
+                waiting.set_result(answer)
+            else:
+                waiting.set_exception(error)
+        self._break()
+
+    def _break(self) -> None:
+        self._broken = True
+        self._writer.close()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(LineBroken())
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+    path.parent.rmdir()
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """None at the end, whether the other side closed or died."""
+    try:
+        length = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def _frame_of(what: object) -> bytes:
+    body = pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+def _able_to_travel(error: Exception) -> Exception:
+    """Itself, unless it can't be pickled or made anew: then its traceback."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error

@@ -1,0 +1,148 @@
+"""A line between two processes, its two ends on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from models.types import EngineRefused
+from scheduler.line import Line, LineBroken, LineEnd
+
+
+class Unspeakable(Exception):
+    """Pickles, but can't be made anew from its message alone."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Target:
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    async def add(self, one: int, two: int) -> int:
+        return one + two
+
+    async def wait(self) -> str:
+        await self.gate.wait()
+        return "opened"
+
+    async def open(self) -> None:
+        self.gate.set()
+
+    async def refuse(self) -> None:
+        raise EngineRefused("too long")
+
+    async def stumble(self) -> None:
+        raise Unspeakable(1, 2)
+
+
+@asynccontextmanager
+async def a_line() -> AsyncIterator[tuple[Line, Target]]:
+    target = Target()
+    line = await Line.connect(await LineEnd(target).listen())
+    yield line, target
+    line.close()
+
+
+def test_calls_are_answered_in_any_order() -> None:
+    async def run() -> None:
+        async with a_line() as (line, _):
+            waiting = asyncio.create_task(line.call("wait"))
+            assert await line.call("add", 2, 3) == 5
+            assert not waiting.done()
+            await line.call("open")
+            assert await waiting == "opened"
+
+    asyncio.run(run())
+
+
+def test_an_answer_of_any_size_arrives_whole() -> None:
+    class Large:
+        async def twice(self, data: bytes) -> bytes:
+            return data + data
+
+    async def run() -> None:
+        line = await Line.connect(await LineEnd(Large()).listen())
+        data = bytes(range(256)) * 20_000
+        assert await line.call("twice", data) == data + data
+        line.close()
+
+    asyncio.run(run())
+
+
+def test_errors_arrive_as_themselves_or_as_their_traceback() -> None:
+    async def run() -> None:
+        async with a_line() as (line, _):
+            with pytest.raises(EngineRefused, match="too long"):
+                await line.call("refuse")
+            with pytest.raises(RuntimeError, match="Unspeakable: 1 and 2"):
+                await line.call("stumble")
+            with pytest.raises(AttributeError, match="no_such_thing"):
+                await line.call("no_such_thing")
+            assert await line.call("add", 1, 1) == 2
+
+    asyncio.run(run())
+
+
+def test_who_waits_hears_of_the_end() -> None:
+    async def run() -> None:
+        async with a_line() as (line, _):
+            waiting = asyncio.create_task(line.call("wait"))
+            await line.call("add", 1, 1)
+            line.close()
+            with pytest.raises(LineBroken):
+                await waiting
+            with pytest.raises(LineBroken):
+                await line.call("add", 1, 1)
+
+    asyncio.run(run())
+
+
+def test_the_death_of_the_other_end_is_heard() -> None:
+    async def run() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readexactly(8)
+            writer.write(b"\0\0")  # dies within an answer
+            writer.transport.abort()
+
+        path = Path(tempfile.mkdtemp()) / "line"
+        server = await asyncio.start_unix_server(serve, path)
+        line = await Line.connect(str(path))
+        with pytest.raises(LineBroken):
+            await line.call("add", 1, 1)
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_that_was_given_up_disturbs_no_other() -> None:
+    async def run() -> None:
+        async with a_line() as (line, _):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await line.call("wait")
+            await line.call("open")
+            assert await line.call("add", 2, 2) == 4
+
+    asyncio.run(run())
+
+
+def test_one_caller_gets_in_and_nothing_stays() -> None:
+    async def run() -> None:
+        path = Path(await LineEnd(Target()).listen())
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        line = await Line.connect(str(path))
+        assert await line.call("add", 1, 2) == 3
+        assert not path.parent.exists()
+        with pytest.raises(FileNotFoundError):
+            await Line.connect(str(path))
+        line.close()
+
+    asyncio.run(run())
