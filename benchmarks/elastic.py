@@ -189,8 +189,8 @@ class Trainer:
     async def take(self, group: JudgedGroup) -> None:
         return None
 
-    async def while_waiting(self) -> None:
-        return None
+    async def while_waiting(self) -> bool:
+        return False
 
     async def step(self) -> Metrics:
         await self._weights.step()

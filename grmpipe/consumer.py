@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.flight import Flight, describe
@@ -16,6 +17,7 @@ from scheduler.weight_sync import SyncReport
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 SHOWN_FROM_S = 1e-3  # a group that only waits to be packed costs the learner no time worth a span
 
 
@@ -45,6 +47,7 @@ class Consumer:
         self._flight = flight
         self._clock = clock
         self._playing = playing
+        self._early: set[str] = set()  # of the batch: the learner went on with what it had before the next one came
         self._interrupted = False
 
     @property
@@ -89,8 +92,7 @@ class Consumer:
         """The learner works on a group as soon as the batch has it, and on what it holds back while none is ready."""
         while (places := self._config.groups_per_batch - len(self.batch)) > 0:
             if (group := self._ready_group()) is None:
-                if self.batch:
-                    await self._learn(self._parts.trainer.while_waiting())
+                await self._go_on()
                 with self._flight.waits.wanting(places, self.version):
                     group = await self._next_group()
             self.batch.append(group)
@@ -110,14 +112,23 @@ class Consumer:
             if not await self._flight.news(within_s=self._config.report_wait_s):
                 self._report_wait()
 
-    async def _learn(self, work: Awaitable[None]) -> None:
+    async def _go_on(self) -> None:
+        """No group is ready: the learner does what it can with those that it has."""
+        if not self.batch:
+            return
+        went_on = await self._learn(self._parts.trainer.while_waiting())
+        if went_on:
+            self._early.add(self.batch[-1].group_id)
+
+    async def _learn(self, work: Awaitable[T]) -> T:
         now = asyncio.get_running_loop().time
         began = now()
         with self._flight.waits.learning(self._makes_room):
-            await work
+            done = await work
         if (ended := now()) - began > SHOWN_FROM_S:
             last = self.batch[-1].group_id
             self._parts.events.span("learner", "accumulate", began, ended, last_group=last)
+        return done
 
     async def _push(self) -> SyncReport:
         with self._clock.paused():
@@ -126,10 +137,11 @@ class Consumer:
     def _release(self) -> tuple[JudgedGroup, ...]:
         """The batch was stepped: count it, and make room."""
         batch, self.batch = tuple(self.batch), []
+        early, self._early = self._early, set()
         oldest = max(self.version - group.version for group in batch)
         self.max_staleness_trained = max(self.max_staleness_trained, oldest)
         assert self.max_staleness_trained <= self._config.max_staleness
-        self._flight.trained(batch)
+        self._flight.trained(batch, early)
         return batch
 
     @property
@@ -142,7 +154,7 @@ class Consumer:
         """The prompts are over and what is left fills no batch."""
         await self._parts.trainer.discard()
         log.warning("no more prompts: %d groups of an incomplete batch are dropped", len(self._flight.groups))
-        self.batch = []
+        self.batch, self._early = [], set()
         self._flight.give_up()
 
     def _report_wait(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
 from grmpipe.flow import Journal
@@ -96,8 +96,8 @@ class Flight:
         self.waits.gone(due)
         return self._ready.pop(due)
 
-    def trained(self, batch: Sequence[JudgedGroup]) -> None:
-        """It was stepped: the version is the next one, and there is room."""
+    def trained(self, batch: Sequence[JudgedGroup], early: Collection[str]) -> None:
+        """It was stepped: the version is the next one, and there is room. `early`: see `Trainer.while_waiting`."""
         self._num_resampled = 0
         self.admission.stepped([group.group_id for group in batch])
         self._unweighed = list(self._ready)
@@ -105,7 +105,13 @@ class Flight:
         for judged in batch:
             group = self.groups.pop(judged.group_id)
             self._journal.group_ended(
-                group.group_id, group.draw, group.prompt.prompt_id, "trained", step=step, version=judged.version
+                group.group_id,
+                group.draw,
+                group.prompt.prompt_id,
+                "trained",
+                step=step,
+                version=judged.version,
+                early=group.group_id in early,
             )
         self.admission.check()
         assert set(self.groups) == set(self.admission.in_flight)

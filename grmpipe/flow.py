@@ -26,8 +26,9 @@ class Trainer(Protocol):
 
     async def take(self, group: JudgedGroup) -> None: ...
 
-    async def while_waiting(self) -> None:
-        """The batch isn't full and no group is ready: go on with what was taken, where that is worth it."""
+    async def while_waiting(self) -> bool:
+        """The batch isn't full and no group is ready: go on with what was taken, where that is worth it. Whether it
+        was: sums of gradients come out the same to the bit only where they are cut at the same places."""
         ...
 
     async def step(self) -> Metrics: ...
@@ -51,6 +52,7 @@ class Journal(Protocol):
         step: int | None = None,
         cause: str | None = None,
         version: int | None = None,
+        early: bool = False,
     ) -> None: ...
 
 

@@ -65,8 +65,8 @@ class TrainerByTurns:
     async def take(self, group: JudgedGroup) -> None:
         self._groups.append(group)
 
-    async def while_waiting(self) -> None:
-        """The engines have the device."""
+    async def while_waiting(self) -> bool:
+        return False  # the engines have the device
 
     async def step(self) -> Metrics:
         freed = await self._begin_turn()

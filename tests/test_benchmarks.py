@@ -80,7 +80,8 @@ class RecordingParts:
         self.trained.append(group.group_id)
         await self.lasting("micro-batch", 0.001)
 
-    async def while_waiting(self) -> None: ...
+    async def while_waiting(self) -> bool:
+        return False
 
     async def step(self) -> dict[str, float]:
         await self.lasting("step", 0.001)

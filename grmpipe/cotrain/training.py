@@ -192,8 +192,8 @@ class InStep:
     async def take(self, group: JudgedGroup) -> None:
         await self.trainer.take(group)
 
-    async def while_waiting(self) -> None:
-        await self.trainer.while_waiting()
+    async def while_waiting(self) -> bool:
+        return await self.trainer.while_waiting()
 
     async def step(self) -> Metrics:
         await self.pace.until_policy_may_step()

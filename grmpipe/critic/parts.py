@@ -98,6 +98,7 @@ class ValuedJournal:
         step: int | None = None,
         cause: str | None = None,
         version: int | None = None,
+        early: bool = False,
     ) -> None:
-        self._journal.group_ended(group_id, draw, prompt_id, outcome, step, cause, version)
+        self._journal.group_ended(group_id, draw, prompt_id, outcome, step, cause, version, early)
         self._valuer.forget(group_id)

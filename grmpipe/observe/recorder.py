@@ -55,10 +55,12 @@ class Recorder:
         step: int | None = None,
         cause: str | None = None,
         version: int | None = None,
+        early: bool = False,
     ) -> None:
-        """Trained: at which step, sampled by which version at the oldest. Dropped: by which cause."""
+        """Trained: at which step, sampled by which version at the oldest, and whether the learner went on with what it
+        held before the next group came. Dropped: by which cause."""
         with self._guard.watch(self._groups.path.name):
-            known = {"step": step, "cause": cause, "version": version}
+            known = {"step": step, "cause": cause, "version": version, "early": early or None}
             ended = {"group_id": group_id, "draw": draw, "prompt_id": prompt_id, "outcome": outcome}
             self._groups.append({**ended, **{key: value for key, value in known.items() if value is not None}})
 
@@ -79,7 +81,8 @@ class RecordedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEnd:
-    """A line of groups.jsonl. step and version are known of trained groups, the cause of dropped ones."""
+    """A line of groups.jsonl, as `Recorder.group_ended` says. step and version are known of trained groups, the cause
+    of dropped ones."""
 
     group_id: str
     draw: int
@@ -88,6 +91,7 @@ class GroupEnd:
     step: int | None = None
     cause: str | None = None
     version: int | None = None
+    early: bool = False
 
 
 def load_rollouts(path: Path) -> Iterator[RecordedRollout]:

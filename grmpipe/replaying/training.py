@@ -129,8 +129,10 @@ class ReplayRun:
         began_s = time.monotonic()
         groups = self._recorded.batch(self._steps_done + 1)
         read_s = time.monotonic()
-        for group in groups:
+        for group, end in zip(groups, self._recorded.steps[self._steps_done], strict=True):
             await trainer.take(group)
+            if end.early:
+                await trainer.while_waiting()
         learnt = await trainer.step()
         ended_s = time.monotonic()
         self._steps_done += 1
@@ -147,7 +149,7 @@ class ReplayRun:
         self._observers.tracker.log(step, told | metrics)
         for end in self._recorded.steps[step - 1]:
             self._observers.recorder.group_ended(
-                end.group_id, end.draw, end.prompt_id, "trained", step=step, version=end.version
+                end.group_id, end.draw, end.prompt_id, "trained", step=step, version=end.version, early=end.early
             )
 
     # -- cuts and ends -------------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ class Needs:
         step: int | None = None,
         cause: str | None = None,
         version: int | None = None,
+        early: bool = False,
     ) -> None:
         """What was dropped for nothing is no need of any step."""
         needs = self._open.pop(group_id, None)

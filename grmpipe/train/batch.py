@@ -86,9 +86,11 @@ class BatchTrainer:
             for round_ in self._packer.add(samples):
                 await self._learner.accumulate(round_)
 
-    async def while_waiting(self) -> None:
-        for round_ in self._packer.early():
+    async def while_waiting(self) -> bool:
+        rounds = self._packer.early()
+        for round_ in rounds:
             await self._learner.accumulate(round_)
+        return bool(rounds)
 
     async def step(self) -> Metrics:
         """End the batch. The open batch is empty afterwards, also where the learner refused it."""

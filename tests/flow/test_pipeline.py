@@ -75,6 +75,7 @@ class Journal:
     verdicts: Counter[tuple[str, int]] = field(default_factory=Counter)
     ends: dict[str, str] = field(default_factory=dict)
     prompts: dict[str, str] = field(default_factory=dict)
+    early: list[str] = field(default_factory=list)
 
     def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
         self.rollouts.append(rollout)
@@ -82,10 +83,11 @@ class Journal:
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         self.verdicts[rollout.group_id, rollout.sibling] += 1
 
-    def group_ended(self, group_id, draw, prompt_id, outcome, step=None, cause=None, version=None) -> None:
+    def group_ended(self, group_id, draw, prompt_id, outcome, step=None, cause=None, version=None, early=False) -> None:
         assert group_id not in self.ends, f"{group_id} ended twice"
         self.ends[group_id] = cause or outcome
         self.prompts[prompt_id] = cause or outcome
+        self.early += [group_id] if early else []
 
 
 @dataclass
@@ -101,8 +103,9 @@ class Trainer:
     async def take(self, group: JudgedGroup) -> None:
         self.taken.append(group)
 
-    async def while_waiting(self) -> None:
+    async def while_waiting(self) -> bool:
         self.waited.append(len(self.taken))
+        return len(self.taken) == 1
 
     async def step(self) -> Metrics:
         await asyncio.sleep(self.step_s)
@@ -284,6 +287,14 @@ def test_judging_starts_before_the_last_rollout_of_the_batch_ends() -> None:
     bench = Bench(flow(num_steps=1, max_staleness=0), lengths=long_tailed)
     bench.run()
     assert min(bench.judge.began) < max(bench.ended_rollouts)
+
+
+def test_a_learner_that_waits_goes_on_with_what_it_has_and_the_journal_says_where() -> None:
+    bench = Bench(flow(max_staleness=0), lengths=long_tailed)
+    bench.run()
+    assert set(bench.trainer.waited) == {1, 2, 3}  # never with an empty batch, nor with a full one
+    firsts = [groups[0].group_id for groups in bench.trainer.steps]
+    assert bench.journal.early and set(bench.journal.early) <= set(firsts)
 
 
 def test_a_partial_group_is_trained_and_its_failed_sibling_has_no_number() -> None:

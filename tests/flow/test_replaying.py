@@ -11,6 +11,7 @@ import pytest
 
 from grmpipe.failures import RunInterrupted
 from grmpipe.replaying.training import ReplayRun
+from grmpipe.train import packer
 from grmpipe.train.learner import Learner
 from grmpipe.types import Metrics, MicroBatch
 
@@ -88,6 +89,16 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     assert weights(resumed.run_dir) == weights(recorded.run_dir)
     assert [line["step"] for line in resumed.lines("groups")] == [1] * 4 + [2] * 4 + [3] * 4
     assert of_learner(resumed.steps()) == of_learner(recorded.steps())
+
+    # An idle learner's passes over part of a micro-batch are where they were.
+    monkeypatch.setattr(packer, "EARLY_SHARE", 1e-3)
+    taken.clear()
+    eager = small_run("judge=rule", "train.lr=3e-3", run_dir="eager")
+    first_batches = contents(taken)
+    assert any(line.get("early") for line in eager.lines("groups")) and len(first_batches) > 3
+    taken.clear()
+    small_run(f"data.replay={eager.run_dir}", "judge=rule", "train.lr=3e-3", run_dir="eager again")
+    assert contents(taken) == first_batches
 
     # Another algorithm, on the same data.
     other = small_run(source, "judge=rule", "algorithm=gspo", "algorithm.updates_per_batch=2", run_dir="other")

@@ -192,8 +192,9 @@ class Learner:
     async def take(self, group: JudgedGroup) -> None:
         self._taken.append(group)
 
-    async def while_waiting(self) -> None:
+    async def while_waiting(self) -> bool:
         assert self.residence == "everything"
+        return False
 
     async def step(self) -> Metrics:
         async with self._hold:
@@ -403,7 +404,7 @@ class Run:
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         self.check_deadline(rollout.group_id)
 
-    def group_ended(self, group_id, draw, prompt_id, outcome, step=None, cause=None, version=None) -> None:
+    def group_ended(self, group_id, draw, prompt_id, outcome, step=None, cause=None, version=None, early=False) -> None:
         self.ends[group_id] += 1
 
     # -- what befalls it -----------------------------------------------------------------------------------------------

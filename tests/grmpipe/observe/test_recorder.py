@@ -139,12 +139,12 @@ def test_a_report_comes_back_equal(
 
 def test_group_ends_come_back_and_leave_out_what_is_not_known(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
-    recorder.group_ended("g0", 0, "p0", "trained", step=3, version=2)
+    recorder.group_ended("g0", 0, "p0", "trained", step=3, version=2, early=True)
     recorder.group_ended("g1", 1, "p1", "dropped", cause="stale")
-    trained = GroupEnd(group_id="g0", draw=0, prompt_id="p0", outcome="trained", step=3, version=2)
+    trained = GroupEnd(group_id="g0", draw=0, prompt_id="p0", outcome="trained", step=3, version=2, early=True)
     dropped = GroupEnd(group_id="g1", draw=1, prompt_id="p1", outcome="dropped", cause="stale")
     assert list(load_group_ends(tmp_path / "groups.jsonl")) == [trained, dropped]
-    assert "step" not in list(read_journal(tmp_path / "groups.jsonl"))[1]
+    assert not {"step", "early"} & list(read_journal(tmp_path / "groups.jsonl"))[1].keys()
 
 
 def test_a_torn_last_line_is_ignored_then_cut_off_by_the_next_run(tmp_path: Path) -> None:
