@@ -20,6 +20,10 @@ class LineBroken(Exception):
     """The other end is gone, or this one was closed."""
 
 
+class RemoteTraceback(Exception):
+    """Where in the other process an error was raised; hangs below the error itself."""
+
+
 class LineEnd:
     """The end that is called: runs the async methods of an object, each call in a task of its own."""
 
@@ -46,16 +50,18 @@ class LineEnd:
     async def _answer(self, frame: bytes, writer: asyncio.StreamWriter) -> None:
         number, method, args = pickle.loads(frame)
         try:
-            answer = _frame_of((number, await getattr(self._target, method)(*args), None))
+            answer = _frame_of((number, await getattr(self._target, method)(*args), None, ""))
         except Exception as error:
-            answer = _frame_of((number, None, _able_to_travel(error)))
+            trace = "".join(traceback.format_exception(error))
+            answer = _frame_of((number, None, error if _can_travel(error) else RuntimeError(trace), trace))
         writer.write(answer)
 
 
 class Line:
-    """The end that calls. Answers come in any order."""
+    """The end that calls `name`, as tracebacks say. Answers come in any order."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._name = name
         self._writer = writer
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[object]] = {}
@@ -63,11 +69,11 @@ class Line:
         self._reading = asyncio.create_task(self._read_answers(reader))
 
     @classmethod
-    async def connect(cls, path: str) -> Line:
+    async def connect(cls, path: str, name: str) -> Line:
         """The path is gone then: nobody else gets in, and nothing stays on the disk."""
         reader, writer = await asyncio.open_unix_connection(path)
         _remove(Path(path))
-        return cls(reader, writer)
+        return cls(name, reader, writer)
 
     async def call(self, method: str, *args: object) -> object:
         """Raises what the method raised, or LineBroken."""
@@ -88,13 +94,14 @@ class Line:
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
         while (frame := await _read_frame(reader)) is not None:
-            number, answer, error = pickle.loads(frame)
+            number, answer, error, trace = pickle.loads(frame)
             waiting = self._waiting.get(number)
             if waiting is None or waiting.done():
                 continue  # given up while the answer travelled
             if error is None:
                 waiting.set_result(answer)
             else:
+                error.__cause__ = RemoteTraceback(f"in {self._name}:\n{trace}")
                 waiting.set_exception(error)
         self._break()
 
@@ -125,10 +132,10 @@ def _frame_of(what: object) -> bytes:
     return len(body).to_bytes(HEADER_BYTES, "big") + body
 
 
-def _able_to_travel(error: Exception) -> Exception:
-    """Itself, unless it can't be pickled or made anew: then its traceback."""
+def _can_travel(error: Exception) -> bool:
+    """Some can't be pickled, or not be made anew."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError("".join(traceback.format_exception(error)))
-    return error
+        return False
+    return True

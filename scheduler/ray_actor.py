@@ -6,7 +6,8 @@ import asyncio
 import logging
 import operator
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, cast
@@ -17,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from models.types import WeightBucket
 from scheduler.actors import ActorDied, Closable, MemberFactory, free_port
-from scheduler.line import Line, LineBroken
+from scheduler.line import Line, LineBroken, LineEnd, RemoteTraceback
 from scheduler.placement import Seat
 
 log = logging.getLogger(__name__)
@@ -28,34 +29,39 @@ CAUSE_GRACE_S = 2.0  # a dead rank makes its peers fail first: wait for the deat
 CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started; then they are killed
 
 
-class _RemoteTraceback(Exception):
-    """Where in the other process an error was raised; hangs below the error itself."""
-
-
 class MemberHost:
-    """An actor that holds one member of a group."""
+    """An actor that holds one member of a group: all its work is done on one thread, in the order it was asked for."""
 
     def __init__(self) -> None:
         self._member: object = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="member")
+        self._line = LineEnd(self)
 
-    def process_id(self) -> int:
+    async def process_id(self) -> int:
         return os.getpid()
 
-    def node_address(self) -> str:
+    async def open_line(self) -> str:
+        """As of an EngineHost."""
+        return await self._line.listen()
+
+    async def node_address(self) -> str:
         return ray.util.get_node_ip_address()
 
-    def free_port(self, host: str) -> int:
+    async def free_port(self, host: str) -> int:
         return free_port(host)
 
-    def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
-        self._member = make_member(rank, world_size, init_method)
+    async def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
+        self._member = await self._on_thread(make_member, rank, world_size, init_method)
 
-    def ask(self, method: str, *args: object) -> object:
-        return operator.methodcaller(method, *args)(self._member)
+    async def ask(self, method: str, *args: object) -> object:
+        return await self._on_thread(lambda: operator.methodcaller(method, *args)(self._member))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if isinstance(self._member, Closable):
-            self._member.close()
+            await self._on_thread(self._member.close)
+
+    async def _on_thread(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
 
 class BucketStore:
@@ -82,7 +88,7 @@ class RayActor:
 
     async def open_line(self) -> None:
         """Calls take a socket from now on instead of Ray. Only to a process of this machine."""
-        self._line = await Line.connect(cast(str, await self._call_by_ray("open_line")))
+        self._line = await Line.connect(cast(str, await self._call_by_ray("open_line")), self.name)
 
     async def call(self, method: str, *args: object) -> object:
         if self._line is None or any(isinstance(arg, ray.ObjectRef) for arg in args):  # those are Ray's to fetch
@@ -98,7 +104,7 @@ class RayActor:
         try:
             return await getattr(self._handle, method).remote(*args)
         except RayTaskError as error:
-            raise error.cause from _RemoteTraceback(f"in {self.name}:\n{error}")
+            raise error.cause from RemoteTraceback(f"in {self.name}:\n{error}")
         except RayActorError as error:
             self.kill()  # what can't be reached must not come back
             raise ActorDied(self.name, self._reason(error)) from None

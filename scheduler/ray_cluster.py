@@ -86,7 +86,8 @@ class RayCluster:
         return cluster
 
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
-        actors = [self._create(seat, MemberHost, max_concurrency=1) for seat in self._placement.seats[role]]
+        seats = self._placement.seats[role]
+        actors = [self._create(seat, MemberHost) for seat in seats]
         self._groups[role] = actors
         self._member_factories[role] = make_member
         await self._until_up(actors)
@@ -94,15 +95,19 @@ class RayCluster:
         await first_cause(
             [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
         )
+        for seat, actor in zip(seats, actors, strict=True):
+            await self._open_line(seat, actor)
         return RayGroup(actors)
 
     async def restart_member(self, role: str, rank: int) -> None:
         members = self._groups[role]  # the group's own list: it calls whoever stands there
         members[rank].kill()
         self._num_restarts += 1
-        actor = members[rank] = self._create(self._placement.seats[role][rank], MemberHost, max_concurrency=1)
+        seat = self._placement.seats[role][rank]
+        actor = members[rank] = self._create(seat, MemberHost)
         await self._until_up([actor])
         await actor.call("make", self._member_factories[role], rank, len(members), None)
+        await self._open_line(seat, actor)
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
         self._factories[role] = make_engine
@@ -151,13 +156,15 @@ class RayCluster:
                 )
 
     async def _start_engine(self, seat: Seat) -> Engine:
-        # Many calls at once: a control call must find its way past `collect`.
-        actor = self._engines[seat.name] = self._create(seat, EngineHost, max_concurrency=1000)
+        actor = self._engines[seat.name] = self._create(seat, EngineHost)
         await self._until_up([actor])
         await actor.call("start", self._factories[seat.role], seat.rank)
+        await self._open_line(seat, actor)
+        return RemoteEngine(actor)
+
+    async def _open_line(self, seat: Seat, actor: RayActor) -> None:
         if self._node_of(seat) == ray.get_runtime_context().get_node_id():
             await actor.open_line()
-        return RemoteEngine(actor)
 
     async def _until_up(self, actors: Sequence[RayActor]) -> None:
         await first_cause([actor.wait_until_up(self._config.start_timeout_s) for actor in actors])
@@ -169,7 +176,7 @@ class RayCluster:
     def _bundle(self, seat: Seat) -> int:
         return self._placement.bundles(seat.pool).index(seat.slots)
 
-    def _create(self, seat: Seat, host: type, max_concurrency: int) -> RayActor:
+    def _create(self, seat: Seat, host: type) -> RayActor:
         """A process on its seat. Ray itself caps the threads of one that has a core or less."""
         amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # Ray counts in 1e-4
         on_gpu = self._placement.pools[seat.pool].resource == "gpu"
@@ -183,7 +190,7 @@ class RayCluster:
                 num_cpus=0 if on_gpu else amount,
                 num_gpus=amount if on_gpu else 0,
                 max_restarts=0,  # a restarted process would have forgotten its state
-                max_concurrency=max_concurrency,
+                max_concurrency=1000,  # a control call must find its way past those that wait
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._pools[seat.pool],
                     placement_group_bundle_index=self._bundle(seat),

@@ -46,7 +46,7 @@ class Target:
 @asynccontextmanager
 async def a_line() -> AsyncIterator[tuple[Line, Target]]:
     target = Target()
-    line = await Line.connect(await LineEnd(target).listen())
+    line = await Line.connect(await LineEnd(target).listen(), "policy-0")
     yield line, target
     line.close()
 
@@ -69,7 +69,7 @@ def test_an_answer_of_any_size_arrives_whole() -> None:
             return data + data
 
     async def run() -> None:
-        line = await Line.connect(await LineEnd(Large()).listen())
+        line = await Line.connect(await LineEnd(Large()).listen(), "policy-0")
         data = bytes(range(256)) * 20_000
         assert await line.call("twice", data) == data + data
         line.close()
@@ -80,8 +80,9 @@ def test_an_answer_of_any_size_arrives_whole() -> None:
 def test_errors_arrive_as_themselves_or_as_their_traceback() -> None:
     async def run() -> None:
         async with a_line() as (line, _):
-            with pytest.raises(EngineRefused, match="too long"):
+            with pytest.raises(EngineRefused, match="too long") as caught:
                 await line.call("refuse")
+            assert "in policy-0" in str(caught.value.__cause__) and "in refuse" in str(caught.value.__cause__)
             with pytest.raises(RuntimeError, match="Unspeakable: 1 and 2"):
                 await line.call("stumble")
             with pytest.raises(AttributeError, match="no_such_thing"):
@@ -114,7 +115,7 @@ def test_the_death_of_the_other_end_is_heard() -> None:
 
         path = Path(tempfile.mkdtemp()) / "line"
         server = await asyncio.start_unix_server(serve, path)
-        line = await Line.connect(str(path))
+        line = await Line.connect(str(path), "policy-0")
         with pytest.raises(LineBroken):
             await line.call("add", 1, 1)
         server.close()
@@ -138,11 +139,11 @@ def test_one_caller_gets_in_and_nothing_stays() -> None:
     async def run() -> None:
         path = Path(await LineEnd(Target()).listen())
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        line = await Line.connect(str(path))
+        line = await Line.connect(str(path), "policy-0")
         assert await line.call("add", 1, 2) == 3
         assert not path.parent.exists()
         with pytest.raises(FileNotFoundError):
-            await Line.connect(str(path))
+            await Line.connect(str(path), "policy-0")
         line.close()
 
     asyncio.run(run())
