@@ -1,7 +1,7 @@
 """Calls between two processes of one machine, over a Unix socket that nobody else can reach. Knows no Ray.
 
-A call of Ray's passes several threads at either end. The requests and answers of an engine are tens of calls a step:
-they take this way where there is one.
+A call of Ray's passes several threads at either end, and engines and learners are called tens of times a step: they
+are called this way where it can be had.
 """
 
 from __future__ import annotations

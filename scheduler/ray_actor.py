@@ -88,7 +88,10 @@ class RayActor:
 
     async def open_line(self) -> None:
         """Calls take a socket from now on instead of Ray. Only to a process of this machine."""
-        self._line = await Line.connect(cast(str, await self._call_by_ray("open_line")), self.name)
+        try:
+            self._line = await Line.connect(cast(str, await self._call_by_ray("open_line")), self.name)
+        except OSError as error:  # a folder for temporary files whose path is too long for a socket's, say
+            log.warning("%s: calls go by Ray, no socket could be had: %s", self.name, error)
 
     async def call(self, method: str, *args: object) -> object:
         if self._line is None or any(isinstance(arg, ray.ObjectRef) for arg in args):  # those are Ray's to fetch

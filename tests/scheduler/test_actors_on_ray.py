@@ -367,6 +367,20 @@ def test_an_engine_killed_in_mid_broadcast_is_buried_and_the_rest_get_the_weight
     on_cluster(seats(policy=2), scene)
 
 
+def test_a_process_without_a_socket_is_called_by_ray() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        group = await cluster.start_group("learner", members())
+        assert await group.call_all("add", 1) == [1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scheduler.line.Line.connect", refused)
+        on_cluster(seats(learner=1), scene)
+
+
+async def refused(path: str, name: str) -> None:
+    raise OSError("AF_UNIX path too long")
+
+
 def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:
     """Killed, replaced or shut down: a server or a core process of an engine must not outlive it."""
 
