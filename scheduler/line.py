@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
+import struct
 import tempfile
 import traceback
 from pathlib import Path
 
-HEADER_BYTES = 8  # a frame is the length of a pickle, and the pickle
+HEADER = struct.Struct("!QQ")  # a frame is the number of its call, the length of a pickle, and the pickle
 
 
 class LineBroken(Exception):
@@ -42,18 +43,18 @@ class LineEnd:
         assert self._server is not None
         self._server.close()
         while (frame := await _read_frame(reader)) is not None:
-            call = asyncio.create_task(self._answer(frame, writer))
+            call = asyncio.create_task(self._answer(*frame, writer))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
         writer.close()
 
-    async def _answer(self, frame: bytes, writer: asyncio.StreamWriter) -> None:
-        number, method, args = pickle.loads(frame)
+    async def _answer(self, number: int, asked: bytes, writer: asyncio.StreamWriter) -> None:
         try:
-            answer = _frame_of((number, await getattr(self._target, method)(*args), None, ""))
+            method, args = pickle.loads(asked)
+            answer = _frame_of(number, (await getattr(self._target, method)(*args), None, ""))
         except Exception as error:
             trace = "".join(traceback.format_exception(error))
-            answer = _frame_of((number, None, error if _can_travel(error) else RuntimeError(trace), trace))
+            answer = _frame_of(number, (None, error if _can_travel(error) else RuntimeError(trace), trace))
         writer.write(answer)
 
 
@@ -82,7 +83,7 @@ class Line:
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(_frame_of((number, method, args)))
+            self._writer.write(_frame_of(number, (method, args)))
             return await answer
         finally:
             del self._waiting[number]
@@ -94,10 +95,15 @@ class Line:
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
         while (frame := await _read_frame(reader)) is not None:
-            number, answer, error, trace = pickle.loads(frame)
+            number, told = frame
             waiting = self._waiting.get(number)
             if waiting is None or waiting.done():
                 continue  # given up while the answer travelled
+            try:
+                answer, error, trace = pickle.loads(told)
+            except Exception as unknown:  # something that only the other process can import
+                waiting.set_exception(unknown)
+                continue
             if error is None:
                 waiting.set_result(answer)
             else:
@@ -118,18 +124,18 @@ def _remove(path: Path) -> None:
     path.parent.rmdir()
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """None at the end, whether the other side closed or died."""
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes] | None:
+    """The call's number and a pickle. None at the end, whether the other side closed or died."""
     try:
-        length = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
-        return await reader.readexactly(length)
+        number, length = HEADER.unpack(await reader.readexactly(HEADER.size))
+        return number, await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 
 
-def _frame_of(what: object) -> bytes:
+def _frame_of(number: int, what: object) -> bytes:
     body = pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)
-    return len(body).to_bytes(HEADER_BYTES, "big") + body
+    return HEADER.pack(number, len(body)) + body
 
 
 def _can_travel(error: Exception) -> bool:

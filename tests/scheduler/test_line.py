@@ -92,6 +92,39 @@ def test_errors_arrive_as_themselves_or_as_their_traceback() -> None:
     asyncio.run(run())
 
 
+class Strange:
+    """Can be pickled, but never made anew."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (vanish, ())
+
+
+def vanish() -> None:
+    raise ImportError("not known here")
+
+
+def test_what_only_one_process_knows_fails_its_call_alone() -> None:
+    class Stranger:
+        async def bring(self) -> Strange:
+            return Strange()
+
+        async def take(self, what: object) -> None: ...
+
+        async def add(self, one: int, two: int) -> int:
+            return one + two
+
+    async def run() -> None:
+        line = await Line.connect(await LineEnd(Stranger()).listen(), "policy-0")
+        with pytest.raises(ImportError, match="not known here"):
+            await line.call("bring")
+        with pytest.raises(ImportError, match="not known here"):
+            await line.call("take", Strange())
+        assert await line.call("add", 1, 2) == 3
+        line.close()
+
+    asyncio.run(run())
+
+
 def test_who_waits_hears_of_the_end() -> None:
     async def run() -> None:
         async with a_line() as (line, _):
