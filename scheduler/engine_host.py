@@ -82,7 +82,7 @@ class EngineHost:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._notices: list[Notice] = []
         self._news = asyncio.Event()
-        self._line = LineEnd(self)
+        self._line = LineEnd(lambda method, *args: getattr(self, method)(*args))
 
     async def process_id(self) -> int:
         return os.getpid()

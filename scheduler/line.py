@@ -12,6 +12,7 @@ import pickle
 import struct
 import tempfile
 import traceback
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 HEADER = struct.Struct("!QQ")  # a frame is the number of its call, the length of a pickle, and the pickle
@@ -26,10 +27,10 @@ class RemoteTraceback(Exception):
 
 
 class LineEnd:
-    """The end that is called: runs the async methods of an object, each call in a task of its own."""
+    """The end that is called: `answer(method, *args)` for each call, in a task of its own, begun in their order."""
 
-    def __init__(self, target: object) -> None:
-        self._target = target
+    def __init__(self, answer: Callable[..., Awaitable[object]]) -> None:
+        self._ask = answer
         self._server: asyncio.Server | None = None
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -51,7 +52,7 @@ class LineEnd:
     async def _answer(self, number: int, asked: bytes, writer: asyncio.StreamWriter) -> None:
         try:
             method, args = pickle.loads(asked)
-            answer = _frame_of(number, (await getattr(self._target, method)(*args), None, ""))
+            answer = _frame_of(number, (await self._ask(method, *args), None, ""))
         except Exception as error:
             trace = "".join(traceback.format_exception(error))
             answer = _frame_of(number, (None, error if _can_travel(error) else RuntimeError(trace), trace))

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import operator
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, cast
@@ -30,38 +31,46 @@ CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started; then 
 
 
 class MemberHost:
-    """An actor that holds one member of a group: all its work is done on one thread, in the order it was asked for."""
+    """An actor that holds one member of a group. All that is asked of the member is done on one thread, in the order of
+    asking: ranks that are asked the same things meet in the same collectives."""
 
     def __init__(self) -> None:
         self._member: object = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="member")
-        self._line = LineEnd(self)
+        self._line = LineEnd(self._answer)
 
-    async def process_id(self) -> int:
+    def process_id(self) -> int:
         return os.getpid()
 
-    async def open_line(self) -> str:
-        """As of an EngineHost."""
-        return await self._line.listen()
+    def open_line(self) -> str:
+        """As of an EngineHost; on a loop of its own."""
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="line", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(self._line.listen(), loop).result()
 
-    async def node_address(self) -> str:
+    def node_address(self) -> str:
         return ray.util.get_node_ip_address()
 
-    async def free_port(self, host: str) -> int:
+    def free_port(self, host: str) -> int:
         return free_port(host)
 
-    async def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
-        self._member = await self._on_thread(make_member, rank, world_size, init_method)
+    def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
+        self._member = self._thread.submit(make_member, rank, world_size, init_method).result()
 
-    async def ask(self, method: str, *args: object) -> object:
-        return await self._on_thread(lambda: operator.methodcaller(method, *args)(self._member))
+    def ask(self, method: str, *args: object) -> object:
+        return self._asked(method, *args).result()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if isinstance(self._member, Closable):
-            await self._on_thread(self._member.close)
+            self._thread.submit(self._member.close).result()
 
-    async def _on_thread(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+    def _asked(self, method: str, *args: object) -> Future[object]:
+        return self._thread.submit(lambda: operator.methodcaller(method, *args)(self._member))
+
+    async def _answer(self, method: str, *args: object) -> object:
+        if method == "ask":
+            return await asyncio.wrap_future(self._asked(*cast("tuple[str]", args)))
+        return await asyncio.to_thread(getattr(self, method), *args)
 
 
 class BucketStore:

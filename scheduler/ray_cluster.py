@@ -87,7 +87,7 @@ class RayCluster:
 
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
         seats = self._placement.seats[role]
-        actors = [self._create(seat, MemberHost) for seat in seats]
+        actors = [self._create(seat, MemberHost, max_concurrency=1) for seat in seats]
         self._groups[role] = actors
         self._member_factories[role] = make_member
         await self._until_up(actors)
@@ -104,7 +104,7 @@ class RayCluster:
         members[rank].kill()
         self._num_restarts += 1
         seat = self._placement.seats[role][rank]
-        actor = members[rank] = self._create(seat, MemberHost)
+        actor = members[rank] = self._create(seat, MemberHost, max_concurrency=1)
         await self._until_up([actor])
         await actor.call("make", self._member_factories[role], rank, len(members), None)
         await self._open_line(seat, actor)
@@ -156,7 +156,8 @@ class RayCluster:
                 )
 
     async def _start_engine(self, seat: Seat) -> Engine:
-        actor = self._engines[seat.name] = self._create(seat, EngineHost)
+        # Many calls at once: a control call must find its way past `collect`.
+        actor = self._engines[seat.name] = self._create(seat, EngineHost, max_concurrency=1000)
         await self._until_up([actor])
         await actor.call("start", self._factories[seat.role], seat.rank)
         await self._open_line(seat, actor)
@@ -176,7 +177,7 @@ class RayCluster:
     def _bundle(self, seat: Seat) -> int:
         return self._placement.bundles(seat.pool).index(seat.slots)
 
-    def _create(self, seat: Seat, host: type) -> RayActor:
+    def _create(self, seat: Seat, host: type, max_concurrency: int) -> RayActor:
         """A process on its seat. Ray itself caps the threads of one that has a core or less."""
         amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # Ray counts in 1e-4
         on_gpu = self._placement.pools[seat.pool].resource == "gpu"
@@ -190,7 +191,7 @@ class RayCluster:
                 num_cpus=0 if on_gpu else amount,
                 num_gpus=amount if on_gpu else 0,
                 max_restarts=0,  # a restarted process would have forgotten its state
-                max_concurrency=1000,  # a control call must find its way past those that wait
+                max_concurrency=max_concurrency,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._pools[seat.pool],
                     placement_group_bundle_index=self._bundle(seat),

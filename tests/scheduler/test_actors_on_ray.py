@@ -10,6 +10,7 @@ import functools
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -67,6 +68,10 @@ def members() -> MemberFactory:
             self.identity = (rank, world_size, init_method)
             self.rank = rank
             self.total = 0
+            self.thread = threading.get_ident()
+
+        def was_made_here(self) -> bool:
+            return self.thread == threading.get_ident()
 
         def who(self) -> tuple[int, int, str | None]:
             return self.identity
@@ -365,6 +370,15 @@ def test_an_engine_killed_in_mid_broadcast_is_buried_and_the_rest_get_the_weight
         assert [answer.versions[0].version for answer in answers] == [4, 4]
 
     on_cluster(seats(policy=2), scene)
+
+
+def test_members_are_asked_in_order_and_all_on_one_thread() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        group = await cluster.start_group("learner", members())
+        assert await asyncio.gather(*(group.call(0, "add", 1) for _ in range(50))) == [*range(1, 51)]
+        assert await group.call(0, "was_made_here") is True
+
+    on_cluster(seats(learner=1), scene)
 
 
 def test_a_process_without_a_socket_is_called_by_ray() -> None:

@@ -43,10 +43,14 @@ class Target:
         raise Unspeakable(1, 2)
 
 
+def end_of(target: object) -> LineEnd:
+    return LineEnd(lambda method, *args: getattr(target, method)(*args))
+
+
 @asynccontextmanager
 async def a_line() -> AsyncIterator[tuple[Line, Target]]:
     target = Target()
-    line = await Line.connect(await LineEnd(target).listen(), "policy-0")
+    line = await Line.connect(await end_of(target).listen(), "policy-0")
     yield line, target
     line.close()
 
@@ -69,7 +73,7 @@ def test_an_answer_of_any_size_arrives_whole() -> None:
             return data + data
 
     async def run() -> None:
-        line = await Line.connect(await LineEnd(Large()).listen(), "policy-0")
+        line = await Line.connect(await end_of(Large()).listen(), "policy-0")
         data = bytes(range(256)) * 20_000
         assert await line.call("twice", data) == data + data
         line.close()
@@ -114,7 +118,7 @@ def test_what_only_one_process_knows_fails_its_call_alone() -> None:
             return one + two
 
     async def run() -> None:
-        line = await Line.connect(await LineEnd(Stranger()).listen(), "policy-0")
+        line = await Line.connect(await end_of(Stranger()).listen(), "policy-0")
         with pytest.raises(ImportError, match="not known here"):
             await line.call("bring")
         with pytest.raises(ImportError, match="not known here"):
@@ -170,7 +174,7 @@ def test_a_call_that_was_given_up_disturbs_no_other() -> None:
 
 def test_one_caller_gets_in_and_nothing_stays() -> None:
     async def run() -> None:
-        path = Path(await LineEnd(Target()).listen())
+        path = Path(await end_of(Target()).listen())
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         line = await Line.connect(str(path), "policy-0")
         assert await line.call("add", 1, 2) == 3
