@@ -33,8 +33,7 @@ medians of {rounds} rounds of {calls} calls, both ways by turns. CPU counts all 
 |---|---|---|---|"""
 AFTER = """
 By the socket a call takes {latency:.0%} of the time and {cpu:.0%} of the CPU. Requests and answers of a step of the
-quickstart are about {a_step} calls."""
-CALLS_A_STEP = 70
+quickstart are about 70 calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +103,7 @@ def main() -> None:
     args = parser.parse_args()
     costs = asyncio.run(measure(args.rounds, args.calls, args.tokens))
     by_ray, by_socket = costs["Ray"], costs["socket"]
-    after = AFTER.format(
-        latency=by_socket.latency_s / by_ray.latency_s, cpu=by_socket.cpu_s / by_ray.cpu_s, a_step=CALLS_A_STEP
-    )
+    after = AFTER.format(latency=by_socket.latency_s / by_ray.latency_s, cpu=by_socket.cpu_s / by_ray.cpu_s)
     about = ABOUT.format(tokens=args.tokens, rounds=args.rounds, calls=args.calls)
     text = "\n".join([about, *(found.row(name) for name, found in costs.items()), after]) + "\n"
     OUTPUT.write_text(text, encoding="utf-8")

@@ -116,8 +116,7 @@ class Consumer:
         """No group is ready: the learner does what it can with those that it has."""
         if not self.batch:
             return
-        went_on = await self._learn(self._parts.trainer.while_waiting())
-        if went_on:
+        if await self._learn(self._parts.trainer.while_waiting()):
             self._early.add(self.batch[-1].group_id)
 
     async def _learn(self, work: Awaitable[T]) -> T:

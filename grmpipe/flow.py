@@ -27,8 +27,10 @@ class Trainer(Protocol):
     async def take(self, group: JudgedGroup) -> None: ...
 
     async def while_waiting(self) -> bool:
-        """The batch isn't full and no group is ready: go on with what was taken, where that is worth it. Whether it
-        was: sums of gradients come out the same to the bit only where they are cut at the same places."""
+        """The batch isn't full and no group is ready: go on with what was taken, where that is worth it.
+
+        Returns whether it went on. A replay has to at the same places: gradients that are summed in other parts differ
+        in their last bits."""
         ...
 
     async def step(self) -> Metrics: ...

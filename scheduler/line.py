@@ -37,7 +37,11 @@ class LineEnd:
     async def listen(self) -> str:
         """Returns the path at which one caller may connect. Its folder is this user's alone: pickles are trusted."""
         path = Path(tempfile.mkdtemp(prefix="grmpipe-line-")) / "line"
-        self._server = await asyncio.start_unix_server(self._serve, path)
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, path)
+        except OSError:
+            _remove(path)
+            raise
         return str(path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,8 +77,10 @@ class Line:
     @classmethod
     async def connect(cls, path: str, name: str) -> Line:
         """The path is gone then: nobody else gets in, and nothing stays on the disk."""
-        reader, writer = await asyncio.open_unix_connection(path)
-        _remove(Path(path))
+        try:
+            reader, writer = await asyncio.open_unix_connection(path)
+        finally:
+            _remove(Path(path))
         return cls(name, reader, writer)
 
     async def call(self, method: str, *args: object) -> object:
@@ -121,7 +127,7 @@ class Line:
 
 
 def _remove(path: Path) -> None:
-    path.unlink()
+    path.unlink(missing_ok=True)
     path.parent.rmdir()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -67,9 +67,9 @@ class MemberHost:
     def _asked(self, method: str, *args: object) -> Future[object]:
         return self._thread.submit(lambda: operator.methodcaller(method, *args)(self._member))
 
-    async def _answer(self, method: str, *args: object) -> object:
+    async def _answer(self, method: str, *args: Any) -> object:
         if method == "ask":
-            return await asyncio.wrap_future(self._asked(*cast("tuple[str]", args)))
+            return await asyncio.wrap_future(self._asked(*args))
         return await asyncio.to_thread(getattr(self, method), *args)
 
 

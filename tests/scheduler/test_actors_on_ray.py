@@ -387,12 +387,12 @@ def test_a_process_without_a_socket_is_called_by_ray() -> None:
         assert await group.call_all("add", 1) == [1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scheduler.line.Line.connect", refused)
+        patch.setattr("scheduler.line.asyncio.open_unix_connection", refused)
         on_cluster(seats(learner=1), scene)
 
 
-async def refused(path: str, name: str) -> None:
-    raise OSError("AF_UNIX path too long")
+async def refused(path: str) -> None:
+    raise OSError("no socket for you")
 
 
 def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:

@@ -172,6 +172,15 @@ def test_a_call_that_was_given_up_disturbs_no_other() -> None:
     asyncio.run(run())
 
 
+def test_where_no_socket_can_be_had_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(OSError, match="too long"):
+        asyncio.run(end_of(Target()).listen())
+    assert not [*deep.iterdir()]
+
+
 def test_one_caller_gets_in_and_nothing_stays() -> None:
     async def run() -> None:
         path = Path(await end_of(Target()).listen())
