@@ -5,14 +5,18 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test lint clean vllm-cpu sglang-cpu
+.PHONY: quickstart test test-long lint clean vllm-cpu sglang-cpu
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
 
 # Two workers, a file each, in the order of the tree: the long whole runs come first.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not sglang" --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not sglang and not long" --cov --cov-report=term
+
+# What takes minutes: whole runs that are repeated, killed, compared.
+test-long: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "long and not gpu and not sglang"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
