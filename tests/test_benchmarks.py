@@ -14,6 +14,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # a benchmark imports its neighbours as a script does
 
+import against_commit  # noqa: E402
 import in_sequence  # noqa: E402
 import quickstart  # noqa: E402
 
@@ -215,3 +216,20 @@ def test_every_benchmark_is_listed_with_its_report() -> None:
         assert script.name in listed
     for told in BENCHMARKS.glob("*.md"):
         assert told.name == "README.md" or f"({told.name})" in listed
+
+
+def test_the_interval_of_ten_ratios_leaves_out_one_at_either_end() -> None:
+    low, high, confidence = against_commit.interval_of([1.5, 0.2, *[1.0 + 0.01 * i for i in range(8)]])
+    assert (low, high) == (1.0, 1.07)
+    assert confidence == pytest.approx(1 - 22 / 1024)
+
+
+def test_a_commit_is_compared_pair_by_pair() -> None:
+    def measured(step_s: float) -> against_commit.Measured:
+        return against_commit.Measured(
+            command_s=60.0, step_mean_s=step_s, step_median_s=step_s, step_cpu_s=1.0, greedy=0.8, sampled=0.8,
+            busy_share=0.02,
+        )  # fmt: skip
+
+    lines = against_commit.report("abc", [(measured(0.5), measured(1.0)), (measured(3.0), measured(2.0))])
+    assert "| one step (mean), s | 1.750 | 1.500 | 1.000 | 0.500 to 1.500 |" in lines

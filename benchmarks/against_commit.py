@@ -1,0 +1,146 @@
+"""The quickstart of this checkout beside that of an earlier commit, in alternating pairs of whole runs.
+
+    python benchmarks/against_commit.py b0a4aaf runs/against_commit --pairs 10
+
+Pair i runs both with seed i; the order within a pair alternates. Finished runs in the folder are used again. Both use
+this interpreter's packages. Writes benchmarks/against_commit.md: medians, and the ratio pair by pair with the interval
+between its second lowest and second highest value, which holds the median with at least 95 % from nine pairs on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+
+from quickstart import ROOT, busy_share_of_cores, machine
+
+from grmpipe.observe.journal import read_journal
+
+REPORT = ROOT / "benchmarks" / "against_commit.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one run took, in seconds, and what its policy learnt."""
+
+    command_s: float
+    step_mean_s: float
+    step_median_s: float
+    step_cpu_s: float  # CPU seconds of policy, GRM and learner per step
+    greedy: float
+    sampled: float
+    busy_share: float  # of the cores, by others, right before it
+
+
+def worktree_of(commit: str, folder: Path) -> Path:
+    """A checkout of that commit, made once."""
+    checkout = folder / f"checkout_{commit}"
+    if not checkout.exists():
+        command = ["git", "worktree", "add", "--quiet", "--detach", str(checkout), commit]
+        subprocess.run(command, cwd=ROOT, check=True)
+    return checkout
+
+
+def run_once(checkout: Path, run_dir: Path, seed: int) -> Measured:
+    """Run the quickstart of that checkout, unless a finished run is there. Exits where it fails."""
+    notes = run_dir.with_suffix(".process.json")
+    if not notes.exists():
+        busy_share = busy_share_of_cores()
+        command = [sys.executable, "launch.py", "+experiment=quickstart", f"seed={seed}", f"run_dir={run_dir}"]
+        env = os.environ | {"PYTHONPATH": str(checkout), "WANDB_MODE": "offline"}
+        began_s = time.time()
+        done = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL)
+        if done.returncode != 0:
+            sys.exit(f"{' '.join(command)} in {checkout} ended with code {done.returncode}")
+        notes.write_text(json.dumps({"command_s": time.time() - began_s, "busy_share": busy_share}), encoding="utf-8")
+    return read_run(run_dir, **json.loads(notes.read_text(encoding="utf-8")))
+
+
+def read_run(run_dir: Path, *, command_s: float, busy_share: float) -> Measured:
+    steps = [record for record in read_journal(run_dir / "metrics.jsonl") if "time/step_s" in record]
+    final = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["eval"]["final"]
+    return Measured(
+        command_s=command_s,
+        step_mean_s=statistics.fmean(step["time/step_s"] for step in steps),
+        step_median_s=statistics.median(step["time/step_s"] for step in steps),
+        step_cpu_s=statistics.fmean(step["policy/cpu_s"] + step["grm/cpu_s"] + step["learner/cpu_s"] for step in steps),
+        greedy=final["true_accuracy_greedy"],
+        sampled=final["true_accuracy"],
+        busy_share=busy_share,
+    )
+
+
+ROWS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
+    ("command to exit, s", lambda run: run.command_s),
+    ("one step (mean), s", lambda run: run.step_mean_s),
+    ("one step (median), s", lambda run: run.step_median_s),
+    ("CPU seconds of a step", lambda run: run.step_cpu_s),
+    ("true accuracy, greedy, after", lambda run: run.greedy),
+    ("true accuracy at T = 1, after", lambda run: run.sampled),
+)
+
+
+def interval_of(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Lowest, highest and confidence of the median's interval between the second lowest and second highest ratio.
+
+    Order statistics, without an assumption on the distribution: P = 1 - 2 * (1 + n) / 2**n.
+    """
+    ordered, n = sorted(ratios), len(ratios)
+    if n < 3:
+        return ordered[0], ordered[-1], 1 - 2 / 2**n
+    return ordered[1], ordered[-2], 1 - 2 * (comb(n, 0) + comb(n, 1)) / 2**n
+
+
+def report(commit: str, pairs: Sequence[tuple[Measured, Measured]]) -> list[str]:
+    """`pairs`: this checkout's run, then the commit's."""
+    lines = [
+        f"# The quickstart beside that of commit {commit}",
+        "",
+        f"`python benchmarks/against_commit.py {commit} runs/against_commit --pairs {len(pairs)}`: {machine()}.",
+        f"Other work on the cores before a run: at most {max(run.busy_share for pair in pairs for run in pair):.0%}.",
+        "",
+        f"| | now (median) | {commit} (median) | now / {commit}: median of pairs | interval |",
+        "|---|---|---|---|---|",
+    ]
+    for label, value in ROWS:
+        now, then = ([value(pair[side]) for pair in pairs] for side in (0, 1))
+        ratios = [a / b for a, b in zip(now, then, strict=True)]
+        low, high, _ = interval_of(ratios)
+        medians = " | ".join(f"{statistics.median(values):.3f}" for values in (now, then))
+        lines.append(f"| {label} | {medians} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} |")
+    confidence = interval_of([1.0] * len(pairs))[2]
+    return [*lines, "", f"The interval holds the median of the ratio with {confidence:.1%}."]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", help="to be run beside this checkout")
+    parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
+    parser.add_argument("--pairs", type=int, default=10)
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    then = worktree_of(args.commit, folder)
+    pairs = []
+    for seed in range(args.pairs):
+        sides = {"now": ROOT, "then": then}
+        order = list(sides) if seed % 2 == 0 else list(reversed(sides))
+        measured = {side: run_once(sides[side], folder / f"{side}_{seed}", seed) for side in order}
+        pairs.append((measured["now"], measured["then"]))
+        print(f"pair {seed}: {measured['now'].step_mean_s:.3f} s a step, {measured['then'].step_mean_s:.3f} s then")
+        lines = report(args.commit, pairs)
+        REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
