@@ -50,3 +50,12 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_guarantee_names_tests_that_there_are() -> None:
+    sections = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    for section in sections:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", section)
+        assert named, f"no test holds: {section.splitlines()[0]}"
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
