@@ -6,12 +6,15 @@ What doesn't learn isn't saved: it is as it was loaded, and a run goes on from t
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
+from models.checkpoint_metadata import SafeReader
 from models.lora import merged_state, save_adapters
 from models.settings import LoraConfig
 
@@ -31,20 +35,30 @@ COPIED_FILES = (
 
 
 def save_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Each rank writes its shards. A collective. The schedule is a function of `version`, so that is its state."""
-    dcp.save({"version": torch.tensor(version), **_state(model, optimizer, version)}, checkpoint_id=directory)
+    """Each rank writes its shards. A collective. The schedule is a function of `version`, so that is its state.
+
+    Raises OSError that names the rank and its cause.
+    """
+    state = {"version": torch.tensor(version), **_state(model, optimizer, version)}
+    with _in_words(OSError, f"{directory} can't be written"):
+        dcp.save(state, checkpoint_id=directory)
 
 
 def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
-    """Fill model and optimizer in place from a checkpoint of any number of ranks; return its version. A collective."""
+    """Fill model and optimizer in place from a checkpoint of any number of ranks; return its version. A collective.
+
+    Raises ValueError that names the rank and its cause.
+    """
     if not (Path(directory) / ".metadata").is_file():
         raise ValueError(f"resume: {directory!r} holds no checkpoint of a learner (no .metadata)")
-    saved = torch.tensor(0)
-    dcp.load({"version": saved}, checkpoint_id=directory)
+    saved, told = torch.tensor(0), f"resume: {directory} can't be read"
+    with _in_words(ValueError, told):
+        dcp.load({"version": saved}, storage_reader=SafeReader(directory))
     version = int(saved)
     optimizer.zero_grad()  # open gradients would keep torch from laying out the optimizer's state
     state = _state(model, optimizer, version)
-    dcp.load(state, checkpoint_id=directory)
+    with _in_words(ValueError, told):
+        dcp.load(state, storage_reader=SafeReader(directory))
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # of what learns, all is there
     if version > 0:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -72,6 +86,17 @@ def export_hf(
                 shutil.copy(file, directory)
     if dist.is_initialized():
         dist.barrier()  # nobody reads what rank 0 is still writing
+
+
+@contextmanager
+def _in_words(kind: type[Exception], told: str) -> Iterator[None]:
+    """Torch tells failures of any rank to all of them, by what is no Exception and holds everybody's tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank = min(error.failures)
+        cause, _ = error.failures[rank]
+        raise kind(f"{told}: rank {rank}: {type(cause).__name__}: {cause}") from cause
 
 
 def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:
