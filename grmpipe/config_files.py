@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import TypeVar
@@ -80,8 +80,32 @@ def read_yaml(path: Path) -> RunConfig:
     """A run's own config.yaml."""
     try:
         return build(typing.cast(DictConfig, OmegaConf.load(path)))
-    except (ConfigError, OmegaConfBaseException, YAMLError) as error:
+    except (ValueError, TypeError, OmegaConfBaseException, YAMLError, OSError) as error:
         raise ConfigError(f"{path} can't be read: {str(error).splitlines()[0]}") from error
+
+
+def torn_off(path: Path) -> list[str]:
+    """Keys that a run's own config.yaml lacks where its end is cut off; none where it isn't. What can't be read at all
+    is read_yaml's to tell."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        written = OmegaConf.to_container(OmegaConf.create(text))
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError):
+        return []
+    known = list(_keys(dataclasses.asdict(RunConfig())))
+    there = set(_keys(written if isinstance(written, dict) else {}))
+    if known[-1] in there and text.endswith("\n"):
+        return []
+    return [key for key in known if key not in there] or [f"the end of {known[-1]}"]
+
+
+def _keys(values: Mapping[typing.Any, object], path: str = "") -> Iterator[str]:
+    """Dotted, in their order, without sections."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _keys(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
 
 
 def _value(hint: object, value: object, path: str) -> object:

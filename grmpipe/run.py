@@ -11,6 +11,8 @@ from pathlib import Path
 
 from grmpipe.accounts import Accounts
 from grmpipe.assemble import make_evaluator, make_parts
+from grmpipe.checkpoint_writer import CheckpointWriter
+from grmpipe.checkpoints import Checkpoints
 from grmpipe.config import ConfigError
 from grmpipe.consumer import Interrupted
 from grmpipe.cotrain.training import CoTraining
@@ -25,7 +27,7 @@ from grmpipe.observe.summary import Status, Summary
 from grmpipe.observers import Observers
 from grmpipe.pipeline import Pipeline
 from grmpipe.prepare import Prepared
-from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
+from grmpipe.run_state import RunState, find_kept, void_group_ends
 from grmpipe.start import Running, start
 from grmpipe.tally import step_metrics
 from grmpipe.train.critic_group import CriticGroup
@@ -74,6 +76,7 @@ class TrainingRun:
         self._run_dir = run_dir
         self._observers = observers
         self._checkpoints = checkpoints
+        self._writer = CheckpointWriter(checkpoints)
         self._accounts = Accounts(prepared.config)
         self._pipeline: Pipeline | None = None
         self._state = state
@@ -108,8 +111,10 @@ class TrainingRun:
             raise
         except Exception as error:
             log.exception("the run failed", extra={"file_only": True})
+            await self._writer.close(wait=True)
             return self._summary("failed", describe_failure(error) + self._save_failed_batch(error))
         finally:
+            await self._writer.close(wait=False)
             if running is not None:
                 await running.close()
 
@@ -148,14 +153,17 @@ class TrainingRun:
             if running.critic is not None:
                 await running.critic.discard()
             await self._checkpoint(running, pipeline, lookout)
+            await self._writer.settled()
             return "interrupted"
         await self._checkpoint(running, pipeline, lookout)
+        await self._writer.settled()
         await self._export(running)
         return "completed"
 
     async def _after_step(
         self, report: StepReport, running: Running, pipeline: Pipeline, lookout: Lookout, watchman: Watchman
     ) -> None:
+        self._writer.check()
         last = report.step == self._config.train.num_steps
         cotraining = self._accounts.cotraining
         learnt = cotraining.after_policy_step(report.step) if cotraining is not None else {}
@@ -256,11 +264,14 @@ class TrainingRun:
         return cut, kept
 
     async def _checkpoint(self, running: Running, pipeline: Pipeline, lookout: Lookout) -> None:
-        draft = self._checkpoints.draft(pipeline.version)
+        """Begin one; with train.async_checkpoints=false it is there at the end, else soon."""
+        await self._writer.settled()
+        draft, aside = self._checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
         cotraining = self._accounts.cotraining
+        grm = draft / "grm_learner"
         state = RunState(
             cut=pipeline.cut(),
-            grm_cut=await cotraining.save(draft / "grm_learner") if cotraining is not None else None,
+            grm_cut=await cotraining.begin_save(grm, aside=aside) if cotraining is not None else None,
             wall_s=self._accounts.wall_s,
             eval_initial=lookout.initial,
             totals=pipeline.tally.saved(),
@@ -271,10 +282,16 @@ class TrainingRun:
             engines_replaced=self._accounts.engines_replaced,
             moves=self._accounts.moves,
         )
-        await running.learner.save(str(draft / "learner"))
+        saving: dict[str, LearnerGroup | CriticGroup] = {"learner": running.learner}
         if running.critic is not None:
-            await running.critic.ranks.save(str(draft / "critic"))
-        self._checkpoints.publish(draft, state)
+            saving["critic"] = running.critic.ranks
+        for folder, learner in saving.items():
+            await learner.begin_save(str(draft / folder), aside=aside)
+        if running.trainee is not None:
+            saving[grm.name] = running.trainee.learner
+        self._writer.publish_when_written(draft, state, saving)
+        if not aside:
+            await self._writer.settled()
 
     def _save_failed_batch(self, error: Exception) -> str:
         """The batch of a step that came to no number, to be replayed. Returns a line for the user."""

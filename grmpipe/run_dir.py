@@ -8,21 +8,25 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from grmpipe.checkpoints import Checkpoints
 from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import read_yaml
+from grmpipe.config_files import read_yaml, torn_off
 from grmpipe.resumption import changed_keys
-from grmpipe.run_state import Checkpoints
 
 HOME = Path("runs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A run's directory. checkpoint: what to go on from. complete: there is nothing left to do."""
+    """A run's directory. checkpoint: what to go on from. complete: there is nothing left to do.
+
+    notes: what is damaged in there, and what is done about it.
+    """
 
     run_dir: Path
     checkpoint: Path | None = None
     complete: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def find_place(config: RunConfig) -> Place:
@@ -52,21 +56,48 @@ def new_run_dir(home: Path) -> Path:
 
 
 def resumed(run_dir: Path, config: RunConfig) -> Place:
-    """The run at its last whole checkpoint; one that has none yet starts over."""
-    changed = changed_keys(read_yaml(run_dir / "config.yaml"), config)
-    if changed:
+    """The run at its newest whole checkpoint; one that has none yet starts over."""
+    written = run_dir / "config.yaml"
+    if lacking := torn_off(written):
+        raise ConfigError(
+            f"resume: {written} is torn, or of another version of grmpipe: it lacks {', '.join(lacking[:3])}"
+            f"{' and more' if lacking[3:] else ''}; put a whole one there, or start a new run with resume=never"
+        )
+    if changed := changed_keys(read_yaml(written), config):
         raise ConfigError(
             f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; "
             "undo it, or start a new run with resume=never"
         )
-    checkpoint = Checkpoints(directory=run_dir / "checkpoints", keep=1).latest()
-    return Place(run_dir=run_dir, checkpoint=checkpoint, complete=status_of(run_dir) == "completed")
+    status, notes = status_of(run_dir)
+    if status == "completed":
+        return Place(run_dir=run_dir, complete=True)
+    checkpoint, told = checkpoint_of(run_dir)
+    return Place(run_dir=run_dir, checkpoint=checkpoint, notes=notes + told)
 
 
-def status_of(run_dir: Path) -> str | None:
-    """How the run ended; None for one that runs, or was killed."""
+def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
+    """The newest whole one, and what was passed over for it. Raises ConfigError where all are damaged."""
+    found = Checkpoints(directory=run_dir / "checkpoints", keep=1).find()
+    if not found.damaged:
+        return found.checkpoint, ()
+    damaged = "; ".join(found.damaged)
+    if found.checkpoint is None:
+        raise ConfigError(
+            f"resume: no checkpoint in {run_dir}/checkpoints is whole ({damaged}); put a copy there, or start a new "
+            "run with resume=never and another run_dir"
+        )
+    return found.checkpoint, (f"damaged in {run_dir}/checkpoints: {damaged}; going on from {found.checkpoint.name}",)
+
+
+def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
+    """How the run ended, None for one that runs or was killed; and what is wrong with the file that says it."""
     summary = run_dir / "summary.json"
-    return json.loads(summary.read_text(encoding="utf-8"))["status"] if summary.exists() else None
+    if not summary.exists():
+        return None, ()
+    try:
+        return str(json.loads(summary.read_text(encoding="utf-8"))["status"]), ()
+    except (ValueError, TypeError, KeyError):
+        return None, (f"{summary} can't be read; the run ends anew from its last checkpoint",)
 
 
 def point_latest(run_dir: Path, config: RunConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,6 @@ from grmpipe.flow import Cut, Kept
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import RecordedRollout, load_rollouts, load_verdicts
 from grmpipe.types import JudgeReport, Metrics
-
-STATE_FILE = "run_state.json"
-LATEST_FILE = "latest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,49 +44,6 @@ class RunState:
         values["alarms"] = tuple(values["alarms"])
         values["hacking_readings"] = tuple((int(s), float(a), float(b)) for s, a, b in values["hacking_readings"])
         return RunState(**values)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoints:
-    """`checkpoints/step_N/` of a run, and the file that names the latest whole one."""
-
-    directory: Path
-    keep: int
-
-    def draft(self, step: int) -> Path:
-        """An empty directory to write a checkpoint into."""
-        draft = self.directory / f"step_{step}.draft"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        return draft
-
-    def publish(self, draft: Path, state: RunState) -> Path:
-        """Make a draft the latest checkpoint: a rename, then the rename of the file that names it."""
-        (draft / STATE_FILE).write_text(state.to_json(), encoding="utf-8")
-        whole = draft.with_suffix("")
-        shutil.rmtree(whole, ignore_errors=True)
-        draft.rename(whole)
-        pointer = self.directory / f"{LATEST_FILE}.draft"
-        pointer.write_text(whole.name, encoding="utf-8")
-        pointer.replace(self.directory / LATEST_FILE)
-        self._forget_old(whole)
-        return whole
-
-    def latest(self) -> Path | None:
-        """The last whole checkpoint."""
-        pointer = self.directory / LATEST_FILE
-        if not pointer.exists():
-            return None
-        return self.directory / pointer.read_text(encoding="utf-8").strip()
-
-    def load(self, checkpoint: Path) -> RunState:
-        return RunState.from_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-
-    def _forget_old(self, newest: Path) -> None:
-        whole = [path for path in self.directory.glob("step_*") if path.suffix != ".draft" and path != newest]
-        whole.sort(key=lambda path: int(path.name.removeprefix("step_")))
-        for path in whole[: max(0, len(whole) - self.keep + 1)]:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def find_kept(run_dir: Path, cut: Cut) -> dict[int, Kept]:

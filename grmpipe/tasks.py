@@ -47,7 +47,7 @@ def run_train(config: RunConfig) -> float | None:
     with model_progress() as progress:
         prepared = prepare(config, progress)
     check_memory(prepared)
-    for note in notes(prepared):
+    for note in (*place.notes, *notes(prepared)):
         print(f"grmpipe: note: {note}", file=sys.stderr)
     open_run_dir(place, config)
     return outcome(asyncio.run(RUNS[config.task](prepared, place.run_dir, place.checkpoint)), place)
@@ -60,6 +60,8 @@ def run_replay(config: RunConfig) -> float | None:
         return objective_of(place.run_dir)
     with model_progress() as progress:
         prepared = prepare_replay(config, progress)
+    for note in place.notes:
+        print(f"grmpipe: note: {note}", file=sys.stderr)
     open_run_dir(place, config)
     return outcome(asyncio.run(replay(prepared, place.run_dir, place.checkpoint)), place)
 

@@ -6,12 +6,20 @@ What doesn't learn isn't saved: it is as it was loaded, and a run goes on from t
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,30 +29,78 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedModel
 
+from models.checkpoint_metadata import SafeReader
 from models.lora import merged_state, save_adapters
 from models.settings import LoraConfig
+from models.stored_files import StoredFile, stored_files, sync_directory
 
+# A lone rank's state is all there is, and torch warns of that each time.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
+
+WRITE_TIMEOUT = timedelta(hours=12)  # ranks wait for the slowest disk; a rank that died is noticed elsewhere
 COPIED_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja",
     "generation_config.json",
 )  # fmt: skip
 
 
-def save_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Each rank writes its shards. A collective. The schedule is a function of `version`, so that is its state."""
-    dcp.save({"version": torch.tensor(version), **_state(model, optimizer, version)}, checkpoint_id=directory)
+class ShardedSave:
+    """Each rank writes its shards; at most one save is under way. The schedule is a function of `version`, so that is
+    its state."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._written: Future[tuple[StoredFile, ...]] = Future()
+        self._group: dist.ProcessGroup | None = None
+
+    def begin(
+        self, directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int, aside: bool
+    ) -> None:
+        """A collective. aside: the state is copied to the host, and written from there while training goes on; else it
+        is written when this returns."""
+        state = {"version": torch.tensor(version), **_state(model, optimizer, version)}
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            # Ranks meet when they have written: in a group of their own, or it would be in the midst of training's.
+            self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        if aside:
+            stager = DefaultStager(StagingOptions(False, False, False, False))
+            copied = cast(dict[str, Any], stager.stage(state))
+            self._written = self._thread.submit(_write, directory, copied, self._group)
+        else:
+            self._written = Future()
+            self._written.set_result(_write(directory, state, self._group))
+
+    def files(self) -> tuple[StoredFile, ...] | None:
+        """What this rank wrote, synced to the disk; None while it writes. Raises OSError that names rank and cause."""
+        return self._written.result() if self._written.done() else None
+
+
+def save_sharded(
+    directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int
+) -> tuple[StoredFile, ...]:
+    """Write, and return what this rank wrote. A collective. Raises OSError that names the rank and its cause."""
+    save = ShardedSave()
+    save.begin(directory, model, optimizer, version, aside=False)
+    written = save.files()
+    assert written is not None, "nothing was left to be written"
+    return written
 
 
 def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
-    """Fill model and optimizer in place from a checkpoint of any number of ranks; return its version. A collective."""
+    """Fill model and optimizer in place from a checkpoint of any number of ranks; return its version. A collective.
+
+    Raises ValueError that names the rank and its cause.
+    """
     if not (Path(directory) / ".metadata").is_file():
         raise ValueError(f"resume: {directory!r} holds no checkpoint of a learner (no .metadata)")
-    saved = torch.tensor(0)
-    dcp.load({"version": saved}, checkpoint_id=directory)
+    saved, told = torch.tensor(0), f"resume: {directory} can't be read"
+    with _in_words(ValueError, told):
+        dcp.load({"version": saved}, storage_reader=SafeReader(directory))
     version = int(saved)
     optimizer.zero_grad()  # open gradients would keep torch from laying out the optimizer's state
     state = _state(model, optimizer, version)
-    dcp.load(state, checkpoint_id=directory)
+    with _in_words(ValueError, told):
+        dcp.load(state, storage_reader=SafeReader(directory))
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # of what learns, all is there
     if version > 0:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -72,6 +128,27 @@ def export_hf(
                 shutil.copy(file, directory)
     if dist.is_initialized():
         dist.barrier()  # nobody reads what rank 0 is still writing
+
+
+@contextmanager
+def _in_words(kind: type[Exception], told: str) -> Iterator[None]:
+    """Torch tells failures of any rank to all of them, by what is no Exception and holds everybody's tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank = min(error.failures)
+        cause, _ = error.failures[rank]
+        raise kind(f"{told}: rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+def _write(directory: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> tuple[StoredFile, ...]:
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    rank = 0 if alone else dist.get_rank()
+    with _in_words(OSError, f"{directory} can't be written"):
+        dcp.save(state, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=alone)
+    sync_directory(Path(directory))
+    names = [path.name for path in Path(directory).glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
+    return stored_files(Path(directory), sorted(names))
 
 
 def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:

@@ -57,7 +57,9 @@ class LineEnd:
         try:
             method, args = pickle.loads(asked)
             answer = _frame_of(number, (await self._ask(method, *args), None, ""))
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # whatever it was: unanswered, the caller would wait for ever
             trace = "".join(traceback.format_exception(error))
             answer = _frame_of(number, (None, error if _can_travel(error) else RuntimeError(trace), trace))
         writer.write(answer)
@@ -145,8 +147,10 @@ def _frame_of(number: int, what: object) -> bytes:
     return HEADER.pack(number, len(body)) + body
 
 
-def _can_travel(error: Exception) -> bool:
-    """Some can't be pickled, or not be made anew."""
+def _can_travel(error: BaseException) -> bool:
+    """Some can't be pickled, or not be made anew; and what is no Exception would end the caller's process."""
+    if not isinstance(error, Exception):
+        return False
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

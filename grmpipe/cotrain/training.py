@@ -128,11 +128,11 @@ class CoTraining:
         self._pace.policy_stepped(version)
         return {**self._metrics, "grm/version": float(self.version)}
 
-    async def save(self, directory: Path) -> Cut:
+    async def begin_save(self, directory: Path, *, aside: bool) -> Cut:
         """The GRM's learner, and where its flow stands: between two of its steps, whatever it is doing."""
         flow = self._flow
         async with self._grm.learner.held() as version:
-            await self._grm.learner.save(str(directory))
+            await self._grm.learner.begin_save(str(directory), aside=aside)
             return dataclasses.replace(flow.cut() if flow is not None else self._cut, version=version, in_flight={})
 
     async def _warm_up(self, policy: Pipeline) -> None:

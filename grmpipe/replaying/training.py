@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from grmpipe.checkpoint_writer import CheckpointWriter
+from grmpipe.checkpoints import Checkpoints
 from grmpipe.flow import Cut
 from grmpipe.interrupts import asked_to_stop
 from grmpipe.judge.lessons import rule_of
@@ -23,7 +25,7 @@ from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.summary import GroupsSummary, Status, Summary
 from grmpipe.observers import Observers
 from grmpipe.replaying.prepare import PreparedReplay
-from grmpipe.run_state import Checkpoints, RunState
+from grmpipe.run_state import RunState
 from grmpipe.start import learner_spec
 from grmpipe.tally import batch_metrics, truth_metrics
 from grmpipe.train.batch import BatchTrainer
@@ -70,6 +72,7 @@ class ReplayRun:
         self._run_dir = run_dir
         self._observers = observers
         self._checkpoints = checkpoints
+        self._writer = CheckpointWriter(checkpoints)
         self._steps_done = state.cut.version if state else 0
         self._oldest = state.cut.max_staleness_trained if state else 0
         self._busy_s = state.busy_s["learner"] if state else 0.0
@@ -91,8 +94,10 @@ class ReplayRun:
             return self._summary("interrupted")
         except Exception as error:
             log.exception("the replay failed", extra={"file_only": True})
+            await self._writer.close(wait=True)
             return self._summary("failed", describe_failure(error))
         finally:
+            await self._writer.close(wait=False)
             if cluster is not None:
                 await cluster.shutdown()
 
@@ -116,10 +121,12 @@ class ReplayRun:
         with asked_to_stop(self._stop):
             while self._steps_done < self._num_steps and not self._interrupted:
                 await self._step(trainer)
+                self._writer.check()
                 every = config.train.checkpoint_every
                 if every and self._steps_done % every == 0 and self._steps_done < self._num_steps:
                     await self._checkpoint(learner)
         await self._checkpoint(learner)
+        await self._writer.settled()
         if self._steps_done < self._num_steps:
             return "interrupted"
         await self._export(learner)
@@ -165,8 +172,9 @@ class ReplayRun:
             replace_journal(groups, [end for end in read_journal(groups) if end["step"] <= done])
 
     async def _checkpoint(self, learner: LearnerGroup) -> None:
-        draft = self._checkpoints.draft(self._steps_done)
-        await learner.save(str(draft / "learner"))
+        await self._writer.settled()
+        draft, aside = self._checkpoints.draft(self._steps_done), self._config.train.async_checkpoints
+        await learner.begin_save(str(draft / "learner"), aside=aside)
         state = RunState(
             cut=Cut(version=self._steps_done, max_staleness_trained=self._oldest),
             wall_s=self._wall_s,
@@ -175,7 +183,9 @@ class ReplayRun:
             busy_s={"learner": self._busy_s},
             wandb_run_id=self._observers.wandb.run_id,
         )
-        self._checkpoints.publish(draft, state)
+        self._writer.publish_when_written(draft, state, {"learner": learner})
+        if not aside:
+            await self._writer.settled()
 
     async def _export(self, learner: LearnerGroup) -> None:
         """As a Hugging Face directory, with the chat template that the rollouts were made under."""

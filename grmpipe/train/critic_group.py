@@ -9,7 +9,9 @@ from typing import cast
 import numpy as np
 
 from grmpipe.train.critic_samples import SequenceRound, ValueRound
+from grmpipe.train.saving import files_of_save
 from grmpipe.types import Metrics
+from models.stored_files import StoredFile
 from scheduler.actors import ActorGroup
 from scheduler.events import EventSink, NoEvents
 from scheduler.stream import BusyMeter
@@ -62,8 +64,13 @@ class CriticGroup:
     async def discard(self) -> None:
         await self._actors.call_all("discard")
 
-    async def save(self, path: str) -> None:
-        await self._actors.call_all("save", path)
+    async def begin_save(self, path: str, *, aside: bool) -> None:
+        """Of the state as it is now: training may go on when this returns. aside: long before all is written."""
+        await self._actors.call_all("begin_save" if aside else "save", path)
+
+    async def saved(self) -> tuple[StoredFile, ...]:
+        """Wait until the save that was begun is on the disk; all its files."""
+        return await files_of_save(self._actors)
 
     async def load(self, path: str) -> int:
         """Go on from a saved state; returns its version."""

@@ -20,12 +20,13 @@ from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.causal_lm import PackedLogprobs, packed_logprobs
-from models.checkpoint import export_hf, load_sharded, save_sharded
+from models.checkpoint import ShardedSave, export_hf, load_sharded
 from models.lora import outgoing, with_adapters, without_adapters
 from models.packing import Prefixes
 from models.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
 from models.routing import Replay, Routers
 from models.settings import LoraConfig
+from models.stored_files import StoredFile
 from models.types import GroupLink, WeightBucket
 from models.weight_sending import TRANSPORTS, WeightTransport
 from models.weight_stream import WeightStream
@@ -130,6 +131,7 @@ class Learner:
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes, sent)
         self._transport = _open_transport(spec, self._device) if rank == 0 else None
         self._meter = Meter(self._device)
+        self._save = ShardedSave()
         self._version = 0
 
     @property
@@ -265,7 +267,15 @@ class Learner:
 
     def save(self, directory: str) -> None:
         """Model, optimizer and version, for `load` on any number of ranks."""
-        save_sharded(directory, self._model, self._optimizer, self._version)
+        self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
+
+    def begin_save(self, directory: str) -> None:
+        """As save, from a copy in host memory: training may go on when this returns."""
+        self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
+
+    def saved(self) -> tuple[StoredFile, ...] | None:
+        """What this rank wrote; None while it writes."""
+        return self._save.files()
 
     def load(self, directory: str) -> int:
         """Go on from a saved state; returns its version."""

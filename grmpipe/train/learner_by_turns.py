@@ -21,9 +21,9 @@ class LearnerByTurns(LearnerGroup):
         """On all ranks; the sum of what became free."""
         return sum(cast(list[int], await self._actors.call_all("reside", residence)))
 
-    async def save(self, path: str) -> None:
+    async def begin_save(self, path: str, *, aside: bool) -> None:
         async with self._own_turn():
-            await super().save(path)
+            await super().begin_save(path, aside=aside)
 
     async def load(self, path: str) -> int:
         async with self._own_turn():

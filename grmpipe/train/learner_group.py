@@ -11,7 +11,9 @@ import numpy as np
 
 from grmpipe.train.balance import RankWork, work
 from grmpipe.train.packer import Round
+from grmpipe.train.saving import files_of_save
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
+from models.stored_files import StoredFile
 from models.types import GroupLink, WeightBucket
 from scheduler.actors import ActorGroup
 
@@ -104,8 +106,13 @@ class LearnerGroup:
         scores = await self._actors.call_all("score", tuple(token_ids))
         return cast(tuple[float, ...], scores[0])
 
-    async def save(self, path: str) -> None:
-        await self._actors.call_all("save", path)
+    async def begin_save(self, path: str, *, aside: bool) -> None:
+        """Of the state as it is now: training may go on when this returns. aside: long before all is written."""
+        await self._actors.call_all("begin_save" if aside else "save", path)
+
+    async def saved(self) -> tuple[StoredFile, ...]:
+        """Wait until the save that was begun is on the disk; all its files."""
+        return await files_of_save(self._actors)
 
     async def load(self, path: str) -> int:
         """Go on from a saved state of any number of ranks; returns its version."""

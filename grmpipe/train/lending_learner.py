@@ -33,6 +33,10 @@ class LendingLearner(Learner):
         self._assert_has_all()
         super().save(directory)
 
+    def begin_save(self, directory: str) -> None:
+        self._assert_has_all()
+        super().begin_save(directory)
+
     def bucket(self, index: int) -> WeightBucket | None:
         self._assert_has_weights()
         return super().bucket(index)

@@ -13,9 +13,10 @@ from grmpipe.train.scalar_batch import PackedSequences
 from grmpipe.train.settings import TrainConfig
 from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import Metrics
-from models.checkpoint import export_hf, load_sharded, save_sharded
+from models.checkpoint import ShardedSave, export_hf, load_sharded
 from models.parallelize import SCALAR_HEAD, choose_device, join_ranks, load_parallel, without_gradient
 from models.scalar_head import packed_scores
+from models.stored_files import StoredFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class ScalarRank:
         )
         self._optimizer = make_optimizer(self._model, train)
         self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
+        self._save = ShardedSave()
         self._version = 0
 
     @property
@@ -76,7 +78,15 @@ class ScalarRank:
 
     def save(self, directory: str) -> None:
         """Model, optimizer and version, for `load` on any number of ranks."""
-        save_sharded(directory, self._model, self._optimizer, self._version)
+        self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
+
+    def begin_save(self, directory: str) -> None:
+        """As save, from a copy in host memory: training may go on when this returns."""
+        self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
+
+    def saved(self) -> tuple[StoredFile, ...] | None:
+        """What this rank wrote; None while it writes."""
+        return self._save.files()
 
     def load(self, directory: str) -> int:
         """Go on from a saved state; returns its version."""

@@ -224,6 +224,8 @@ class TrainConfig:
     activation_checkpointing: bool = False
     checkpoint_every: int = 20  # steps; 0: only at the end and on Ctrl-C
     keep_checkpoints: int = 2
+    async_checkpoints: bool = True  # written beside training, from a copy in host memory; False: training waits
+    export_dtype: str | None = None  # of the weights of the models that are left at the end; null: as in `path`
 
     def __post_init__(self) -> None:
         for key in ("num_steps", "groups_per_batch", "micro_batch_tokens"):
@@ -246,6 +248,11 @@ class TrainConfig:
             raise ValueError(f"schedule: unknown value {self.schedule!r}; known: {', '.join(SCHEDULES)}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype: unknown value {self.dtype!r}; known: float32, bfloat16")
+        if self.export_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, and null for "
+                "that of the model's own files"
+            )
         if self.keep_checkpoints < 1:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):

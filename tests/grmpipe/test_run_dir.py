@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.checkpoints import Checkpoints
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import from_values, to_yaml
+from grmpipe.flow import Cut
 from grmpipe.run_dir import Place, find_place, point_latest
+from grmpipe.run_state import RunState
 from grmpipe.tasks import run_task
 
 CONFIG = RunConfig(experiment="x")
@@ -64,6 +67,63 @@ def test_a_configuration_that_cannot_be_read_back_is_named() -> None:
     leave_run(Path("mine"))
     Path("mine/config.yaml").write_text("train: [")
     with pytest.raises(ConfigError, match=r"mine/config\.yaml can't be read"):
+        find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+@pytest.mark.parametrize("share", [0, 0.03, 0.5, 0.9, 0.997])
+def test_a_torn_configuration_is_told_as_torn(share: float) -> None:
+    leave_run(Path("mine"))
+    whole = Path("mine/config.yaml").read_text()
+    cut = whole[: int(share * len(whole))]
+    Path("mine/config.yaml").write_text(cut[: cut.rfind("\n") + 1])
+    with pytest.raises(ConfigError, match=r"^resume: mine/config\.yaml is torn.* it lacks .*resume=never"):
+        find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+def test_every_cut_of_a_configuration_is_refused_in_words() -> None:
+    leave_run(Path("mine"))
+    whole = Path("mine/config.yaml").read_bytes()
+    for length in [*range(60), *range(len(whole) - 30, len(whole) - 2)]:
+        Path("mine/config.yaml").write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=r"mine/config\.yaml (is torn|can't be read)"):
+            find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+@pytest.mark.parametrize("text", ["", '{"stat', "[]", "{}", "\0\0"])
+def test_a_torn_summary_is_told_and_the_run_ends_anew(text: str) -> None:
+    leave_run(Path("mine"))
+    Path("mine/summary.json").write_text(text)
+    place = find_place(dataclasses.replace(auto(), run_dir="mine"))
+    assert not place.complete
+    assert place.notes == ("mine/summary.json can't be read; the run ends anew from its last checkpoint",)
+
+
+def leave_checkpoint(run_dir: Path, step: int) -> Path:
+    checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=9)
+    cut = RunState(cut=Cut(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={})
+    return checkpoints.publish(checkpoints.draft(step), cut, ())
+
+
+def test_a_resume_takes_the_newest_whole_checkpoint_and_tells_what_it_passed_over() -> None:
+    leave_run(Path("mine"))
+    for step in (2, 4):
+        leave_checkpoint(Path("mine"), step)
+    resume = dataclasses.replace(auto(), run_dir="mine")
+    assert find_place(resume) == Place(run_dir=Path("mine"), checkpoint=Path("mine/checkpoints/step_4"))
+    Path("mine/checkpoints/step_4/run_state.json").write_text("")
+    place = find_place(resume)
+    assert place.checkpoint == Path("mine/checkpoints/step_2")
+    assert place.notes[0].startswith("damaged in mine/checkpoints: step_4: run_state.json has 0 bytes instead of ")
+    assert place.notes[0].endswith("; going on from step_2")
+
+
+def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
+    """It would start over, unseen."""
+    leave_run(Path("mine"))
+    (leave_checkpoint(Path("mine"), 4) / "manifest.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"^resume: no checkpoint in mine/.* is whole \(step_4: manifest\.json is mis"
+    ):
         find_place(dataclasses.replace(auto(), run_dir="mine"))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grmpipe.flow import Cut
 from grmpipe.observe.recorder import Recorder, load_group_ends
-from grmpipe.run_state import Checkpoints, RunState, find_kept, void_group_ends
+from grmpipe.run_state import RunState, find_kept, void_group_ends
 from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
 
@@ -33,18 +33,6 @@ def state(version: int = 2) -> RunState:
 
 def test_a_run_state_survives_its_file() -> None:
     assert RunState.from_json(state().to_json()) == state()
-
-
-def test_the_latest_checkpoint_is_a_whole_one_and_old_ones_are_forgotten(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(directory=tmp_path, keep=2)
-    assert checkpoints.latest() is None
-    for step in (2, 4, 10):
-        checkpoints.publish(checkpoints.draft(step), state(step))
-    torn = checkpoints.draft(12)
-    (torn / "weights").write_text("half")
-    assert checkpoints.latest() == tmp_path / "step_10"
-    assert checkpoints.load(tmp_path / "step_10").cut.version == 10
-    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_10", "step_12.draft", "step_4"]
 
 
 def test_rollouts_up_to_the_cut_are_kept_with_their_verdicts(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,40 @@ def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     model = make_model(0)
     with pytest.raises(ValueError, match="holds no checkpoint"):
         load_sharded(str(tmp_path), model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_full_disk_is_told_with_directory_rank_and_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = make_model(0)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=rf"{tmp_path}/learner .*rank 0: .*No space left on device"):
+        save_sharded(str(tmp_path / "learner"), model, torch.optim.AdamW(model.parameters()), version=0)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_cut_file_is_told_with_directory_rank_and_cause(tmp_path: Path, name: str) -> None:
+    model = make_model(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_sharded(str(tmp_path), model, optimizer, version=0)
+    os.truncate(tmp_path / name, 10)
+    with pytest.raises(ValueError, match=rf"^resume: {tmp_path} .*rank 0: "):
+        load_sharded(str(tmp_path), model, optimizer)
+
+
+def test_a_checkpoint_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "caught"),)
+
+    model = make_model(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_sharded(str(tmp_path), model, optimizer, version=0)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(ValueError, match=r"mkdir, which no checkpoint needs"):
+        load_sharded(str(tmp_path), model, optimizer)
+    assert not (tmp_path / "caught").exists()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -22,6 +22,10 @@ class Unspeakable(Exception):
         super().__init__(f"{one} and {two}")
 
 
+class BrokenOff(BaseException):
+    """No Exception, as what torch's checkpoints raise."""
+
+
 class Target:
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -41,6 +45,9 @@ class Target:
 
     async def stumble(self) -> None:
         raise Unspeakable(1, 2)
+
+    async def break_off(self) -> None:
+        raise BrokenOff("rank 0: the disk is full")
 
 
 def end_of(target: object) -> LineEnd:
@@ -63,6 +70,18 @@ def test_calls_are_answered_in_any_order() -> None:
             assert not waiting.done()
             await line.call("open")
             assert await waiting == "opened"
+
+    asyncio.run(run())
+
+
+def test_what_is_no_exception_is_answered_as_one() -> None:
+    """Unanswered, its caller would wait for ever; as itself, it would pass every `except Exception`."""
+
+    async def run() -> None:
+        async with a_line() as (line, _), asyncio.timeout(5):
+            with pytest.raises(RuntimeError, match="BrokenOff: rank 0: the disk is full"):
+                await line.call("break_off")
+            assert await line.call("add", 2, 3) == 5
 
     asyncio.run(run())
 

@@ -85,7 +85,8 @@ def test_a_batch_through_the_group(qwen_path: str, make_samples, tmp_path) -> No
             buckets = [await group.bucket(index) for index in range(await group.num_buckets())]
         assert version == 1 and len(buckets) > 2
         score = await group.score([1, 2, 3])
-        await group.save(str(tmp_path / "checkpoint"))
+        await group.begin_save(str(tmp_path / "checkpoint"), aside=True)
+        assert {".metadata", "__0_0.distcp"} == {file.name for file in await group.saved()}
         await group.export(str(tmp_path / "export"))
         other = make_group(qwen_path)
         assert await other.load(str(tmp_path / "checkpoint")) == other.version == 1

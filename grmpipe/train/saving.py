@@ -1,0 +1,22 @@
+"""A save that ranks write beside their training, as the driver waits for it. Begins none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from models.stored_files import StoredFile
+from scheduler.actors import ActorGroup
+
+FIRST_POLL_S, LAST_POLL_S = 0.01, 1.0  # a rank answers between its other calls: it is asked less and less often
+
+
+async def files_of_save(actors: ActorGroup) -> tuple[StoredFile, ...]:
+    """What all ranks wrote. Raises what the write raised."""
+    poll_s = FIRST_POLL_S
+    while True:
+        told = cast(list[tuple[StoredFile, ...] | None], await actors.call_all("saved"))
+        if None not in told:
+            return tuple(file for files in told if files is not None for file in files)
+        await asyncio.sleep(poll_s)
+        poll_s = min(2 * poll_s, LAST_POLL_S)
