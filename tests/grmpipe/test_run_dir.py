@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import from_values, to_yaml
+from grmpipe.run_claim import Claim
 from grmpipe.run_dir import Place, find_place, point_latest
 from grmpipe.tasks import run_task
 
@@ -38,6 +40,42 @@ def test_two_runs_of_one_second_have_a_directory_each() -> None:
     second = find_place(CONFIG).run_dir
     assert first != second
     assert first.parent == second.parent == Path("runs/x")
+
+
+def test_runs_that_chose_the_same_name_before_they_began_have_a_directory_each() -> None:
+    with Claim(CONFIG) as first, Claim(CONFIG) as second:
+        assert first.place == second.place, "both looked before either began"
+        assert first.open() != second.open()
+        assert all((claim.place.run_dir / "config.yaml").exists() for claim in (first, second))
+
+
+def test_of_two_runs_that_begin_in_one_named_directory_the_second_is_refused() -> None:
+    named = dataclasses.replace(CONFIG, run_dir="mine")
+    with Claim(named) as first, Claim(named) as second:
+        first.open()
+        with pytest.raises(ConfigError, match=rf"^run_dir: mine is in use by process {os.getpid()} on "):
+            second.open()
+    with Claim(auto(named)) as later:
+        assert later.place.resumed, "the end of a claim gives the directory back"
+
+
+def test_a_run_that_goes_on_in_another_process_is_not_resumed_and_the_process_is_named() -> None:
+    leave_run(Path("mine"))
+    config = dataclasses.replace(auto(), run_dir="mine")
+    with Claim(config), pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on \S+, since "):
+        Claim(config)
+    with Claim(config) as again:
+        assert again.open() == Path("mine")
+
+
+def test_what_another_process_began_meanwhile_is_not_written_over() -> None:
+    named = dataclasses.replace(CONFIG, run_dir="mine")
+    with Claim(named) as late:
+        leave_run(Path("mine"))
+        before = Path("mine/config.yaml").read_bytes()
+        with pytest.raises(ConfigError, match=r"^run_dir: mine holds a run already"):
+            late.open()
+    assert Path("mine/config.yaml").read_bytes() == before
 
 
 def test_a_directory_that_holds_a_run_is_refused_with_the_way_out() -> None:
