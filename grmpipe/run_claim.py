@@ -9,6 +9,7 @@ from types import TracebackType
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import to_yaml
 from grmpipe.run_dir import Place, find_place, holds_run, new_run_dirs, point_latest, refusal
+from grmpipe.run_identity import RunIdentity, check_inputs, read_identity
 from grmpipe.run_lock import locked
 
 
@@ -25,7 +26,17 @@ class Claim:
         self.place = find_place(config)
         if self.place.resumed and not self.place.complete:
             self._held.enter_context(locked(self.place.run_dir))
-            self.place = find_place(config)  # as it is now that nobody else writes there
+            try:
+                self._check()
+            except BaseException:
+                self._held.close()
+                raise
+
+    def _check(self) -> None:
+        """The run that is gone on with, as it is now that nobody else writes there."""
+        self.place = find_place(self._config)
+        if (identity := read_identity(self.place.run_dir)) is not None:
+            check_inputs(identity, self._config, self.place.run_dir)
 
     def __enter__(self) -> Claim:
         return self
@@ -40,6 +51,8 @@ class Claim:
         try:
             if not self.place.resumed:
                 self._make()
+            if read_identity(self.place.run_dir) is None:
+                RunIdentity.new(self._config).write(self.place.run_dir)
             point_latest(self.place.run_dir, self._config)
         except OSError as error:
             raise ConfigError(f"run_dir: {self.place.run_dir} can't be written to ({error}); type another") from error

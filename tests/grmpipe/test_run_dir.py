@@ -13,6 +13,7 @@ from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import from_values, to_yaml
 from grmpipe.run_claim import Claim
 from grmpipe.run_dir import Place, find_place, point_latest
+from grmpipe.run_identity import read_identity
 from grmpipe.tasks import run_task
 
 CONFIG = RunConfig(experiment="x")
@@ -103,6 +104,50 @@ def test_a_configuration_that_cannot_be_read_back_is_named() -> None:
     Path("mine/config.yaml").write_text("train: [")
     with pytest.raises(ConfigError, match=r"mine/config\.yaml can't be read"):
         find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+def rows(*prompts: str) -> str:
+    return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "was", "now"),
+    [
+        ("data", "path", rows("2 + 2?"), rows("2 + 3?")),
+        ("data", "eval_path", rows("4?"), rows("5?")),
+        ("judge", "template", "{{ question }} {{ response }}", "{{ question }}: {{ response }}"),
+        ("policy", "chat_template", "{{ messages }}", "{{ messages }}!"),
+        ("grm", "chat_template", "{{ messages }}", "{{ messages }}!"),
+    ],
+)
+def test_a_resume_over_other_data_or_another_template_is_refused_by_its_key(
+    section: str, key: str, was: str, now: str
+) -> None:
+    owner = dataclasses.replace(getattr(CONFIG, section), **{key: "file.jsonl"})
+    config = dataclasses.replace(CONFIG, run_dir="mine", **{section: owner})
+    Path("file.jsonl").write_text(was)
+    with Claim(config) as claim:
+        claim.open()
+    with Claim(auto(config)) as claim:
+        assert claim.place.resumed, "the same content goes on"
+    Path("file.jsonl").write_text(now)
+    with pytest.raises(ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content that mine began"):
+        Claim(auto(config))
+    Path("file.jsonl").write_text(was)
+    with Claim(auto(config)) as claim:
+        assert claim.open() == Path("mine"), "a refusal gives the directory back"
+
+
+def test_a_run_of_a_version_without_checksums_gets_them_on_its_resume() -> None:
+    leave_run(Path("mine"))
+    with Claim(dataclasses.replace(auto(), run_dir="mine")) as claim:
+        claim.open()
+    identity = read_identity(Path("mine"))
+    assert identity is not None
+    assert identity.run_id
+    with Claim(dataclasses.replace(auto(), run_dir="mine")) as claim:
+        claim.open()
+    assert read_identity(Path("mine")) == identity
 
 
 def test_a_complete_run_says_so_and_gives_its_objective_again(capsys: pytest.CaptureFixture[str]) -> None:
