@@ -17,6 +17,7 @@ from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.timeline import Timeline
 from grmpipe.observe.tracker import Sink, Tracker
 from grmpipe.observe.wandb_sink import WandbSink
+from grmpipe.run_identity import run_id_of
 
 FILES = {
     REPORT: "the run as a page: open it in a browser",
@@ -62,7 +63,7 @@ class Observers:
         return Observers(
             tracker=Tracker([*sinks, console] if console and gauges else sinks),
             metrics=metrics,
-            recorder=Recorder(run_dir),
+            recorder=Recorder(run_dir, run_id_of(run_dir)),
             timeline=Timeline(run_dir / "timeline.json"),
             console=console,
             wandb=wandb,

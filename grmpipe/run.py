@@ -23,10 +23,12 @@ from grmpipe.interrupts import asked_to_stop
 from grmpipe.judge.dry import NUM_PROMPTS, dry_judgement
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.watch import HackingAlarm
+from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.summary import Status, Summary
 from grmpipe.observers import Observers
 from grmpipe.pipeline import Pipeline
 from grmpipe.prepare import Prepared
+from grmpipe.run_identity import run_id_of
 from grmpipe.run_state import RunState, find_kept, void_group_ends
 from grmpipe.start import Running, start
 from grmpipe.tally import step_metrics
@@ -252,8 +254,10 @@ class TrainingRun:
     def _restore(self) -> tuple[Cut, dict[int, Kept]]:
         """Where to go on: a checkpoint, or the beginning; in both cases with what the journals hold beyond it."""
         cut = self._state.cut if self._state else Cut()
-        kept = find_kept(self._run_dir, cut)
-        void_group_ends(self._run_dir, cut)
+        run_id, marks = run_id_of(self._run_dir), self._state.journal_marks if self._state else {}
+        kept = find_kept(self._run_dir, cut, self._prepared.prompts, run_id, marks)
+        void_group_ends(self._run_dir, cut, run_id, marks.get(GROUPS))
+        self._observers.recorder.go_on(marks, [work.group_id for work in kept.values()])
         self._observers.metrics.truncate_after(cut.version if self._state else -1)
         if self._state is not None or kept:
             rollouts = sum(len(work.rollouts) for work in kept.values())
@@ -271,6 +275,7 @@ class TrainingRun:
         grm = draft / "grm_learner"
         state = RunState(
             cut=pipeline.cut(),
+            journal_marks=self._observers.recorder.marks(),  # of the same moment as the cut
             grm_cut=await cotraining.begin_save(grm, aside=aside) if cotraining is not None else None,
             wall_s=self._accounts.wall_s,
             eval_initial=lookout.initial,

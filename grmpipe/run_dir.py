@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,12 @@ HOME = Path("runs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A run's directory. checkpoint: what to go on from. complete: there is nothing left to do.
-
-    notes: what is damaged in there, and what is done about it.
+    """A run's directory. resumed: it holds the run already. checkpoint: what to go on from; none: from the beginning.
+    complete: there is nothing left to do. notes: what is damaged in there, and what is done about it.
     """
 
     run_dir: Path
+    resumed: bool = False
     checkpoint: Path | None = None
     complete: bool = False
     notes: tuple[str, ...] = ()
@@ -39,10 +40,12 @@ def find_place(config: RunConfig) -> Place:
     if named is None:
         return Place(run_dir=new_run_dir(home))
     if config.resume == "never" and holds_run(Path(named)):
-        raise ConfigError(
-            f"run_dir: {named} holds a run already; type resume=auto to go on with it, or another run_dir"
-        )
+        raise refusal(Path(named))
     return Place(run_dir=Path(named))
+
+
+def refusal(run_dir: Path) -> ConfigError:
+    return ConfigError(f"run_dir: {run_dir} holds a run already; type resume=auto to go on with it, or another run_dir")
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -50,9 +53,14 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def new_run_dir(home: Path) -> Path:
-    name = datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
-    candidates = (home / (name if n == 0 else f"{name}_{n}") for n in range(1000))
-    return next(path for path in candidates if not path.exists())
+    """A name that is free now; whoever makes the directory finds out whether it still is."""
+    wanted = home / datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
+    return next(path for path in new_run_dirs(wanted) if not path.exists())
+
+
+def new_run_dirs(wanted: Path) -> Iterator[Path]:
+    """Names to try, the best one first."""
+    return (wanted if n == 0 else wanted.with_name(f"{wanted.name}_{n}") for n in range(1000))
 
 
 def resumed(run_dir: Path, config: RunConfig) -> Place:
@@ -70,9 +78,9 @@ def resumed(run_dir: Path, config: RunConfig) -> Place:
         )
     status, notes = status_of(run_dir)
     if status == "completed":
-        return Place(run_dir=run_dir, complete=True)
+        return Place(run_dir=run_dir, resumed=True, complete=True)
     checkpoint, told = checkpoint_of(run_dir)
-    return Place(run_dir=run_dir, checkpoint=checkpoint, notes=notes + told)
+    return Place(run_dir=run_dir, resumed=True, checkpoint=checkpoint, notes=notes + told)
 
 
 def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:

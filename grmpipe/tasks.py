@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBars
 
 from grmpipe.checks.models import Progress
-from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import to_yaml
+from grmpipe.config import RunConfig
 from grmpipe.evaluation.judge import prepare_evaluation, run_evaluation
 from grmpipe.failures import RunFailed, RunInterrupted
 from grmpipe.finetune.training import finetune
@@ -30,7 +29,8 @@ from grmpipe.prepare import Prepared, prepare
 from grmpipe.replaying.prepare import prepare_replay
 from grmpipe.replaying.training import replay
 from grmpipe.run import train
-from grmpipe.run_dir import Place, find_place, point_latest
+from grmpipe.run_claim import Claim
+from grmpipe.run_dir import Place
 from grmpipe.simulation.task import run_simulation, simulator
 
 
@@ -40,65 +40,71 @@ def run_task(config: RunConfig) -> float | None:
 
 
 def run_train(config: RunConfig) -> float | None:
-    place = find_place(config)
-    if place.complete:
-        print(f"{place.run_dir} is complete; see {place.run_dir}/summary.json")
-        return objective_of(place.run_dir)
-    with model_progress() as progress:
-        prepared = prepare(config, progress)
-    check_memory(prepared)
-    for note in (*place.notes, *notes(prepared)):
-        print(f"grmpipe: note: {note}", file=sys.stderr)
-    open_run_dir(place, config)
-    return outcome(asyncio.run(RUNS[config.task](prepared, place.run_dir, place.checkpoint)), place)
+    with Claim(config) as claim:
+        if claim.place.complete:
+            return say_complete(claim.place)
+        with model_progress() as progress:
+            prepared = prepare(config, progress)
+        check_memory(prepared)
+        tell([*claim.place.notes, *notes(prepared)])
+        run_dir = claim.open()
+        return outcome(asyncio.run(RUNS[config.task](prepared, run_dir, claim.place.checkpoint)), run_dir)
 
 
 def run_replay(config: RunConfig) -> float | None:
-    place = find_place(config)
-    if place.complete:
-        print(f"{place.run_dir} is complete; see {place.run_dir}/summary.json")
-        return objective_of(place.run_dir)
-    with model_progress() as progress:
-        prepared = prepare_replay(config, progress)
-    for note in place.notes:
-        print(f"grmpipe: note: {note}", file=sys.stderr)
-    open_run_dir(place, config)
-    return outcome(asyncio.run(replay(prepared, place.run_dir, place.checkpoint)), place)
+    with Claim(config) as claim:
+        if claim.place.complete:
+            return say_complete(claim.place)
+        with model_progress() as progress:
+            prepared = prepare_replay(config, progress)
+        tell(claim.place.notes)
+        run_dir = claim.open()
+        return outcome(asyncio.run(replay(prepared, run_dir, claim.place.checkpoint)), run_dir)
 
 
-def outcome(summary: Summary, place: Place) -> float | None:
+def tell(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"grmpipe: note: {line}", file=sys.stderr)
+
+
+def say_complete(place: Place) -> float | None:
+    print(f"{place.run_dir} is complete; see {place.run_dir}/summary.json")
+    return objective_of(place.run_dir)
+
+
+def outcome(summary: Summary, run_dir: Path) -> float | None:
     if summary.status == "failed":
-        raise RunFailed(f"{summary.failure}\nSee {place.run_dir}/run.log")
+        raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":
-        raise RunInterrupted(f"interrupted at step {summary.steps}; go on with resume=auto run_dir={place.run_dir}")
+        raise RunInterrupted(f"interrupted at step {summary.steps}; go on with resume=auto run_dir={run_dir}")
     return summary.objective
 
 
 def run_train_meta(config: RunConfig) -> float | None:
-    place = find_place(config)
-    with model_progress() as progress:
-        ready = prepare_meta_training(config, progress)
-    open_run_dir(place, config)
-    summary = asyncio.run(train_meta(ready, place.run_dir))
+    with Claim(config) as claim:
+        with model_progress() as progress:
+            ready = prepare_meta_training(config, progress)
+        run_dir = claim.open()
+        summary = asyncio.run(train_meta(ready, run_dir))
     if summary.status == "failed":
-        raise RunFailed(f"{summary.failure}\nSee {place.run_dir}/run.log")
+        raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":
         raise RunInterrupted(
-            f"interrupted at step {summary.steps}; once there is {place.run_dir}/judgements.jsonl, a new run can read "
+            f"interrupted at step {summary.steps}; once there is {run_dir}/judgements.jsonl, a new run can read "
             "it by meta.judgements=..."
         )
     return summary.objective
 
 
 def run_evaluate(config: RunConfig) -> float | None:
-    place = find_place(replace(config, resume="never"))
-    with model_progress() as progress:
-        ready = prepare_evaluation(config, progress)
-    open_run_dir(place, config)
-    setup_logging(place.run_dir, None)
-    summary = asyncio.run(run_evaluation(ready, place.run_dir))
+    with Claim(replace(config, resume="never")) as claim:
+        with model_progress() as progress:
+            ready = prepare_evaluation(config, progress)
+        run_dir = claim.open()
+        setup_logging(run_dir, None)
+        summary = asyncio.run(run_evaluation(ready, run_dir))
     if summary.status == "failed":
-        raise RunFailed(f"{summary.failure}\nSee {place.run_dir}/run.log")
+        raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     return summary.objective
 
 
@@ -135,17 +141,6 @@ def notes(prepared: Prepared) -> list[str]:
     if objective.startswith("eval.") and not prepared.held_out:
         return [f"objective: {objective} is null without held-out prompts; give data.eval_path=..."]
     return []
-
-
-def open_run_dir(place: Place, config: RunConfig) -> None:
-    """The first things on disk."""
-    try:
-        if place.checkpoint is None:
-            place.run_dir.mkdir(parents=True, exist_ok=True)
-            (place.run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        point_latest(place.run_dir, config)
-    except OSError as error:
-        raise ConfigError(f"run_dir: {place.run_dir} can't be written to ({error}); type another") from error
 
 
 @contextmanager

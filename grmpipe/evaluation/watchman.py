@@ -19,7 +19,7 @@ from grmpipe.judge.watching.canaries import Canary, drift_of, judge_canaries, wi
 from grmpipe.judge.watching.fooling import Bait, fooled
 from grmpipe.judge.watching.limits import Exceeded, Limits
 from grmpipe.judge.watching.overoptimization import fit
-from grmpipe.observe.journal import read_journal, replace_journal
+from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
 from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
 from models.types import Message
 
@@ -48,7 +48,7 @@ class Watchman:
     """`tell` takes an alarm. What it must know after a resume stands in the run's own files."""
 
     def __init__(self, watched: Watched, config: WatchConfig, run_dir: Path, tell: Callable[[str], None]) -> None:
-        past = list(read_journal(run_dir / "metrics.jsonl"))
+        past = list(read_what_can_be(run_dir / "metrics.jsonl"))
         self._watched = watched
         self._config = config
         self._path = run_dir / CANARIES
@@ -169,7 +169,7 @@ def write_canaries(path: Path, canaries: Sequence[Canary]) -> None:
 
 
 def read_canaries(path: Path) -> tuple[Canary, ...]:
-    return tuple(canary_of(record) for record in read_journal(path))
+    return tuple(read_records(path, canary_of))
 
 
 def canary_of(record: dict[str, Any]) -> Canary:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,14 +27,17 @@ class AppendFile:
     def append(self, piece: bytes) -> None:
         """Raises OSError when the piece can't be written whole; the file then ends where it ended before."""
         file = self.open()
-        end = file.tell()
-        try:
-            if file.write(piece) != len(piece):
-                raise OSError(f"{self.path}: only part of a line could be written; is the disk full?")
-        except OSError:
-            file.truncate(end)
-            file.seek(end)
-            raise
+        written = file.write(piece)
+        if written != len(piece):
+            file.truncate(file.tell() - (written or 0))
+            raise OSError(f"{self.path}: only part of a line could be written; is the disk full?")
+
+    def tail(self, num_bytes: int) -> tuple[int, bytes]:
+        """Where the file ends, and its last bytes. Raises OSError."""
+        descriptor = self.open().fileno()
+        end = os.fstat(descriptor).st_size
+        start = max(0, end - num_bytes)
+        return end, os.pread(descriptor, end - start, start)
 
     def close(self) -> None:
         if self._file is not None:
@@ -41,10 +46,13 @@ class AppendFile:
 
 
 def open_behind_last_line(path: Path) -> BinaryIO:
-    """Unbuffered, at the end of the last whole line: what a killed run tore is cut off first."""
+    """Unbuffered, at the end of the last whole line: what a killed run tore is cut off first.
+
+    Every write goes to the end of the file (O_APPEND), whoever else writes there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    file = path.open("r+b", buffering=0)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    file = io.FileIO(descriptor, "r+")
     end = end_of_last_line(file)
     file.truncate(end)
     file.seek(end)

@@ -1,63 +1,196 @@
-"""An append-only file of JSON lines. Knows bytes and torn lines, never what a line means."""
+"""An append-only file of JSON lines. Knows bytes, torn and damaged lines, and whose they are; never what a line means.
+
+    {"group_id":"g000001", ..., "run":"9f86d081884c7d65","xxh3":"ef46db3751d8e999"}
+
+`run` is the run that wrote the line, `xxh3` the checksum of all bytes before it. Lines without them are read as well.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grmpipe.observe.append_file import AppendFile
+from models.checksums import checksum
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+RUN, CHECKSUM = "run", "xxh3"
+BEGIN, END = b'"xxh3":"', b'"}\n'
+TAIL_BYTES = len(BEGIN) + 16 + len(END)  # of a line: its checksum
+BLOCK_BYTES = 1 << 20
+WAY_OUT = "remove that line to read the rest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A place between two lines of a journal. after: how the line before it ends, so that a file that was changed since
+    is noticed."""
+
+    offset: int = 0  # bytes
+    after: str = ""
 
 
 class Journal:
     """A line counts once its newline stands; a line that can't be written whole is not written at all."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, run_id: str = "", checked: bool = True) -> None:
+        """run_id: of the run that writes; empty: lines don't tell. checked: lines end with their checksum."""
         self.path = path
+        self._run_id = run_id
+        self._checked = checked
         self._file = AppendFile(path)
 
     def append(self, record: Mapping[str, object]) -> None:
         """With the operating system when the call returns. Raises OSError."""
-        self._file.append(encode_line(record))
+        self._file.append(encode_line(record, self._run_id, checked=self._checked))
+
+    def mark(self) -> Mark:
+        """Behind the last line. Raises OSError."""
+        offset, tail = self._file.tail(TAIL_BYTES)
+        return Mark(offset=offset, after=told(tail))
 
     def close(self) -> None:
         self._file.close()
 
 
-def encode_line(record: Mapping[str, object]) -> bytes:
-    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+def encode_line(record: Mapping[str, object], run_id: str = "", *, checked: bool = True) -> bytes:
+    fields = {**record, RUN: run_id} if run_id else dict(record)
+    fields.pop(CHECKSUM, None)  # of a line that was read as it stands
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
     # Byte-level models do sample lone surrogates; backslashreplace writes them as JSON's own \udXXX.
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+    encoded = text.encode("utf-8", "backslashreplace")
+    if not checked:
+        return encoded + b"\n"
+    body = encoded[:-1] + (b"," if fields else b"")
+    return body + BEGIN + checksum(body).encode() + END
 
 
-def read_journal(path: Path) -> Iterator[dict[str, Any]]:
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_journal(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[dict[str, Any]]:
     """The records of a journal. A torn last line is ignored, a missing file is an empty journal.
 
-    Raises ValueError, naming file and line, where a whole line is no JSON object.
+    run_id: lines of other runs are left out. since: begin there; a file that was changed before it is read whole.
+    Raises ValueError, naming file and line, where a whole line is damaged or no JSON object.
     """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            yield decode_line(line, f"{path}:{number}")
+    return read_records(path, lambda record: record, run_id=run_id, since=since)
+
+
+def read_records(
+    path: Path, decode: Callable[[dict[str, Any]], T], *, run_id: str = "", since: Mark | None = None
+) -> Iterator[T]:
+    """As `read_journal`, decoded. What `decode` can't read is a ValueError that names file and line as well."""
+    num_foreign, checked = 0, False
+    for begin, line in lines_of(path, since):
+        try:
+            record, run, has_checksum = parsed(line)
+            if checked and not has_checksum:
+                raise ValueError(f"it is damaged: it ends without a checksum, unlike lines before it ({CHECKSUM})")
+            checked = has_checksum
+            if run_id and run not in ("", run_id):
+                num_foreign += 1
+                continue
+            decoded = decode(record)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{place_of(path, begin)}: not a line of this journal ({error!r}); {WAY_OUT}") from error
+        except ValueError as error:
+            raise ValueError(f"{place_of(path, begin)}: {error}; {WAY_OUT}") from error
+        yield decoded
+    if num_foreign:
+        log.warning("%s: %d lines of other runs are left out", path, num_foreign)
+
+
+def read_what_can_be(path: Path) -> Iterator[dict[str, Any]]:
+    """The records that can be read, for a reader who can do without the others: these are logged by file and line."""
+    for begin, line in lines_of(path):
+        try:
+            record, _, _ = parsed(line)
+        except ValueError as error:
+            log.warning("%s: %s; it is left out", place_of(path, begin), error)
+            continue
+        yield record
 
 
 def decode_line(line: bytes, place: str) -> dict[str, Any]:
+    """One line, checked. ValueError begins with `place`."""
+    try:
+        return parsed(line)[0]
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}; {WAY_OUT}") from error
+
+
+def parsed(line: bytes) -> tuple[dict[str, Any], str, bool]:
+    """What a whole line says, the run that wrote it, and whether it had a checksum. ValueError says what is wrong."""
+    body, tail = line[:-TAIL_BYTES], line[-TAIL_BYTES:]
+    has_checksum = tail.startswith(BEGIN) and tail.endswith(END)
+    if has_checksum and told(tail[len(BEGIN) : -len(END)]) != checksum(body):
+        raise ValueError(
+            f"it is damaged: it is not what its checksum says (if it was changed on purpose, take its {CHECKSUM} out)"
+        )
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place}: not a line of JSON ({error}); remove that line to read the rest") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a line of JSON ({error})") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: not a JSON object; remove that line to read the rest")
-    return record
+        raise ValueError("not a JSON object")
+    record.pop(CHECKSUM, None)
+    return record, str(record.pop(RUN, "")), has_checksum
 
 
-def replace_journal(path: Path, records: Iterable[Mapping[str, object]]) -> None:
+def lines_of(path: Path, since: Mark | None = None) -> Iterator[tuple[int, bytes]]:
+    """Whole lines and where they begin."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        begin = since.offset if since is not None and holds(file.fileno(), since) else 0
+        file.seek(begin)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield begin, line
+            begin += len(line)
+
+
+def mark_holds(path: Path, mark: Mark) -> bool:
+    """Whether the line before the mark is still there."""
+    if not path.exists():
+        return mark == Mark()
+    with path.open("rb") as file:
+        return holds(file.fileno(), mark)
+
+
+def holds(descriptor: int, mark: Mark) -> bool:
+    start = max(0, mark.offset - TAIL_BYTES)
+    return told(os.pread(descriptor, mark.offset - start, start)) == mark.after
+
+
+def told(tail: bytes) -> str:
+    return tail.decode("ascii", "replace")
+
+
+def place_of(path: Path, offset: int) -> str:
+    """In words, by the number of the line: counted only where something is wrong with it."""
+    number = 1
+    with path.open("rb") as file:
+        while offset > 0 and (block := file.read(min(offset, BLOCK_BYTES))):
+            number += block.count(b"\n")
+            offset -= len(block)
+    return f"{path}:{number}"
+
+
+def replace_journal(
+    path: Path, records: Iterable[Mapping[str, object]], *, run_id: str = "", checked: bool = True
+) -> None:
     """Rewrite a journal whole: a reader, or a kill, finds the old file or the new one."""
     draft = path.with_name(path.name + ".tmp")
     with draft.open("wb") as file:
-        file.writelines(encode_line(record) for record in records)
+        file.writelines(encode_line(record, run_id, checked=checked) for record in records)
     draft.replace(path)

@@ -1,15 +1,18 @@
-"""metrics.jsonl: one JSON object a step, readable while the run goes on. Holds numbers only."""
+"""metrics.jsonl: one JSON object a step, readable while the run goes on. Holds numbers only, and no checksums."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grmpipe.observe.journal import Journal, read_journal, replace_journal
+from grmpipe.observe.journal import Journal, read_what_can_be, replace_journal
 from grmpipe.observe.plain_json import finite
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.types import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class JsonlSink:
@@ -18,7 +21,7 @@ class JsonlSink:
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        self._journal = Journal(path)
+        self._journal = Journal(path, checked=False)
         self._now = now
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -32,8 +35,19 @@ class JsonlSink:
         self._journal.close()
 
     def truncate_after(self, step: int) -> None:
-        """Void what lies beyond a checkpoint's cut. Atomic; a torn last line goes too."""
+        """Void what lies beyond a checkpoint's cut. Atomic; a torn last line goes too, and what can't be read.
+
+        Metrics are there to be looked at: neither a damaged line nor a full disk keeps a run from going on.
+        """
         self.close()
         path = self._journal.path
-        if path.exists():
-            replace_journal(path, [record for record in read_journal(path) if record["step"] <= step])
+        try:
+            kept = [record for record in read_what_can_be(path) if is_up_to(record.get("step"), step)]
+            if path.exists():
+                replace_journal(path, kept, checked=False)
+        except OSError as error:
+            log.warning("%s keeps lines of after step %d: it can't be rewritten (%s)", path, step, error)
+
+
+def is_up_to(found: object, step: int) -> bool:
+    return isinstance(found, int) and found <= step

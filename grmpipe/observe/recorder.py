@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from grmpipe.observe.guard import Guard
-from grmpipe.observe.journal import Journal, read_journal
+from grmpipe.observe.journal import Journal, Mark, read_records
 from grmpipe.observe.records import (
     Record,
     decode_prompt,
@@ -21,29 +21,51 @@ from grmpipe.observe.records import (
 from grmpipe.types import JudgeReport, Prompt, Rollout
 
 Outcome = Literal["trained", "dropped"]
+ROLLOUTS, JUDGEMENTS, GROUPS = "rollouts.jsonl", "judgements.jsonl", "groups.jsonl"
 
 
 class Recorder:
     """Append-only; a line is with the operating system when the call returns. I/O errors never surface:
     `failures` counts them by file.
+
+    It knows where the first lines of groups that have not ended stand (`marks`): a resume reads from there.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._rollouts = Journal(run_dir / "rollouts.jsonl")
-        self._judgements = Journal(run_dir / "judgements.jsonl")
-        self._groups = Journal(run_dir / "groups.jsonl")
+    def __init__(self, run_dir: Path, run_id: str = "") -> None:
+        self._rollouts = Journal(run_dir / ROLLOUTS, run_id=run_id)
+        self._judgements = Journal(run_dir / JUDGEMENTS, run_id=run_id)
+        self._groups = Journal(run_dir / GROUPS, run_id=run_id)
+        self._begins: dict[str, dict[str, Mark]] = {ROLLOUTS: {}, JUDGEMENTS: {}}  # by journal, then by group
         self._guard = Guard()
         self.failures = self._guard.failures
+
+    def marks(self) -> dict[str, Mark]:
+        """By journal: nothing before it is of a group that has not ended. One that can't be read has none."""
+        found: dict[str, Mark] = {}
+        for journal in (self._rollouts, self._judgements, self._groups):
+            with self._guard.watch(journal.path.name):
+                begins = self._begins.get(journal.path.name, {})
+                found[journal.path.name] = (
+                    min(begins.values(), key=lambda mark: mark.offset, default=None) or journal.mark()
+                )
+        return found
+
+    def go_on(self, marks: Mapping[str, Mark], group_ids: Iterable[str]) -> None:
+        """After a resume that read from `marks`: the lines of these groups may stand anywhere behind them."""
+        for name, begins in self._begins.items():
+            begins |= dict.fromkeys(group_ids, marks.get(name, Mark()))
 
     def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
         """`draw`: the how-manieth prompt that the run took from its data."""
         with self._guard.watch(self._rollouts.path.name):
             record = encode_rollout(rollout)
+            self._note_begin(self._rollouts, rollout.group_id)
             self._rollouts.append({**record, "draw": draw, "prompt": encode_prompt(prompt)})
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         with self._guard.watch(self._judgements.path.name):
             who = {"group_id": rollout.group_id, "sibling": rollout.sibling}
+            self._note_begin(self._judgements, rollout.group_id)
             self._judgements.append({**who, **encode_report(report)})
 
     def group_ended(
@@ -59,10 +81,17 @@ class Recorder:
     ) -> None:
         """Trained: at which step, sampled by which version at the oldest, and whether the learner went on with what it
         held before the next group came. Dropped: by which cause."""
+        for begins in self._begins.values():
+            begins.pop(group_id, None)
         with self._guard.watch(self._groups.path.name):
             known = {"step": step, "cause": cause, "version": version, "early": early or None}
             ended = {"group_id": group_id, "draw": draw, "prompt_id": prompt_id, "outcome": outcome}
             self._groups.append({**ended, **{key: value for key, value in known.items() if value is not None}})
+
+    def _note_begin(self, journal: Journal, group_id: str) -> None:
+        begins = self._begins[journal.path.name]
+        if group_id not in begins:
+            begins[group_id] = journal.mark()
 
     def close(self) -> None:
         for journal in (self._rollouts, self._judgements, self._groups):
@@ -94,19 +123,25 @@ class GroupEnd:
     early: bool = False
 
 
-def load_rollouts(path: Path) -> Iterator[RecordedRollout]:
-    """In the order they ended. Lazily: a long run's journal is larger than memory."""
-    return (decode_recorded(record) for record in read_journal(path))
+def load_rollouts(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[RecordedRollout]:
+    """In the order they ended. Lazily: a long run's journal is larger than memory. As `read_journal` otherwise."""
+    return read_records(path, decode_recorded, run_id=run_id, since=since)
 
 
-def load_verdicts(path: Path) -> Iterator[tuple[tuple[str, int], JudgeReport]]:
+def load_verdicts(
+    path: Path, *, run_id: str = "", since: Mark | None = None
+) -> Iterator[tuple[tuple[str, int], JudgeReport]]:
     """((group_id, sibling), report); a rollout judged again comes again, the later report holds."""
-    return (((record["group_id"], record["sibling"]), decode_report(record)) for record in read_journal(path))
+    return read_records(path, decode_judged, run_id=run_id, since=since)
 
 
 def load_group_ends(path: Path) -> Iterator[GroupEnd]:
     """In the order they ended. After a resume, what was trained beyond the cut is void: the later line holds."""
-    return (GroupEnd(**record) for record in read_journal(path))
+    return read_records(path, lambda record: GroupEnd(**record))
+
+
+def decode_judged(record: Record) -> tuple[tuple[str, int], JudgeReport]:
+    return (record["group_id"], record["sibling"]), decode_report(record)
 
 
 def decode_recorded(record: Record) -> RecordedRollout:

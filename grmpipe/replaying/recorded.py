@@ -84,12 +84,9 @@ def open_recorded(rollouts: Path) -> RecordedRun:
 
 def trained_steps(groups: Path) -> tuple[tuple[GroupEnd, ...], ...]:
     by_step: defaultdict[int, list[GroupEnd]] = defaultdict(list)
-    try:
-        for end in load_group_ends(groups):
-            if end.outcome == "trained" and end.step is not None:
-                by_step[end.step].append(end)
-    except TypeError as error:  # fields of another file
-        raise ValueError(f"{groups}: not a line about the end of a group ({error})") from error
+    for end in load_group_ends(groups):
+        if end.outcome == "trained" and end.step is not None:
+            by_step[end.step].append(end)
     numbers = sorted(by_step)
     steps = [tuple(by_step[step]) for step in numbers]
     while len(steps) > 1 and len(steps[-1]) < len(steps[0]):  # the run was killed between two lines

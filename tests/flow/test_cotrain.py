@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config import ConfigError
-from grmpipe.observe.journal import replace_journal
+from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import load_verdicts
 from grmpipe.run_state import RunState
 from grmpipe.types import Verdict
@@ -54,13 +54,13 @@ def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(smal
 
 def test_after_a_kill_only_what_is_missing_is_sampled_again(small_run: Callable) -> None:
     files = small_run(*RFT, experiment="rft_grm")
-    before = files.lines("critiques")
+    before = list(read_journal(files.run_dir / "critiques.jsonl"))
     marked = [{**line, "fate": "too_long", "kept": []} for line in before[:6]]  # would not come of sampling again
     replace_journal(files.run_dir / "critiques.jsonl", marked)
     (files.run_dir / "summary.json").unlink()
     again = small_run(*RFT, "resume=auto", experiment="rft_grm")
     assert again.summary["status"] == "completed"
-    lines = again.lines("critiques")
+    lines = list(read_journal(again.run_dir / "critiques.jsonl"))
     assert lines[:6] == marked
     assert {line["lesson"] for line in lines} == {line["lesson"] for line in before}
     assert [line["step"] for line in again.lines("metrics")] == list(range(again.summary["steps"] + 1))

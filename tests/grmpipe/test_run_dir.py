@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from grmpipe.checkpoints import Checkpoints
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import from_values, to_yaml
 from grmpipe.flow import Cut
+from grmpipe.run_claim import Claim
 from grmpipe.run_dir import Place, find_place, point_latest
+from grmpipe.run_identity import read_identity
 from grmpipe.run_state import RunState
 from grmpipe.tasks import run_task
 
@@ -41,6 +44,42 @@ def test_two_runs_of_one_second_have_a_directory_each() -> None:
     second = find_place(CONFIG).run_dir
     assert first != second
     assert first.parent == second.parent == Path("runs/x")
+
+
+def test_runs_that_chose_the_same_name_before_they_began_have_a_directory_each() -> None:
+    with Claim(CONFIG) as first, Claim(CONFIG) as second:
+        assert first.place == second.place, "both looked before either began"
+        assert first.open() != second.open()
+        assert all((claim.place.run_dir / "config.yaml").exists() for claim in (first, second))
+
+
+def test_of_two_runs_that_begin_in_one_named_directory_the_second_is_refused() -> None:
+    named = dataclasses.replace(CONFIG, run_dir="mine")
+    with Claim(named) as first, Claim(named) as second:
+        first.open()
+        with pytest.raises(ConfigError, match=rf"^run_dir: mine is in use by process {os.getpid()} on "):
+            second.open()
+    with Claim(auto(named)) as later:
+        assert later.place.resumed, "the end of a claim gives the directory back"
+
+
+def test_a_run_that_goes_on_in_another_process_is_not_resumed_and_the_process_is_named() -> None:
+    leave_run(Path("mine"))
+    config = dataclasses.replace(auto(), run_dir="mine")
+    with Claim(config), pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on \S+, since "):
+        Claim(config)
+    with Claim(config) as again:
+        assert again.open() == Path("mine")
+
+
+def test_what_another_process_began_meanwhile_is_not_written_over() -> None:
+    named = dataclasses.replace(CONFIG, run_dir="mine")
+    with Claim(named) as late:
+        leave_run(Path("mine"))
+        before = Path("mine/config.yaml").read_bytes()
+        with pytest.raises(ConfigError, match=r"^run_dir: mine holds a run already"):
+            late.open()
+    assert Path("mine/config.yaml").read_bytes() == before
 
 
 def test_a_directory_that_holds_a_run_is_refused_with_the_way_out() -> None:
@@ -109,7 +148,7 @@ def test_a_resume_takes_the_newest_whole_checkpoint_and_tells_what_it_passed_ove
     for step in (2, 4):
         leave_checkpoint(Path("mine"), step)
     resume = dataclasses.replace(auto(), run_dir="mine")
-    assert find_place(resume) == Place(run_dir=Path("mine"), checkpoint=Path("mine/checkpoints/step_4"))
+    assert find_place(resume).checkpoint == Path("mine/checkpoints/step_4")
     Path("mine/checkpoints/step_4/run_state.json").write_text("")
     place = find_place(resume)
     assert place.checkpoint == Path("mine/checkpoints/step_2")
@@ -125,6 +164,50 @@ def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
         ConfigError, match=r"^resume: no checkpoint in mine/.* is whole \(step_4: manifest\.json is mis"
     ):
         find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+def rows(*prompts: str) -> str:
+    return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "was", "now"),
+    [
+        ("data", "path", rows("2 + 2?"), rows("2 + 3?")),
+        ("data", "eval_path", rows("4?"), rows("5?")),
+        ("judge", "template", "{{ question }} {{ response }}", "{{ question }}: {{ response }}"),
+        ("policy", "chat_template", "{{ messages }}", "{{ messages }}!"),
+        ("grm", "chat_template", "{{ messages }}", "{{ messages }}!"),
+    ],
+)
+def test_a_resume_over_other_data_or_another_template_is_refused_by_its_key(
+    section: str, key: str, was: str, now: str
+) -> None:
+    owner = dataclasses.replace(getattr(CONFIG, section), **{key: "file.jsonl"})
+    config = dataclasses.replace(CONFIG, run_dir="mine", **{section: owner})
+    Path("file.jsonl").write_text(was)
+    with Claim(config) as claim:
+        claim.open()
+    with Claim(auto(config)) as claim:
+        assert claim.place.resumed, "the same content goes on"
+    Path("file.jsonl").write_text(now)
+    with pytest.raises(ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content that mine began"):
+        Claim(auto(config))
+    Path("file.jsonl").write_text(was)
+    with Claim(auto(config)) as claim:
+        assert claim.open() == Path("mine"), "a refusal gives the directory back"
+
+
+def test_a_run_of_a_version_without_checksums_gets_them_on_its_resume() -> None:
+    leave_run(Path("mine"))
+    with Claim(dataclasses.replace(auto(), run_dir="mine")) as claim:
+        claim.open()
+    identity = read_identity(Path("mine"))
+    assert identity is not None
+    assert identity.run_id
+    with Claim(dataclasses.replace(auto(), run_dir="mine")) as claim:
+        claim.open()
+    assert read_identity(Path("mine")) == identity
 
 
 def test_a_complete_run_says_so_and_gives_its_objective_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grmpipe.observe.append_file import AppendFile
-from grmpipe.observe.journal import Journal, read_journal
+from grmpipe.observe.journal import Journal, Mark, read_journal
+from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.recorder import GroupEnd, Recorder, load_group_ends, load_rollouts, load_verdicts
 from grmpipe.types import (
     Criterion,
@@ -162,7 +163,8 @@ def test_a_torn_tail_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a":1}\n' + b"x" * 200_000)
     Journal(path).append({"a": 2})
-    assert path.read_bytes() == b'{"a":1}\n{"a":2}\n'
+    assert path.read_bytes().startswith(b'{"a":1}\n{"a":2,"xxh3":"')
+    assert list(read_journal(path)) == [{"a": 1}, {"a": 2}]
 
 
 def test_a_broken_line_amid_whole_ones_is_an_error_that_names_the_place(tmp_path: Path) -> None:
@@ -170,6 +172,105 @@ def test_a_broken_line_amid_whole_ones_is_an_error_that_names_the_place(tmp_path
     path.write_bytes(b'{"a":1}\nrubbish\n{"a":2}\n')
     with pytest.raises(ValueError, match=r"x\.jsonl:2: .*remove that line"):
         list(read_journal(path))
+
+
+def test_two_writers_of_one_journal_tear_no_line_and_lose_none(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    one, other = Journal(path), Journal(path)
+    for number in range(50):
+        one.append({"one": number})
+        other.append({"other": number})
+    assert len(list(read_journal(path))) == 100
+
+
+def test_no_damaged_line_is_read_as_another(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    Recorder(tmp_path, "a-run").rollout(7, PROMPT, plain_rollout())
+    whole = (tmp_path / "rollouts.jsonl").read_bytes()
+    (meant,) = load_rollouts(tmp_path / "rollouts.jsonl")
+    for place in range(len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            read = list(load_rollouts(path))
+        except ValueError as error:
+            assert str(error).startswith(f"{path}:1: ")
+        else:
+            assert read in ([meant], [])  # [] where it became two lines
+
+
+def test_what_is_damaged_is_told_by_file_and_line_whatever_the_damage(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    recorder = Recorder(tmp_path)
+    for number in range(3):
+        recorder.group_ended(f"g{number}", number, "p", "dropped", cause="stale")
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    for odd in (second.replace(b"g1", b"g9"), b'{"draw":1}\n', b'{"groqp_id":"g1"}\n', b"[]\n", b"[" * 5000 + b"\n"):
+        path.write_bytes(first + odd + third)
+        with pytest.raises(ValueError, match=r"groups\.jsonl:2: .*remove that line to read the rest"):
+            list(load_group_ends(path))
+    path.write_bytes(b'{"draw":0}\n')
+    for load in (load_rollouts, load_verdicts, load_group_ends):
+        with pytest.raises(ValueError, match=r"groups\.jsonl:1: not a line of this journal \((Key|Type)Error"):
+            list(load(path))
+
+
+def test_lines_of_another_run_are_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(b'{"of": "a version without run ids"}\n')
+    Journal(path, run_id="ours").append({"a": 1})
+    Journal(path, run_id="theirs").append({"a": 2})
+    assert list(read_journal(path, run_id="ours")) == [{"of": "a version without run ids"}, {"a": 1}]
+    assert "rollouts.jsonl: 1 lines of other runs are left out" in caplog.text
+    assert len(list(read_journal(path))) == 3
+
+
+def test_reading_begins_at_a_mark_unless_the_lines_before_it_were_changed(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    journal = Journal(path)
+    for number in range(4):
+        journal.append({"a": number})
+    mark = journal.mark()
+    journal.append({"a": 4})
+    assert list(read_journal(path, since=mark)) == [{"a": 4}]
+    assert list(read_journal(path, since=Mark())) == [{"a": number} for number in range(5)]
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[4].replace(b"4", b"5", 1)]))
+    with pytest.raises(ValueError, match=r"x\.jsonl:6: "):
+        list(read_journal(path, since=mark))
+    path.write_bytes(b"".join(lines[1:]))  # as lines have equal lengths, the mark stands between two of them
+    assert len(list(read_journal(path, since=mark))) == 4
+    path.write_bytes(b"")
+    assert list(read_journal(path, since=mark)) == []
+
+
+def test_marks_stand_before_the_first_line_of_what_has_not_ended(tmp_path: Path) -> None:
+    recorder, report = Recorder(tmp_path), JudgeReport(verdict=Failed(stage="judge", cause="timeout", attempts=2))
+    assert recorder.marks()["rollouts.jsonl"] == Mark()
+    for name in ("ends", "stays", "later"):
+        recorder.rollout(0, PROMPT, plain_rollout(name))
+        recorder.judged(plain_rollout(name), report)
+    recorder.group_ended("ends", 0, "p", "trained", step=1)
+    marks = recorder.marks()
+    behind = load_rollouts(tmp_path / "rollouts.jsonl", since=marks["rollouts.jsonl"])
+    assert [line.rollout.group_id for line in behind] == ["stays", "later"]
+    judged = load_verdicts(tmp_path / "judgements.jsonl", since=marks["judgements.jsonl"])
+    assert [who[0] for who, _ in judged] == ["stays", "later"]
+    resumed = Recorder(tmp_path)
+    resumed.go_on(marks, ["stays", "later"])
+    resumed.group_ended("stays", 1, "p", "trained", step=2)
+    assert resumed.marks()["rollouts.jsonl"] == marks["rollouts.jsonl"]
+    resumed.group_ended("later", 2, "p", "trained", step=2)
+    assert resumed.marks()["rollouts.jsonl"].offset == (tmp_path / "rollouts.jsonl").stat().st_size
+
+
+def test_a_bad_line_of_the_metrics_is_left_out_of_what_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1}\n{"step":2, "x\n{"step":"two"}\n{"steq":2}\n{"step":3}\n{"step":4}\n')
+    JsonlSink(path).truncate_after(3)
+    assert path.read_text() == '{"step":1}\n{"step":3}\n'
+    assert "metrics.jsonl:2: " in caplog.text
 
 
 def test_a_missing_journal_is_empty(tmp_path: Path) -> None:
