@@ -241,8 +241,10 @@ class Producer:
             await self._clock.sleep_until(deadline)
             reached = deadline
         log.warning("group %s reached its deadline: %s", group.group_id, describe(group))
-        group.expire()
+        late = group.expire()
         self._ended(group)
+        for timeout in late:
+            self._parts.watch.verdict(JudgeReport(verdict=timeout))
 
     def _fail(self, group: Group, cause: str) -> None:
         if group.state == "open":  # siblings may fail at the same moment, with their engine

@@ -65,12 +65,14 @@ class Group:
         if self.state == "open":
             self.state, self.cause = "failed", cause
 
-    def expire(self) -> None:
-        """The deadline has passed: missing verdicts become timeouts, a missing rollout fails the group."""
+    def expire(self) -> list[Failed]:
+        """The deadline has passed: missing verdicts become timeouts, a missing rollout fails the group.
+
+        Returns the timeouts: none where a rollout is missing, which is no fault of the judge."""
         if self.missing_rollouts():
             self.fail("rollout_timeout")
-        for sibling in self.missing_verdicts():
-            self.add_verdict(sibling, Failed(stage="judge", cause="timeout", attempts=1, detail="group deadline"))
+        late = Failed(stage="judge", cause="timeout", attempts=1, detail="no verdict by the group deadline")
+        return [late for sibling in self.missing_verdicts() if self.add_verdict(sibling, late)]
 
     def rollout_of(self, sibling: int) -> Rollout:
         return self._rollouts[sibling]

@@ -14,7 +14,7 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     max_turns: int = 1
-    group_deadline_s: float = 120.0  # from a group's first token to its last verdict; syncs don't count
+    group_deadline_s: float = 900.0  # from a group's first token to its last verdict; syncs don't count
     min_tokens_per_s: float = 10.0  # declared: the slowest speed of one rollout that is still fine
     width: int = 1024  # rollouts in flight
 

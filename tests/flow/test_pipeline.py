@@ -376,6 +376,26 @@ def test_judging_pauses_above_the_failure_rate_and_then_the_run_stops_with_the_c
     assert bench.trainer.steps == []
 
 
+def test_a_judge_that_goes_silent_pauses_judging_and_then_stops_the_run_with_the_cause() -> None:
+    """It has no time limit of its own: the deadlines of groups end its verdicts."""
+    bench = Bench(flow(), judge=Judge(delay=lambda rollout: 1e9), max_failure_rate=0.2)
+    with pytest.raises(JudgeUnfit, match=r"again after a pause of 5 s: \d+ timeout; the last one: .*group deadline"):
+        bench.run()
+    assert max(bench.judge.began) < 100  # two deadlines of 10 s and a pause
+    assert bench.trainer.steps == []
+
+
+def test_verdicts_that_a_missing_rollout_ended_say_nothing_of_the_judge() -> None:
+    lost = {f"g{draw:06d}/1/t0" for draw in range(8)}
+    bench = Bench(
+        flow(),
+        judge=Judge(delay=lambda rollout: 1e9 if f"{rollout.group_id}/1/t0" in lost else 0.1),
+        lengths=lambda context: 10**6 if context.request_id in lost else 10,
+        max_failure_rate=0.2,
+    )
+    assert bench.run().admission.dropped == {"rollout_timeout": 8}
+
+
 def test_a_judge_that_recovers_in_the_pause_goes_on() -> None:
     lost = Failed(stage="judge", cause="timeout", attempts=1)
 
