@@ -14,6 +14,8 @@ from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.weight_sync import SyncReport
 
+KILLED_ENGINES = "rollout_killed_engines"  # the cause of a group that is dropped for it
+
 
 class Prompts(Protocol):
     def at(self, draw: int) -> Prompt:
@@ -126,10 +128,12 @@ class Kept:
     """Finished work of a group from before a resume: its rollouts, and the verdicts it has.
 
     `renamed`: other work under its old name is void, so what is kept goes on, and to the journal, under a new one.
+    `killed_engines`: its requests did, so it is asked for nothing any more.
     """
 
     group_id: str
     renamed: bool = False
+    killed_engines: bool = False
     rollouts: tuple[Rollout, ...] = ()
     reports: Mapping[int, JudgeReport] = field(default_factory=dict)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grmpipe.flow import FlowConfig
+from grmpipe.flow import KILLED_ENGINES, FlowConfig
 from grmpipe.judge.fitness import Fitness, Unfit
 from grmpipe.judge.watch import FailureGate
 from grmpipe.rollout.group import Group
@@ -14,6 +14,7 @@ CAUSES: Mapping[str, InfraCause] = {  # of dropped groups, that the policy's eng
     "rollout_refused": "refused",
     "rollout_timeout": "timeout",
     "rollout_died": "died",
+    KILLED_ENGINES: "died",
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.flight import Flight, describe
-from grmpipe.flow import Cut, FlowConfig, Kept, Parts
+from grmpipe.flow import KILLED_ENGINES, Cut, FlowConfig, Kept, Parts
 from grmpipe.hold import Hold
 from grmpipe.policy_fitness import PolicyFitness
 from grmpipe.rollout.group import Group
@@ -19,6 +19,7 @@ from models.seeds import derive_seed
 from models.types import EngineRefused
 from scheduler.clock import ActiveClock
 from scheduler.ranking import rank
+from scheduler.router import RequestKillsEngines
 from scheduler.stream import Stage
 from scheduler.weight_sync import SyncReport
 
@@ -113,6 +114,9 @@ class Producer:
             log.warning("prompt %s is longer than the model's window: skipped", prompt.prompt_id)
             self._fail(group, "prompt_too_long")
             return
+        if kept.killed_engines:
+            self._fail(group, KILLED_ENGINES, "before the resume")
+            return
         self._set_deadline(group)
         await self.expiring.put(group)
         await self._hear(group, kept)
@@ -157,7 +161,7 @@ class Producer:
             rollout = await self._parts.play(seat, group.prompt, lambda: self._started(group))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
-            self._fail(group, "rollout_refused" if isinstance(error, EngineRefused) else "rollout_died", str(error))
+            self._fail(group, cause_of(error), str(error))
             return
         if self._add_rollout(group, rollout):
             self._tally.rollout(rollout)
@@ -264,6 +268,13 @@ class Producer:
         self._begun.discard(group.group_id)
         self._flight.ended(group)
         self._fitness.group_ended(group)
+
+
+def cause_of(error: EngineRefused | RolloutAborted) -> str:
+    """Of a group that is dropped for it."""
+    if isinstance(error, RequestKillsEngines):
+        return KILLED_ENGINES
+    return "rollout_refused" if isinstance(error, EngineRefused) else "rollout_died"
 
 
 def stamped(report: JudgeReport, judge_version: int) -> JudgeReport:

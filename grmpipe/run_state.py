@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grmpipe.flow import Cut, Kept
+from grmpipe.flow import KILLED_ENGINES, Cut, Kept
 from grmpipe.observe.journal import read_journal, replace_journal
-from grmpipe.observe.recorder import RecordedRollout, load_rollouts, load_verdicts
+from grmpipe.observe.recorder import GroupEnd, RecordedRollout, load_group_ends, load_rollouts, load_verdicts
 from grmpipe.types import JudgeReport, Metrics
 
 STATE_FILE = "run_state.json"
@@ -105,7 +105,16 @@ def find_kept(run_dir: Path, cut: Cut) -> dict[int, Kept]:
             recorded.setdefault(line.draw, []).append(line)
     wanted = {line.rollout.group_id for lines in recorded.values() for line in lines}
     reports = {key: report for key, report in load_verdicts(run_dir / "judgements.jsonl") if key[0] in wanted}
-    return {draw: _kept(lines, reports, cut) for draw, lines in recorded.items()}
+    kept = {draw: _kept(lines, reports, cut) for draw, lines in recorded.items()}
+    return kept | {end.draw: Kept(group_id=end.group_id, killed_engines=True) for end in _killers(run_dir, cut)}
+
+
+def _killers(run_dir: Path, cut: Cut) -> list[GroupEnd]:
+    """Groups whose requests killed engines: drawn again, they are dropped at once."""
+    path = run_dir / "groups.jsonl"
+    ends = load_group_ends(path) if path.exists() else ()
+    drawn_again = (end for end in ends if end.draw in cut.in_flight or end.draw >= cut.next_draw)
+    return [end for end in drawn_again if end.cause == KILLED_ENGINES]
 
 
 def void_group_ends(run_dir: Path, cut: Cut) -> None:

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from models.types import Engine, EngineDied
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
-from scheduler.router import Router
+from scheduler.router import NOBODY, Router
 from scheduler.weight_checks import WeightMismatch, WeightsNotFinite
 from scheduler.weight_push import EngineLost, SyncReport
 from scheduler.weight_sync import NoEngines, WeightSync
 
 log = logging.getLogger(__name__)
 
-NOBODY = "health look"  # no request has this id: an abort of it reaches a living engine, and changes nothing
 LOOK_TIMEOUT_S = 5.0  # one that is busy for longer isn't dead
 RETRY_AFTER_S = 2.0  # what the last try held may still be on its way out
 
@@ -36,14 +35,18 @@ RETRY_AFTER_S = 2.0  # what the last try held may still be on its way out
 class HealthConfig:
     """How many dead engines are replaced, and how soon a death is noticed that no request met."""
 
-    max_replacements: int = 3  # tries by role, over the run; 0: a dead engine stays dead
+    max_replacements: int = 3  # tries by engine within replacement_window_s; 0: a dead engine stays dead
+    replacement_window_s: float = 3600.0
+    max_deaths_per_request: int = 2  # engines that die with one request before it is refused, as their killer
     check_every_s: float = 5.0  # between two looks at engines that nobody asks for anything
     start_deadline_s: float = 600.0  # until a replacement has its process and its model
 
     def __post_init__(self) -> None:
         if self.max_replacements < 0:
             raise ValueError(f"max_replacements: must be 0 or more, got {self.max_replacements}")
-        for key in ("check_every_s", "start_deadline_s"):
+        if self.max_deaths_per_request < 1:
+            raise ValueError(f"max_deaths_per_request: must be at least 1, got {self.max_deaths_per_request}")
+        for key in ("replacement_window_s", "check_every_s", "start_deadline_s"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
 
@@ -88,12 +91,14 @@ class RoleHealth:
         self._config = config
         self._bring_current = bring_current
         self._events = events or NoEvents()
-        self._num_tries = 0
+        self._tries_s: dict[str, list[float]] = {name: [] for name in router.alive}  # when, by engine
         self._since_s: dict[str, float] = {}
         self._dead: asyncio.Queue[str] = asyncio.Queue()
         self._clocks: list[ActiveClock] = []
         self._outage: ExitStack | None = None  # clocks that stand still
         router.on_death = self._hear
+        router.on_kills = self._forgive
+        router.max_deaths_per_request = config.max_deaths_per_request
 
     @property
     def is_out(self) -> bool:
@@ -119,24 +124,38 @@ class RoleHealth:
         """From the router. Will there be a replacement?"""
         log.warning("%s died: %s", name, death)
         self._enter(name, State.DEAD)
-        if self._num_tries >= self._config.max_replacements:
+        if not self._may_try(name):
             self._lose(name)
             return False
-        self._num_tries += 1  # now: deaths of the same moment must not all count on the same try
         self._dead.put_nowait(name)
+        return True
+
+    def _forgive(self, name: str) -> None:
+        """A request killed it: that says nothing about the engine."""
+        log.warning("a death of %s is put down to a request and uses up no replacement", name)
+        if tries := self._tries_s[name]:
+            tries.pop()
+
+    def _may_try(self, name: str) -> bool:
+        """Is there a try left for this engine? It is taken then."""
+        now_s = asyncio.get_running_loop().time()
+        tries = self._tries_s.setdefault(name, [])
+        tries[:] = [at_s for at_s in tries if now_s - at_s < self._config.replacement_window_s]
+        if len(tries) >= self._config.max_replacements:
+            return False
+        tries.append(now_s)
         return True
 
     async def _replace(self, name: str) -> None:
         """From DEAD to HEALTHY, or LOST. The first try is counted already."""
         while (failure := await self._try(name)) is not None:
-            log.warning("%s could not be replaced (try %d of %d for role %s): %s", name, self._num_tries,
-                        self._config.max_replacements, self.role, failure)  # fmt: skip
+            log.warning("%s could not be replaced (try %d of %d): %s", name, len(self._tries_s[name]),
+                        self._config.max_replacements, failure)  # fmt: skip
             self._enter(name, State.DEAD)
-            if self._num_tries >= self._config.max_replacements:
+            if not self._may_try(name):
                 self._lose(name)
                 self._router.give_up(name)
                 return
-            self._num_tries += 1
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def _try(self, name: str) -> Exception | None:
@@ -160,8 +179,8 @@ class RoleHealth:
 
     def _lose(self, name: str) -> None:
         self._enter(name, State.LOST)
-        log.warning("%s is not replaced: health.max_replacements=%d tries are used up for role %s", name,
-                    self._config.max_replacements, self.role)  # fmt: skip
+        log.warning("%s is not replaced: its health.max_replacements=%d tries in %.0f s are used up", name,
+                    self._config.max_replacements, self._config.replacement_window_s)  # fmt: skip
 
     def _enter(self, name: str, state: State) -> None:
         """The state that ends becomes a span of the engine's lane; health itself is no news."""

@@ -16,6 +16,7 @@ from models.types import (
     Completion,
     Engine,
     EngineDied,
+    EngineRefused,
     GroupLink,
     RequestContext,
     SamplingParams,
@@ -36,18 +37,28 @@ def ignore_change() -> None:
     """The default for `on_change`: nobody listens."""
 
 
+NOBODY = "health look"  # no request has this id: an abort of it reaches a living engine, and changes nothing
+
+
+class RequestKillsEngines(EngineRefused):
+    """Several engines died, one after the other, while they served the same request."""
+
+
 OnDeath = Callable[[str, EngineDied], bool]  # hears of a dead engine by name; says whether it will be replaced
 
 
 class Router:
     """Sends each request to one engine. A dead engine is never asked again; its requests are drawn anew elsewhere,
-    under the same request_id and seed.
+    under the same request_id and seed. A request with which too many engines died is refused: it may have killed them.
 
     continuation: how requests go on elsewhere with the tokens they have; without one they stay where they are.
     on_change: hears that somebody waits for an engine, that one died, or that one has no request any more.
+    on_kills: hears, of each engine that died with a request that is refused for it, the name: once a death.
     """
 
     on_death: OnDeath | None = None
+    on_kills: Callable[[str], None] | None = None
+    max_deaths_per_request = 2
 
     def __init__(
         self,
@@ -68,6 +79,7 @@ class Router:
         self._continuation = continuation
         self._where: dict[str, str] = {}  # request_id -> engine
         self._deaths: list[str] = []
+        self._blamed: set[int] = set()  # of these, by place: on requests
         self._coming: set[str] = set()  # those that will be replaced
         self._emptied = asyncio.Event()  # an engine has no request any more
         self._change = asyncio.Event()  # somebody came, or won't come any more
@@ -185,16 +197,25 @@ class Router:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        """Raises EngineDied only when no engine is left, and none will come."""
+        """Raises EngineDied only when no engine is left, and none will come; RequestKillsEngines where
+        `max_deaths_per_request` died with this one."""
         once, begun = _Once(on_first_token), Begun(tuple(prompt_ids), params)
+        deaths: list[int] = []  # by their place in `_deaths`
         while True:
             among = await self._until_room(context.priority)
             name, expected = self._place(among, begun, context.group_id)
-            engine = self._serving[name]
+            engine, served = self._serving[name], False
             try:
+                if deaths:
+                    await engine.abort(NOBODY)  # dead already, it isn't this request that kills it
+                served = True
                 part, moving = await self._generate_on(name, engine, begun, context, once)
             except EngineDied as death:
                 self.bury(name, engine, death)
+                if served:
+                    deaths.append(self._last_death_of(name))
+                if len(deaths) >= self.max_deaths_per_request and (self._alive or self._coming):
+                    raise self._refusal(context.request_id, deaths) from death
                 continue
             finally:
                 self._work.give_back(name, expected)
@@ -249,6 +270,21 @@ class Router:
                 return await engine.score(token_ids)
             except EngineDied as death:
                 self.bury(name, engine, death)
+
+    def _last_death_of(self, name: str) -> int:
+        return max(place for place, told in enumerate(self._deaths) if told.startswith(f"{name}: "))
+
+    def _refusal(self, request_id: str, deaths: Sequence[int]) -> RequestKillsEngines:
+        """These deaths are put down to the request; others that it took along may be blamed for the same ones."""
+        names = [self._deaths[place].partition(": ")[0] for place in deaths]
+        for place, name in zip(deaths, names, strict=True):
+            if place not in self._blamed and self.on_kills is not None:
+                self.on_kills(name)
+            self._blamed.add(place)
+        last = self._deaths[deaths[-1]]
+        return RequestKillsEngines(
+            f"{request_id} killed {len(names)} engines: {', '.join(names)}; the last one: {last}"
+        )
 
     def _serve(self, name: str, engine: Engine) -> None:
         self._serving[name] = engine

@@ -436,6 +436,29 @@ def test_a_policy_that_recovers_in_the_pause_goes_on() -> None:
     assert (ledger.trained, ledger.dropped) == (24, {"rollout_refused": 8})
 
 
+def test_a_group_whose_request_kills_engines_is_dropped_by_cause_and_never_asked_for_on_resume() -> None:
+    def poisonous(bench: Bench) -> Callable[[RequestContext], int]:
+        def lengths(context: RequestContext) -> int:
+            if context.request_id == "g000002/1/t0":
+                engine = bench.policy.alive[bench.policy._where[context.request_id]]
+                asyncio.get_running_loop().call_soon(engine.die, "illegal memory access")  # type: ignore[attr-defined]
+            return 20
+
+        return lengths
+
+    struck = Bench(flow(), num_engines=3)
+    struck.lengths = poisonous(struck)
+    ledger = struck.run().admission
+    assert ledger.dropped["rollout_killed_engines"] >= 1
+    assert struck.journal.ends["g000002"] == "rollout_killed_engines"
+    cut = Cut(next_draw=3, in_flight={2: "g000002"})
+    resumed = Bench(flow(), cut=cut, kept={2: Kept(group_id="g000002", killed_engines=True)})
+    asked: list[str] = []
+    resumed.lengths = lambda context: asked.append(context.group_id) or 20
+    assert resumed.run().admission.dropped == {"rollout_killed_engines": 1}
+    assert "g000002" not in asked
+
+
 def test_an_aborted_rollout_drops_its_group_by_cause_and_is_not_judged() -> None:
     bench = Bench(flow(), lengths=lambda context: 1000 if context.request_id == "g000001/2/t0" else 20)
 
