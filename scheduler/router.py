@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -80,6 +81,8 @@ class Router:
         self._where: dict[str, str] = {}  # request_id -> engine
         self._deaths: list[str] = []
         self._blamed: set[int] = set()  # of these, by place: on requests
+        self._waits: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)  # for answers of engines
+        self._heard_s: dict[str, float] = {}  # when an engine last answered a request, or began to
         self._coming: set[str] = set()  # those that will be replaced
         self._emptied = asyncio.Event()  # an engine has no request any more
         self._change = asyncio.Event()  # somebody came, or won't come any more
@@ -98,6 +101,10 @@ class Router:
     def in_use(self) -> Mapping[str, Engine]:
         """Those that serve, and those that rest once their last requests have ended: they need new weights."""
         return {name: engine for name, engine in self._alive.items() if name in self._serving or self.load[name]}
+
+    def heard_s(self, name: str) -> float:
+        """When an engine of this name last answered a request, or began to, on the loop's clock."""
+        return self._heard_s.get(name, -math.inf)
 
     def admit(self, name: str, engine: Engine) -> None:
         """A new engine lives from now on, and serves unless it is to rest."""
@@ -156,7 +163,8 @@ class Router:
         await asyncio.gather(*(self.hand_over(name, surplus) for name, surplus in over.items() if surplus > 0))
 
     def bury(self, name: str, engine: Engine, death: EngineDied) -> None:
-        """An engine is dead. Many may notice: the first call counts, and none of them harms who came in its place."""
+        """An engine is dead, or as good as dead: whoever waits for its answer waits no more. Many may notice: the first
+        call counts, and none of them harms who came in its place."""
         if self._alive.get(name) is not engine:
             return
         del self._alive[name]
@@ -164,6 +172,8 @@ class Router:
         self._concurrency.forget(name)
         self._deaths.append(f"{name}: {death}")
         now_s = asyncio.get_running_loop().time()
+        for wait in self._waits.pop(name, ()):
+            wait.reschedule(now_s)
         self._events.span(name, "died", now_s, now_s, cause=str(death))
         if self.on_death is not None and self.on_death(name, death):
             self._coming.add(name)
@@ -326,13 +336,23 @@ class Router:
 
         def on_first_token() -> None:
             self.load.began(name, ask)
+            self._heard_s[name] = asyncio.get_running_loop().time()
             once()
 
+        told = replace(context, num_sampled=begun.num_sampled) if begun.num_sampled else context
+        waits = self._waits[name]
         try:
-            told = replace(context, num_sampled=begun.num_sampled) if begun.num_sampled else context
-            part = await engine.generate(begun.prompt_ids, begun.params, told, on_first_token)
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                part = await engine.generate(begun.prompt_ids, begun.params, told, on_first_token)
             num_tokens = part.num_tokens
+            self._heard_s[name] = asyncio.get_running_loop().time()
+        except TimeoutError as error:
+            if wait.expired():
+                raise EngineDied(self._deaths[self._last_death_of(name)].partition(": ")[2]) from error
+            raise
         finally:
+            waits.discard(wait)
             self.load.ended(name, ask, num_tokens)
             self._where.pop(context.request_id, None)
             if not self.load[name]:

@@ -277,6 +277,76 @@ def test_late_news_of_an_old_death_does_not_harm_who_came_in_its_place() -> None
     play(lambda: Role(1, policy=False), scene)
 
 
+# -- engines that hang ---------------------------------------------------------------------------------------------
+
+
+class Stoppable(Fragile):
+    """Once stopped, as by SIGSTOP, it answers nothing any more; `deaf` alone, it still works."""
+
+    stopped = deaf = False
+
+    async def generate(self, *args, **kwargs) -> Completion:  # type: ignore[no-untyped-def,override]
+        completion = await super().generate(*args, **kwargs)
+        return await asyncio.Event().wait() if self.stopped else completion  # type: ignore[return-value]
+
+    async def abort(self, request_id: str) -> None:
+        if self.stopped or self.deaf:
+            await asyncio.Event().wait()
+        await super().abort(request_id)
+
+    async def pause(self) -> None:
+        if self.stopped:
+            await asyncio.Event().wait()
+        await super().pause()
+
+
+def test_an_engine_that_hangs_is_replaced_and_its_requests_are_answered_elsewhere() -> None:
+    async def scene(role: Role) -> None:
+        role.engines["policy-0"].stopped = True  # type: ignore[attr-defined]
+        answers = await asyncio.gather(*(role.ask(number) for number in range(8)))
+        assert [answer.token_ids for answer in answers] == [expected(number) for number in range(8)]
+        assert 60 <= asyncio.get_running_loop().time() < 60 + 3 * 10
+        await asyncio.sleep(10)
+        assert role.health.num_replaced == 1
+
+    play(lambda: Role(2, policy=False, make=Stoppable, hung_after_s=60), scene)
+
+
+def test_an_engine_that_answers_requests_does_not_hang() -> None:
+    async def scene(role: Role) -> None:
+        role.engines["policy-0"].deaf = True  # type: ignore[attr-defined]
+        for number in range(40):
+            await role.ask(number)
+            await asyncio.sleep(10)
+        assert role.health.num_replaced == 0
+
+    play(lambda: Role(1, policy=False, make=Stoppable, hung_after_s=60), scene)
+
+
+def test_a_push_that_an_engine_hangs_in_buries_it_and_starts_over() -> None:
+    async def scene(role: Role) -> None:
+        role.engines["policy-0"].stopped = True  # type: ignore[attr-defined]
+        await role.push(3)
+        assert role.engines["policy-1"].version == 3
+        await asyncio.sleep(30)
+        assert (await role.ask(1)).versions[0].version == 3
+        assert [engine.version for engine in role.engines.values()] == [3, 3]
+
+    play(lambda: Role(2, make=Stoppable), scene)
+
+
+def test_an_engine_that_alone_does_not_finish_a_push_is_replaced() -> None:
+    """It answers looks: only its loading hangs."""
+
+    async def scene(role: Role) -> None:
+        role.engines["policy-0"].hangs_on = "load"
+        await role.push(3)
+        await asyncio.sleep(30)
+        assert [engine.version for engine in role.engines.values()] == [3, 3]
+
+    play(lambda: Role(2), scene)
+
+
 # -- requests that kill --------------------------------------------------------------------------------------------
 
 
@@ -505,9 +575,10 @@ def test_a_dead_engine_that_only_fell_silent_is_found_out_at_the_deadline() -> N
     play(lambda: Role(2, check_every_s=1e6), scene)
 
 
-def test_an_engine_that_lives_and_does_not_answer_stops_the_run() -> None:
+def test_a_push_that_no_engine_finishes_stops_the_run_while_they_live() -> None:
     async def scene(role: Role) -> None:
-        role.engines["policy-0"].hangs_on = "load"
+        for engine in role.engines.values():
+            engine.hangs_on = "load"
         await role.push(1)
 
     with pytest.raises(WeightSyncTimeout, match=r"policy-0 to load bucket 0 \(layers\.0\)"):
