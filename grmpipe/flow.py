@@ -14,6 +14,8 @@ from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.weight_sync import SyncReport
 
+KILLED_ENGINES = "rollout_killed_engines"  # the cause of a group that is dropped for it
+
 
 class Prompts(Protocol):
     def at(self, draw: int) -> Prompt:
@@ -95,6 +97,9 @@ class FlowConfig:
     judge_width: int
     seed: int
     group_prefix: str = "g"  # of group_ids; of two flows in one run each has its own
+    rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: whatever they do
+    rollout_failure_window: int = 32  # groups
+    rollout_pause_s: float = 30.0
     max_no_signal_groups: int = 0  # dropped and replaced in one step, where all rewards of a group are equal
     report_wait_s: float = 60.0  # a wait longer than this names what it waits for
 
@@ -111,6 +116,9 @@ class FlowConfig:
             play_width=config.rollout.width,
             judge_width=config.judge.width,
             seed=config.seed,
+            rollout_max_failure_rate=config.rollout.max_failure_rate,
+            rollout_failure_window=config.rollout.failure_window,
+            rollout_pause_s=config.rollout.pause_s,
             max_no_signal_groups=int(config.algorithm.max_resampled_batches * config.train.groups_per_batch),
         )
 
@@ -120,10 +128,12 @@ class Kept:
     """Finished work of a group from before a resume: its rollouts, and the verdicts it has.
 
     `renamed`: other work under its old name is void, so what is kept goes on, and to the journal, under a new one.
+    `killed_engines`: its requests did, so it is asked for nothing any more.
     """
 
     group_id: str
     renamed: bool = False
+    killed_engines: bool = False
     rollouts: tuple[Rollout, ...] = ()
     reports: Mapping[int, JudgeReport] = field(default_factory=dict)
 

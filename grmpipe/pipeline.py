@@ -5,7 +5,7 @@
                   ^                                                                                                |
                   +------------------------------------------------------------------------------------------------+
 
-admit   consumes prompts,  produces open groups;         waits for room (admission) and for the judge to be fit.
+admit   consumes prompts,  produces open groups;         waits for room (admission), and for judge and policy to be fit.
 play    consumes siblings, produces rollouts;            waits for the policy's engines.
 judge   consumes rollouts, produces verdicts;            waits for the GRM's engines; sits when its members are there.
 expire  consumes nothing,  ends groups at their deadline.

@@ -8,16 +8,18 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.flight import Flight, describe
-from grmpipe.flow import Cut, FlowConfig, Kept, Parts
+from grmpipe.flow import KILLED_ENGINES, Cut, FlowConfig, Kept, Parts
 from grmpipe.hold import Hold
+from grmpipe.policy_fitness import PolicyFitness
 from grmpipe.rollout.group import Group
-from grmpipe.rollout.play import Seat
+from grmpipe.rollout.play import RolloutAborted, Seat
 from grmpipe.tally import Tally
 from grmpipe.types import Hearing, JudgeReport, Prompt, Rollout, Sitting, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused
 from scheduler.clock import ActiveClock
 from scheduler.ranking import rank
+from scheduler.router import RequestKillsEngines
 from scheduler.stream import Stage
 from scheduler.weight_sync import SyncReport
 
@@ -65,6 +67,7 @@ class Producer:
         self.expiring: Stage[Group] = Stage(
             "expire", self._expire, lambda group: group.group_id, width=UNBOUNDED, bound=0
         )
+        self._fitness = PolicyFitness.of(config)
         self._parts = parts
         self._config = config
         self._flight = flight
@@ -86,6 +89,7 @@ class Producer:
         while True:
             await self._parts.watch.until_fit(self._clock)
             await self._flight.until_room()
+            await self._fitness.until_fit(self._clock)
             try:
                 prompt = self._parts.prompts.at(self.next_draw)
             except EndOfData:
@@ -109,6 +113,9 @@ class Producer:
         if self._parts.too_long(prompt):
             log.warning("prompt %s is longer than the model's window: skipped", prompt.prompt_id)
             self._fail(group, "prompt_too_long")
+            return
+        if kept.killed_engines:
+            self._fail(group, KILLED_ENGINES, "before the resume")
             return
         self._set_deadline(group)
         await self.expiring.put(group)
@@ -152,9 +159,9 @@ class Producer:
         seat = Seat(group_id=group.group_id, sibling=sibling, seed=seed)
         try:
             rollout = await self._parts.play(seat, group.prompt, lambda: self._started(group))
-        except EngineRefused as error:  # EngineDied means that no engine is left: that ends the run
+        except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
-            self._fail(group, "rollout_refused")
+            self._fail(group, cause_of(error), str(error))
             return
         if self._add_rollout(group, rollout):
             self._tally.rollout(rollout)
@@ -241,12 +248,14 @@ class Producer:
             await self._clock.sleep_until(deadline)
             reached = deadline
         log.warning("group %s reached its deadline: %s", group.group_id, describe(group))
-        group.expire()
+        late = group.expire()
         self._ended(group)
+        for timeout in late:
+            self._parts.watch.verdict(JudgeReport(verdict=timeout))
 
-    def _fail(self, group: Group, cause: str) -> None:
+    def _fail(self, group: Group, cause: str, detail: str = "") -> None:
         if group.state == "open":  # siblings may fail at the same moment, with their engine
-            group.fail(cause)
+            group.fail(cause, detail)
             self._ended(group)
 
     def _ended(self, group: Group) -> None:
@@ -258,6 +267,14 @@ class Producer:
         self._hearings.pop(group.group_id, None)
         self._begun.discard(group.group_id)
         self._flight.ended(group)
+        self._fitness.group_ended(group)
+
+
+def cause_of(error: EngineRefused | RolloutAborted) -> str:
+    """Of a group that is dropped for it."""
+    if isinstance(error, RequestKillsEngines):
+        return KILLED_ENGINES
+    return "rollout_refused" if isinstance(error, EngineRefused) else "rollout_died"
 
 
 def stamped(report: JudgeReport, judge_version: int) -> JudgeReport:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grmpipe.data.stream import EndOfData
-from grmpipe.flow import Cut, Kept, Prompts
+from grmpipe.flow import KILLED_ENGINES, Cut, Kept, Prompts
 from grmpipe.observe.journal import Mark, mark_holds, read_records, replace_journal
 from grmpipe.observe.recorder import (
     GROUPS,
@@ -17,6 +17,7 @@ from grmpipe.observe.recorder import (
     ROLLOUTS,
     GroupEnd,
     RecordedRollout,
+    load_group_ends,
     load_rollouts,
     load_verdicts,
 )
@@ -75,7 +76,15 @@ def find_kept(
     wanted = {line.rollout.group_id for lines in recorded.values() for line in lines}
     verdicts = load_verdicts(run_dir / JUDGEMENTS, run_id=run_id, since=marks.get(JUDGEMENTS))
     reports = {key: report for key, report in verdicts if key[0] in wanted}
-    return {draw: _kept(recorded[draw], reports, cut, _drawn(prompts, draw)) for draw in sorted(recorded)}
+    kept = {draw: _kept(recorded[draw], reports, cut, _drawn(prompts, draw)) for draw in sorted(recorded)}
+    ends = load_group_ends(run_dir / GROUPS, run_id=run_id, since=marks.get(GROUPS))
+    return kept | {end.draw: Kept(group_id=end.group_id, killed_engines=True) for end in _killers(ends, cut)}
+
+
+def _killers(ends: Iterable[GroupEnd], cut: Cut) -> list[GroupEnd]:
+    """Groups whose requests killed engines: drawn again, they are dropped at once."""
+    drawn_again = (end for end in ends if end.draw in cut.in_flight or end.draw >= cut.next_draw)
+    return [end for end in drawn_again if end.cause == KILLED_ENGINES]
 
 
 def void_group_ends(run_dir: Path, cut: Cut, run_id: str = "", mark: Mark | None = None) -> None:

@@ -30,6 +30,7 @@ from scheduler.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
 
+LEAVE_DEADLINE_S = 60.0  # of an engine to let its requests go, to fall asleep, to wake: no work is done in it
 LEAST_COST_S = 0.05  # moved requests are prefilled again, which the measure doesn't see
 COST_MEMORY = 0.7  # of what earlier switches took, in the estimate of the next one
 
@@ -222,7 +223,8 @@ class ElasticPool:
         latter."""
         elastic, name = self._roles[move.source], self._engines[move.slot][move.source]
         if self._config.hand_over:
-            await elastic.router.hand_over(name)
+            async with _in_time(elastic.router, name, "let its requests go"):
+                await elastic.router.hand_over(name)
         await elastic.router.until_idle(name)
         engine, clock = elastic.router.alive.get(name), asyncio.get_running_loop().time
         left_s = clock()
@@ -239,7 +241,8 @@ class ElasticPool:
         try:
             async with elastic.nothing_pushed():
                 if sleeper is not None:
-                    await lull(name, sleeper)
+                    async with _in_time(elastic.router, name, "fall asleep"):
+                        await lull(name, sleeper)
         except EngineDied as death:
             elastic.router.bury(name, engine, death)
 
@@ -253,8 +256,9 @@ class ElasticPool:
         began_s = clock()
         try:
             if elastic.sleeps and isinstance(engine, SleepingEngine):
-                await engine.wake()
-                await engine.resume()
+                async with _in_time(elastic.router, name, "wake up"):
+                    await engine.wake()
+                    await engine.resume()
             awake_s = clock()
             report = await elastic.bring_current(name, engine, lambda: elastic.router.serve(name, engine))
         except EngineDied as death:
@@ -302,6 +306,21 @@ class ElasticPool:
             async with asyncio.timeout(self._config.every_s):
                 await self._news.wait()
         self._news.clear()
+
+
+@asynccontextmanager
+async def _in_time(router: Router, name: str, what: str) -> AsyncIterator[None]:
+    """An engine that takes too long for this hangs: it is buried. Raises EngineDied then."""
+    engine = router.alive.get(name)
+    try:
+        async with asyncio.timeout(LEAVE_DEADLINE_S) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired() or engine is None:
+            raise
+        death = EngineDied(f"it hangs: it did not {what} within {LEAVE_DEADLINE_S:g} s")
+        router.bury(name, engine, death)
+        raise death from None
 
 
 def spare(router: Router) -> str | None:

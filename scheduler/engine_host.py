@@ -6,6 +6,7 @@ import asyncio
 import os
 import traceback
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -27,6 +28,7 @@ from scheduler.concurrency import Gauged
 from scheduler.line import LineEnd
 
 T = TypeVar("T")
+COLLECT_S = 20.0  # without news; a caller that hears nothing for longer knows that this process hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +114,10 @@ class EngineHost:
                 self._running[message.ticket].cancel()
 
     async def collect(self) -> list[Notice]:
-        """Wait for news, then return all there is. One collector at a time."""
-        await self._news.wait()
+        """Wait for news, then return all there is; nothing, where none comes for COLLECT_S. One collector at a time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(COLLECT_S):
+                await self._news.wait()
         self._news.clear()
         notices, self._notices = self._notices, []
         return notices

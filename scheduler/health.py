@@ -13,22 +13,21 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from models.types import Engine, EngineDied
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
-from scheduler.router import Router
+from scheduler.router import NOBODY, Router
 from scheduler.weight_checks import WeightMismatch, WeightsNotFinite
-from scheduler.weight_push import EngineLost, SyncReport
+from scheduler.weight_push import LEARNER, EngineLost, SyncReport, WeightSyncTimeout
 from scheduler.weight_sync import NoEngines, WeightSync
 
 log = logging.getLogger(__name__)
 
-NOBODY = "health look"  # no request has this id: an abort of it reaches a living engine, and changes nothing
-LOOK_TIMEOUT_S = 5.0  # one that is busy for longer isn't dead
+LOOK_TIMEOUT_S = 5.0  # one that is busy for longer isn't dead; whether it hangs is told by many such looks
 RETRY_AFTER_S = 2.0  # what the last try held may still be on its way out
 
 
@@ -36,14 +35,19 @@ RETRY_AFTER_S = 2.0  # what the last try held may still be on its way out
 class HealthConfig:
     """How many dead engines are replaced, and how soon a death is noticed that no request met."""
 
-    max_replacements: int = 3  # tries by role, over the run; 0: a dead engine stays dead
+    max_replacements: int = 3  # tries by engine within replacement_window_s; 0: a dead engine stays dead
+    replacement_window_s: float = 3600.0
+    max_deaths_per_request: int = 2  # engines that die with one request before it is refused, as their killer
     check_every_s: float = 5.0  # between two looks at engines that nobody asks for anything
+    hung_after_s: float = 120.0  # of answering neither a look nor a request: as good as dead
     start_deadline_s: float = 600.0  # until a replacement has its process and its model
 
     def __post_init__(self) -> None:
         if self.max_replacements < 0:
             raise ValueError(f"max_replacements: must be 0 or more, got {self.max_replacements}")
-        for key in ("check_every_s", "start_deadline_s"):
+        if self.max_deaths_per_request < 1:
+            raise ValueError(f"max_deaths_per_request: must be at least 1, got {self.max_deaths_per_request}")
+        for key in ("replacement_window_s", "check_every_s", "hung_after_s", "start_deadline_s"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
 
@@ -88,12 +92,15 @@ class RoleHealth:
         self._config = config
         self._bring_current = bring_current
         self._events = events or NoEvents()
-        self._num_tries = 0
+        self._tries_s: dict[str, list[float]] = {name: [] for name in router.alive}  # when, by engine
         self._since_s: dict[str, float] = {}
+        self._silent: dict[str, tuple[Engine, float]] = {}  # since when an engine answers no look
         self._dead: asyncio.Queue[str] = asyncio.Queue()
         self._clocks: list[ActiveClock] = []
         self._outage: ExitStack | None = None  # clocks that stand still
         router.on_death = self._hear
+        router.on_kills = self._forgive
+        router.max_deaths_per_request = config.max_deaths_per_request
 
     @property
     def is_out(self) -> bool:
@@ -119,24 +126,38 @@ class RoleHealth:
         """From the router. Will there be a replacement?"""
         log.warning("%s died: %s", name, death)
         self._enter(name, State.DEAD)
-        if self._num_tries >= self._config.max_replacements:
+        if not self._may_try(name):
             self._lose(name)
             return False
-        self._num_tries += 1  # now: deaths of the same moment must not all count on the same try
         self._dead.put_nowait(name)
+        return True
+
+    def _forgive(self, name: str) -> None:
+        """A request killed it: that says nothing about the engine."""
+        log.warning("a death of %s is put down to a request and uses up no replacement", name)
+        if tries := self._tries_s[name]:
+            tries.pop()
+
+    def _may_try(self, name: str) -> bool:
+        """Is there a try left for this engine? It is taken then."""
+        now_s = asyncio.get_running_loop().time()
+        tries = self._tries_s.setdefault(name, [])
+        tries[:] = [at_s for at_s in tries if now_s - at_s < self._config.replacement_window_s]
+        if len(tries) >= self._config.max_replacements:
+            return False
+        tries.append(now_s)
         return True
 
     async def _replace(self, name: str) -> None:
         """From DEAD to HEALTHY, or LOST. The first try is counted already."""
         while (failure := await self._try(name)) is not None:
-            log.warning("%s could not be replaced (try %d of %d for role %s): %s", name, self._num_tries,
-                        self._config.max_replacements, self.role, failure)  # fmt: skip
+            log.warning("%s could not be replaced (try %d of %d): %s", name, len(self._tries_s[name]),
+                        self._config.max_replacements, failure)  # fmt: skip
             self._enter(name, State.DEAD)
-            if self._num_tries >= self._config.max_replacements:
+            if not self._may_try(name):
                 self._lose(name)
                 self._router.give_up(name)
                 return
-            self._num_tries += 1
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def _try(self, name: str) -> Exception | None:
@@ -160,8 +181,8 @@ class RoleHealth:
 
     def _lose(self, name: str) -> None:
         self._enter(name, State.LOST)
-        log.warning("%s is not replaced: health.max_replacements=%d tries are used up for role %s", name,
-                    self._config.max_replacements, self.role)  # fmt: skip
+        log.warning("%s is not replaced: its health.max_replacements=%d tries in %.0f s are used up", name,
+                    self._config.max_replacements, self._config.replacement_window_s)  # fmt: skip
 
     def _enter(self, name: str, state: State) -> None:
         """The state that ends becomes a span of the engine's lane; health itself is no news."""
@@ -183,33 +204,60 @@ class RoleHealth:
             self._outage = None
 
     async def _look_around(self) -> None:
-        """An engine that nobody asks for anything may be dead as well."""
+        """An engine that nobody asks for anything may be dead as well, and one that is asked may hang."""
         while True:
             await asyncio.sleep(self._config.check_every_s)
-            engines = self._router.alive
-            for name, death in (await dead_among(engines)).items():
+            engines, looked_s = self._router.alive, asyncio.get_running_loop().time()
+            look = await look_at(engines)
+            for name, death in (look.dead | self._hung(engines, look.silent, looked_s)).items():
                 self._router.bury(name, engines[name], death)
 
+    def _hung(self, engines: Mapping[str, Engine], silent: Set[str], looked_s: float) -> dict[str, EngineDied]:
+        """Those that have answered neither look nor request for too long."""
+        before, self._silent = self._silent, {}
+        hung: dict[str, EngineDied] = {}
+        for name in silent:
+            engine, since_s = before.get(name, (engines[name], looked_s))
+            if engine is not engines[name] or self._router.heard_s(name) > since_s:
+                since_s = looked_s
+            self._silent[name] = engines[name], since_s
+            silent_s = asyncio.get_running_loop().time() - since_s
+            if silent_s >= self._config.hung_after_s:
+                hung[name] = EngineDied(f"it hangs: it answered nothing for {silent_s:.0f} s")
+        return hung
 
-async def dead_among(engines: Mapping[str, Engine]) -> dict[str, EngineDied]:
-    """Look at engines: an abort of nothing reaches the living."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a look at engines found: who is dead, and who didn't answer it in time."""
+
+    dead: dict[str, EngineDied]
+    silent: Set[str]
+
+
+async def look_at(engines: Mapping[str, Engine]) -> Look:
+    """An abort of nothing reaches the living."""
     looks = {name: asyncio.ensure_future(engine.abort(NOBODY)) for name, engine in engines.items()}
     if not looks:
-        return {}
+        return Look(dead={}, silent=frozenset())
     try:
         done, _ = await asyncio.wait(looks.values(), timeout=LOOK_TIMEOUT_S)
     finally:
         for look in looks.values():
             look.cancel()
     found = {name: look.exception() for name, look in looks.items() if look in done}
-    return {name: death for name, death in found.items() if isinstance(death, EngineDied)}
+    return Look(
+        dead={name: death for name, death in found.items() if isinstance(death, EngineDied)},
+        silent=looks.keys() - found.keys(),
+    )
 
 
 async def push_to_living(sync: WeightSync, router: Router, version: int) -> SyncReport:
     """Bring all engines in use to `version`; those that die meanwhile are buried, and the rest is pushed to again.
 
-    If none is left, or all rest, it waits for one, which gets this version. Raises as `WeightSync.push` does, but
-    EngineDied only when no engine is left and none will come.
+    Those that hang are buried as well: who answers no look, or not the push that all others took in time. If none is
+    left, or all rest, it waits for one, which gets this version. Raises as `WeightSync.push` does, but EngineDied only
+    when no engine is left and none will come.
     """
     while True:
         await _until_somebody(sync, router)
@@ -225,12 +273,24 @@ async def push_to_living(sync: WeightSync, router: Router, version: int) -> Sync
             raise
         except Exception as failure:  # a death often shows up first as its peers' broken connections, or as silence
             suspects = {**router.alive, **sync.arrivals}
-            if not (dead := await dead_among(suspects)):
+            if not (gone := await _gone_among(suspects, failure)):
                 raise
             log.warning("the push of version %d starts over: %s", version, failure)
-            for name, death in dead.items():
+            for name, death in gone.items():
                 router.bury(name, suspects[name], death)
                 sync.dismiss(name, suspects[name], death)
+
+
+async def _gone_among(engines: Mapping[str, Engine], failure: Exception) -> Mapping[str, EngineDied]:
+    """Engines that a push failed of: the dead; where it timed out, those that hang."""
+    look = await look_at(engines)
+    if look.dead or not isinstance(failure, WeightSyncTimeout):
+        return look.dead
+    late = failure.waiting_for & engines.keys()
+    hung = late & look.silent
+    if not hung and late < engines.keys() and LEARNER not in failure.waiting_for:
+        hung = late  # all others are done
+    return {name: EngineDied(f"it hangs: {failure}") for name in hung}
 
 
 async def _until_somebody(sync: WeightSync, router: Router) -> None:

@@ -61,6 +61,9 @@ class PlacementConfig:
     roles: dict[str, RoleConfig] = field(default_factory=dict)
 
 
+LEAST_CALL_TIMEOUT_S = 60.0  # an engine that has no news says so every COLLECT_S (engine_host.py)
+
+
 @dataclass(frozen=True)
 class ClusterConfig:
     """What the processes run on. `address` joins a running Ray cluster; without one, Ray starts on this machine."""
@@ -68,6 +71,9 @@ class ClusterConfig:
     kind: str = "ray"
     address: str | None = None
     start_timeout_s: float = 60.0  # until pools are reserved and processes are up, models not counted
+    call_timeout_s: float = (
+        300.0  # of a call to a process; 6 times that where it works, 12 times where it loads or saves
+    )
     object_store_mb: int = 256  # of a Ray started here
     packages: list[str] = field(default_factory=list)  # sent to the workers of a joined cluster
 
@@ -76,6 +82,8 @@ class ClusterConfig:
             raise ValueError(f"kind: unknown cluster {self.kind!r}; known: ray, inprocess")
         if not self.start_timeout_s > 0:
             raise ValueError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
+        if not self.call_timeout_s >= LEAST_CALL_TIMEOUT_S:
+            raise ValueError(f"call_timeout_s: must be at least {LEAST_CALL_TIMEOUT_S:g}, got {self.call_timeout_s}")
         if self.object_store_mb < 80:
             raise ValueError(f"object_store_mb: Ray needs at least 80, got {self.object_store_mb}")
 

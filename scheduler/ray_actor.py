@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from models.types import WeightBucket
 from scheduler.actors import ActorDied, Closable, MemberFactory, free_port
+from scheduler.call_limits import CallLimits
 from scheduler.line import Line, LineBroken, LineEnd, RemoteTraceback
 from scheduler.placement import Seat
 
@@ -88,8 +89,9 @@ class BucketStore:
 class RayActor:
     """One actor on its seat: calls it, and says why it died."""
 
-    def __init__(self, seat: Seat, handle: ActorHandle, store: BucketStore) -> None:
+    def __init__(self, seat: Seat, handle: ActorHandle, store: BucketStore, limits: CallLimits) -> None:
         self.name = seat.name
+        self._limits = limits
         self.process_id = 0
         self._handle = handle
         self._store = store
@@ -103,6 +105,18 @@ class RayActor:
             log.warning("%s: calls go by Ray, no socket could be had: %s", self.name, error)
 
     async def call(self, method: str, *args: object) -> object:
+        """Raises what the method raised, or ActorDied. A process that doesn't answer in time is ended: it counts as
+        dead."""
+        try:
+            async with asyncio.timeout(self._limits.of(method, args)) as limit:
+                return await self._call(method, *args)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self.kill()
+            raise ActorDied(self.name, self._limits.words(method, args)) from None
+
+    async def _call(self, method: str, *args: object) -> object:
         if self._line is None or any(isinstance(arg, ray.ObjectRef) for arg in args):  # those are Ray's to fetch
             return await self._call_by_ray(method, *args)
         try:

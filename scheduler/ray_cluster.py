@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from models.types import Engine
 from scheduler.actors import LOOPBACK, ActorGroup, EngineFactory, MemberFactory
+from scheduler.call_limits import CallLimits
 from scheduler.engine_host import EngineHost
 from scheduler.placement import ClusterConfig, Placement, Seat, check_capacity
 from scheduler.ray_actor import BucketStore, MemberHost, RayActor, first_cause
@@ -199,7 +200,7 @@ class RayCluster:
             )
             .remote(),
         )
-        return RayActor(seat, handle, self._store)
+        return RayActor(seat, handle, self._store, CallLimits(call_timeout_s=self._config.call_timeout_s))
 
 
 async def _meeting_place(ranks: Sequence[RayActor]) -> str:

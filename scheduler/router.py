@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -16,6 +17,7 @@ from models.types import (
     Completion,
     Engine,
     EngineDied,
+    EngineRefused,
     GroupLink,
     RequestContext,
     SamplingParams,
@@ -36,18 +38,28 @@ def ignore_change() -> None:
     """The default for `on_change`: nobody listens."""
 
 
+NOBODY = "health look"  # no request has this id: an abort of it reaches a living engine, and changes nothing
+
+
+class RequestKillsEngines(EngineRefused):
+    """Several engines died, one after the other, while they served the same request."""
+
+
 OnDeath = Callable[[str, EngineDied], bool]  # hears of a dead engine by name; says whether it will be replaced
 
 
 class Router:
     """Sends each request to one engine. A dead engine is never asked again; its requests are drawn anew elsewhere,
-    under the same request_id and seed.
+    under the same request_id and seed. A request with which too many engines died is refused: it may have killed them.
 
     continuation: how requests go on elsewhere with the tokens they have; without one they stay where they are.
     on_change: hears that somebody waits for an engine, that one died, or that one has no request any more.
+    on_kills: hears, of each engine that died with a request that is refused for it, the name: once a death.
     """
 
     on_death: OnDeath | None = None
+    on_kills: Callable[[str], None] | None = None
+    max_deaths_per_request = 2
 
     def __init__(
         self,
@@ -68,6 +80,9 @@ class Router:
         self._continuation = continuation
         self._where: dict[str, str] = {}  # request_id -> engine
         self._deaths: list[str] = []
+        self._blamed: set[int] = set()  # of these, by place: on requests
+        self._waits: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)  # for answers of engines
+        self._heard_s: dict[str, float] = {}  # when an engine last answered a request, or began to
         self._coming: set[str] = set()  # those that will be replaced
         self._emptied = asyncio.Event()  # an engine has no request any more
         self._change = asyncio.Event()  # somebody came, or won't come any more
@@ -86,6 +101,10 @@ class Router:
     def in_use(self) -> Mapping[str, Engine]:
         """Those that serve, and those that rest once their last requests have ended: they need new weights."""
         return {name: engine for name, engine in self._alive.items() if name in self._serving or self.load[name]}
+
+    def heard_s(self, name: str) -> float:
+        """When an engine of this name last answered a request, or began to, on the loop's clock."""
+        return self._heard_s.get(name, -math.inf)
 
     def admit(self, name: str, engine: Engine) -> None:
         """A new engine lives from now on, and serves unless it is to rest."""
@@ -144,7 +163,8 @@ class Router:
         await asyncio.gather(*(self.hand_over(name, surplus) for name, surplus in over.items() if surplus > 0))
 
     def bury(self, name: str, engine: Engine, death: EngineDied) -> None:
-        """An engine is dead. Many may notice: the first call counts, and none of them harms who came in its place."""
+        """An engine is dead, or as good as dead: whoever waits for its answer waits no more. Many may notice: the first
+        call counts, and none of them harms who came in its place."""
         if self._alive.get(name) is not engine:
             return
         del self._alive[name]
@@ -152,6 +172,8 @@ class Router:
         self._concurrency.forget(name)
         self._deaths.append(f"{name}: {death}")
         now_s = asyncio.get_running_loop().time()
+        for wait in self._waits.pop(name, ()):
+            wait.reschedule(now_s)
         self._events.span(name, "died", now_s, now_s, cause=str(death))
         if self.on_death is not None and self.on_death(name, death):
             self._coming.add(name)
@@ -185,16 +207,25 @@ class Router:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        """Raises EngineDied only when no engine is left, and none will come."""
+        """Raises EngineDied only when no engine is left, and none will come; RequestKillsEngines where
+        `max_deaths_per_request` died with this one."""
         once, begun = _Once(on_first_token), Begun(tuple(prompt_ids), params)
+        deaths: list[int] = []  # by their place in `_deaths`
         while True:
             among = await self._until_room(context.priority)
             name, expected = self._place(among, begun, context.group_id)
-            engine = self._serving[name]
+            engine, served = self._serving[name], False
             try:
+                if deaths:
+                    await engine.abort(NOBODY)  # dead already, it isn't this request that kills it
+                served = True
                 part, moving = await self._generate_on(name, engine, begun, context, once)
             except EngineDied as death:
                 self.bury(name, engine, death)
+                if served:
+                    deaths.append(self._last_death_of(name))
+                if len(deaths) >= self.max_deaths_per_request and (self._alive or self._coming):
+                    raise self._refusal(context.request_id, deaths) from death
                 continue
             finally:
                 self._work.give_back(name, expected)
@@ -250,6 +281,21 @@ class Router:
             except EngineDied as death:
                 self.bury(name, engine, death)
 
+    def _last_death_of(self, name: str) -> int:
+        return max(place for place, told in enumerate(self._deaths) if told.startswith(f"{name}: "))
+
+    def _refusal(self, request_id: str, deaths: Sequence[int]) -> RequestKillsEngines:
+        """These deaths are put down to the request; others that it took along may be blamed for the same ones."""
+        names = [self._deaths[place].partition(": ")[0] for place in deaths]
+        for place, name in zip(deaths, names, strict=True):
+            if place not in self._blamed and self.on_kills is not None:
+                self.on_kills(name)
+            self._blamed.add(place)
+        last = self._deaths[deaths[-1]]
+        return RequestKillsEngines(
+            f"{request_id} killed {len(names)} engines: {', '.join(names)}; the last one: {last}"
+        )
+
     def _serve(self, name: str, engine: Engine) -> None:
         self._serving[name] = engine
         self._work.came(name)
@@ -290,13 +336,23 @@ class Router:
 
         def on_first_token() -> None:
             self.load.began(name, ask)
+            self._heard_s[name] = asyncio.get_running_loop().time()
             once()
 
+        told = replace(context, num_sampled=begun.num_sampled) if begun.num_sampled else context
+        waits = self._waits[name]
         try:
-            told = replace(context, num_sampled=begun.num_sampled) if begun.num_sampled else context
-            part = await engine.generate(begun.prompt_ids, begun.params, told, on_first_token)
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                part = await engine.generate(begun.prompt_ids, begun.params, told, on_first_token)
             num_tokens = part.num_tokens
+            self._heard_s[name] = asyncio.get_running_loop().time()
+        except TimeoutError as error:
+            if wait.expired():
+                raise EngineDied(self._deaths[self._last_death_of(name)].partition(": ")[2]) from error
+            raise
         finally:
+            waits.discard(wait)
             self.load.ended(name, ask, num_tokens)
             self._where.pop(context.request_id, None)
             if not self.load[name]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grmpipe.checks.deadlines import check_deadlines
 from grmpipe.checks.engines import check_options
 from grmpipe.checks.seats import seats_of
 from grmpipe.checks.sections import section
@@ -16,6 +17,7 @@ def seat_roles(config: RunConfig) -> Placement:
     """Every role on its slots, whatever this machine has."""
     placement = seats_of(config)
     check_options(config, placement)
+    check_deadlines(config)
     check_one_engine(config, placement)
     if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
         with section(""):

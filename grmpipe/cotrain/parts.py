@@ -130,6 +130,9 @@ def grm_flow(config: RunConfig) -> FlowConfig:
         judge_width=config.judge.width,
         seed=config.seed,
         group_prefix="lesson",
+        rollout_max_failure_rate=config.rollout.max_failure_rate,
+        rollout_failure_window=config.rollout.failure_window,
+        rollout_pause_s=config.rollout.pause_s,
         max_no_signal_groups=int(config.cotrain.max_resampled_batches * train.groups_per_batch),
     )
 

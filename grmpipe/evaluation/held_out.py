@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from grmpipe.judge.hearing import judge_alone
 from grmpipe.judge.rule import Rule
-from grmpipe.rollout.play import Play, Seat
+from grmpipe.rollout.play import Play, RolloutAborted, Seat
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
@@ -72,7 +72,7 @@ class Evaluator:
         seat = Seat(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
         try:
             return await play(seat, prompt, ignore_first_token)
-        except EngineRefused as error:
+        except (EngineRefused, RolloutAborted) as error:
             log.warning("held-out prompt %s could not be played: %s", prompt.prompt_id, error)
             return None
 

@@ -1,24 +1,36 @@
-"""Decides when judging pauses, stops, or deserves distrust. Pure: fed with verdicts and times, holds no clock."""
+"""Decides when work pauses or stops for its failures, and when a judge deserves distrust. Pure: holds no clock."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from typing import Literal
 
-from grmpipe.types import Cause, Failed, Verdict
+from grmpipe.types import Cause, Failed
 
 GateState = Literal["open", "paused", "stopped"]
 ROUNDING = 1e-9  # 5.3 - 4.3 is a rise of 1.0
 
 
 class FailureGate:
-    """open -> paused -> open again -> stopped, by the share of failed verdicts in a sliding window.
+    """open -> paused -> open again -> stopped, by the share of failures in a sliding window.
 
-    The gate acts once a quarter of the window was seen. After the pause it opens with an empty window: the judge gets
-    one more chance. A whole window below the rate earns it another one.
+    The gate acts once a quarter of the window was seen. After the pause it opens with an empty window: who failed gets
+    one more chance. A whole window below the rate earns another one.
+
+    counted: what has failed or not, in the plural. key: of the configuration, that sets the rate.
     """
 
-    def __init__(self, *, max_failure_rate: float, window: int, pause_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_failure_rate: float,
+        window: int,
+        pause_s: float,
+        counted: str = "verdicts",
+        key: str = "judge.max_failure_rate",
+    ) -> None:
+        self._counted = counted
+        self._key = key
         self._max_failure_rate = max_failure_rate
         self._window = window
         self._pause_s = pause_s
@@ -41,14 +53,15 @@ class FailureGate:
         """What is left of the pause; 0 when judging may go on, and when it never will."""
         return self._paused_until_s - now_s if self.state(now_s) == "paused" else 0.0
 
-    def record(self, verdict: Verdict | Failed, now_s: float) -> None:
-        """Verdicts that arrive in a pause were asked for before it: they say nothing about the judge after it."""
+    def record(self, result: object, now_s: float) -> None:
+        """A Failed, or what else there is: a success. What arrives in a pause was begun before it, and says nothing
+        about the time after it."""
         if self.state(now_s) != "open":
             return
-        self._recent.append(verdict.cause if isinstance(verdict, Failed) else None)
+        self._recent.append(result.cause if isinstance(result, Failed) else None)
         self._num_since_opening += 1
-        if isinstance(verdict, Failed):
-            self._last_detail = verdict.detail
+        if isinstance(result, Failed):
+            self._last_detail = result.detail
         if self._exceeds():
             self._close(now_s)
         elif self._num_since_opening >= self._window:
@@ -85,8 +98,8 @@ class FailureGate:
         causes = ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
         again = f", again after a pause of {self._pause_s:g} s" if self._warned else ""
         return (
-            f"{num_failed} of the last {num_seen} verdicts failed ({num_failed / num_seen:.0%}; "
-            f"judge.max_failure_rate={self._max_failure_rate:g}){again}: {causes}"
+            f"{num_failed} of the last {num_seen} {self._counted} failed ({num_failed / num_seen:.0%}; "
+            f"{self._key}={self._max_failure_rate:g}){again}: {causes}"
             + (f"; the last one: {self._last_detail}" if self._last_detail else "")
         )
 

@@ -135,9 +135,9 @@ def load_verdicts(
     return read_records(path, decode_judged, run_id=run_id, since=since)
 
 
-def load_group_ends(path: Path) -> Iterator[GroupEnd]:
+def load_group_ends(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[GroupEnd]:
     """In the order they ended. After a resume, what was trained beyond the cut is void: the later line holds."""
-    return read_records(path, lambda record: GroupEnd(**record))
+    return read_records(path, lambda record: GroupEnd(**record), run_id=run_id, since=since)
 
 
 def decode_judged(record: Record) -> tuple[tuple[str, int], JudgeReport]:

@@ -26,6 +26,7 @@ class Group:
         self.min_valid_siblings = min_valid_siblings
         self.state: State = "open"
         self.cause = ""  # of a failed group
+        self.detail = ""  # what was said of it
         self._rollouts: dict[int, Rollout] = {}
         self._verdicts: dict[int, Verdict | Failed] = {}
 
@@ -60,17 +61,20 @@ class Group:
         self._verdicts.clear()
         return num_void
 
-    def fail(self, cause: str) -> None:
+    def fail(self, cause: str, detail: str = "") -> None:
         """End the group: a rollout is missing, or the run gave up on it."""
         if self.state == "open":
-            self.state, self.cause = "failed", cause
+            self.state, self.cause, self.detail = "failed", cause, detail
 
-    def expire(self) -> None:
-        """The deadline has passed: missing verdicts become timeouts, a missing rollout fails the group."""
-        if self.missing_rollouts():
-            self.fail("rollout_timeout")
-        for sibling in self.missing_verdicts():
-            self.add_verdict(sibling, Failed(stage="judge", cause="timeout", attempts=1, detail="group deadline"))
+    def expire(self) -> list[Failed]:
+        """The deadline has passed: missing verdicts become timeouts, a missing rollout fails the group.
+
+        Returns the timeouts: none where a rollout is missing, which is no fault of the judge."""
+        if missing := self.missing_rollouts():
+            siblings = ", ".join(map(str, missing))
+            self.fail("rollout_timeout", f"no rollout by the group deadline of {self.group_id}'s siblings {siblings}")
+        late = Failed(stage="judge", cause="timeout", attempts=1, detail="no verdict by the group deadline")
+        return [late for sibling in self.missing_verdicts() if self.add_verdict(sibling, late)]
 
     def rollout_of(self, sibling: int) -> Rollout:
         return self._rollouts[sibling]

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from grmpipe.types import Env, Prompt, Rollout, Turn
-from models.types import Engine, Message, RequestContext, SamplingParams, ignore_first_token
+from models.types import Engine, EngineDied, Message, RequestContext, SamplingParams, ignore_first_token
+
+
+class RolloutAborted(EngineDied):
+    """A request was ended before the policy had ended its turn: there is no such rollout."""
 
 
 class Renderer(Protocol):
@@ -45,7 +49,7 @@ async def play(
     max_turns: int,
     on_first_token: Callable[[], None] = ignore_first_token,
 ) -> Rollout:
-    """One rollout. Raises EngineRefused or EngineDied, and what the env raises."""
+    """One rollout. Raises EngineRefused, RolloutAborted or EngineDied, and what the env raises."""
     prompt_ids = renderer.render(env.start())
     turns: list[Turn] = []
     while True:
@@ -58,6 +62,8 @@ async def play(
         completion = await policy.generate(
             prompt_ids, replace(params, seed=seat.seed + len(turns)), context, on_first_token
         )
+        if completion.finish_reason == "abort":
+            raise RolloutAborted(f"the request {context.request_id} was aborted")
         replies = await env.step(completion.text)
         turns.append(Turn(prompt_ids=prompt_ids, completion=completion, replies=replies))
         cut = completion.finish_reason != "stop" or (bool(replies) and len(turns) == max_turns)

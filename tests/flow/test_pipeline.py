@@ -27,6 +27,7 @@ from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.watch import FailureGate
 from grmpipe.pipeline import Pipeline
+from grmpipe.policy_fitness import PolicyUnfit
 from grmpipe.rollout.play import Seat, play
 from grmpipe.types import (
     Failed,
@@ -43,7 +44,7 @@ from grmpipe.waits import WaitTimes
 from models.engines.openai import OpenAIEngine
 from models.engines.simulated import Script, SimulatedEngine
 from models.settings import OpenAIConfig
-from models.types import Engine, EngineDied, Message, RequestContext, SamplingParams
+from models.types import Engine, EngineDied, EngineRefused, Message, RequestContext, SamplingParams
 from scheduler.events import NoEvents
 from scheduler.health import HealthConfig, RoleHealth
 from scheduler.rate_limits import RateLimits
@@ -376,6 +377,26 @@ def test_judging_pauses_above_the_failure_rate_and_then_the_run_stops_with_the_c
     assert bench.trainer.steps == []
 
 
+def test_a_judge_that_goes_silent_pauses_judging_and_then_stops_the_run_with_the_cause() -> None:
+    """It has no time limit of its own: the deadlines of groups end its verdicts."""
+    bench = Bench(flow(), judge=Judge(delay=lambda rollout: 1e9), max_failure_rate=0.2)
+    with pytest.raises(JudgeUnfit, match=r"again after a pause of 5 s: \d+ timeout; the last one: .*group deadline"):
+        bench.run()
+    assert max(bench.judge.began) < 100  # two deadlines of 10 s and a pause
+    assert bench.trainer.steps == []
+
+
+def test_verdicts_that_a_missing_rollout_ended_say_nothing_of_the_judge() -> None:
+    lost = {f"g{draw:06d}/1/t0" for draw in range(8)}
+    bench = Bench(
+        flow(),
+        judge=Judge(delay=lambda rollout: 1e9 if f"{rollout.group_id}/1/t0" in lost else 0.1),
+        lengths=lambda context: 10**6 if context.request_id in lost else 10,
+        max_failure_rate=0.2,
+    )
+    assert bench.run().admission.dropped == {"rollout_timeout": 8}
+
+
 def test_a_judge_that_recovers_in_the_pause_goes_on() -> None:
     lost = Failed(stage="judge", cause="timeout", attempts=1)
 
@@ -384,6 +405,71 @@ def test_a_judge_that_recovers_in_the_pause_goes_on() -> None:
 
     bench = Bench(flow(), judge=Judge(mishap=mishap), max_failure_rate=0.2)
     assert bench.run().version == 6
+
+
+def refusing_all(context: RequestContext) -> int:
+    raise EngineRefused("HTTP 400: unknown field top_n")
+
+
+def hanging(context: RequestContext) -> int:
+    return 10**7
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"), [(refusing_all, "8 refused; .*top_n"), (hanging, "8 timeout; .*0, 1, 2, 3")]
+)
+def test_a_policy_that_brings_no_rollout_pauses_and_then_stops_the_run_with_the_last_words(
+    lengths: Callable[[RequestContext], int], words: str
+) -> None:
+    bench = Bench(flow(rollout_max_failure_rate=0.5, rollout_pause_s=5.0), lengths=lengths)
+    with pytest.raises(PolicyUnfit, match=rf"rollout\.max_failure_rate=0\.5\), again after a pause of 5 s: {words}"):
+        bench.run()
+    assert len(bench.journal.ends) < 40
+
+
+def test_a_policy_that_recovers_in_the_pause_goes_on() -> None:
+    def lengths(context: RequestContext) -> int:
+        return 20 if asyncio.get_running_loop().time() > 3.0 else refusing_all(context)
+
+    bench = Bench(flow(rollout_max_failure_rate=0.5, rollout_pause_s=5.0), lengths=lengths)
+    ledger = bench.run().admission
+    assert (ledger.trained, ledger.dropped) == (24, {"rollout_refused": 8})
+
+
+def test_a_group_whose_request_kills_engines_is_dropped_by_cause_and_never_asked_for_on_resume() -> None:
+    def poisonous(bench: Bench) -> Callable[[RequestContext], int]:
+        def lengths(context: RequestContext) -> int:
+            if context.request_id == "g000002/1/t0":
+                engine = bench.policy.alive[bench.policy._where[context.request_id]]
+                asyncio.get_running_loop().call_soon(engine.die, "illegal memory access")  # type: ignore[attr-defined]
+            return 20
+
+        return lengths
+
+    struck = Bench(flow(), num_engines=3)
+    struck.lengths = poisonous(struck)
+    ledger = struck.run().admission
+    assert ledger.dropped["rollout_killed_engines"] >= 1
+    assert struck.journal.ends["g000002"] == "rollout_killed_engines"
+    cut = Cut(next_draw=3, in_flight={2: "g000002"})
+    resumed = Bench(flow(), cut=cut, kept={2: Kept(group_id="g000002", killed_engines=True)})
+    asked: list[str] = []
+    resumed.lengths = lambda context: asked.append(context.group_id) or 20
+    assert resumed.run().admission.dropped == {"rollout_killed_engines": 1}
+    assert "g000002" not in asked
+
+
+def test_an_aborted_rollout_drops_its_group_by_cause_and_is_not_judged() -> None:
+    bench = Bench(flow(), lengths=lambda context: 1000 if context.request_id == "g000001/2/t0" else 20)
+
+    async def abort_one() -> Pipeline:
+        bench.pipeline = bench.build()
+        asyncio.get_running_loop().call_later(1.0, lambda: asyncio.ensure_future(bench.policy.abort("g000001/2/t0")))
+        await bench.pipeline.run()
+        return bench.pipeline
+
+    assert on_virtual_clock(abort_one).admission.dropped == {"rollout_died": 1}
+    assert ("g000001", 2) not in bench.journal.verdicts
 
 
 def test_a_run_ends_when_the_prompts_do_and_says_what_became_of_each() -> None:

@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 import launch as entry  # noqa: F401  registers the schema
+from grmpipe.checks.deadlines import check_deadlines
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import build, from_values, read_yaml, to_yaml
 from grmpipe.config_words import explain, known_keys, unknown_key
@@ -133,6 +134,28 @@ def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
     )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert read_yaml(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("kind", ["judge", "experiment"])
+def test_a_judgement_of_every_shipped_recipe_times_out_before_its_group(conf: None, kind: str) -> None:
+    for path in sorted((ROOT / "conf" / kind).glob("*.yaml")):
+        chosen = f"judge={path.stem}" if kind == "judge" else f"+experiment={path.stem}"
+        config = build(compose("config", [chosen, "data.path=prompts.jsonl"]))
+        check_deadlines(config)
+        assert config.judge.timeout_s < config.rollout.group_deadline_s, path
+
+
+def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys() -> None:
+    slow = {"judge": {"timeout_s": 300.0}, "rollout": {"group_deadline_s": 300.0}}
+    with pytest.raises(ConfigError, match=r"^judge\.timeout_s: 300 s .* type rollout\.group_deadline_s=306\.4 or more"):
+        check_deadlines(from_values(RunConfig, slow))
+    check_deadlines(from_values(RunConfig, {**slow, "judge": {"timeout_s": 300.0, "kind": "rule"}}))
+
+
+def test_a_run_of_other_deadlines_is_resumed() -> None:
+    """It was begun with those of another release, say."""
+    old = from_values(RunConfig, {"judge": {"timeout_s": 120.0}, "rollout": {"group_deadline_s": 120.0}})
+    assert changed_keys(old, RunConfig()) == []
 
 
 def test_only_keys_that_change_the_training_forbid_a_resume() -> None:

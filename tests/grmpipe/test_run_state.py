@@ -58,6 +58,17 @@ def test_a_run_state_survives_its_file() -> None:
     assert RunState.from_json(state().to_json()) == state()
 
 
+def test_a_group_whose_requests_killed_engines_is_not_asked_for_again(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.rollout(2, PROMPT, rollout("g000002", 0, 1))
+    recorder.group_ended("g000000", 0, "p", "dropped", cause="rollout_killed_engines")  # before the cut
+    for draw, cause in ((1, "rollout_refused"), (2, "rollout_killed_engines"), (3, "rollout_killed_engines")):
+        recorder.group_ended(f"g00000{draw}", draw, "p", "dropped", cause=cause)
+    recorder.close()
+    kept = find_kept(tmp_path, state().cut, Drawn())
+    assert {draw: work.killed_engines for draw, work in kept.items()} == {2: True, 3: True}
+
+
 def test_rollouts_up_to_the_cut_are_kept_with_their_verdicts(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
     for sibling in (0, 1):

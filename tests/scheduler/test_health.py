@@ -31,7 +31,7 @@ from models.types import (
 )
 from scheduler.clock import ActiveClock
 from scheduler.health import HealthConfig, RoleHealth, State, need_no_weights, push_to_living
-from scheduler.router import Router
+from scheduler.router import RequestKillsEngines, Router
 from scheduler.supervise import run_until
 from scheduler.weight_checks import WeightMismatch
 from scheduler.weight_push import SyncConfig, WeightSyncTimeout
@@ -146,8 +146,17 @@ class Spans:
 class Role:
     """A role with its engines, its health and, for a policy, its learner; starting an engine takes 5 s."""
 
-    def __init__(self, engines: int = 2, *, policy: bool = True, start_s: float = 5.0, **config: float) -> None:
-        self.engines = {f"policy-{n}": Fragile() for n in range(engines)}
+    def __init__(
+        self,
+        engines: int = 2,
+        *,
+        policy: bool = True,
+        start_s: float = 5.0,
+        make: Callable[[], Fragile] = Fragile,
+        **config: float,
+    ) -> None:
+        self.make = make
+        self.engines = {f"policy-{n}": make() for n in range(engines)}
         self.spans = Spans()
         self.router = Router("policy", self.engines, self.spans)
         self.learner = Learner()
@@ -165,7 +174,7 @@ class Role:
 
     async def restart(self, name: str) -> Engine:
         await asyncio.sleep(self.start_s)
-        engine = Fragile()
+        engine = self.make()
         fault = self.next_fault.pop(0) if self.next_fault else None
         if isinstance(fault, Exception):
             raise fault
@@ -266,6 +275,140 @@ def test_late_news_of_an_old_death_does_not_harm_who_came_in_its_place() -> None
         assert role.health.num_replaced == 1
 
     play(lambda: Role(1, policy=False), scene)
+
+
+# -- engines that hang ---------------------------------------------------------------------------------------------
+
+
+class Stoppable(Fragile):
+    """Once stopped, as by SIGSTOP, it answers nothing any more; `deaf` alone, it still works."""
+
+    stopped = deaf = False
+
+    async def generate(self, *args, **kwargs) -> Completion:  # type: ignore[no-untyped-def,override]
+        completion = await super().generate(*args, **kwargs)
+        return await asyncio.Event().wait() if self.stopped else completion  # type: ignore[return-value]
+
+    async def abort(self, request_id: str) -> None:
+        if self.stopped or self.deaf:
+            await asyncio.Event().wait()
+        await super().abort(request_id)
+
+    async def pause(self) -> None:
+        if self.stopped:
+            await asyncio.Event().wait()
+        await super().pause()
+
+
+def test_an_engine_that_hangs_is_replaced_and_its_requests_are_answered_elsewhere() -> None:
+    async def scene(role: Role) -> None:
+        role.engines["policy-0"].stopped = True  # type: ignore[attr-defined]
+        answers = await asyncio.gather(*(role.ask(number) for number in range(8)))
+        assert [answer.token_ids for answer in answers] == [expected(number) for number in range(8)]
+        assert 60 <= asyncio.get_running_loop().time() < 60 + 3 * 10
+        await asyncio.sleep(10)
+        assert role.health.num_replaced == 1
+
+    play(lambda: Role(2, policy=False, make=Stoppable, hung_after_s=60), scene)
+
+
+def test_an_engine_that_answers_requests_does_not_hang() -> None:
+    async def scene(role: Role) -> None:
+        role.engines["policy-0"].deaf = True  # type: ignore[attr-defined]
+        for number in range(40):
+            await role.ask(number)
+            await asyncio.sleep(10)
+        assert role.health.num_replaced == 0
+
+    play(lambda: Role(1, policy=False, make=Stoppable, hung_after_s=60), scene)
+
+
+def test_a_push_that_an_engine_hangs_in_buries_it_and_starts_over() -> None:
+    async def scene(role: Role) -> None:
+        role.engines["policy-0"].stopped = True  # type: ignore[attr-defined]
+        await role.push(3)
+        assert role.engines["policy-1"].version == 3
+        await asyncio.sleep(30)
+        assert (await role.ask(1)).versions[0].version == 3
+        assert [engine.version for engine in role.engines.values()] == [3, 3]
+
+    play(lambda: Role(2, make=Stoppable), scene)
+
+
+def test_an_engine_that_alone_does_not_finish_a_push_is_replaced() -> None:
+    """It answers looks: only its loading hangs."""
+
+    async def scene(role: Role) -> None:
+        role.engines["policy-0"].hangs_on = "load"
+        await role.push(3)
+        await asyncio.sleep(30)
+        assert [engine.version for engine in role.engines.values()] == [3, 3]
+
+    play(lambda: Role(2), scene)
+
+
+# -- requests that kill --------------------------------------------------------------------------------------------
+
+
+class Mortal(Fragile):
+    """Dies of a request with the seed 666, as of a kernel that fails on one length."""
+
+    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        if params.seed == 666 and self.gone is None:
+            asyncio.get_running_loop().call_later(0.1, self.die, "illegal memory access")
+        return super()._write(ids, params, context)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 8])
+def test_a_request_that_killed_two_engines_is_refused_and_asked_no_more(num_engines: int) -> None:
+    async def scene(role: Role) -> None:
+        with pytest.raises(
+            RequestKillsEngines, match=r"killed 2 engines: policy-\d, policy-\d; .*illegal memory access"
+        ):
+            await role.ask(666)
+        await asyncio.sleep(60)
+        assert role.health.num_replaced == 2
+        assert len(role.router.alive) == num_engines
+        assert (await role.ask(1)).token_ids == expected(1)
+
+    play(lambda: Role(num_engines, policy=False, make=Mortal), scene)
+
+
+def test_deaths_by_such_requests_use_up_no_replacements() -> None:
+    async def scene(role: Role) -> None:
+        for _ in range(5):
+            with pytest.raises(RequestKillsEngines):
+                await role.ask(666)
+            await asyncio.sleep(10)
+        assert role.health.num_replaced == 10
+        assert (await role.ask(1)).token_ids == expected(1)
+
+    play(lambda: Role(2, policy=False, make=Mortal), scene)
+
+
+def test_engines_that_were_dead_before_a_request_came_were_not_killed_by_it() -> None:
+    async def scene(role: Role) -> None:
+        for engine in role.engines.values():
+            engine.gone = "the machine is gone"  # nobody has noticed
+        assert (await role.ask(1)).token_ids == expected(1)
+
+    play(lambda: Role(4, policy=False), scene)
+
+
+def test_each_engine_has_its_replacements_and_gets_them_anew_after_an_hour() -> None:
+    async def scene(role: Role) -> None:
+        for _ in range(3):
+            for engine in list(role.engines.values()):
+                engine.die("worn out")
+            assert (await role.ask(1)).token_ids == expected(1)
+            await asyncio.sleep(3600)
+        for _ in range(2):
+            role.engines["policy-0"].die("worn out")
+            await asyncio.sleep(30)
+        assert role.health.states == {"policy-0": State.LOST, "policy-1": State.HEALTHY}
+        assert role.health.num_replaced == 7
+
+    play(lambda: Role(2, policy=False, max_replacements=1), scene)
 
 
 # -- exhaustion ----------------------------------------------------------------------------------------------------
@@ -432,9 +575,10 @@ def test_a_dead_engine_that_only_fell_silent_is_found_out_at_the_deadline() -> N
     play(lambda: Role(2, check_every_s=1e6), scene)
 
 
-def test_an_engine_that_lives_and_does_not_answer_stops_the_run() -> None:
+def test_a_push_that_no_engine_finishes_stops_the_run_while_they_live() -> None:
     async def scene(role: Role) -> None:
-        role.engines["policy-0"].hangs_on = "load"
+        for engine in role.engines.values():
+            engine.hangs_on = "load"
         await role.push(1)
 
     with pytest.raises(WeightSyncTimeout, match=r"policy-0 to load bucket 0 \(layers\.0\)"):
@@ -537,10 +681,14 @@ def test_chaos_every_request_is_answered_once_as_without_deaths_and_never_by_sta
         assert role.health.num_replaced > 3
         assert all(engine.version == 20 for engine in role.router.alive.values())  # type: ignore[attr-defined]
 
-    play(lambda: Role(1 + seed % 3, max_replacements=10**6, check_every_s=4.0), scene)
+    often = {"max_replacements": 10**6, "max_deaths_per_request": 10**6}
+    play(lambda: Role(1 + seed % 3, check_every_s=4.0, **often), scene)
 
 
-@pytest.mark.parametrize(("key", "value"), [("max_replacements", -1), ("check_every_s", 0), ("start_deadline_s", 0)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("max_replacements", -1), ("max_deaths_per_request", 0), ("check_every_s", 0), ("start_deadline_s", 0)],
+)
 def test_a_bad_value_names_its_key(key: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"^{key}: "):
         HealthConfig(**{key: value})  # type: ignore[arg-type]

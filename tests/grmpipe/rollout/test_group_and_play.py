@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from grmpipe.rollout.group import Group
-from grmpipe.rollout.play import Seat, play
+from grmpipe.rollout.play import RolloutAborted, Seat, play
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.types import Failed, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.engines.simulated import Script, SimulatedEngine
@@ -141,3 +141,10 @@ def test_max_tokens_and_max_turns_cut_a_rollout() -> None:
     assert played(Tape(), max_turns=1).status == "finished"
     assert played(Tape("more"), max_turns=1).status == "cut"
     assert played(Tape(), max_turns=1, finish_reason="length").status == "cut"
+
+
+def test_an_aborted_request_is_no_rollout() -> None:
+    env = Tape("more")
+    with pytest.raises(RolloutAborted, match="request g/1/t0 was aborted"):
+        played(env, max_turns=2, finish_reason="abort")
+    assert env.heard == []
