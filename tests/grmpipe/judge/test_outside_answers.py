@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from grmpipe.judge.asking import Asker, Question
 from grmpipe.judge.grm import GrmOutside
+from grmpipe.judge.markup import Markup
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.types import Failed, Judgement
 from models.engines.openai import OpenAIEngine
@@ -55,7 +56,7 @@ def answered_after_a_good_one(response: httpx.Response) -> Judgement | Failed:
         limits = RateLimits(requests_per_minute=100_000, tokens_per_minute=1_000_000)
         transport = httpx.MockTransport(lambda request: answers.pop() if answers else response)
         engine = OpenAIEngine("judge", "grm", OpenAIConfig(api_key_env=""), transport, limits)
-        grm = GrmOutside("grm", engine, 0, NoEvents())
+        grm = GrmOutside("grm", engine, 0, NoEvents(), Markup(()))
         asker = Asker(grm, JudgeConfig(reasks=0, timeout_s=600), seed=1)
         question = Question(group_id="g", name="g/0", siblings=(0,), num_scores=1, prompt=grm.prompt("Q: 1 + 1?"))
         last: list[Judgement | Failed] = []
