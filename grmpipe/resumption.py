@@ -17,7 +17,7 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 # But not, of engines, what decides which prompts fit, or may make another model of the same files.
 ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
-BOUND_ON_RESUME = ("max_context_tokens", "options", "extra_body")
+BOUND_ON_RESUME = ("max_context_tokens", "options", "extra_body", "chat_markup")
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:

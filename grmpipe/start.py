@@ -16,6 +16,7 @@ from grmpipe.critic.parts import start_critic
 from grmpipe.elastic import Served, elastic_pools, start_routers
 from grmpipe.engines import device_of, engine_config_of, sync_config_of, tensor_parallel_of
 from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
+from grmpipe.judge.markup import Markup
 from grmpipe.kinds import CLUSTERS, JUDGES
 from grmpipe.meta.model import guide_of, start_scorers
 from grmpipe.prepare import Prepared
@@ -206,7 +207,9 @@ def grm_of(
 ) -> Grm | None:
     """What a generative judge asks; None where no model judges. `clock` times the answers of one that is here."""
     if outside is not None:
-        return GrmOutside("grm", outside, window_of("grm", prepared.config, 0), events)
+        options = engine_config_of("grm", prepared.config)
+        assert isinstance(options, OpenAIConfig)
+        return GrmOutside("grm", outside, window_of("grm", prepared.config, 0), events, Markup(options.chat_markup))
     if here is None or (model := prepared.grm) is None:
         return None
     return GrmHere(model.name, here, model.renderer, model.context_tokens, clock)

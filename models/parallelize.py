@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models.causal_lm import load_causal_lm, outline_causal_lm
+from models.rendezvous import gloo_listening_towards, store_at
 from models.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # ranks wait this long for the first to read a large checkpoint
@@ -60,10 +63,24 @@ def join_ranks(rank: int, world_size: int, init_method: str | None, device: torc
             raise ValueError(
                 f"init_method: {world_size} ranks need an address to meet at, such as tcp://127.0.0.1:29500"
             )
-        where = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, **where)
+        _start_group(backend, rank, world_size, init_method)
     assert dist.get_world_size() == world_size, "this process already belongs to a group of another size"
     return init_device_mesh(device.type, (world_size,))
+
+
+def _start_group(backend: str, rank: int, world_size: int, init_method: str | None) -> None:
+    """Torch's default group. Those who meet at tcp://address:port listen at that address alone."""
+    group = functools.partial(
+        dist.init_process_group, backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+    place = urlsplit(init_method or "")
+    if not init_method:
+        group(store=dist.HashStore())
+    elif place.scheme == "tcp" and place.hostname and place.port:
+        with gloo_listening_towards(place.hostname, place.port):
+            group(store=store_at(place.hostname, place.port, rank, world_size, COLLECTIVE_TIMEOUT))
+    else:
+        group(init_method=init_method)
 
 
 def load_parallel(

@@ -8,7 +8,6 @@ of torch's registry: sender and receiver may share a process, and leaving one gr
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol, cast
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.arena import Arena
+from models.rendezvous import address_towards, store_at
 from models.types import GroupLink
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -116,9 +116,7 @@ def _failure(backend: _Backend, tensors: Sequence[Tensor], timeout: timedelta) -
 
 def _meet(link: GroupLink, rank: int, device: torch.device) -> _Backend:
     timeout = timedelta(seconds=link.timeout_s)
-    store: dist.Store = dist.TCPStore(
-        link.address, link.port, link.world_size, rank == 0, timeout, wait_for_workers=True, multi_tenant=True
-    )
+    store: dist.Store = store_at(link.address, link.port, rank, link.world_size, timeout)
     store.set_timeout(timeout)
     # The prefixes that torch's own groups get: see `_new_process_group_helper`.
     for prefix in (link.name, f"{link.name}/", "cuda/" if link.backend == "nccl" else "cpu/"):
@@ -128,7 +126,7 @@ def _meet(link: GroupLink, rank: int, device: torch.device) -> _Backend:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # By itself gloo listens where the host's name points to: the address on the way to the sender is enough.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(link))]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(link.address, link.port))]
     return cast(_Backend, dist.ProcessGroupGloo(store, rank, link.world_size, options))
 
 
@@ -146,14 +144,6 @@ def _nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta, dev
             del os.environ[BLOCKING_WAIT]
         else:
             os.environ[BLOCKING_WAIT] = before
-
-
-def _own_address(link: GroupLink) -> str:
-    """Of the interface that leads to the sender; no packet is sent."""
-    family = socket.getaddrinfo(link.address, link.port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((link.address, link.port))
-        return str(probe.getsockname()[0])
 
 
 def _plain(error: Exception) -> str:

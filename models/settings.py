@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,6 +12,13 @@ ENGINES_OF_THE_POLICY = ("embedded", "vllm", "sglang")  # they take weights and 
 ENGINES_WITH_GRAMMAR = ("embedded", "vllm", "sglang")  # they can hold a text to a regular expression
 ENGINES_THAT_NOTE_EXPERTS = ("embedded", "vllm")  # of a mixture: they say where a token went
 LORA_SYNCS = ("merged", "adapters")
+# How known chat templates spell what is no text, as regular expressions: ChatML and Llama 3; DeepSeek; Llama 2 and
+# Mistral; Gemma; Nemotron and T5; EXAONE; GLM.
+CHAT_MARKUP = (
+    r"<\|", r"<[a-z_]+\|>", r"<｜", r"</?s>", r"<(?:bos|eos|pad|unk)>", r"<</?SYS>>",
+    r"\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK)\]",
+    r"<(?:start|end)_of_turn>", r"<extra_id_\d+>", r"<SPECIAL_\d+>", r"\[\|", r"\[g?MASK\]", r"<[se]op>",
+)  # fmt: skip
 INSTALL_PEFT = 'pip install -e ".[lora]"'
 QUANTIZATIONS = ("none", "int8", "int4")
 
@@ -188,8 +196,12 @@ class OpenAIConfig:
     requests_per_minute: int = 0  # tries count too; 0: no limit of ours
     tokens_per_minute: int = 0  # of prompts and answers; 0: no limit of ours
     extra_body: dict[str, Any] = field(default_factory=dict)  # further fields of each request
+    # Regular expressions: what the policy's text spells of it is broken by a space before the judge is shown it.
+    chat_markup: list[str] = field(default_factory=lambda: list(CHAT_MARKUP))
 
     def __post_init__(self) -> None:
+        for pattern in self.chat_markup:
+            _check_markup(pattern)
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url: must begin with http:// or https://, got {self.base_url!r}")
         for key in ("max_context_tokens", "max_retries", "requests_per_minute", "tokens_per_minute"):
@@ -197,6 +209,17 @@ class OpenAIConfig:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         if self.max_connections < 1:
             raise ValueError(f"max_connections: must be at least 1, got {self.max_connections}")
+
+
+def _check_markup(pattern: str) -> None:
+    try:
+        matches_nothing_at_all = re.compile(pattern).match("") is not None
+    except re.error as error:
+        raise ValueError(f"chat_markup: {pattern!r} is no regular expression: {error}") from None
+    if matches_nothing_at_all:
+        raise ValueError(
+            f"chat_markup: {pattern!r} matches an empty text, and so everywhere; type what markup begins with"
+        )
 
 
 @dataclass(frozen=True)

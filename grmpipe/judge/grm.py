@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from grmpipe.judge.markup import Markup
 from models.types import ChatEngine, Completion, Engine, Message, RequestContext, SamplingParams
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
@@ -36,6 +37,10 @@ class Grm(Protocol):
     name: str
     context_tokens: int
 
+    def shown(self, text: str) -> str:
+        """A text of the policy, as a prompt may spell it."""
+        ...
+
     def prompt(self, text: str) -> GrmPrompt: ...
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
@@ -62,6 +67,9 @@ class GrmHere:
         self._renderer = renderer
         self._clock = clock
 
+    def shown(self, text: str) -> str:
+        return text  # our renderer never takes text for markup
+
     def prompt(self, text: str) -> GrmPrompt:
         token_ids = self._renderer.render((Message(role="user", content=text),))
         return GrmPrompt(text=text, token_ids=token_ids, num_tokens=len(token_ids))
@@ -77,13 +85,18 @@ class GrmOutside:
     """Behind somebody's endpoint: it takes messages, and shows a text and a count of tokens.
 
     context_tokens: 0 leaves it to the endpoint to refuse what doesn't fit; else prompts are weighed by their bytes.
+    markup: is broken in texts of the policy: the endpoint's tokenizer may take it for its own.
     """
 
-    def __init__(self, name: str, engine: ChatEngine, context_tokens: int, events: EventSink) -> None:
+    def __init__(self, name: str, engine: ChatEngine, context_tokens: int, events: EventSink, markup: Markup) -> None:
         self.name = name
         self.context_tokens = context_tokens
         self._engine = engine
         self._events = events
+        self._markup = markup
+
+    def shown(self, text: str) -> str:
+        return self._markup.broken(text)
 
     def prompt(self, text: str) -> GrmPrompt:
         return GrmPrompt(text=text, token_ids=(), num_tokens=estimated_tokens(text))

@@ -13,6 +13,16 @@ from typing import Any, Protocol
 
 import httpx
 
+from models.engines.bounded_body import ACCEPTED, BadBody, read_bounded
+from models.engines.chat_answer import (
+    ChatAnswer,
+    NoChatCompletion,
+    completion_tokens,
+    error_words,
+    read_answer,
+    read_object,
+    total_tokens,
+)
 from models.engines.in_flight import Gate, InFlight
 from models.seeds import derive_seed
 from models.settings import OpenAIConfig
@@ -32,6 +42,7 @@ LONGEST_RETRY_AFTER_S = 300.0  # an endpoint that asks for more is out of quota,
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 600.0  # a judgement may think for minutes; who waits holds the deadline
 RETRIED_STATUSES = frozenset({408, 409, 425, 429})  # and all of 500 to 599
 BYTES_PER_TOKEN = 4  # of English prose, roughly: what a prompt is expected to weigh until the endpoint says it
+MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN = 2**20, 256  # an answer may be so large: the more, for each token allowed
 FIELDS_OF_OURS = frozenset({"model", "messages", "n", "stream", "max_tokens", "max_completion_tokens"})
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -72,7 +83,11 @@ class _Reply:
     status: int
     headers: Mapping[str, str]
     body: dict[str, Any]  # empty where it isn't a JSON object
-    text: str
+    raw: bytes
+
+    @property
+    def words(self) -> str:
+        return error_words(self.body, self.raw[:2000].decode("utf-8", "replace"))
 
 
 class OpenAIEngine:
@@ -104,19 +119,21 @@ class OpenAIEngine:
         self._limits = limits or NoLimits()
         self._gate = Gate(config.max_connections)
         self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            headers={"Accept-Encoding": ACCEPTED} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=config.max_connections),
             transport=transport,
         )
         self._url = config.base_url.rstrip("/") + "/chat/completions"
         self._host = httpx.URL(self._url).host
+        self._model_answered = False
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
         """Sample one completion. A request_id that is in flight already gets that request's answer.
 
-        Raises EngineRefused for what the endpoint will never serve, EngineDied once the retries are used up, and
-        ValueError where another model answers than the one that was asked for.
+        Raises EngineRefused for what the endpoint will never serve, EngineDied once the retries are used up. Where its
+        first answer is another model's than the one that was asked for: ValueError. Later ones are refused: a gateway
+        may fall back on another model for a while.
         """
         self._refuse_what_cannot_run(params)
         return await self._in_flight.join(context.request_id, lambda: self._chat(messages, params, context))
@@ -138,7 +155,8 @@ class OpenAIEngine:
             attempt = 0
             while True:
                 try:
-                    return self._completion(await self._ask(messages, params, context.priority))
+                    reply = await self._ask(messages, params, context.priority)
+                    return self._completion(reply, params.max_new_tokens)
                 except _BusyError as error:
                     busy = error
                 wait_s = _wait_s(busy, attempt, context.request_id)
@@ -149,19 +167,18 @@ class OpenAIEngine:
 
     async def _ask(self, messages: Sequence[Message], params: SamplingParams, priority: int) -> _Reply:
         """One try; a second where the endpoint knows the limit by its newer name."""
-        body = self._body(messages, params)
-        num_tokens = expected_tokens(messages, params)
-        reply = await self._post(body, num_tokens, priority)
-        if self._max_tokens_field in body and _wants_newer_name(reply):
+        field = self._max_tokens_field  # another call may learn the newer name meanwhile
+        reply = await self._post(messages, params, priority, field)
+        if field == "max_tokens" and _wants_newer_name(reply):
             self._max_tokens_field = "max_completion_tokens"
-            reply = await self._post(self._body(messages, params), num_tokens, priority)
+            reply = await self._post(messages, params, priority, self._max_tokens_field)
         return reply
 
-    def _body(self, messages: Sequence[Message], params: SamplingParams) -> dict[str, Any]:
+    def _body(self, messages: Sequence[Message], params: SamplingParams, max_tokens_field: str) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model_path,
             "messages": [{"role": message.role, "content": message.content} for message in messages],
-            self._max_tokens_field: params.max_new_tokens,
+            max_tokens_field: params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "seed": params.seed % 2**31,  # some endpoints take no more
@@ -169,53 +186,71 @@ class OpenAIEngine:
         }
         return {name: value for name, value in {**body, **self._config.extra_body}.items() if value is not None}
 
-    async def _post(self, body: dict[str, Any], num_tokens: int, priority: int) -> _Reply:
+    async def _post(
+        self, messages: Sequence[Message], params: SamplingParams, priority: int, max_tokens_field: str
+    ) -> _Reply:
+        num_tokens = expected_tokens(messages, params)
         await self._limits.admit(num_tokens, priority)
+        max_bytes = max(MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN * params.max_new_tokens)
         try:
-            response = await self._client.post(self._url, json=body)
+            reply = await self._send(self._body(messages, params, max_tokens_field), max_bytes)
+        except BadBody as error:
+            cause = str(error)
         except httpx.RequestError as error:  # refused, reset, cut off in mid-answer, timed out
             cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         else:
-            reply = _read(response)
-            self._limits.settle(num_tokens, used_tokens(reply, num_tokens))
+            used = used_tokens(reply.status, reply.body, num_tokens, most_tokens(messages, params))
+            self._limits.settle(num_tokens, used)
             return reply
         raise _BusyError(cause)  # outside of `except`: a chained httpx error would carry the request, key and all
 
-    def _completion(self, reply: _Reply) -> Completion:
+    async def _send(self, body: dict[str, Any], max_bytes: int) -> _Reply:
+        async with self._client.stream("POST", self._url, json=body) as response:
+            raw = await read_bounded(response, max_bytes)
+        return _Reply(response.status_code, response.headers, read_object(raw), raw)
+
+    def _completion(self, reply: _Reply, max_new_tokens: int) -> Completion:
         self._check_status(reply)
-        self._check_model(reply)
-        choices = reply.body.get("choices") or [{}]
-        message = choices[0].get("message") or {}
-        finish = choices[0].get("finish_reason")
-        if finish == "content_filter" or message.get("refusal"):
-            raise EngineRefused(self._clean(f"{self._host} filtered it: {message.get('refusal') or finish}"))
-        if finish not in FINISH_REASONS:
-            raise _BusyError(f"an answer that ended with {finish!r}")
-        usage = reply.body.get("usage") or {}
-        return Completion(
-            token_ids=(),
-            logprobs=(),
-            text=message.get("content") or "",
-            finish_reason=FINISH_REASONS[finish],
-            versions=(VersionSpan(model=self.model_name, version=0, start=0, end=0),),
-            unseen_tokens=usage.get("completion_tokens") or 0,
-        )
+        try:
+            answer = read_answer(reply.body)
+        except NoChatCompletion as error:
+            cause = f"an answer that is no chat completion: {error}; it says: {reply.words}"
+        else:
+            self._check_model(answer)
+            return Completion(
+                token_ids=(),
+                logprobs=(),
+                text=answer.text,
+                finish_reason=self._finish_reason(answer),
+                versions=(VersionSpan(model=self.model_name, version=0, start=0, end=0),),
+                unseen_tokens=completion_tokens(reply.body, max_new_tokens),
+            )
+        raise _BusyError(cause)
 
     def _check_status(self, reply: _Reply) -> None:
         if reply.status in RETRIED_STATUSES or reply.status >= 500:
-            raise _BusyError(f"HTTP {reply.status}: {_message(reply)}", _retry_after_s(reply.headers))
+            raise _BusyError(f"HTTP {reply.status}: {reply.words}", _retry_after_s(reply.headers))
         if reply.status != 200:
-            raise EngineRefused(self._clean(f"{self._host} refused with HTTP {reply.status}: {_message(reply)}"))
-        if "choices" not in reply.body:
-            raise _BusyError(f"an answer that is no chat completion: {_message(reply)}")
+            raise EngineRefused(self._clean(f"{self._host} refused with HTTP {reply.status}: {reply.words}"))
 
-    def _check_model(self, reply: _Reply) -> None:
-        answered = reply.body.get("model")
-        if answered and not same_model(self._model_path, answered):
-            raise ValueError(
-                f"grm.path: {self._host} was asked for {self._model_path!r}, and {answered!r} answered; "
-                "give the name of a model that it serves"
-            )
+    def _check_model(self, answer: ChatAnswer) -> None:
+        is_first, self._model_answered = not self._model_answered, True
+        if not answer.model or same_model(self._model_path, answer.model):
+            return
+        said = f"{self._host} was asked for {self._model_path!r}, and {answer.model[:200]!r} answered"
+        if is_first:
+            raise ValueError(self._clean(f"grm.path: {said}; give the name of a model that it serves"))
+        raise EngineRefused(self._clean(said))
+
+    def _finish_reason(self, answer: ChatAnswer) -> FinishReason:
+        finish = answer.finish_reason
+        if answer.refusal or finish == "content_filter":
+            raise EngineRefused(self._clean(f"{self._host} filtered it: {answer.refusal[:500] or finish}"))
+        if finish not in FINISH_REASONS:
+            known = ", ".join(FINISH_REASONS)
+            said = f"finish_reason {finish[:100]!r}" if finish else "no finish_reason"
+            raise EngineRefused(self._clean(f"{self._host} ended an answer with {said}; known: {known}"))
+        return FINISH_REASONS[finish]
 
     def _clean(self, text: str) -> str:
         """Some endpoints echo the key that they don't know."""
@@ -228,13 +263,14 @@ def expected_tokens(messages: Sequence[Message], params: SamplingParams) -> int:
     return -(-num_bytes // BYTES_PER_TOKEN) + params.max_new_tokens
 
 
-def used_tokens(reply: _Reply, num_expected: int) -> int:
+def most_tokens(messages: Sequence[Message], params: SamplingParams) -> int:
+    """No call uses more, whatever an endpoint counts: a token of the prompt is a byte at least."""
+    return sum(len(message.content.encode("utf-8")) for message in messages) + params.max_new_tokens
+
+
+def used_tokens(status: int, body: Mapping[str, Any], num_expected: int, most: int) -> int:
     """By the endpoint's own count; what is refused uses none, and where it doesn't count the expected ones stay."""
-    if reply.status != 200:
-        return 0
-    usage = reply.body.get("usage") or {}
-    counted = (usage.get("prompt_tokens") or 0) + (usage.get("completion_tokens") or 0)
-    return usage.get("total_tokens") or counted or num_expected
+    return 0 if status != 200 else total_tokens(body, most) or num_expected
 
 
 def same_model(asked: str, answered: str) -> bool:
@@ -262,43 +298,28 @@ def _refuse_fields_of_ours(config: OpenAIConfig) -> None:
         raise ValueError(f"engine.openai.extra_body: {field!r} is set by the run itself; drop it")
 
 
-def _read(response: httpx.Response) -> _Reply:
-    try:
-        body = response.json()
-    except ValueError:
-        body = {}
-    body = body if isinstance(body, dict) else {}
-    return _Reply(response.status_code, response.headers, body, response.text)
-
-
-def _error(reply: _Reply) -> dict[str, Any]:
-    error = reply.body.get("error") or reply.body
-    return error if isinstance(error, dict) else {"message": str(error)}
-
-
-def _message(reply: _Reply) -> str:
-    """The endpoint's own words, on one line."""
-    error = _error(reply)
-    text = error.get("message") or error.get("detail") or reply.text
-    return " ".join(str(text).split())[:500] or "(no words)"
-
-
 def _wants_newer_name(reply: _Reply) -> bool:
-    return reply.status == 400 and "max_completion_tokens" in _message(reply)
+    return reply.status == 400 and "max_completion_tokens" in reply.words
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds, or the time until a date (RFC 9110, 10.2.3)."""
+    """Seconds, or the time until a date (RFC 9110, 10.2.3), by the endpoint's own clock where it tells its time."""
     value = headers.get("retry-after", "").strip()
-    if not value:
-        return None
-    if re.fullmatch(r"\d+(\.\d*)?", value):
+    if re.fullmatch(r"\d+(\.\d*)?", value, re.ASCII):
         return float(value)
+    date = _date(value)
+    if date is None:
+        return None
+    now = _date(headers.get("date", "")) or datetime.now(UTC)
+    return max(0.0, (date - now).total_seconds())
+
+
+def _date(value: str) -> datetime | None:
     try:
         date = parsedate_to_datetime(value)
-    except ValueError:
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):
         return None
-    return max(0.0, (date.astimezone(UTC) - datetime.now(UTC)).total_seconds())
 
 
 def _wait_s(busy: _BusyError, attempt: int, request_id: str) -> float:

@@ -24,6 +24,7 @@ from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmOutside
 from grmpipe.judge.hearing import OneByOne
+from grmpipe.judge.markup import Markup
 from grmpipe.judge.settings import JudgeConfig
 from grmpipe.judge.watch import FailureGate
 from grmpipe.pipeline import Pipeline
@@ -708,7 +709,7 @@ def outside_judge(refused_share: float, statuses: Counter[int]) -> GenerativeJud
     limits = RateLimits(requests_per_minute=1200, tokens_per_minute=200_000)
     engine = OpenAIEngine("judge", "grm", config, transport=httpx.MockTransport(answer), limits=limits)
     judging = JudgeConfig(num_judgements=3, timeout_s=1e5)
-    return GenerativeJudge(GrmOutside("grm", engine, 0, NoEvents()), judging, seed=1)
+    return GenerativeJudge(GrmOutside("grm", engine, 0, NoEvents(), Markup(())), judging, seed=1)
 
 
 def test_a_storm_of_429s_changes_no_reward() -> None:

@@ -51,7 +51,8 @@ class Court:
         """The GRM's prompt about some texts of the policy, or why it can't be had: refused, too_long."""
 
         def render(shown: Sequence[str]) -> GrmPrompt:
-            return self.asker.grm.prompt(self.template.render(prompt, *shown, principles=principles))
+            spelt = [self.asker.grm.shown(text) for text in shown]
+            return self.asker.grm.prompt(self.template.render(prompt, *spelt, principles=principles))
 
         room = self.asker.room_for(self.config.max_new_tokens)
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import itertools
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -62,7 +64,11 @@ class Endpoint(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.hung_up = threading.Event()
         self.lock = threading.Lock()
-        self.num_open = self.most_open = 0
+        self.num_open = self.most_open = self.num_connections = 0
+
+    def process_request(self, *args: Any) -> None:
+        self.num_connections += 1
+        super().process_request(*args)
 
     @property
     def url(self) -> str:
@@ -200,6 +206,18 @@ def test_the_newer_name_of_the_limit_is_learned_from_its_400(endpoint: Endpoint)
     assert [next(name for name in request if name.startswith("max_")) for request in endpoint.requests] == names
 
 
+def test_calls_that_were_sent_before_the_newer_name_was_learned_are_sent_again_under_it() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        known = "max_completion_tokens" in json.loads(request.content)
+        return respond(said() if known else error(400, "use max_completion_tokens"))
+
+    async def go() -> list[Completion]:
+        engine = OpenAIEngine("judge-1", "grm", OpenAIConfig(api_key_env=""), httpx.MockTransport(answer))
+        return await asyncio.gather(*(chat(engine, name) for name in range(4)))
+
+    assert [completion.text for completion in asyncio.run(go())] == ["Score: 7"] * 4
+
+
 def test_a_limit_refused_under_both_names_is_refused_once_and_for_all(endpoint: Endpoint) -> None:
     endpoint.script = [error(400, "max_completion_tokens must be below 32")]
     with pytest.raises(EngineRefused, match="must be below 32"):
@@ -227,10 +245,68 @@ def test_a_pattern_is_refused_with_the_way_out_before_anything_is_sent(endpoint:
     assert endpoint.requests == []
 
 
-def test_another_model_that_answers_is_named_with_the_key_to_change(endpoint: Endpoint) -> None:
+def test_another_model_that_answers_first_is_named_with_the_key_to_change(endpoint: Endpoint) -> None:
     endpoint.script = [said(model="judge-1-mini")]
     with pytest.raises(ValueError, match=r"grm\.path: .*'judge-1'.*'judge-1-mini'"):
         ask(endpoint)
+
+
+def test_another_model_that_answers_later_is_refused_and_the_next_answer_counts(endpoint: Endpoint) -> None:
+    endpoint.script = [said(), said(model="judge-1-mini"), said("Score: 8")]
+
+    async def go() -> str:
+        engine = open_engine(endpoint)
+        await chat(engine, "first")
+        with pytest.raises(EngineRefused, match="'judge-1-mini' answered"):
+            await chat(engine, "fallen back")
+        return (await chat(engine, "next")).text
+
+    assert asyncio.run(go()) == "Score: 8"
+    assert len(endpoint.requests) == 3
+
+
+def test_an_unknown_end_of_an_answer_is_refused_once_by_its_name(endpoint: Endpoint) -> None:
+    endpoint.script = [said(finish="end_turn")]
+    with pytest.raises(EngineRefused, match=r"finish_reason 'end_turn'; known: stop, length"):
+        ask(endpoint)
+    assert len(endpoint.requests) == 1
+
+
+# Answers without a bound.
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_answer_above_its_bound_is_no_answer_and_takes_no_memory(endpoint: Endpoint, packed: bool) -> None:
+    body = b'{"choices": [{"message": {"content": "' + b"x" * 60_000_000 + b'"}, "finish_reason": "stop"}]}'
+    headers = {"Content-Encoding": "gzip"} if packed else {}
+    endpoint.script = [Answer(gzip.compress(body, 1) if packed else body, headers=headers)]
+    tracemalloc.start()
+    with pytest.raises(EngineDied, match="an answer of more than 1048576 bytes"):
+        ask(endpoint, options={"max_retries": 0})
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 30_000_000  # of both ends: what the server sends was there before
+
+
+def test_an_answer_without_end_is_given_up_at_its_bound() -> None:
+    async def without_end() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 65_536
+
+    died, _ = virtually([httpx.Response(200, content=without_end())], chat, max_retries=0)
+    assert isinstance(died, EngineDied)
+    assert "an answer of more than" in str(died)
+
+
+def test_a_connection_is_used_again_after_an_answer(endpoint: Endpoint) -> None:
+    async def go() -> int:
+        engine = open_engine(endpoint)
+        for request_id in range(3):
+            await chat(engine, request_id)
+        return len(engine._client._transport._pool.connections)  # type: ignore[attr-defined]
+
+    assert asyncio.run(go()) == 1
+    assert endpoint.num_connections == 1
 
 
 @pytest.mark.parametrize(
@@ -360,11 +436,14 @@ def test_calls_that_failed_together_come_back_apart() -> None:
     assert len({round(when, 4) for when in times[8:]}) == 8
 
 
-@pytest.mark.parametrize("form", ["seconds", "date"])
+@pytest.mark.parametrize("form", ["seconds", "date", "date of a wrong clock"])
 def test_retry_after_is_waited_for_in_seconds_and_as_a_date(form: str) -> None:
-    date = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    header = "30" if form == "seconds" else date
-    completion, times = virtually([respond(error(429, Retry_After=header)), respond(said())], chat)
+    now = datetime.now(UTC) - timedelta(hours=form == "date of a wrong clock")
+    date = format_datetime(now + timedelta(seconds=30), usegmt=True)
+    headers = {"Retry_After": "30" if form == "seconds" else date}
+    if form == "date of a wrong clock":
+        headers["Date"] = format_datetime(now, usegmt=True)
+    completion, times = virtually([respond(error(429, **headers)), respond(said())], chat)
     assert isinstance(completion, Completion)
     assert 28 <= times[1] - times[0] <= 30 * 1.25 + 0.1
 

@@ -1,0 +1,116 @@
+"""What an OpenAI-compatible endpoint answered, read field by field with its types. Pure: bytes in; it sends nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TEXT_PARTS = frozenset({"text", "output_text"})
+
+
+class NoChatCompletion(Exception):
+    """The answer has another shape, named by its field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """The first choice. Empty texts stand for what the endpoint left out."""
+
+    model: str
+    text: str
+    refusal: str
+    finish_reason: str
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object; empty where the body is anything else."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):  # the latter for what is nested a thousand deep
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_answer(body: Mapping[str, Any]) -> ChatAnswer:
+    """Raises NoChatCompletion."""
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise NoChatCompletion(f"choices is {_kind(choices)}")
+    message = choices[0].get("message")
+    if not isinstance(message, dict):
+        raise NoChatCompletion(f"message is {_kind(message)}")
+    return ChatAnswer(
+        model=_text("model", body.get("model")),
+        text=whole_characters(_content(message.get("content"))),
+        refusal=whole_characters(_text("refusal", message.get("refusal"))),
+        finish_reason=_text("finish_reason", choices[0].get("finish_reason")),
+    )
+
+
+def completion_tokens(body: Mapping[str, Any], most: int) -> int:
+    """As the endpoint counts them; 0 where it doesn't. Nobody used more than `most`, whatever the endpoint says."""
+    return min(_count(_usage(body).get("completion_tokens")), most)
+
+
+def total_tokens(body: Mapping[str, Any], most: int) -> int:
+    """Of prompt and completion; 0 where the endpoint doesn't count."""
+    usage = _usage(body)
+    counted = _count(usage.get("prompt_tokens")) + _count(usage.get("completion_tokens"))
+    return min(_count(usage.get("total_tokens")) or counted, most)
+
+
+def error_words(body: Mapping[str, Any], text: str) -> str:
+    """The endpoint's own words, on one line: its message, or all that it said."""
+    error = body.get("error") or body
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail")
+    words = error if isinstance(error, str) else text
+    return whole_characters(" ".join(words.split())[:500]) or "(no words)"
+
+
+def whole_characters(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which no file and no tokenizer takes."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _content(content: object) -> str:
+    """A text, or the text of its parts: thoughts and the like are none."""
+    if not isinstance(content, list):
+        return _text("content", content)
+    return "".join(_part(part) for part in content)
+
+
+def _part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise NoChatCompletion(f"a part of content is {_kind(part)}")
+    return _text("text of a part of content", part.get("text")) if part.get("type", "text") in TEXT_PARTS else ""
+
+
+def _text(name: str, value: object) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise NoChatCompletion(f"{name} is {_kind(value)}")
+    return value
+
+
+def _usage(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    usage = body.get("usage")
+    return usage if isinstance(usage, dict) else {}
+
+
+def _count(value: object) -> int:
+    """A whole number of 0 or more; 0 for anything else."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def _kind(value: object) -> str:
+    """What JSON calls it."""
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null or missing"}
+    return kinds.get(type(value), "a number")
