@@ -69,6 +69,7 @@ async def start_critic(
         train=critic_train(config.critic, config.train),
         device=device_of(ROLE, placement),
         value_clip=config.critic.value_clip,
+        updates_per_batch=config.critic.updates(config.algorithm, config.train),
     )
     ranks = await cluster.start_group(ROLE, functools.partial(CriticLearner, spec))
     group = CriticGroup(ranks, events)

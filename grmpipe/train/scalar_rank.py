@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.train.scalar_batch import PackedSequences
+from grmpipe.train.schedule import learning_rate
 from grmpipe.train.settings import TrainConfig
 from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import Metrics
@@ -24,6 +25,7 @@ class ScalarSpec:
 
     model_path: a causal language model, which gets a new head, or a model that has one.
     tokenizer_path: of the directory that the export gets its tokenizer from.
+    updates_per_batch: optimizer steps in each of train.num_steps.
     """
 
     model_path: str
@@ -31,6 +33,7 @@ class ScalarSpec:
     train: TrainConfig
     device: str = ""  # "cpu" or "cuda"; empty: what torch finds
     master_dtype: str = "float32"
+    updates_per_batch: int = 1
 
 
 class ScalarRank:
@@ -115,7 +118,9 @@ class ScalarRank:
         assert weight > 0, "a step has something to learn from"
         try:  # FSDP2 averages over ranks; a batch's loss is a sum over them
             factor = self._world_size / weight
-            told = update(self._model, self._optimizer, factor, self._version, self._scalar_spec.train)
+            train = self._scalar_spec.train
+            rate = learning_rate(self._version / self._scalar_spec.updates_per_batch, train)
+            told = update(self._model, self._optimizer, factor, rate, train.max_grad_norm)
         finally:
             self.discard()
         self._version += 1
