@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from grmpipe.config import RunConfig
 from grmpipe.rollout.play import Play
+from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from grmpipe.waits import WaitTimes
 from scheduler.clock import ActiveClock
@@ -95,7 +96,8 @@ class FlowConfig:
     judge_width: int
     seed: int
     group_prefix: str = "g"  # of group_ids; of two flows in one run each has its own
-    max_no_signal_groups: int = 0  # dropped and replaced in one step, where all rewards of a group are equal
+    max_no_signal_groups: int = 0  # dropped and replaced in one step, where a group's rewards are all alike
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # to which they are alike or not
     report_wait_s: float = 60.0  # a wait longer than this names what it waits for
 
     @staticmethod
@@ -112,6 +114,7 @@ class FlowConfig:
             judge_width=config.judge.width,
             seed=config.seed,
             max_no_signal_groups=int(config.algorithm.max_resampled_batches * config.train.groups_per_batch),
+            algorithm=config.algorithm,
         )
 
 

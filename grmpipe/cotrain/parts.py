@@ -131,6 +131,7 @@ def grm_flow(config: RunConfig) -> FlowConfig:
         seed=config.seed,
         group_prefix="lesson",
         max_no_signal_groups=int(config.cotrain.max_resampled_batches * train.groups_per_batch),
+        algorithm=grm_algorithm(config),
     )
 
 
