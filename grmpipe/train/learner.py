@@ -23,6 +23,7 @@ from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import export_hf, load_sharded, save_sharded
 from models.lora import outgoing, with_adapters, without_adapters
+from models.packed_check import probe_logprobs
 from models.packing import Prefixes
 from models.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
 from models.routing import Replay, Routers
@@ -122,6 +123,8 @@ class Learner:
             train.activation_checkpointing,
             with_adapters(lora, spec.frozen_dtype) if lora.learns else CAUSAL_LM,
         )
+        with without_gradient(self._model):
+            probe_logprobs(self._model, self._device, train.dtype)
         # Without its adapters the model is the reference itself.
         needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
         self._reference = self._load_reference(mesh) if needs_reference else None

@@ -15,6 +15,7 @@ from grmpipe.train.settings import TrainConfig
 from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import Metrics
 from models.checkpoint import export_hf, load_sharded, save_sharded
+from models.packed_check import probe_scores
 from models.parallelize import SCALAR_HEAD, choose_device, join_ranks, load_parallel, without_gradient
 from models.scalar_head import packed_scores
 
@@ -58,6 +59,8 @@ class ScalarRank:
             train.activation_checkpointing,
             SCALAR_HEAD,
         )
+        with without_gradient(self._model):
+            probe_scores(self._model, self._device, train.dtype)
         self._optimizer = make_optimizer(self._model, train)
         self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
         self._version = 0
