@@ -9,6 +9,7 @@ from contextlib import suppress
 from grmpipe.flow import Journal
 from grmpipe.rollout.group import Group
 from grmpipe.tally import without_signal
+from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import JudgedGroup
 from grmpipe.waits import Waits
 from scheduler.admission import Admission
@@ -17,13 +18,22 @@ from scheduler.admission import Admission
 class Flight:
     """Between those who open groups and the one who trains them. Both wait here: for room, and for news."""
 
-    def __init__(self, admission: Admission, waits: Waits, journal: Journal, max_no_signal_groups: int = 0) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        waits: Waits,
+        journal: Journal,
+        max_no_signal_groups: int = 0,
+        algorithm: AlgorithmConfig | None = None,
+    ) -> None:
+        """`algorithm`: by which a group has a signal or none."""
         self.admission = admission
         self.waits = waits
         self.groups: dict[str, Group] = {}
         self.prompts_over = False
         self._journal = journal
         self._max_no_signal_groups = max_no_signal_groups
+        self._algorithm = algorithm or AlgorithmConfig()
         self._ready: dict[str, JudgedGroup] = {}  # by group_id, in order of arrival
         self._unweighed: list[str] = []  # ready, their age not looked at since they came or since the last step
         self._num_resampled = 0  # groups without signal that were dropped since the last step
@@ -51,7 +61,7 @@ class Flight:
         """It left `open`: the learner may have it, or another prompt takes its place."""
         if group.state == "failed":
             self.drop(group.group_id, group.cause)
-        elif self._num_resampled < self._max_no_signal_groups and without_signal(group.judged()):
+        elif self._num_resampled < self._max_no_signal_groups and without_signal(group.judged(), self._algorithm):
             self._num_resampled += 1
             self.drop(group.group_id, "no_signal")
         else:

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from grmpipe.config import RunConfig
 from grmpipe.rollout.play import Play
+from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from grmpipe.waits import WaitTimes
 from scheduler.clock import ActiveClock
@@ -100,7 +101,8 @@ class FlowConfig:
     rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: whatever they do
     rollout_failure_window: int = 32  # groups
     rollout_pause_s: float = 30.0
-    max_no_signal_groups: int = 0  # dropped and replaced in one step, where all rewards of a group are equal
+    max_no_signal_groups: int = 0  # dropped and replaced in one step, where a group's rewards are all alike
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # to which they are alike or not
     report_wait_s: float = 60.0  # a wait longer than this names what it waits for
 
     @staticmethod
@@ -120,6 +122,7 @@ class FlowConfig:
             rollout_failure_window=config.rollout.failure_window,
             rollout_pause_s=config.rollout.pause_s,
             max_no_signal_groups=int(config.algorithm.max_resampled_batches * config.train.groups_per_batch),
+            algorithm=config.algorithm,
         )
 
 

@@ -52,7 +52,13 @@ class Pipeline:
             version=cut.version,
             dropped=cut.dropped,
         )
-        self.flight = Flight(self.admission, Waits(config.max_staleness), parts.journal, config.max_no_signal_groups)
+        self.flight = Flight(
+            self.admission,
+            Waits(config.max_staleness),
+            parts.journal,
+            config.max_no_signal_groups,
+            config.algorithm,
+        )
         self.producer = Producer(parts, config, self.flight, self.clock, self.tally, cut, kept or {})
         playing = self.producer.playing.meter
         self.consumer = Consumer(parts, config, self.flight, self.clock, playing, self._stepped, cut)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from grmpipe.checks.data import read_data, stored_lessons
 from grmpipe.checks.engines import check_installed, check_tensor_parallel
 from grmpipe.checks.lora import check_lora_targets, check_peft
-from grmpipe.checks.models import Progress, find_model
+from grmpipe.checks.models import Progress, check_learns, find_model
 from grmpipe.checks.places import seat_roles
 from grmpipe.checks.routing import check_routing
 from grmpipe.checks.seats import check_machine
@@ -71,6 +71,9 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     if "critic" in config.roles:
         with section("critic."):
             critic = find_critic(config, policy, progress)
+    if config.task != "evaluate":
+        for learning in (policy, grm) if grm is not None and config.cotrain.enabled else (policy,):
+            check_learns(learning)
     for model in (policy, grm) if grm is not None else (policy,):
         check_lora_targets(model, config)
         if tensor_parallel_of(model.name, placement) > 1:

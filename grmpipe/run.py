@@ -171,7 +171,7 @@ class TrainingRun:
         learnt = cotraining.after_policy_step(report.step) if cotraining is not None else {}
         self._accounts.learner_busy_s += report.learner_busy_s
         counts = pipeline.tally.close_step()
-        metrics = step_metrics(report, counts, pipeline.admission, self._prepared.is_right)
+        metrics = step_metrics(report, counts, pipeline.admission, self._prepared.is_right, self._config.algorithm)
         metrics |= {f"engines/replaced_{role}": float(n) for role, n in self._accounts.engines_replaced.items()}
         metrics |= self._accounts.slot_metrics() | self._accounts.driver_metrics() | learnt
         metrics |= await lookout.after_step(report.step, last)

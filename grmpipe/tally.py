@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 
 from grmpipe.flow import StepReport
 from grmpipe.judge.rule import Rule
+from grmpipe.train.advantages import teaches_nothing
+from grmpipe.train.rewards import rewards_of
+from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
 from grmpipe.waits import WaitTimes
 from scheduler.admission import Admission
@@ -116,11 +119,13 @@ class Tally:
         self.total = Counts.restored(saved)
 
 
-def step_metrics(report: StepReport, counts: Counts, ledger: Admission, is_right: Rule) -> Metrics:
+def step_metrics(
+    report: StepReport, counts: Counts, ledger: Admission, is_right: Rule, algorithm: AlgorithmConfig
+) -> Metrics:
     """Everything that one step is told by."""
     return {
         **flow_metrics(counts, report.waits.steps_s),
-        **batch_metrics(report.groups, report.step - 1),
+        **batch_metrics(report.groups, report.step - 1, algorithm),
         **truth_metrics(report.groups, is_right),
         **report.learner,
         "time/step_s": report.waits.steps_s,
@@ -179,7 +184,7 @@ def flow_metrics(counts: Counts, seconds: float) -> Metrics:
     return metrics | {f"judge/failed_{cause}": float(n) for cause, n in sorted(counts.failed.items())}
 
 
-def batch_metrics(groups: Sequence[JudgedGroup], version: int) -> Metrics:
+def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: AlgorithmConfig) -> Metrics:
     """What a batch of version `version` was trained on: scores, rewards, lengths, ages."""
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
     verdicts = [verdict for _, verdict in pairs if isinstance(verdict, Verdict)]
@@ -190,7 +195,7 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int) -> Metrics:
         "train/reward": statistics.fmean(v.outcome for v in verdicts),
         "train/reward_std": statistics.pstdev(v.outcome for v in verdicts),
         "train/response_tokens": statistics.fmean(lengths),
-        "train/groups_without_signal_share": statistics.fmean(without_signal(group) for group in groups),
+        "train/groups_without_signal_share": statistics.fmean(without_signal(group, algorithm) for group in groups),
         "train/siblings_without_verdict": float(len(pairs) - len(verdicts)),
         "judge/agreement_std": statistics.fmean(v.agreement for v in verdicts),
         "staleness/mean": statistics.fmean(ages),
@@ -209,10 +214,10 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int) -> Metrics:
     return metrics
 
 
-def without_signal(group: JudgedGroup) -> bool:
-    """Whether all its rewards are equal, step by step: nothing to learn from."""
-    rewards = {tuple(span.value for span in v.rewards) for v in group.verdicts if isinstance(v, Verdict)}
-    return len(rewards) <= 1
+def without_signal(group: JudgedGroup, algorithm: AlgorithmConfig) -> bool:
+    """Whether its verdicts, before any penalty, are all alike to the estimator: nothing to learn from."""
+    judged = zip(group.rollouts, group.verdicts, strict=True)
+    return teaches_nothing([rewards_of(r, v) for r, v in judged if isinstance(v, Verdict)], algorithm)
 
 
 def score_length_correlation(pairs: Sequence[tuple[Rollout, object]]) -> float | None:

@@ -101,12 +101,17 @@ class FailedJudgement(Failed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpan:
-    """`value` for the tokens [start, end) of a turn. An outcome reward is one span over the last turn."""
+    """`value` for the tokens [start, end) of a turn. An outcome reward is one span over the last turn.
+
+    share: of a verdict that is a mean of steps, this step's part in it (the shares sum to 1): it earned value / share.
+           None: the values stand for themselves, however many there are.
+    """
 
     turn: int
     start: int
     end: int
     value: float
+    share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

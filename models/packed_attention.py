@@ -36,14 +36,28 @@ def packed_attention(
     Without a `packing` this is transformers' own SDPA, so that the model still works as any other.
     """
     if packing is None:
+        if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+            raise ValueError(f"path: {type(module).__name__} doesn't tell its attention where packed samples end")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise ValueError(f"path: packed attention has no {unsupported}, which {type(module).__name__} needs")
+    if sliding_window is None and _slides(module):
+        raise ValueError(f"path: {type(module).__name__} tells packed attention nothing of its sliding_window")
     query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
     varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attend = _varlen if varlen else _padded
     return attend(query_THD, key_TGD, value_TGD, packing, scaling, sliding_window)[None], None
+
+
+def _slides(module: nn.Module) -> bool:
+    """Has the layer a window that hides some of the model's context, by its config?"""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)  # as transformers' all have
+    window = getattr(config, "sliding_window", None)
+    if config is None or window is None or layer is None or window >= config.max_position_embeddings:
+        return False
+    layer_types = getattr(config, "layer_types", None)
+    return layer_types is None or layer_types[layer] == "sliding_attention"
 
 
 def _varlen(

@@ -9,6 +9,7 @@ from grmpipe.checks.sections import section
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.engines import Model, options_of
 from models.hub import find_files, is_hub_name
+from models.packed_check import check_trainable
 from models.renderer import Renderer
 from models.settings import ModelConfig
 from models.tiny.resolve import resolve_model
@@ -30,6 +31,12 @@ def find_model(name: str, config: RunConfig, progress: Progress, *, weights: boo
     # The machines of a joined cluster have caches of their own: they go by the hub name.
     by_name = config.cluster.address is not None and is_hub_name(options.path)
     return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)
+
+
+def check_learns(model: Model) -> None:
+    """Can it be trained on packed samples? By its config and its outline; the learner asks its weights too."""
+    with section(f"{model.name}."):
+        check_trainable(model.path)
 
 
 def check_vocabulary(name: str, options: ModelConfig, renderer: Renderer) -> None:

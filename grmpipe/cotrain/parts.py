@@ -134,6 +134,7 @@ def grm_flow(config: RunConfig) -> FlowConfig:
         rollout_failure_window=config.rollout.failure_window,
         rollout_pause_s=config.rollout.pause_s,
         max_no_signal_groups=int(config.cotrain.max_resampled_batches * train.groups_per_batch),
+        algorithm=grm_algorithm(config),
     )
 
 

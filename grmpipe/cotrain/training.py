@@ -162,7 +162,7 @@ class CoTraining:
         self.learner_busy_s += report.learner_busy_s
         self._pace.grm_stepped(report.step)
         learnt = {name.removeprefix("train/"): value for name, value in report.learner.items()}
-        batch = batch_metrics(report.groups, report.step - 1)
+        batch = batch_metrics(report.groups, report.step - 1, grm_algorithm(self._config))
         self._metrics = {f"grm/{name}": value for name, value in learnt.items()} | {
             "grm/right_share": (1 + batch["train/reward"]) / 2,
             "grm/groups_without_signal_share": batch["train/groups_without_signal_share"],

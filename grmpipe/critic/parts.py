@@ -17,6 +17,7 @@ from grmpipe.train.critic_settings import critic_train
 from grmpipe.train.critic_values import Valuer
 from grmpipe.types import JudgeReport, Prompt, Rollout
 from models.hub import find_files
+from models.packed_check import check_packable
 from models.renderer import Renderer
 from models.scalar_head import outline_scalar_head
 from models.tiny.resolve import resolve_model
@@ -39,10 +40,10 @@ def find_critic(config: RunConfig, policy: Model, progress: Callable[[str, float
     """Raises ValueError (`path: ...`) for what can have no scalar head, another tokenizer or a smaller window."""
     path = config.critic.path
     if path is None:
-        outline_scalar_head(policy.path)
+        check_packable(outline_scalar_head(policy.path), policy.path)
         return CriticModel(path=policy.path, tokenizer_path=policy.path)
     directory = find_files(resolve_model(path, progress), weights=True)
-    outline_scalar_head(directory)
+    check_packable(outline_scalar_head(directory), directory)
     renderer = Renderer.load(directory, config.policy.chat_template)
     if not renderer.means_the_same(policy.renderer):
         raise ValueError(
@@ -69,6 +70,7 @@ async def start_critic(
         train=critic_train(config.critic, config.train),
         device=device_of(ROLE, placement),
         value_clip=config.critic.value_clip,
+        updates_per_batch=config.critic.updates(config.algorithm, config.train),
     )
     ranks = await cluster.start_group(ROLE, functools.partial(CriticLearner, spec))
     group = CriticGroup(ranks, events)

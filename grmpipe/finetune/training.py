@@ -106,8 +106,9 @@ class FinetuneRun:
                 "other lessons, or more finetune.num_samples"
             )
         samples = [sample for one in critiques for sample in imitated(one)]
-        train = self._config.train
-        for batch in batches(samples, self._config.finetune.critiques_per_batch, self._epochs()):
+        train, size = self._config.train, self._config.finetune.critiques_per_batch
+        await running.learner.expect(self._config.finetune.num_epochs * num_batches(len(samples), size))
+        for batch in batches(samples, size, self._epochs()):
             for round_ in rounds_of(batch, train.micro_batch_tokens, running.learner.size, train.shared_prompts):
                 await running.learner.accumulate(round_)
             metrics = await running.learner.step(count(batch, oldest_version=0))
@@ -211,12 +212,17 @@ def imitated(critique: Rollout) -> Sequence[TrainingSample]:
     return split_rollout(critique, np.ones(critique.num_sampled_tokens))
 
 
+def num_batches(num_samples: int, size: int) -> int:
+    """Of an epoch."""
+    return max(1, num_samples // size)
+
+
 def batches(
     samples: Sequence[TrainingSample], size: int, epochs: Iterable[random.Random]
 ) -> Iterable[list[TrainingSample]]:
     """Each epoch in an order of its own; what fills no batch joins the epoch's last one."""
     for order in epochs:
         shuffled = order.sample(samples, len(samples))
-        starts = list(range(0, max(1, len(shuffled) - size + 1), size))
+        starts = [size * number for number in range(num_batches(len(shuffled), size))]
         for first, end in zip(starts, [*starts[1:], len(shuffled)], strict=True):
             yield shuffled[first:end]

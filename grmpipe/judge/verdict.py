@@ -49,12 +49,19 @@ def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scal
 
 
 def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
-    """The weighted mean of components, weights normalised to sum 1. Spans over the same tokens are added up."""
+    """The weighted mean of components, weights normalised to sum 1. Spans over the same tokens are added up.
+
+    Beside a mean of steps the others' spans have a share in the mixture too: their component's."""
     total = math.fsum(weights[name] for name in verdicts)
     shares = {name: weights[name] / total for name in verdicts}
+    has_shares = any(span.share is not None for verdict in verdicts.values() for span in verdict.rewards)
     return Verdict(
         rewards=added(
-            RewardSpan(turn=span.turn, start=span.start, end=span.end, value=shares[name] * span.value)
+            replace(
+                span,
+                value=shares[name] * span.value,
+                share=shares[name] * (1.0 if span.share is None else span.share) if has_shares else None,
+            )
             for name, verdict in verdicts.items()
             for span in verdict.rewards
         ),
@@ -66,8 +73,11 @@ def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verd
 
 
 def added(spans: Iterable[RewardSpan]) -> tuple[RewardSpan, ...]:
-    values: dict[tuple[int, int, int], float] = {}
+    by_place: dict[tuple[int, int, int], RewardSpan] = {}
     for span in spans:
         place = (span.turn, span.start, span.end)
-        values[place] = values.get(place, 0.0) + span.value
-    return tuple(RewardSpan(turn=turn, start=start, end=end, value=v) for (turn, start, end), v in values.items())
+        if (before := by_place.get(place)) is not None:
+            share = None if span.share is None else span.share + (before.share or 0.0)
+            span = replace(span, value=before.value + span.value, share=share)
+        by_place[place] = span
+    return tuple(by_place.values())

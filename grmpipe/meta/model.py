@@ -11,8 +11,9 @@ from grmpipe.engines import Model, device_of
 from grmpipe.judge.meta_rm import MetaRm
 from models.engines.scorer import ScalarScorer, ScorerSpec
 from models.hub import find_files
+from models.packed_check import check_packable
 from models.renderer import Renderer
-from models.scalar_head import scalar_config
+from models.scalar_head import outline_scalar_head, scalar_config
 from models.tiny.resolve import resolve_model
 from scheduler.actors import Cluster
 from scheduler.events import EventSink
@@ -33,6 +34,7 @@ def find_meta(config: RunConfig, grm: Model, progress: Callable[[str, float], No
     assert config.meta.path is not None
     directory = find_files(resolve_model(config.meta.path, progress), weights=True)
     scalar_config(directory)
+    check_packable(outline_scalar_head(directory), directory)
     return MetaModel(path=directory, context_tokens=shared_window(directory, config, grm))
 
 

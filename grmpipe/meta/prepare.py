@@ -17,6 +17,7 @@ from grmpipe.meta.model import shared_window
 from grmpipe.meta.training import MetaTraining
 from grmpipe.types import Prompt
 from models.hub import find_files
+from models.packed_check import check_packable
 from models.scalar_head import outline_scalar_head
 from models.tiny.resolve import resolve_model
 from scheduler.placement import Placement, place
@@ -89,7 +90,7 @@ def find_start(config: RunConfig, grm: Model, progress: Progress) -> str:
         with section("meta.start_"):
             directory = find_files(resolve_model(config.meta.start_path, progress), weights=True)
     with section("meta.start_"):
-        outline_scalar_head(directory)
+        check_packable(outline_scalar_head(directory), directory)
         window = shared_window(directory, config, grm)
         if window < grm.context_tokens:
             raise ValueError(f"path: its window of {window} tokens is smaller than the GRM's ({grm.context_tokens})")

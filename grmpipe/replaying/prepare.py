@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.checks.engines import check_slots
-from grmpipe.checks.models import Progress, find_model
+from grmpipe.checks.models import Progress, check_learns, find_model
 from grmpipe.checks.seats import check_machine
 from grmpipe.checks.sections import section
 from grmpipe.config import ConfigError, RunConfig
@@ -39,6 +39,7 @@ def prepare_replay(config: RunConfig, progress: Progress) -> PreparedReplay:
         recorded = open_recorded(Path(config.data.replay))
     check_sizes(config, recorded)
     policy = find_model("policy", config, progress)
+    check_learns(policy)
     check_tokens(config, policy, recorded)
     return PreparedReplay(config=config, policy=policy, placement=placement, recorded=recorded)
 

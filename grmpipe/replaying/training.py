@@ -150,7 +150,7 @@ class ReplayRun:
     def _record(self, groups: Sequence[JudgedGroup], metrics: Metrics) -> None:
         """Everything that the step is told by, and how its groups ended."""
         step = self._steps_done
-        told = batch_metrics(groups, step - 1)
+        told = batch_metrics(groups, step - 1, self._config.algorithm)
         self._oldest = max(self._oldest, int(told["staleness/max"]))
         told |= truth_metrics(groups, rule_of(self._config.judge))
         self._observers.tracker.log(step, told | metrics)

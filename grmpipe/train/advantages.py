@@ -16,6 +16,8 @@ import numpy as np
 from grmpipe.train.rewards import Rewards
 from grmpipe.train.settings import AlgorithmConfig
 
+ROUNDING = 1e-9  # what sums of equal rewards may differ by
+
 Group = Sequence[Rewards]
 Advantages = list[list[np.ndarray]]  # by group, by sibling, [N]
 
@@ -77,10 +79,19 @@ def returns(values_K: Sequence[float], gamma: float) -> np.ndarray:
     return returns_K
 
 
+def to_come(rewards: Rewards, earned_K: Sequence[float], gamma: float) -> np.ndarray:
+    """Of each step what is earned from there on: the return where rewards add up; where the outcome is a mean of steps,
+    their mean by share. A rollout of more steps has no more to come."""
+    if rewards.shares_K is None:
+        return returns(earned_K, gamma)
+    shared_K = [share * earned for share, earned in zip(rewards.shares_K, earned_K, strict=True)]
+    return returns(shared_K, gamma) / returns(rewards.shares_K, gamma)
+
+
 def stepwise(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
-    """The return from step k on against the returns of all siblings that have a step k, as GRPO compares outcomes. A
+    """What is to come from step k on against the same of all siblings that have a step k, as GRPO compares outcomes. A
     step that nobody else has got as far as is compared with nothing: 0."""
-    found = [returns(rewards.values_K, algorithm.gamma) for rewards in group]
+    found = [to_come(rewards, rewards.earned_K.tolist(), algorithm.gamma) for rewards in group]
     advantages = [np.zeros(len(returns_K)) for returns_K in found]
     for k in range(max(map(len, found))):
         there = [sibling for sibling, returns_K in enumerate(found) if len(returns_K) > k]
@@ -94,12 +105,12 @@ def stepwise(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
 
 def process_grpo(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
     """GRPO's process supervision (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised
-    together, a token's advantage is the sum of those from its step on."""
-    everyone = np.concatenate([rewards.values_K for rewards in group])
+    together, a token's advantage is the sum of those from its step on; their mean where the outcome is one."""
+    everyone = np.concatenate([rewards.earned_K for rewards in group])
     normal = standardize(everyone, algorithm.std, algorithm.min_group_std)
     by_sibling = np.split(normal, np.cumsum([len(rewards.values_K) for rewards in group])[:-1])
     return [
-        rewards.spread(returns(normal_K.tolist(), algorithm.gamma))
+        rewards.spread(to_come(rewards, normal_K.tolist(), algorithm.gamma))
         for rewards, normal_K in zip(group, by_sibling, strict=True)
     ]
 
@@ -175,10 +186,13 @@ def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advanta
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimator:
     """`need`: what must be there before it can be asked. One that needs only a group is asked group by group, and its
-    samples are trained while the rest of the batch still rolls out; one that needs the batch waits for all of it."""
+    samples are trained while the rest of the batch still rolls out; one that needs the batch waits for all of it.
+
+    `compares`: what of siblings must differ for them to teach anything."""
 
     need: Literal["group", "batch"]
     estimate: Callable[[Sequence[Group], AlgorithmConfig], Advantages]
+    compares: Literal["outcomes", "steps"] = "outcomes"
 
 
 def outcomes(group: Group) -> np.ndarray:
@@ -195,9 +209,15 @@ def of_outcomes(compare: Callable[[np.ndarray, AlgorithmConfig], np.ndarray]) ->
     return of_groups(lambda group, algorithm: over_tokens(group, compare(outcomes(group), algorithm)))
 
 
-def of_groups(estimate: Callable[[Group, AlgorithmConfig], list[np.ndarray]]) -> Estimator:
+def of_groups(
+    estimate: Callable[[Group, AlgorithmConfig], list[np.ndarray]], compares: Literal["outcomes", "steps"] = "outcomes"
+) -> Estimator:
     """Looks at one group at a time."""
-    return Estimator(need="group", estimate=lambda groups, algorithm: [estimate(group, algorithm) for group in groups])
+    return Estimator(
+        need="group",
+        estimate=lambda groups, algorithm: [estimate(group, algorithm) for group in groups],
+        compares=compares,
+    )
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -207,13 +227,24 @@ ESTIMATORS: dict[str, Estimator] = {
     "pass_at_k": of_outcomes(
         lambda rewards_G, algorithm: best_of_k(rewards_G, algorithm.pass_k, algorithm.min_group_std)
     ),
-    "process": of_groups(stepwise),
-    "process_grpo": of_groups(process_grpo),
+    "process": of_groups(stepwise, compares="steps"),
+    "process_grpo": of_groups(process_grpo, compares="steps"),
     "reinforce_pp": Estimator(need="batch", estimate=reinforce_pp),
     "reinforce_pp_baseline": Estimator(need="batch", estimate=reinforce_pp_baseline),
     "gae": Estimator(need="batch", estimate=gae_whitened),
     "gae_raw": Estimator(need="group", estimate=gae_raw),
 }
+
+
+def teaches_nothing(group: Group, algorithm: AlgorithmConfig) -> bool:
+    """Whether its siblings are all alike in what the estimator compares."""
+    if len(group) < 2:
+        return True
+    estimator = ESTIMATORS[algorithm.estimator]
+    if estimator.compares == "outcomes":
+        return float(np.ptp(outcomes(group))) <= ROUNDING
+    (found,) = estimator.estimate([group], algorithm)
+    return all(float(np.abs(advantages_N).max(initial=0.0)) <= ROUNDING for advantages_N in found)
 
 
 def estimate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:

@@ -20,7 +20,7 @@ class CriticConfig:
         None  # a causal language model, or one with a scalar head; null: the policy's own. A new head is 0
     )
     lr: float = 1e-3
-    lr_warmup_steps: int = 5  # optimizer steps in which lr rises
+    lr_warmup_steps: int = 5  # steps of the run in which lr rises
     warmup_steps: int = 0  # steps of the run in which the critic learns and the policy doesn't
     value_clip: float | None = 0.5  # in reward units, around the values that the batch began with; null: off
     updates_per_batch: int | None = None  # optimizer steps on one batch; null: as algorithm.updates_per_batch

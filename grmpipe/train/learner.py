@@ -16,12 +16,14 @@ from grmpipe.train.losses import AGGREGATIONS
 from grmpipe.train.meter import Meter
 from grmpipe.train.objective import TokenLogprobs, summed_loss
 from grmpipe.train.reset import Reset, reset_is_due
+from grmpipe.train.schedule import learning_rate
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import ShardedSave, export_hf, load_sharded
 from models.lora import outgoing, with_adapters, without_adapters
+from models.packed_check import probe_logprobs
 from models.packing import Prefixes
 from models.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
 from models.routing import Replay, Routers
@@ -111,7 +113,8 @@ class Learner:
             torch.cuda.set_device(self._device)
         mesh = join_ranks(rank, world_size, init_method, self._device)
         self._world_size = world_size
-        train, lora = spec.train, spec.lora
+        self._train = train = spec.train
+        lora = spec.lora
         self._model = load_parallel(
             spec.model_path,
             mesh,
@@ -121,6 +124,8 @@ class Learner:
             train.activation_checkpointing,
             with_adapters(lora, spec.frozen_dtype) if lora.learns else CAUSAL_LM,
         )
+        with without_gradient(self._model):
+            probe_logprobs(self._model, self._device, train.dtype)
         # Without its adapters the model is the reference itself.
         needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
         self._reference = self._load_reference(mesh) if needs_reference else None
@@ -147,6 +152,10 @@ class Learner:
     @property
     def _updates_per_batch(self) -> int:
         return min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
+
+    def expect(self, num_steps: int) -> None:
+        """The run makes so many steps, where that isn't known from train.num_steps: the learning rate decays by it."""
+        self._train = replace(self._train, num_steps=num_steps)
 
     def accumulate(self, micro_batch: MicroBatch, old: OldPass | None = None) -> Metrics:
         """Add the gradient of this micro-batch's summed loss; return its sums.
@@ -199,14 +208,15 @@ class Learner:
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
-        train, algorithm = self._spec.train, self._spec.algorithm
+        algorithm = self._spec.algorithm
         denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, self._spec.max_new_tokens)
         if not denominator > 0:
             raise ValueError("a batch without a trained token can't be stepped on; discard it")
         metrics = self._meter.read(totals, denominator)
         factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
         try:
-            told = update(self._model, self._optimizer, factor, self._version, train)
+            rate = learning_rate(self._version / self._updates_per_batch, self._train)
+            told = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
         finally:
             self.discard()
         self._version += 1

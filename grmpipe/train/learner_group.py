@@ -40,6 +40,10 @@ class LearnerGroup:
         """Completed optimizer steps."""
         return self._version
 
+    async def expect(self, num_steps: int) -> None:
+        """The run makes so many steps: the learning rate decays by it."""
+        await self._actors.call_all("expect", num_steps)
+
     async def accumulate(self, round_: Round, old: Sequence[OldPass] | None = None) -> Metrics:
         """Forward and backward, a micro-batch per rank. Returns sums over ranks."""
         self._work.add([_work_of(micro_batch) for micro_batch in round_.micro_batches])

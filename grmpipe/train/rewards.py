@@ -21,17 +21,24 @@ class Rewards:
     Step k is the tokens [ends_K[k - 1], ends_K[k]), the first one from 0; its reward falls on its last token. Spans
     that end at the same token are one step. Tokens after the last reward belong to no step.
 
+    shares_K: of an outcome that is a mean of steps, each step's part in it; None where rewards simply add up.
     expected_N: the critic's value before each token; None where no critic is asked.
     """
 
     num_tokens: int
     ends_K: tuple[int, ...]
     values_K: tuple[float, ...]
+    shares_K: tuple[float, ...] | None = None
     expected_N: np.ndarray | None = None
 
     @property
     def outcome(self) -> float:
         return math.fsum(self.values_K)
+
+    @property
+    def earned_K(self) -> np.ndarray:
+        """[K] float64: what each step earned by itself, on one scale however many steps there are."""
+        return np.array(self.values_K) / (1.0 if self.shares_K is None else np.array(self.shares_K))
 
     def by_token(self) -> np.ndarray:
         """[N] float64: each reward on the token that it falls on, 0 elsewhere."""
@@ -51,12 +58,20 @@ def rewards_of(rollout: Rollout, verdict: Verdict) -> Rewards:
     """The spans of a verdict, laid over the rollout's tokens."""
     lengths = [len(turn.completion.token_ids) for turn in rollout.turns]
     values: dict[int, float] = {}
+    shares: dict[int, float] = {}
     for span in verdict.rewards:
         end = sum(lengths[: span.turn]) + span.end
         values[end] = values.get(end, 0.0) + span.value
+        if span.share is not None:
+            shares[end] = shares.get(end, 0.0) + span.share
     values = values or {sum(lengths): 0.0}
     ends = sorted(values)
-    return Rewards(num_tokens=sum(lengths), ends_K=tuple(ends), values_K=tuple(values[end] for end in ends))
+    return Rewards(
+        num_tokens=sum(lengths),
+        ends_K=tuple(ends),
+        values_K=tuple(values[end] for end in ends),
+        shares_K=tuple(shares[end] for end in ends) if shares else None,
+    )
 
 
 def shaped(
@@ -75,7 +90,7 @@ def shaped(
 def charged_by_token(rewards: Rewards, costs_N: np.ndarray) -> Rewards:
     """With a cost on each token, which becomes a step of its own: what a token costs is no earlier one's fault."""
     values = tuple((rewards.by_token() - costs_N).tolist())
-    return replace(rewards, ends_K=tuple(range(1, len(values) + 1)), values_K=values)
+    return replace(rewards, ends_K=tuple(range(1, len(values) + 1)), values_K=values, shares_K=None)
 
 
 def overlong(num_tokens: int, max_tokens: int, buffer_tokens: float) -> float:

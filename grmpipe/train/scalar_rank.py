@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.train.scalar_batch import PackedSequences
+from grmpipe.train.schedule import learning_rate
 from grmpipe.train.settings import TrainConfig
 from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import Metrics
 from models.checkpoint import ShardedSave, export_hf, load_sharded
+from models.packed_check import probe_scores
 from models.parallelize import SCALAR_HEAD, choose_device, join_ranks, load_parallel, without_gradient
 from models.scalar_head import packed_scores
 from models.stored_files import StoredFile
@@ -25,6 +27,7 @@ class ScalarSpec:
 
     model_path: a causal language model, which gets a new head, or a model that has one.
     tokenizer_path: of the directory that the export gets its tokenizer from.
+    updates_per_batch: optimizer steps in each of train.num_steps.
     """
 
     model_path: str
@@ -32,6 +35,7 @@ class ScalarSpec:
     train: TrainConfig
     device: str = ""  # "cpu" or "cuda"; empty: what torch finds
     master_dtype: str = "float32"
+    updates_per_batch: int = 1
 
 
 class ScalarRank:
@@ -56,6 +60,8 @@ class ScalarRank:
             train.activation_checkpointing,
             SCALAR_HEAD,
         )
+        with without_gradient(self._model):
+            probe_scores(self._model, self._device, train.dtype)
         self._optimizer = make_optimizer(self._model, train)
         self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
         self._save = ShardedSave()
@@ -125,7 +131,9 @@ class ScalarRank:
         assert weight > 0, "a step has something to learn from"
         try:  # FSDP2 averages over ranks; a batch's loss is a sum over them
             factor = self._world_size / weight
-            told = update(self._model, self._optimizer, factor, self._version, self._scalar_spec.train)
+            train = self._scalar_spec.train
+            rate = learning_rate(self._version / self._scalar_spec.updates_per_batch, train)
+            told = update(self._model, self._optimizer, factor, rate, train.max_grad_norm)
         finally:
             self.discard()
         self._version += 1

@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer step. Pure: a function of the step, so a resumed run needs no state of it."""
+"""The learning rate by the share of the run that is done. Pure, so a resumed run needs no state of it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of the update that makes version step + 1: linear warm-up, then the decay over what is left of the run.
+def learning_rate(step: float, config: TrainConfig) -> float:
+    """The rate after `step` of num_steps steps: linear warm-up, then the decay over what is left of the run.
 
-    Neither end is 0: a step that learns nothing would still be paid for.
+    With several optimizer steps on a batch each is its share of a step: the second of four on the first batch is made
+    at 0.25. Neither end is 0: a step that learns nothing would still be paid for.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)

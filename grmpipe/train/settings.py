@@ -215,8 +215,8 @@ class TrainConfig:
     micro_batch_tokens: int = 4096  # packed tokens per rank and forward pass
     shared_prompts: bool = True  # what siblings begin with goes through the learner once, not with each of them
     lr: float = 3e-4
-    warmup_steps: int = 5
-    schedule: str = "constant"
+    warmup_steps: int = 5  # of num_steps, in which lr rises; several updates of a batch are parts of a step
+    schedule: str = "constant"  # of lr over num_steps, whatever algorithm.updates_per_batch
     weight_decay: float = 0.0
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     max_grad_norm: float = 1.0

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from grmpipe.train.schedule import learning_rate
 from grmpipe.train.settings import TrainConfig
 from grmpipe.types import Metrics
 
@@ -37,20 +36,19 @@ def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimize
 
 
 def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, factor: float, version: int, train: TrainConfig
+    model: nn.Module, optimizer: torch.optim.Optimizer, factor: float, rate: float, max_grad_norm: float
 ) -> Metrics:
-    """Multiply the gradients by `factor`, clip them, make the step after `version`. A collective.
+    """Multiply the gradients by `factor`, clip them, make a step at this learning rate. A collective.
 
     Raises NonFiniteGradients, on all ranks, without a step.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
-    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
+    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     norm = (clipped.full_tensor() if isinstance(clipped, DTensor) else clipped).item()
     if not math.isfinite(norm):
         raise NonFiniteGradients(norm)
-    rate = learning_rate(version, train)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from models.packed_check import probe_scores
 from models.scalar_head import last_of_samples, load_scalar_head, packed_scores
 
 Sequences = Sequence[Sequence[int]]
@@ -36,6 +37,8 @@ class ScalarScorer:
             torch.set_num_threads(1)  # engines and learners share the cores
         self._spec = spec
         self._model = load_scalar_head(spec.path, spec.dtype, spec.device)
+        with torch.inference_mode():
+            probe_scores(self._model, torch.device(spec.device), spec.dtype)
 
     def scores(self, sequences: Sequences) -> list[float]:
         """The head's number at the last token of each sequence, in their order."""

@@ -36,7 +36,7 @@ def test_a_trained_grm_serves_as_a_judge(small_run: Callable) -> None:
 
 
 def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(small_run: Callable) -> None:
-    files = small_run(*RFT, experiment="rft_grm")
+    files = small_run(*RFT, "train.schedule=linear", "train.warmup_steps=0", "train.lr=1e-4", experiment="rft_grm")
     assert files.summary["status"] == "completed"
     assert files.summary["steps"] > 0
     assert set(files.summary["eval"]["final"]) >= {"true_accuracy", "true_accuracy_greedy"}
@@ -50,6 +50,8 @@ def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(smal
     losses = [line["train/loss"] for line in files.lines("metrics") if "train/loss" in line]
     assert len(losses) == files.summary["steps"]
     assert all(loss > 0 for loss in losses)  # a negative log-likelihood
+    rates = [line["train/lr"] for line in files.lines("metrics") if "train/lr" in line]
+    assert rates[-1] == pytest.approx(1e-4 / len(rates))  # the decay is over the steps that there are
 
 
 def test_after_a_kill_only_what_is_missing_is_sampled_again(small_run: Callable) -> None:

@@ -61,9 +61,12 @@ def test_a_policy_in_warm_up_stays_as_it_is(small_run: Callable) -> None:
 def test_several_updates_and_unwhitened_advantages_train(small_run: Callable, algorithm: str) -> None:
     files = small_run(
         "train.num_steps=2", f"algorithm={algorithm}", "algorithm.updates_per_batch=2", "algorithm.gae_lambda=0.95",
-        "algorithm.kl_coefficient=0.01", "algorithm.kl_in=reward", experiment="ppo",
+        "algorithm.kl_coefficient=0.01", "algorithm.kl_in=reward", "train.schedule=linear", "train.warmup_steps=0",
+        "critic.lr_warmup_steps=0", "critic.lr=4e-4", "train.lr=4e-4", experiment="ppo",
     )  # fmt: skip
     assert files.summary["versions"] == {"policy": 2, "grm": 0, "critic": 2}
+    # The last of the four updates has a quarter of the rate left.
+    assert {files.steps()[-1][f"{who}/lr"] for who in ("train", "critic")} == {1e-4}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from grmpipe.train.advantages import (
     leave_one_out,
     returns,
     standardize,
+    teaches_nothing,
     whiten,
 )
 from grmpipe.train.rewards import Rewards
@@ -171,6 +173,63 @@ def test_a_step_is_as_long_as_its_span() -> None:
     found = estimated("process", [long, steps(0.0, 0.0)])
     assert found[0] == pytest.approx([1.0] * 5, abs=1e-5)
     assert found[1] == pytest.approx([-1.0] * 2, abs=1e-5)
+
+
+def of_mean(*earned: float) -> Rewards:
+    """A token a step; the outcome is the mean of what the steps earned."""
+    share = 1 / len(earned)
+    return replace(steps(*(share * one for one in earned)), shares_K=(share,) * len(earned))
+
+
+SCORES = st.sampled_from([0.0, 0.3, 0.7, 1.0]) | st.floats(0, 1)
+CONSTANT = st.lists(st.tuples(SCORES, st.integers(1, 9)), min_size=2, max_size=6)  # what each step earned, how many
+
+
+def test_process_grpo_takes_the_mean_of_what_is_to_come_where_the_outcome_is_one() -> None:
+    """Steps earned 1, 0 and 0, 1, 1, 0: mean 1/2, deviation 1/2, so +1 and -1 each."""
+    found = estimated("process_grpo", [of_mean(1.0, 0.0), of_mean(0.0, 1.0, 1.0, 0.0)])
+    assert found[0] == pytest.approx([0.0, -1.0], abs=1e-5)
+    assert found[1] == pytest.approx([0.0, 1 / 3, 0.0, -1.0], abs=1e-5)
+
+
+@given(score=SCORES, numbers=st.lists(st.integers(1, 9), min_size=2, max_size=6))
+@pytest.mark.parametrize("name", ["process", "process_grpo"])
+def test_equal_steps_give_no_advantage_however_many_there_are(name: str, score: float, numbers: list[int]) -> None:
+    group = [of_mean(*[score] * number) for number in numbers]
+    assert max(abs(one) for row in estimated(name, group) for one in row) < 1e-6
+    assert teaches_nothing(group, AlgorithmConfig(estimator=name))
+
+
+@given(rollouts=CONSTANT, gamma=st.sampled_from([1.0, 0.9]))
+@pytest.mark.parametrize("name", ["process", "process_grpo"])
+def test_better_steps_throughout_never_get_less_than_worse_ones(
+    name: str, rollouts: list[tuple[float, int]], gamma: float
+) -> None:
+    """At every step that both have; of process_grpo at any two steps."""
+    found = estimated(name, [of_mean(*[score] * number) for score, number in rollouts], gamma=gamma)
+    for better, worse in itertools.permutations(range(len(rollouts)), 2):
+        if rollouts[better][0] > rollouts[worse][0]:
+            assert all(a >= b - 1e-6 for a, b in zip(found[better], found[worse], strict=False))
+            assert name == "process" or min(found[better]) >= max(found[worse]) - 1e-6
+
+
+@given(group=st.lists(SCORES, min_size=2, max_size=6), k=st.integers(1, 5))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"gae", "gae_raw"}))
+def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, group: list[float], k: int) -> None:
+    """Also beside another group, where the batch is whitened."""
+    for weight in (1.0, 0.3):
+        other = [outcome(0.2, 3), outcome(0.9)]
+        rows = estimated(name, [outcome(one) for one in group], other, pass_k=k, negative_weight=weight)
+        ordered = [row[0] for _, row in sorted(zip(group, rows[: len(group)], strict=True), key=lambda pair: pair[0])]
+        assert all(a <= b + 1e-9 for a, b in itertools.pairwise(ordered))
+
+
+def test_a_group_teaches_where_what_its_estimator_compares_differs() -> None:
+    crossed = [steps(1.0, 0.0), steps(0.0, 1.0)]  # the same outcome by other steps
+    for name, nothing in (("grpo", True), ("rloo", True), ("reinforce_pp_baseline", True), ("process", False)):
+        assert teaches_nothing(crossed, AlgorithmConfig(estimator=name)) is nothing
+    assert teaches_nothing([of_mean(*[0.7] * 3), of_mean(*[0.7] * 7)], AlgorithmConfig())  # to rounding
+    assert not teaches_nothing([outcome(0.5), outcome(0.6)], AlgorithmConfig(estimator="process_grpo"))
 
 
 def test_gae_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ PLACES = {
     "pools": {"all": {"slots": 1}},
     "roles": {"policy": {"pool": "all"}, "learner": {"pool": "all"}, "grm": {"pool": "all"}},
 }
+WITH_GRM_LEARNER = {**PLACES, "roles": {**PLACES["roles"], "grm_learner": {"pool": "all"}}}
 
 
 def config(**sections: object) -> RunConfig:
@@ -76,3 +78,23 @@ def test_a_section_puts_its_key_in_front_once() -> None:
     for said, told in (("path: no", "data.path: no"), ("data.path: no", "data.path: no")):
         with pytest.raises(ConfigError, match=f"^{told}$"), section("data."):
             raise ValueError(said)
+
+
+def hybrid(directory: Path) -> str:
+    """The shipped policy's tokenizer beside the config of a model whose first layer is a convolution."""
+    shutil.copytree(SHIPPED / "policy", directory)
+    told = json.loads((directory / "config.json").read_text())
+    layers = ["conv", *["full_attention"] * (told["num_hidden_layers"] - 1)]
+    (directory / "config.json").write_text(json.dumps(told | {"model_type": "lfm2", "layer_types": layers}))
+    return str(directory)
+
+
+def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(tmp_path: Path) -> None:
+    path = hybrid(tmp_path / "hybrid")
+    data = {"num_prompts": 20, "num_eval_prompts": 5}
+    with pytest.raises(ConfigError, match=r"^policy\.path: .*conv.*can be trained"):
+        prepare(config(data=data, policy={"path": path}, judge={"kind": "rule"}), no_progress)
+    prepare(config(data=data, grm={"path": path}), no_progress)  # it judges, and doesn't learn
+    learns = {"enabled": True, "data_path": "tiny://judgements"}
+    with pytest.raises(ConfigError, match=r"^grm\.path: .*conv.*can be trained"):
+        prepare(config(data=data, grm={"path": path}, cotrain=learns, placement=WITH_GRM_LEARNER), no_progress)

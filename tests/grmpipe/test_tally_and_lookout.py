@@ -17,6 +17,7 @@ from grmpipe.judge.rule import is_right
 from grmpipe.judge.watch import FailureGate, HackingAlarm
 from grmpipe.rollout.play import Seat
 from grmpipe.tally import Counts, Tally, batch_metrics, flow_metrics, truth_metrics
+from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import (
     Failed,
     FailedJudgement,
@@ -85,7 +86,9 @@ def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> N
 
 
 def test_failed_siblings_are_in_no_mean() -> None:
-    metrics = batch_metrics([group(verdict(10, rule=1.0), LOST, verdict(4, rule=0.0), version=3)], version=4)
+    metrics = batch_metrics(
+        [group(verdict(10, rule=1.0), LOST, verdict(4, rule=0.0), version=3)], version=4, algorithm=AlgorithmConfig()
+    )
     assert metrics["train/grm_score"] == 7
     assert metrics["train/siblings_without_verdict"] == 1
     assert metrics["reward/rule_mean"] == 0.5
@@ -94,7 +97,7 @@ def test_failed_siblings_are_in_no_mean() -> None:
 
 
 def test_a_group_of_equal_rewards_has_no_signal_and_no_correlation_is_made_up() -> None:
-    metrics = batch_metrics([group(verdict(5), verdict(5), LOST)], version=0)
+    metrics = batch_metrics([group(verdict(5), verdict(5), LOST)], version=0, algorithm=AlgorithmConfig())
     assert metrics["train/groups_without_signal_share"] == 1
     assert "judge/score_length_correlation" not in metrics
 

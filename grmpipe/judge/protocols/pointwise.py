@@ -46,10 +46,13 @@ def matter_of(court: Court, prompt: Prompt, rollout: Rollout) -> Matter | Failed
     if protocol == "steps":
         assert court.decode is not None
         steps = steps_of(rollout, court.config.step_end, court.config.max_steps, court.decode)
+        share = 1 / len(steps)
         return Matter(
             texts=tuple(step.text for step in steps),
-            weights=(1 / len(steps),) * len(steps),
-            places=tuple(RewardSpan(turn=step.turn, start=step.start, end=step.end, value=0.0) for step in steps),
+            weights=(share,) * len(steps),
+            places=tuple(
+                RewardSpan(turn=step.turn, start=step.start, end=step.end, value=0.0, share=share) for step in steps
+            ),
         )
     return Matter(texts=(rollout.text,), weights=(1.0,), places=(outcome_place(rollout),))
 

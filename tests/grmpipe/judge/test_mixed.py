@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from grmpipe.judge.hearing import OneByOne, judge_alone
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.settings import EarlyStopConfig
-from grmpipe.types import Failed
+from grmpipe.judge.verdict import mixed
+from grmpipe.train.rewards import rewards_of
+from grmpipe.types import Failed, RewardSpan, Verdict
 from models.types import EngineDied
 
 
@@ -25,6 +28,24 @@ def test_rewards_are_mixed_by_normalised_weights_and_components_stay_visible(ben
     assert report.verdict.score == pytest.approx(0.75 * 4 + 0.25 * 10)
     assert report.verdict.num_judgements == 1 + 1
     assert len(report.judgements) == 1
+
+
+def test_beside_a_mean_of_steps_every_span_has_its_share_in_the_mixture(bench: Any) -> None:
+    """0.75 times the mean of steps that earned 1, 0 and 1/2, plus 0.25 times a rule's 1, which ends with the last."""
+    steps = tuple(
+        RewardSpan(turn=0, start=4 * k, end=4 * k + 4, value=earned / 3, share=1 / 3)
+        for k, earned in enumerate((1.0, 0.0, 0.5))
+    )
+    blank = Verdict(rewards=steps, score=5.0, breakdown={}, agreement=0.0, num_judgements=1)
+    ruled = replace(blank, rewards=(RewardSpan(turn=0, start=0, end=12, value=1.0),))
+    spans = mixed({"generative": blank, "rule": ruled}, {"generative": 3.0, "rule": 1.0}).rewards
+    assert [(span.end, span.value, span.share) for span in spans] == [
+        (4, 0.25, 0.25), (8, 0.0, 0.25), (12, pytest.approx(0.125), 0.25), (12, 0.25, 0.25),
+    ]  # fmt: skip
+    rewards = rewards_of(bench.rollout("x" * 12), replace(blank, rewards=spans))
+    assert rewards.shares_K == pytest.approx((0.25, 0.25, 0.5))
+    assert rewards.earned_K.tolist() == pytest.approx([1.0, 0.0, 0.75])
+    assert rewards.outcome == pytest.approx(0.75 * 0.5 + 0.25)
 
 
 def test_a_failed_component_is_never_renormalised_away(bench: Any) -> None:

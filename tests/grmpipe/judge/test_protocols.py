@@ -17,7 +17,10 @@ from grmpipe.judge.meta import JudgedResponses
 from grmpipe.judge.protocols.fitting import without_middle
 from grmpipe.judge.protocols.steps import steps_of
 from grmpipe.judge.settings import JudgeConfig
-from grmpipe.types import Criterion, Failed, RewardSpan, Rollout, Turn
+from grmpipe.tally import without_signal
+from grmpipe.train.samples import to_samples
+from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.types import Criterion, Failed, JudgedGroup, RewardSpan, Rollout, Turn
 from models.types import Completion, EngineDied, VersionSpan
 
 RUBRIC = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
@@ -66,10 +69,30 @@ def test_each_step_gets_its_own_span_and_the_spans_add_up_to_the_reward(bench: A
     judge = with_decode(bench, lambda prompt, context: bench.answer("\\boxed{10, 1}"), **STEPS)
     report = bench.run(judge.judge(bench.prompt(), bench.rollout("6 x 2 = 12\nSo 13.")))
     assert report.verdict.rewards == (
-        RewardSpan(turn=0, start=0, end=11, value=0.5),
-        RewardSpan(turn=0, start=11, end=17, value=0.0),
+        RewardSpan(turn=0, start=0, end=11, value=0.5, share=0.5),
+        RewardSpan(turn=0, start=11, end=17, value=0.0, share=0.5),
     )
     assert (report.verdict.outcome, report.verdict.score) == (0.5, 5.5)
+
+
+async def judged_steps(judge: Any, bench: Any, texts: Sequence[str]) -> JudgedGroup:
+    rollouts = tuple(replace(bench.rollout(text), sibling=sibling) for sibling, text in enumerate(texts))
+    reports = [await judge.judge(bench.prompt(), rollout) for rollout in rollouts]
+    verdicts = tuple(report.verdict for report in reports)
+    return JudgedGroup(group_id="g7", prompt=bench.prompt(), rollouts=rollouts, verdicts=verdicts)
+
+
+@pytest.mark.parametrize("estimator", ["process", "process_grpo", "grpo"])
+def test_siblings_whose_steps_are_all_as_good_teach_nothing_however_many_steps_they_take(
+    bench: Any, estimator: str
+) -> None:
+    def author(prompt: str, context: Any) -> Any:
+        return bench.answer("\\boxed{8, 8}" if context.request_id.startswith("g7/0") else "\\boxed{8, 8, 8, 8}")
+
+    group = bench.run(judged_steps(with_decode(bench, author, **STEPS), bench, ("a\nb", "a\nb\nc\nd")))
+    algorithm = AlgorithmConfig(estimator=estimator)
+    assert max(abs(one) for sample in to_samples([group], algorithm) for one in sample.advantages) < 1e-6
+    assert without_signal(group, algorithm)
 
 
 def test_a_step_may_be_a_turn(bench: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -47,6 +48,18 @@ def spec(path: str, clip: float | None = None, dtype: str = "float32", **train: 
         model_path=path, tokenizer_path=path, train=TrainConfig(**options), device="cpu", value_clip=clip,  # type: ignore[arg-type]
         master_dtype=dtype,
     )  # fmt: skip
+
+
+def test_the_learning_rate_decays_over_the_run_however_many_updates_a_batch_has(qwen_path: str) -> None:
+    told = {}
+    for updates in (1, 2, 4):
+        one = dataclasses.replace(spec(qwen_path, num_steps=2, schedule="cosine"), updates_per_batch=updates)
+        critic, told[updates] = CriticLearner(one), []
+        for _ in range(2 * updates):
+            accumulate(critic, samples(2), WHOLE_BATCH)
+            told[updates].append(critic.step()["critic/lr"])
+        assert told[updates][::updates] == pytest.approx(told[1])
+        assert told[updates][-1] > 0
 
 
 def accumulate(critic: CriticLearner, batch: list[ValueSample], max_tokens: int, rank: int = 0, size: int = 1) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.packer import Packer, pack
@@ -334,3 +335,44 @@ def test_loading_goes_back_to_what_was_saved(qwen_path: str, make_samples, tmp_p
         learner.accumulate(pack(samples))
         learner.step(count(samples, 0))
         assert weights(learner) == expected[version]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_decays_over_the_run_however_many_updates_a_batch_has(
+    qwen_path: str, make_samples, schedule: str
+) -> None:
+    """Each batch begins at the rate that it has with one update, and no step is made at a rate of 0."""
+    rates = {}
+    for updates in (1, 2, 4):
+        algorithm = AlgorithmConfig(updates_per_batch=updates)
+        learner = make_learner(qwen_path, algorithm, num_steps=4, schedule=schedule)
+        rates[updates] = []
+        for _ in range(4 * updates):
+            samples = make_samples(2)
+            learner.accumulate(pack(samples))
+            rates[updates].append(learner.step(count(samples, 0))["train/lr"])
+        assert rates[updates][::updates] == pytest.approx(rates[1])
+        assert rates[updates] == sorted(rates[updates], reverse=True) and rates[updates][-1] > 0
+
+
+def test_a_run_that_learns_its_length_late_decays_over_that(qwen_path: str, make_samples) -> None:
+    learner = make_learner(qwen_path, num_steps=80, schedule="linear")
+    learner.expect(2)
+    told = []
+    for _ in range(2):
+        learner.accumulate(pack(make_samples(2)))
+        told.append(learner.step(count(make_samples(2), 0))["train/lr"])
+    assert told == pytest.approx([1e-2, 0.5e-2])
+
+
+def test_a_model_that_packed_samples_leak_through_fails_as_it_is_loaded(tmp_path: Path) -> None:
+    """Also where no check before the run has seen its files."""
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, layer_types=["conv", "full_attention"],
+        initializer_range=0.3,
+    )  # fmt: skip
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^path: .*otherwise than by itself"):
+        make_learner(str(tmp_path))

@@ -28,3 +28,8 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
 
 def test_no_warm_up_starts_at_full_rate() -> None:
     assert learning_rate(0, TrainConfig(warmup_steps=0, lr=0.5)) == 0.5
+
+
+def test_several_updates_warm_up_within_the_same_batches() -> None:
+    config = TrainConfig(num_steps=6, warmup_steps=2, lr=3.0)
+    assert [learning_rate(step / 2, config) for step in range(6)] == pytest.approx([1, 1.5, 2, 2.5, 3, 3])
