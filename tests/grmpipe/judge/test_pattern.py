@@ -17,8 +17,8 @@ from models.engines.grammar import Pattern
 SCALES = (Scale(), Scale(low=0, high=100), Scale(low=-3, high=3))
 NEAR_VERDICTS = st.text(alphabet="Score: 10-7\n\r\t >\\boxed{},*", max_size=30)
 PIECES = (
-    "Score: 7", "score:7", "Final score: 3", "/10", "Score: 11", "\\boxed{7}", "The score is \\boxed{3}", "$", "$$", "\\]",
-    "**", ".", "# ", "2. ", "> ", "<think>", "<thi", "</think>", "<", "\n", "\n\n", "\r", " ", "fine",
+    "Score: 7", "score:7", "Final score: 3", "/10", "Score: 11", "\\boxed{7}", "The score is \\boxed{3}", "$", "$$",
+    "\\]", "**", ".", "# ", "2. ", "> ", "<think>", "<thi", "</think>", "<", "\n", "\n\n", "\r", " ", "fine",
 )  # fmt: skip
 PIECED = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
 FORMS = {"score_line": "Score: {}", "boxed": "\\boxed{{{}}}"}
