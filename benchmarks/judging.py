@@ -20,7 +20,6 @@ from grmpipe.data.prompts import load_prompts
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmHere
-from grmpipe.judge.protocols.early_stop import winner_is_fixed
 from grmpipe.judge.rule import is_right
 from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
 from grmpipe.rollout.play import Seat, play
@@ -149,6 +148,12 @@ def exact_stop(groups: Sequence[Group]) -> tuple[float, int, int]:
         asked += stop
         changed += stop < NUM_JUDGEMENTS and sums[stop - 1].index(max(sums[stop - 1])) != sums[-1].index(max(sums[-1]))
     return 1 - asked / (counted * NUM_JUDGEMENTS), changed, counted
+
+
+def winner_is_fixed(totals: Sequence[float], num_left: int, swing: float) -> bool:
+    """Whether the lead is more than so many judgements, each of which moves it by `swing` at most, can make up for."""
+    first, second = sorted(totals, reverse=True)[:2]
+    return first - second > swing * num_left
 
 
 async def early_stop(num_groups: int) -> None:

@@ -9,10 +9,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grmpipe.judge.vote import Vote, best_indices
+from grmpipe.judge.protocols.pairwise import votes_of
+from grmpipe.judge.vote import WON, Vote, best_indices, pair_result
 from grmpipe.types import Judgement
-
-LEAD, DRAWN = 1.0, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,8 @@ def best_by_meta(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
 class Counting:
     """How judgements become scores.
 
-    pairwise: a pair goes to its majority, and a score is the share of pairs won; else `vote` is over the scores given.
+    pairwise: a pair goes by the mean of its orders, as far as the draw has both, and a score is the share of pairs won;
+        else `vote` is over the scores given.
     criteria: the weights of a rubric's, where a judgement gives one response several scores.
     """
 
@@ -92,13 +92,14 @@ def scores_of_draw(
 def of_matter(siblings: frozenset[int], judgements: Sequence[Judgement], counting: Counting) -> Mapping[int, float]:
     if not judgements:
         return {}
-    by_sibling = {s: [score_for(judgement, s, counting.criteria) for judgement in judgements] for s in siblings}
-    if not counting.pairwise:
-        return {sibling: counting.vote(scores) for sibling, scores in by_sibling.items()}
-    (a, scores_a), (b, scores_b) = by_sibling.items()
-    lead = sum((x > y) - (x < y) for x, y in zip(scores_a, scores_b, strict=True))
-    won = LEAD if lead > 0 else 0.0 if lead < 0 else DRAWN
-    return {a: won, b: LEAD - won}
+    if counting.pairwise:
+        lower, higher = sorted(siblings)
+        won = pair_result(*filter(None, votes_of(judgements, lower)))
+        return {lower: won, higher: WON - won}
+    return {
+        sibling: counting.vote([score_for(judgement, sibling, counting.criteria) for judgement in judgements])
+        for sibling in siblings
+    }
 
 
 def score_for(judgement: Judgement, sibling: int, criteria: Sequence[float]) -> float:

@@ -1,16 +1,20 @@
-"""Scores out of what a judge wrote, or the cause why there are none. Pure; never a default, never a guess.
+r"""Scores out of what a judge wrote, or the cause why there are none. Pure; never a default, never a guess.
 
-The last verdict counts, and it must be exact: where the last thing that looks like one is malformed, an earlier one
-doesn't step in. Lines that begin with ">" are quotations of the work under judgement and hold no verdict. A line ends
-at "\\n" only: other line breaks may stand within a quotation.
+The verdict is the last line that isn't blank, and nothing else: whatever stands elsewhere, a draft, the score of a
+criterion, a quotation of the work under judgement, is no verdict and never steps in. It isn't part of what a judge
+thinks: a thought that begins a judgement must end, in a line that is no quotation, before the verdict's line.
+
+A line ends at "\n" only: other line breaks may stand within a quotation.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Literal
 
+from grmpipe.judge.forms import FORMS, Form
 from grmpipe.judge.scale import Scale
 from grmpipe.types import DataCause
 from models.types import Completion
@@ -19,27 +23,19 @@ Scores = tuple[int, ...]
 Unparseable = Literal["unparseable"]
 Parser = Callable[[str, int, Scale], Scores | Unparseable]
 
-VERDICT_LIKE = re.compile(r"[ \t*_#-]*score[ \t*_]*:", re.IGNORECASE)
-SCORE_LINE = re.compile(r"Score: (-?[0-9]{1,6})")
-BOXED = "\\boxed{"
-INTEGER = re.compile(r"-?[0-9]{1,6}")  # short: int() refuses thousands of digits
+NUMBER = r"(0|-?[1-9][0-9]{0,5})"  # short: int() refuses thousands of digits
+BLANK = " \t\r"
+THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 
 
 def parse_score_line(text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    """The last line that claims a score, which must be `Score: N` and nothing else."""
-    claims = [line for line in own_lines(text) if VERDICT_LIKE.match(line)]
-    match = SCORE_LINE.fullmatch(claims[-1]) if claims else None
-    return within(scale, (int(match[1]),), num_scores) if match else "unparseable"
+    """The last line, which must be a form of `Score: N`."""
+    return scores_in("score_line", text, num_scores, scale) if num_scores == 1 else "unparseable"
 
 
 def parse_boxed(text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    r"""The last \boxed{s_1, ..., s_n}: exactly `num_scores` integers (SPCT, arXiv 2504.02495)."""
-    _, opened, rest = "\n".join(own_lines(text)).rpartition(BOXED)
-    inside, closed, _ = rest.partition("}")
-    numbers = [number.strip(" ") for number in inside.split(",")]
-    if not opened or not closed or not all(INTEGER.fullmatch(number) for number in numbers):
-        return "unparseable"
-    return within(scale, tuple(int(number) for number in numbers), num_scores)
+    r"""The last line's \boxed{s_1, ..., s_n}: exactly `num_scores` integers (SPCT, arXiv 2504.02495)."""
+    return scores_in("boxed", text, num_scores, scale)
 
 
 PARSERS: dict[str, Parser] = {"score_line": parse_score_line, "boxed": parse_boxed}
@@ -52,12 +48,35 @@ def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Sc
     return parser(completion.text, num_scores, scale)
 
 
-def own_lines(text: str) -> list[str]:
-    """The judge's own lines, without the quoted ones."""
-    return [line.strip(" \t\r") for line in text.split("\n") if not line.lstrip(" \t").startswith(">")]
+def scores_in(name: str, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
+    match = line_of(name, scale, num_scores).fullmatch(verdict_line(text, FORMS[name]))
+    if match is None:
+        return "unparseable"
+    scores = tuple(map(int, match.groups()))
+    return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
 
 
-def within(scale: Scale, scores: Scores, num_scores: int) -> Scores | Unparseable:
-    if len(scores) == num_scores and all(scale.low <= score <= scale.high for score in scores):
-        return scores
-    return "unparseable"
+@lru_cache(maxsize=256)
+def line_of(name: str, scale: Scale, num_scores: int) -> re.Pattern[str]:
+    return re.compile(FORMS[name].line(NUMBER, scale, num_scores))
+
+
+def verdict_line(text: str, form: Form) -> str:
+    """The line where the verdict must stand; empty where there is none: nothing is written, or only thoughts are."""
+    lines = [line.strip(BLANK) for line in text.split("\n")]
+    last = last_filled(lines)
+    if last >= 0 and lines[last] in form.closings:
+        last = last_filled(lines[:last])
+    return "" if last < 0 or is_still_thinking(text, lines[:last]) else lines[last]
+
+
+def last_filled(lines: Sequence[str]) -> int:
+    """The index of the last line that isn't blank; -1 where all are."""
+    return next((index for index in range(len(lines) - 1, -1, -1) if lines[index]), -1)
+
+
+def is_still_thinking(text: str, lines_before: Sequence[str]) -> bool:
+    """Does a judgement begin with a thought that doesn't end in these of its lines? One in a quotation is no end."""
+    if not text.lstrip(BLANK + "\n").startswith(THOUGHT_BEGINS):
+        return False
+    return not any(THOUGHT_ENDS in line and not line.startswith(">") for line in lines_before)

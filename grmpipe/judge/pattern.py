@@ -1,38 +1,52 @@
 r"""What a judgement may look like, as regular expressions that an engine's grammar holds it to. Pure.
 
-A pattern is its parser turned round: free text, then the verdict in the last line that isn't blank. What it lets
-through parses; what parses with its verdict there is let through. Numbers stand as one writes them: no leading zeros.
-
-Only what the grammars of vLLM and SGLang know: classes, groups, alternatives, repetition; nothing that looks around.
+A pattern and its parser are one language: what the pattern lets through parses, and what parses is let through. Numbers
+stand as one writes them: no leading zeros.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+from grmpipe.judge.forms import FORMS
+from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
 from grmpipe.judge.scale import Scale
 
 MAX_SCORES = 1001  # alternatives in one pattern
 
-LINES = r"(?:[^\n]*\n)*"
 BLANK = r"[ \t\r]*"
-ENDS = r"[ \t\r\n]*"
+BLANK_LINES = r"[ \t\r\n]*"
+LINES = r"(?:[^\n]*\n)*"
+OWN = rf"{BLANK}(?:[^ \t\r\n>][^\n]*)?"  # how a line begins that is no quotation
 
 
-def score_line(scale: Scale, num_scores: int = 1) -> str:
-    """Whatever, then a line `Score: N`. It holds one score only."""
-    assert num_scores == 1, num_scores
-    return f"{LINES}{BLANK}Score: {scores(scale)}{ENDS}"
+def judgement(name: str, scale: Scale, num_scores: int = 1) -> str:
+    """Whatever, or a thought and whatever; then the verdict's line."""
+    form = FORMS[name]
+    closing = rf"(?:{BLANK}\n{BLANK_LINES}(?:{'|'.join(map(literal, form.closings))}))?" if form.closings else ""
+    line = form.line(scores(scale), scale, num_scores)
+    return rf"{BLANK_LINES}(?:{thought()}|{no_thought()})?{BLANK}{line}{closing}{BLANK_LINES}"
 
 
-def boxed(scale: Scale, num_scores: int = 1) -> str:
-    r"""Whatever, then \boxed{s_1, ..., s_n} in a line that is no quotation; on its right anything that opens no other
-    box."""
-    inside = ",".join([f" *{scores(scale)} *"] * num_scores)
-    return rf"{LINES}(?:[ \t]*[^ \t\n>][^\n]*|[ \t]*)\\boxed\{{{inside}\}}[^\\\n]*{ENDS}"
+PATTERNS: dict[str, Callable[[Scale, int], str]] = {name: functools.partial(judgement, name) for name in FORMS}
 
 
-PATTERNS: dict[str, Callable[[Scale, int], str]] = {"score_line": score_line, "boxed": boxed}
+def thought() -> str:
+    """Lines that begin with a thought, which ends in one of them that is no quotation."""
+    return rf"{THOUGHT_BEGINS}(?:[^\n]*\n{LINES}{OWN}|[^\n]*){THOUGHT_ENDS}[^\n]*\n{LINES}"
+
+
+def no_thought() -> str:
+    """Lines whose first characters aren't those of a thought."""
+    leaves = [rf"[^{THOUGHT_BEGINS[0]} \t\r\n][^\n]*"]
+    for place, character in enumerate(THOUGHT_BEGINS[1:], start=1):
+        leaves.append(rf"{THOUGHT_BEGINS[:place]}(?:[^{character}\n][^\n]*)?")
+    return rf"(?:{'|'.join(leaves)})\n{LINES}"
+
+
+def literal(text: str) -> str:
+    return "".join(rf"\{character}" for character in text)
 
 
 def scores(scale: Scale) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 Vote = Callable[[Sequence[float]], float]  # the scores that one response got
+WON, TIED, LOST = 1.0, 0.5, 0.0  # by one of a pair
 
 
 def mean(scores: Sequence[float]) -> float:
@@ -36,6 +38,16 @@ def agreement(scores: Sequence[float]) -> float:
 
 # `sum` ranks as its mean does, and is shown as k times it: so a judgement that failed makes no score smaller.
 VOTES: dict[str, Vote] = {"mean": mean, "sum": mean, "median": median, "majority": majority}
+
+
+def pair_result(*orders: Sequence[float]) -> float:
+    """What one of a pair came to by the votes that it got: the mean within each order of showing, then over the orders.
+
+    So a judgement that failed in one order doesn't leave the other more of a say: a liking for a place stays balanced.
+    At least one vote in each order.
+    """
+    share = sum(Fraction(math.fsum(votes)) / len(votes) for votes in orders) / len(orders)
+    return WON if share > TIED else LOST if share < TIED else TIED
 
 
 # -- guided by a meta-RM ---------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
+from grmpipe.judge.vote import TIED
 from grmpipe.types import Judgement
 
 Enough = Callable[[Sequence[Judgement], int], bool]  # the first judgements; how many are left to come
@@ -29,14 +31,28 @@ class Stop:
     auditing: bool = False
 
 
-def winner_is_fixed(totals: Sequence[float], num_left: int, swing: float) -> bool:
-    """Whether `num_left` more judgements can't change who has the highest total.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderTally:
+    """Of a pair's judgements in one order of showing: points of one of the two, votes so far, judgements left."""
 
-    swing: the most that one judgement can add to the lead of one over another (9 on a scale of 1..10, 1 where it
-    gives one point). It must be strictly less than the lead: a tie isn't a winner.
-    """
-    first, second = sorted(totals, reverse=True)[:2]
-    return first - second > swing * num_left
+    points: float
+    num_votes: int
+    num_left: int
+
+    @property
+    def bounds(self) -> tuple[Fraction, Fraction]:
+        """Between which the mean of the votes ends, however many of those that are left fail."""
+        points, most_votes = Fraction(self.points), self.num_votes + self.num_left
+        return points / most_votes, (points + self.num_left) / most_votes
+
+
+def winner_is_fixed(*orders: OrderTally) -> bool:
+    """Whether the judgements left can't change who wins a pair, as `pair_result` counts. A tie isn't a winner, and
+    nobody wins before each order has a vote."""
+    if not all(order.num_votes for order in orders):
+        return False
+    least, most = (sum(bound) / len(orders) for bound in zip(*(order.bounds for order in orders), strict=True))
+    return least > TIED or most < TIED
 
 
 def fewest_for_a_winner(num_judgements: int) -> int:

@@ -1,4 +1,4 @@
-"""The hearing of siblings in pairs: each pair in both orders, its majority, and the share of pairs won as the score."""
+"""The hearing of siblings in pairs: each pair in both orders, who won it, and the share of pairs won as the score."""
 
 from __future__ import annotations
 
@@ -9,24 +9,34 @@ from dataclasses import dataclass
 from grmpipe.judge.asking import Question
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.protocols.court import Court
-from grmpipe.judge.protocols.early_stop import Stop, fewest_for_a_winner, winner_is_fixed
+from grmpipe.judge.protocols.early_stop import OrderTally, Stop, fewest_for_a_winner, winner_is_fixed
 from grmpipe.judge.protocols.panel import IN_FULL, Panel, Results, convene
 from grmpipe.judge.verdict import COMPONENT, all_failed, outcome
+from grmpipe.judge.vote import LOST, TIED, WON, pair_result
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, Rollout, Sitting, Verdict
 
 Pair = tuple[int, int]  # siblings, the lower one first
-WON, TIED, LOST = 1.0, 0.5, 0.0
+Votes = tuple[tuple[float, ...], tuple[float, ...]]  # of judgements that showed the lower sibling first; last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
     """A pair that was judged. votes: what each judgement gave the lower sibling. `panel` is its evidence."""
 
-    votes: tuple[float, ...]
+    votes: Votes
     panel: Panel
 
-    def votes_for(self, is_lower: bool) -> list[float]:
-        return list(self.votes) if is_lower else [WON - vote for vote in self.votes]
+    @property
+    def counts(self) -> bool:
+        """A pair that was judged in one order only is no match: the judge's liking for a place could decide it."""
+        return all(self.votes)
+
+    def all_votes(self) -> tuple[float, ...]:
+        return self.votes[0] + self.votes[1]
+
+    def result_for(self, is_lower: bool) -> float:
+        result = pair_result(*self.votes)
+        return result if is_lower else WON - result
 
 
 def pairs_of(size: int, kind: str) -> list[Pair]:
@@ -43,10 +53,11 @@ def vote_of(judgement: Judgement, lower: int) -> float:
     return WON if mine > other else TIED if mine == other else LOST
 
 
-def majority_of(votes: Sequence[float]) -> float:
-    """A pair's result for whom the votes are about."""
-    points = sum(votes)
-    return WON if points > len(votes) - points else LOST if points < len(votes) - points else TIED
+def votes_of(judgements: Sequence[Judgement], lower: int) -> Votes:
+    """By the order of showing."""
+    first = tuple(vote_of(judgement, lower) for judgement in judgements if judgement.siblings[0] == lower)
+    last = tuple(vote_of(judgement, lower) for judgement in judgements if judgement.siblings[0] != lower)
+    return first, last
 
 
 class PairwiseHearing:
@@ -78,8 +89,7 @@ class PairwiseHearing:
             return {}
         lower, higher = sitting.members
         panel = await self._panel((lower, higher), principles, priority)
-        votes = tuple(vote_of(judgement, lower) for judgement in panel.judgements)
-        self._matches[lower, higher] = Match(votes=votes, panel=panel)
+        self._matches[lower, higher] = Match(votes=votes_of(panel.judgements, lower), panel=panel)
         final = [
             sibling for sibling in (lower, higher) if all(pair in self._matches for pair in self._pairs_with(sibling))
         ]
@@ -121,8 +131,13 @@ class PairwiseHearing:
             return IN_FULL
 
         def enough(judgements: Sequence[Judgement], num_left: int) -> bool:
-            points = sum(vote_of(judgement, lower) for judgement in judgements)
-            return winner_is_fixed((points, len(judgements) - points), num_left, swing=WON)
+            indices_left = range(num_judgements - num_left, num_judgements)
+            left = [sum(index % 2 == place for index in indices_left) for place in (0, 1)]
+            tallies = [
+                OrderTally(points=sum(votes), num_votes=len(votes), num_left=num_left_of_order)
+                for votes, num_left_of_order in zip(votes_of(judgements, lower), left, strict=True)
+            ]
+            return winner_is_fixed(*tallies)
 
         return Stop(first=fewest_for_a_winner(num_judgements), wave=rules.wave, enough=enough)
 
@@ -139,13 +154,14 @@ class PairwiseHearing:
         return self._principles.told_in(report)
 
     def _verdict(self, sibling: int, pairs: Sequence[Pair]) -> Verdict | Failed:
-        votes = [self._matches[pair].votes_for(pair[0] == sibling) for pair in pairs]
-        judged = [given for given in votes if given]
+        judged = {pair: match for pair in pairs if (match := self._matches[pair]).counts}
         if not judged:
             return all_failed([failure for pair in pairs for failure in self._matches[pair].panel.failures])
         scale = self._court.scale
-        reward = statistics.fmean(majority_of(given) for given in judged)
-        spread = (scale.high - scale.low) * statistics.fmean(statistics.pstdev(given) for given in judged)
+        reward = statistics.fmean(match.result_for(pair[0] == sibling) for pair, match in judged.items())
+        spread = (scale.high - scale.low) * statistics.fmean(
+            statistics.pstdev(match.all_votes()) for match in judged.values()
+        )
         if (abstained := self._court.abstention(spread)) is not None:
             return abstained
         return Verdict(
@@ -153,5 +169,5 @@ class PairwiseHearing:
             score=scale.low + (scale.high - scale.low) * reward,
             breakdown={COMPONENT: reward},
             agreement=spread,
-            num_judgements=sum(map(len, judged)),
+            num_judgements=sum(len(match.all_votes()) for match in judged.values()),
         )

@@ -35,11 +35,12 @@ def test_the_meta_rm_keeps_the_better_half_of_a_draw() -> None:
     assert {sibling: 2 * score for sibling, score in scores.items()} == {0: 5, 1: 13}
 
 
-def test_a_pair_goes_to_its_majority_and_a_score_is_the_share_of_pairs_won() -> None:
+def test_a_pair_goes_by_both_its_orders_and_a_score_is_the_share_of_pairs_won() -> None:
     pairs = [judgement((0, 1), (9, 1)), judgement((1, 0), (5, 4)), judgement((1, 0), (5, 4)), judgement((2, 0), (1, 2)),
              judgement((0, 2), (3, 3))]  # fmt: skip
-    ballots = ballots_of(pairs, 3)
-    assert scores_of_draw(ballots, range(3), Counting(vote=mean, pairwise=True)) == {0: 0.5, 1: 1.0, 2: 0.0}
+    ballots, counting = ballots_of(pairs, 3), Counting(vote=mean, pairwise=True)
+    assert scores_of_draw(ballots, range(3), counting) == {0: 0.75, 1: 0.5, 2: 0.0}
+    assert scores_of_draw(ballots, [0], counting) == {0: 1.0, 1: 0.0, 2: 0.0}
 
 
 def test_a_pair_that_is_even_is_half_won_by_both() -> None:

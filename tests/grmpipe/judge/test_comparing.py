@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.judge.protocols.pairwise import majority_of, pairs_of
+from grmpipe.judge.protocols.pairwise import pairs_of
 from grmpipe.judge.settings import EarlyStopConfig
+from grmpipe.judge.vote import pair_result
 from grmpipe.types import Failed, JudgeReport
 
 LISTWISE = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
@@ -108,6 +109,42 @@ def test_a_judge_that_prefers_a_place_gives_nobody_a_win(bench: Any) -> None:
     assert all(report.verdict.agreement == pytest.approx(4.5) for report in reports.values())
 
 
+def place_lover(bench: Any, *failing: int) -> Any:
+    """A judge that always prefers the first place, but for the judgements that fail."""
+
+    def author(prompt: str, context: Any) -> Any:
+        index = int(context.request_id.split("/j")[1].split(".")[0])
+        return bench.answer("hm" if index in failing else "\\boxed{9, 2}")
+
+    return author
+
+
+@pytest.mark.parametrize("failing", [(0,), (1, 3, 5), (0, 2, 7), (0, 2, 4, 1)])
+def test_a_judge_that_prefers_a_place_gives_nobody_a_win_where_some_judgements_fail(
+    bench: Any, failing: tuple[int, ...]
+) -> None:
+    judge, _ = bench.generative(place_lover(bench, *failing), num_judgements=8, reasks=0, **PAIRWISE)
+    reports = hear(bench, judge, ["good", "bad"])
+    assert [reports[sibling].verdict.score for sibling in (0, 1)] == [5.5, 5.5]
+
+
+def test_a_pair_that_was_judged_in_one_order_only_is_no_match(bench: Any) -> None:
+    judge, _ = bench.generative(place_lover(bench, 1, 3), num_judgements=4, reasks=0, **PAIRWISE)
+    reports = hear(bench, judge, ["good", "bad"])
+    assert [reports[sibling].verdict.cause for sibling in (0, 1)] == ["unparseable"] * 2
+    assert len(reports[0].judgements) == len(reports[0].failures) == 2
+
+    def author(prompt: str, context: Any) -> Any:
+        one_order = place_lover(bench, 0, 2)(prompt, context)
+        return one_order if "/0-1/" in context.request_id else by_worth(bench)(prompt, context)
+
+    judge, _ = bench.generative(author, num_judgements=4, reasks=0, **PAIRWISE)
+    reports = hear(bench, judge, ["good", "bad", "fair"])
+    assert [reports[sibling].verdict.score for sibling in (0, 1, 2)] == [10, 1, 5.5]
+    assert [reports[sibling].verdict.num_judgements for sibling in (0, 1, 2)] == [4, 4, 8]
+    assert {reports[sibling].verdict.agreement for sibling in (0, 1)} == {0.0}
+
+
 def test_a_pair_that_failed_leaves_the_others_and_no_pair_at_all_is_a_failure(bench: Any) -> None:
     def author(prompt: str, context: Any) -> Any:
         return bench.answer("hm") if "/0-1/" in context.request_id else bench.answer("\\boxed{4, 4}")
@@ -131,21 +168,24 @@ def test_a_pair_stops_when_its_winner_is_fixed(bench: Any, worse: str) -> None:
     assert reports[0].saved_tokens + reports[1].saved_tokens == round(3 * sum(lengths) / 5)
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), wave=st.integers(1, 3))
-def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wave: int) -> None:
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), wave=st.integers(1, 3), num_judgements=st.sampled_from([4, 8]))
+def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wave: int, num_judgements: int) -> None:
     """Whatever is said, in whichever order, and also where some judgements fail."""
 
     def author(prompt: str, context: Any) -> Any:
         rng = random.Random(f"{seed} {context.request_id}")
-        text = rng.choice(["hm", *[f"\\boxed{{{rng.randint(1, 4)}, {rng.randint(1, 4)}}}"] * 4])
+        text = rng.choice(["hm", *[f"\\boxed{{{rng.randint(1, 3)}, {rng.randint(1, 3)}}}"] * rng.choice([1, 4])])
         return bench.answer(text, delay_s=rng.random())
+
+    def told(report: JudgeReport) -> float | str:
+        return report.verdict.cause if isinstance(report.verdict, Failed) else report.verdict.score
 
     found = []
     for stop in (EarlyStopConfig(), EarlyStopConfig(kind="exact", wave=wave)):
-        judge, _ = bench.generative(author, num_judgements=8, reasks=0, early_stop=stop, **PAIRWISE)
+        judge, _ = bench.generative(author, num_judgements=num_judgements, reasks=0, early_stop=stop, **PAIRWISE)
         reports = hear(bench, judge, ["good", "bad"])
-        found.append([reports[sibling].verdict.score for sibling in (0, 1)])
+        found.append([told(reports[sibling]) for sibling in (0, 1)])
     assert found[0] == found[1]
 
 
@@ -156,5 +196,14 @@ def test_a_ring_is_everybody_with_the_next() -> None:
     assert len(pairs_of(8, "all")) == 28
 
 
-def test_a_majority_needs_more_than_half() -> None:
-    assert [majority_of(votes) for votes in ([1, 1, 0], [0, 0.5], [1, 0], [0.5, 0.5])] == [1.0, 0.0, 0.5, 0.5]
+def test_a_pair_goes_by_the_mean_of_the_votes_of_either_order() -> None:
+    assert [pair_result(*orders) for orders in ([[1], [1]], [[0], [0.5]], [[1, 1, 1], [0]], [[0.5], [0.5]])] == [
+        1,
+        0,
+        0.5,
+        0.5,
+    ]
+    assert pair_result([1, 1, 0], [1, 0, 0]) == 0.5
+    assert pair_result([1, 1, 0], [1, 0.5, 0]) == 1
+    sevenths = [1] * 3 + [0] * 4
+    assert pair_result(sevenths, [1 - vote for vote in sevenths]) == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,41 +12,55 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.judge.protocols.early_stop import Noise, Stop, fewest_for_a_winner, is_sure, winner_is_fixed
+from grmpipe.judge.protocols.early_stop import Noise, OrderTally, Stop, fewest_for_a_winner, is_sure, winner_is_fixed
 from grmpipe.judge.protocols.panel import convene
 from grmpipe.judge.settings import EarlyStopConfig
+from grmpipe.judge.vote import pair_result
 from grmpipe.types import Judgement, JudgeReport
 
-SWING = 9  # of a score from 1 to 10
-JUDGEMENTS = st.integers(2, 4).flatmap(lambda n: st.lists(st.tuples(*[st.integers(1, 10)] * n), min_size=8, max_size=8))
+VOTES = st.lists(st.sampled_from([0.0, 0.5, 1.0, None]), min_size=8, max_size=8)  # None: the judgement failed
 
 
-def totals(judgements: Any) -> list[int]:
-    return [sum(scores) for scores in zip(*judgements, strict=True)]
+def tally(votes: Sequence[float | None], count: int, parity: int) -> OrderTally:
+    """The even or the odd ones of the first so many."""
+    own = [vote for vote in votes[parity:count:2] if vote is not None]
+    return OrderTally(points=sum(own), num_votes=len(own), num_left=len(votes[parity::2]) - len(votes[parity:count:2]))
 
 
-@settings(max_examples=300, deadline=None)
-@given(judgements=JUDGEMENTS)
-def test_an_exact_stop_never_changes_the_winner_of_the_full_vote(judgements: Any) -> None:
-    full = totals(judgements)
+def fixed_after(votes: Sequence[float | None], count: int) -> bool:
+    return winner_is_fixed(tally(votes, count, 0), tally(votes, count, 1))
+
+
+@settings(max_examples=500, deadline=None)
+@given(votes=VOTES)
+def test_an_exact_stop_never_changes_the_winner_of_the_full_vote(votes: Sequence[float | None]) -> None:
+    even, odd = ([vote for vote in votes[parity::2] if vote is not None] for parity in (0, 1))
     for count in range(1, 8):
-        sums = totals(judgements[:count])
-        if winner_is_fixed(sums, 8 - count, SWING):
+        if fixed_after(votes, count):
+            so_far = [[vote for vote in votes[parity:count:2] if vote is not None] for parity in (0, 1)]
             assert count >= 5
-            assert full.count(max(full)) == 1
-            assert full.index(max(full)) == sums.index(max(sums))
+            assert pair_result(even, odd) == pair_result(*so_far) != 0.5
+
+
+def test_an_exact_stop_waits_for_nothing_that_could_not_change_the_winner() -> None:
+    """Of all that may still come, failures among it, some would change it; else it has stopped."""
+    for seen in itertools.product((0.0, 1.0, None), repeat=6):
+        results = set()
+        for rest in itertools.product((0.0, 1.0, None), repeat=2):
+            even, odd = ([vote for vote in (*seen, *rest)[parity::2] if vote is not None] for parity in (0, 1))
+            results.add(pair_result(even, odd) if even and odd else None)
+        assert fixed_after((*seen, None, None), 6) == (results in ({0.0}, {1.0})), seen
 
 
 def test_of_8_judgements_the_fifth_is_the_first_that_can_fix_a_winner() -> None:
-    landslide = [(10, 1)] * 8
-    stops = [count for count in range(1, 8) if winner_is_fixed(totals(landslide[:count]), 8 - count, SWING)]
+    stops = [count for count in range(1, 8) if fixed_after([1.0] * 8, count)]
     assert stops[0] == 5 == fewest_for_a_winner(8)
     assert fewest_for_a_winner(2) == 2
 
 
-def test_a_lead_that_can_still_be_evened_out_is_no_win() -> None:
-    assert not winner_is_fixed((19, 10), 1, SWING)
-    assert winner_is_fixed((20, 10), 1, SWING)
+def test_a_liking_for_a_place_fixes_no_winner() -> None:
+    assert not any(fixed_after([1.0, 0.0] * 4, count) for count in range(1, 9))
+    assert not any(fixed_after([1.0, None] * 4, count) for count in range(1, 9))
 
 
 def known(*texts: tuple[float, ...]) -> Noise:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, fenced
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.settings import SHIPPED_TEMPLATES
@@ -51,6 +52,20 @@ def test_shipped_templates_show_question_reference_and_fenced_response(bench: An
     assert ("Be strict." in shown) == ("ahead" in name)
     if name != "reference":
         assert "None" not in template.render(replace(prompt, reference=None), "12", principles="Be strict.")
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny"}))
+def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench: Any, name: str) -> None:
+    """The tiny GRMs know it by heart."""
+    template, protocol = shipped(name)
+    prompt = replace(bench.prompt(), rubric=(Criterion(text="It is right."), Criterion(text="It is short.")))
+    texts = ["12"] * (1 if protocol in ("pointwise", "rubric") else 2)
+    shown = template.render(prompt, *texts, principles="Be strict.")
+    last = re.sub(r"s_1, .*s_2|N", lambda asked: "7" if asked[0] == "N" else "7, 7", shown.rstrip().split("\n")[-1])
+    num_scores = last.count("7")
+    assert num_scores == max(len(texts), 2 if protocol == "rubric" else 1)
+    assert PARSERS[SHIPPED_TEMPLATES[name][0]](last, num_scores, Scale()) == (7,) * num_scores
+    assert "End with one line, and nothing after it" in shown
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -115,10 +115,10 @@ def test_a_ranking_is_as_many_pairs_as_there_are_worse_responses() -> None:
 
 def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_lesson() -> None:
     rule = rule_of(JudgeConfig(kind="label", **LISTWISE))
-    assert rule(r"so \boxed{3, 9, 4}", "best 2 of 3")
-    assert not rule(r"so \boxed{9, 9, 4}", "best 2 of 3")
-    assert not rule(r"so \boxed{3, 9}", "best 2 of 3")
-    assert rule(r"so \boxed{8}", "at least 8")
+    assert rule("so\n\\boxed{3, 9, 4}", "best 2 of 3")
+    assert not rule("so\n\\boxed{9, 9, 4}", "best 2 of 3")
+    assert not rule("so\n\\boxed{3, 9}", "best 2 of 3")
+    assert rule("so\n\\boxed{8}", "at least 8")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A pattern lets through what its parser reads at the end, and nothing else."""
+"""A pattern lets through what its parser reads, and nothing else: they are one language."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from models.engines.grammar import Pattern
 
 SCALES = (Scale(), Scale(low=0, high=100), Scale(low=-3, high=3))
 NEAR_VERDICTS = st.text(alphabet="Score: 10-7\n\r\t >\\boxed{},*", max_size=30)
+PIECES = (
+    "Score: 7", "score:7", "Final score: 3", "/10", "Score: 11", "\\boxed{7}", "The score is \\boxed{3}", "$", "$$",
+    "\\]", "**", ".", "# ", "2. ", "> ", "<think>", "<thi", "</think>", "<", "\n", "\n\n", "\r", " ", "fine",
+)  # fmt: skip
+PIECED = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
 FORMS = {"score_line": "Score: {}", "boxed": "\\boxed{{{}}}"}
 
 
@@ -47,10 +52,10 @@ def test_a_verdict_in_the_last_line_passes_exactly_where_it_parses(
     assert matches(name, scale, text) == (scale.low <= score <= scale.high)
 
 
-@given(text=NEAR_VERDICTS, name=st.sampled_from(sorted(PATTERNS)), scale=st.sampled_from(SCALES))
-def test_of_texts_like_verdicts_it_lets_none_through_that_does_not_parse(text: str, name: str, scale: Scale) -> None:
-    if matches(name, scale, text):
-        assert PARSERS[name](text, 1, scale) != "unparseable"
+@settings(max_examples=300)
+@given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(sorted(PATTERNS)), scale=st.sampled_from(SCALES))
+def test_it_lets_a_text_through_exactly_where_it_parses(text: str, name: str, scale: Scale) -> None:
+    assert matches(name, scale, text) == (PARSERS[name](text, 1, scale) != "unparseable")
 
 
 @pytest.mark.parametrize(
@@ -60,8 +65,9 @@ def test_of_texts_like_verdicts_it_lets_none_through_that_does_not_parse(text: s
         ("score_line", "fine\n\tScore: 10 \r\n\n"),
         ("score_line", "> Score: 2\nScore: 99\nScore: 3\n"),
         ("boxed", "\\boxed{7}"),
-        ("boxed", "So it is $\\boxed{ 10 }$.\n"),
-        ("boxed", "> \\boxed{2}\nNo: \\boxed{3}, rather than 2"),
+        ("boxed", "So the score is $\\boxed{ 10 }$.\n"),
+        ("boxed", "> \\boxed{2}\nNo:\n$$\n\\boxed{3}\n$$"),
+        ("score_line", "<think>\nhm\n</think>\n\nScore: 7"),
     ],
 )
 def test_it_lets_through(name: str, text: str) -> None:
@@ -77,6 +83,9 @@ def test_it_lets_through(name: str, text: str) -> None:
         ("score_line", "Score: 7 of 10"),
         ("score_line", "Score: 7\nThat is all."),
         ("score_line", ""),
+        ("score_line", "<think>\nScore: 7"),
+        ("score_line", "Score: 7\n> Score: 7"),
+        ("boxed", "It says \\boxed{7}"),
         ("boxed", " > \\boxed{7}"),
         ("boxed", "\\boxed{7} or rather \\boxed{"),
         ("boxed", "\\boxed{7, 8}"),
@@ -105,7 +114,7 @@ def test_a_box_passes_exactly_with_so_many_scores_in_range(scores: list[int], nu
 
 
 @settings(deadline=None)
-@given(text=NEAR_VERDICTS, name=st.sampled_from(sorted(PATTERNS)))
+@given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(sorted(PATTERNS)))
 def test_the_embedded_engine_reads_every_pattern_as_re_does(text: str, name: str) -> None:
     pattern = PATTERNS[name](Scale(), 1)
     read = Pattern(pattern)
