@@ -186,7 +186,7 @@ class CudaMemory(WeightTransport):
 # Every rank sends, to the engines on its own GPU: each has every tensor whole anyway. In all other ways rank 0 does.
 FROM_EVERY_RANK = ("cuda_ipc",)
 
-# (dtype, the learner's device, folder) -> a sending rank's end. A new way is a class and a row here, a payload in types.py
+# (dtype, the learner's device, folder) -> a sending end. A new way is a class and a row here, a payload in types.py and
 # and a case in `received`.
 TRANSPORTS: dict[str, Callable[[str, torch.device, str], WeightTransport]] = {
     "object_store": ObjectStore,
