@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBars
 
+from grmpipe.checks.devices import device_notes
 from grmpipe.checks.models import Progress
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import to_yaml
@@ -24,7 +25,7 @@ from grmpipe.meta.prepare import prepare_meta_training
 from grmpipe.meta.training import train_meta
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.summary import Summary
-from grmpipe.plan.fitting import check_memory
+from grmpipe.plan.fitting import check_memory, divide_gpus, sized
 from grmpipe.plan.report import plan
 from grmpipe.prepare import Prepared, prepare
 from grmpipe.replaying.prepare import prepare_replay
@@ -45,7 +46,7 @@ def run_train(config: RunConfig) -> float | None:
         print(f"{place.run_dir} is complete; see {place.run_dir}/summary.json")
         return objective_of(place.run_dir)
     with model_progress() as progress:
-        prepared = prepare(config, progress)
+        prepared = divide_gpus(prepare(config, progress))
     check_memory(prepared)
     for note in notes(prepared):
         print(f"grmpipe: note: {note}", file=sys.stderr)
@@ -129,10 +130,13 @@ def objective_of(run_dir: Path) -> float | None:
 
 def notes(prepared: Prepared) -> list[str]:
     """What is allowed, and maybe not meant."""
-    objective = prepared.config.objective
+    config, objective, said = prepared.config, prepared.config.objective, []
     if objective.startswith("eval.") and not prepared.held_out:
-        return [f"objective: {objective} is null without held-out prompts; give data.eval_path=..."]
-    return []
+        said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
+    if any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
+        footprints = {role: model.footprint for role, model in sized(prepared).items()}
+        said += device_notes(config, prepared.placement, footprints)
+    return said
 
 
 def open_run_dir(place: Place, config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grmpipe.checks.devices import check_shares
 from grmpipe.checks.engines import check_options
 from grmpipe.checks.seats import seats_of
 from grmpipe.checks.sections import section
@@ -17,6 +18,7 @@ def seat_roles(config: RunConfig) -> Placement:
     placement = seats_of(config)
     check_options(config, placement)
     check_one_engine(config, placement)
+    check_shares(config, placement)
     if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
         with section(""):
             transport_of(config, placement, same_machine=True)

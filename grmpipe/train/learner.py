@@ -117,7 +117,7 @@ class Learner:
             self._device,
             spec.master_dtype,
             train.dtype,
-            train.activation_checkpointing,
+            train.recomputes,
             with_adapters(lora, spec.frozen_dtype) if lora.learns else CAUSAL_LM,
         )
         # Without its adapters the model is the reference itself.

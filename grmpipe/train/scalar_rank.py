@@ -52,7 +52,7 @@ class ScalarRank:
             self._device,
             spec.master_dtype,
             train.dtype,
-            train.activation_checkpointing,
+            train.recomputes,
             SCALAR_HEAD,
         )
         self._optimizer = make_optimizer(self._model, train)
