@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.simulation.settings import SimulateConfig
 from grmpipe.train.critic_settings import CriticConfig, check_critic
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_pass_k, check_replay, check_spread
-from models.settings import ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
+from models.settings import AUTO, ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
 from scheduler.balance import BalanceConfig
 from scheduler.health import HealthConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
@@ -29,6 +30,7 @@ TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "rep
 RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
 ROLES = ("policy", "learner", "grm", "grm_learner", "meta", "critic")  # that a placement may seat
+BY_DEVICE = {True: "bfloat16", False: "float32"}  # what dtype=auto comes to, on a GPU and elsewhere
 ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline", "gae")
 
 
@@ -83,6 +85,7 @@ class RunConfig:
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
 
     def __post_init__(self) -> None:
+        self._choose_by_device()
         if self.task not in TASKS:
             raise ValueError(f"task: unknown task {self.task!r}; known: {', '.join(TASKS)}")
         if self.resume not in RESUMES:
@@ -122,6 +125,27 @@ class RunConfig:
             self._check_labels()
         if self.task == "finetune" and self.judge.kind != "label":
             raise ValueError("task: finetune learns from labelled judgements; type judge=label data.path=... as well")
+
+    def _choose_by_device(self) -> None:
+        """What `auto` and null come to, by where a role sits: below here nobody asks for the device again."""
+        chosen: dict[str, object] = {
+            role: dataclasses.replace(model, dtype=BY_DEVICE[self.on_gpu(role)])
+            for role, model in (("policy", self.policy), ("grm", self.grm))
+            if model.dtype == AUTO
+        }
+        train, on_gpu = self.train, self.on_gpu("learner")
+        if train.dtype == AUTO:
+            train = dataclasses.replace(train, dtype=BY_DEVICE[on_gpu])
+        if train.activation_checkpointing is None:
+            train = dataclasses.replace(train, activation_checkpointing=on_gpu)
+        for name, section in (chosen | {"train": train}).items():
+            object.__setattr__(self, name, section)
+
+    def on_gpu(self, role: str) -> bool:
+        """Does its place have GPUs? A role without one is taken to be on cores."""
+        where = self.placement.roles.get(role)
+        pool = self.placement.pools.get(where.pool) if where is not None else None
+        return pool is not None and pool.resource == "gpu"
 
     def _check_labels(self) -> None:
         low, high = self.judge.score_min, self.judge.score_max

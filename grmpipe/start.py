@@ -41,6 +41,7 @@ from scheduler.placement import Placement
 from scheduler.rate_limits import RateLimits
 from scheduler.router import Router
 from scheduler.scorers import ScorerPool
+from scheduler.start_turns import StartsByTurns
 from scheduler.time_share import TimeShare
 from scheduler.weight_sync import WeightSync
 
@@ -78,8 +79,9 @@ class Running:
 
 
 async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running:
-    """Bring up all processes at the same time. On failure what was started is ended."""
-    cluster = await CLUSTERS[prepared.config.cluster.kind](prepared.config, prepared.placement)
+    """Bring up all processes, those on GPUs of their own at the same time. On failure what was started is ended."""
+    made = await CLUSTERS[prepared.config.cluster.kind](prepared.config, prepared.placement)
+    cluster = StartsByTurns(made, prepared.placement)
     try:
         return await start_on(cluster, prepared, events, run_dir)
     except BaseException:
@@ -123,7 +125,7 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
 async def start_together(
     cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
 ) -> tuple[LearnerGroup, Served]:
-    """Learner and engines, all at the same time."""
+    """Learner and engines, all at the same time; on a GPU that they share the learner first."""
     ranks, served = await asyncio.gather(
         cluster.start_group("learner", functools.partial(Learner, spec)), start_routers(cluster, prepared, events)
     )

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBars
 
+from grmpipe.checks.devices import device_notes
 from grmpipe.checks.models import Progress
 from grmpipe.config import RunConfig
 from grmpipe.evaluation.judge import prepare_evaluation, run_evaluation
@@ -23,7 +24,7 @@ from grmpipe.meta.prepare import prepare_meta_training
 from grmpipe.meta.training import train_meta
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.summary import Summary
-from grmpipe.plan.fitting import check_memory
+from grmpipe.plan.fitting import check_memory, divide_gpus, sized
 from grmpipe.plan.report import plan
 from grmpipe.prepare import Prepared, prepare
 from grmpipe.replaying.prepare import prepare_replay
@@ -44,7 +45,7 @@ def run_train(config: RunConfig) -> float | None:
         if claim.place.complete:
             return say_complete(claim.place)
         with model_progress() as progress:
-            prepared = prepare(config, progress)
+            prepared = divide_gpus(prepare(config, progress))
         check_memory(prepared)
         tell([*claim.place.notes, *notes(prepared)])
         run_dir = claim.open()
@@ -137,10 +138,13 @@ def objective_of(run_dir: Path) -> float | None:
 
 def notes(prepared: Prepared) -> list[str]:
     """What is allowed, and maybe not meant."""
-    objective = prepared.config.objective
+    config, objective, said = prepared.config, prepared.config.objective, []
     if objective.startswith("eval.") and not prepared.held_out:
-        return [f"objective: {objective} is null without held-out prompts; give data.eval_path=..."]
-    return []
+        said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
+    if any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
+        footprints = {role: model.footprint for role, model in sized(prepared).items()}
+        said += device_notes(config, prepared.placement, footprints)
+    return said
 
 
 @contextmanager

@@ -21,11 +21,12 @@ def route_of(
     config: RunConfig, placement: Placement, same_machine: bool, learning: str = "learner", serving: str = "policy"
 ) -> Route:
     learner, engines = placement.seats[learning], placement.seats[serving]
-    shared = {(learner[0].pool, learner[0].slots)} == {(seat.pool, seat.slots) for seat in engines}
+    ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))
     return Route(
         learner=placement.pools[learner[0].pool].resource,
         engines=placement.pools[engines[0].pool].resource,
         same_machine=same_machine,
-        same_gpu=shared and len(learner) == 1,
+        with_engine=ranks[0] in served,
+        all_shared=set(served) <= set(ranks),
         same_process=config.cluster.kind == "inprocess" and options_of(serving, config).engine == "embedded",
     )

@@ -48,9 +48,10 @@ def different_options(one: VllmConfig, other: VllmConfig) -> list[str]:
 def wider_options(one: VllmConfig, other: VllmConfig) -> VllmConfig:
     """The options of an engine that serves both."""
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in WIDER}
-    wider: dict[str, Any] = {
-        name: 0 if name in ZERO_IS_ALL and 0 in pair else max(pair) for name, pair in pairs.items()
-    }
+    wider: dict[str, Any] = {}
+    for name, pair in pairs.items():
+        told = [value for value in pair if value is not None]
+        wider[name] = 0 if name in ZERO_IS_ALL and 0 in told else max(told, default=None)
     return replace(one, **(wider | dict.fromkeys(UNUSED, False)))
 
 

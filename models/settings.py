@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
+DEFAULT_MEMORY_SHARE = 0.85  # of a GPU that an engine of vLLM has alone
 ENGINES = ("embedded", "vllm", "sglang", "openai")
 ENGINES_OF_THE_POLICY = ("embedded", "vllm", "sglang")  # they take weights and give log-probs
 ENGINES_WITH_GRAMMAR = ("embedded", "vllm", "sglang")  # they can hold a text to a regular expression
@@ -96,7 +98,7 @@ class ModelConfig:
     path: str = "tiny://policy"
     engine: str = "embedded"
     engine_options: dict[str, Any] = field(default_factory=dict)
-    dtype: str = "float32"
+    dtype: str = AUTO  # bfloat16 on a GPU, float32 on cores
     chat_template: str | None = None  # a Jinja file, for a tokenizer without one (or with an unfit one)
     shape: ModelShape = field(default_factory=ModelShape)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -106,8 +108,8 @@ class ModelConfig:
             raise ValueError("path: missing; give a Hugging Face directory, a hub name or tiny://policy")
         if self.engine not in ENGINES:
             raise ValueError(f"engine: unknown engine {self.engine!r}; known: {', '.join(ENGINES)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
+        if self.dtype not in (AUTO, *DTYPES):
+            raise ValueError(f"dtype: unknown dtype {self.dtype!r}; known: {', '.join((AUTO, *DTYPES))}")
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class VllmConfig:
     max_batch_rows: int = 256  # vLLM's max_num_seqs
     max_context_tokens: int = 0  # vLLM's max_model_len; 0: the model's own window
     kv_cache_mb: int = 0  # 0: on a GPU what gpu_memory_utilization leaves; on a CPU 256
-    gpu_memory_utilization: float = 0.85
+    gpu_memory_utilization: float | None = None  # null: 0.85; of a GPU that it shares, what the others leave
     enforce_eager: bool = False  # True starts sooner and decodes slower; a CPU is always eager
     prefix_caching: bool = True
     recompute_kv_on_sync: bool = False  # True: kept requests prefill again under new weights
@@ -153,9 +155,14 @@ class VllmConfig:
         for key in ("max_context_tokens", "kv_cache_mb"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            share = self.gpu_memory_utilization
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization: must be above 0 and at most 1, got {share}")
+
+    @property
+    def memory_share(self) -> float:
+        """Of a whole device, weights included."""
+        return DEFAULT_MEMORY_SHARE if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -125,9 +125,10 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaHandles:
-    """Memory of a GPU that the receiver shares: one torch handle per tensor."""
+    """Memory of the sender's GPUs, the same on each: by a GPU's uuid one torch handle per tensor. A receiver opens
+    those of its own GPU."""
 
-    handles: tuple[tuple[object, ...], ...]
+    handles: Mapping[str, tuple[tuple[object, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from models.arena import Arena, room_for, views
 from models.checksums import as_bytes, tensor_checksums
+from models.gpu_handles import gpu_id, handles_of
 from models.process_group import BroadcastGroup
 from models.types import (
     Broadcast,
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class WeightTransport(ABC):
-    """Rank 0's end. At most two buckets are alive: the last one posted, and the one before that engines still load."""
+    """A sending rank's end. Two buckets are alive at most: the last one posted, and the one before it, still loaded."""
 
     def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
         """dtype: as tensors travel. device: where the learner's weights are. folder: for those that need one."""
@@ -165,7 +165,7 @@ class Broadcasts(WeightTransport):
 
 
 class CudaMemory(WeightTransport):
-    """Two stretches of this GPU's memory that engines on the same GPU map."""
+    """Two stretches of this rank's GPU that engines on the same GPU map."""
 
     def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
         super().__init__(dtype, device, folder)
@@ -180,13 +180,14 @@ class CudaMemory(WeightTransport):
         sent = self._arenas[0].take(self._dtypes(bucket), bucket.shapes)
         self._fill(sent, bucket)
         torch.cuda.synchronize(self._device)  # another process reads it next
-        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
-        handles = tuple((uuid, *reduce_tensor(tensor)[1]) for tensor in sent)
-        return self._announce(bucket, sent, CudaHandles(handles=handles))
+        return self._announce(bucket, sent, CudaHandles(handles={gpu_id(self._device): handles_of(sent)}))
 
 
-# (dtype, the learner's device, folder) -> rank 0's end. A new way is a class and a row here, a payload in types.py and
-# a case in `received`.
+# Every rank sends, to the engines on its own GPU: each has every tensor whole anyway. In all other ways rank 0 does.
+FROM_EVERY_RANK = ("cuda_ipc",)
+
+# (dtype, the learner's device, folder) -> a sending end. A new way is a class and a row here, a payload in types.py and
+# and a case in `received`.
 TRANSPORTS: dict[str, Callable[[str, torch.device, str], WeightTransport]] = {
     "object_store": ObjectStore,
     "shared_memory": SharedMemoryFiles,

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from models.arena import bytes_of, room_for, views
 from models.checksums import tensor_checksums
+from models.gpu_handles import opened
 from models.process_group import BroadcastGroup
 from models.types import (
     Broadcast,
@@ -35,7 +35,6 @@ from models.types import (
 )
 
 Received = list[tuple[WeightTensor, Tensor]]
-STORAGE_DEVICE = 6  # the place of the device among the arguments of `rebuild_cuda_tensor`
 
 
 @contextmanager
@@ -79,7 +78,7 @@ def _arrivals(bucket: WeightBucket, group: BroadcastGroup | None) -> Iterator[tu
     elif isinstance(payload, ModelFiles):
         raise ValueError(f"weights: {payload.path} is for engines that read a model's files themselves")
     else:
-        came = [_shared_on_the_gpu(handle) for handle in payload.handles]
+        came = opened(payload.handles)
     return zip(tensors, came, strict=True)
 
 
@@ -125,19 +124,6 @@ def _read(tensors: Sequence[WeightTensor], payload: SafetensorsFile) -> list[Ten
     except SafetensorError as error:
         raise ValueError(f"weights: {payload.path} can't be read at {tensors[len(came)].name!r}: {error}") from None
     return came
-
-
-def _shared_on_the_gpu(handle: tuple[object, ...]) -> Tensor:
-    """A tensor in another process's memory, on the device that has the sender's uuid: processes number them anew."""
-    uuid, *arguments = handle
-    for device in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(device).uuid) == uuid:
-            arguments[STORAGE_DEVICE] = device
-            tensor: Tensor = rebuild_cuda_tensor(*arguments)
-            return tensor
-    raise ValueError(
-        f"sync.transport: cuda_ipc is for engines on the learner's GPU ({uuid}); this engine doesn't see it: set nccl"
-    )
 
 
 def _dtype(tensor: WeightTensor) -> torch.dtype:

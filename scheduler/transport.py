@@ -15,8 +15,8 @@ TAKES: dict[str, tuple[str, ...]] = {
 WHY = {
     "shared_memory": "needs learner and engines on one machine",
     "gloo": "needs the engines in processes of their own (cluster=ray)",
-    "nccl": "needs learner and engines on GPUs of their own, in processes of their own",
-    "cuda_ipc": "needs a learner of one rank that shares its GPU with every engine, in another process",
+    "nccl": "needs a GPU for the learner's first rank that has no engine, and engines on GPUs in other processes",
+    "cuda_ipc": "needs every engine on the GPU of a rank of the learner's, in another process",
 }
 
 
@@ -24,14 +24,16 @@ WHY = {
 class Route:
     """From the learner to the engines of a role.
 
-    same_gpu:     the learner has one rank, and every engine is on its GPU.
+    with_engine:  rank 0, which sends what is broadcast, has an engine on its GPU.
+    all_shared:   every engine is on the GPU of some rank.
     same_process: the engine's weights lie in the learner's own process (the in-process cluster).
     """
 
     learner: str  # "cpu" or "gpu"
     engines: str
     same_machine: bool
-    same_gpu: bool = False
+    with_engine: bool = False
+    all_shared: bool = False
     same_process: bool = False
 
     @property
@@ -58,20 +60,19 @@ def possible(transport: str, route: Route) -> bool:
         return not route.same_process
     if transport == "nccl":
         # NCCL refuses two ranks on one device.
-        return route.all_on_gpus and not route.same_gpu and not route.same_process
+        return route.all_on_gpus and not route.with_engine and not route.same_process
     if transport == "cuda_ipc":
         # A process can't open a handle of its own.
-        return route.all_on_gpus and route.same_gpu and not route.same_process
+        return route.all_on_gpus and route.all_shared and not route.same_process
     return True
 
 
 def _best(engine: str, route: Route) -> str:
     if route.same_process:
         return "object_store"
-    if route.all_on_gpus:
-        if not route.same_gpu:
-            return "nccl"
-        return "cuda_ipc" if engine != "sglang" else "gloo"
+    for transport in ("cuda_ipc", "nccl"):  # else some engines are beside the sender and some are not
+        if transport in TAKES[engine] and possible(transport, route):
+            return transport
     if engine == "sglang":
         return "gloo"
     if route.same_machine:

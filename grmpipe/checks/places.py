@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grmpipe.checks.deadlines import check_deadlines
+from grmpipe.checks.devices import check_shares
 from grmpipe.checks.engines import check_options
 from grmpipe.checks.seats import seats_of
 from grmpipe.checks.sections import section
@@ -19,6 +20,7 @@ def seat_roles(config: RunConfig) -> Placement:
     check_options(config, placement)
     check_deadlines(config)
     check_one_engine(config, placement)
+    check_shares(config, placement)
     if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
         with section(""):
             transport_of(config, placement, same_machine=True)

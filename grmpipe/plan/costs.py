@@ -205,7 +205,7 @@ def learner_of(survey: Survey, profile: Profile | None, where: Seated) -> Learne
         device_for(where.pool, survey),
         ranks=ranks,
         dtype=train.dtype,
-        checkpointing=train.activation_checkpointing,
+        checkpointing=train.recomputes,
     )
 
 
@@ -222,7 +222,7 @@ def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> Learner
         device_for(where.pool, survey),
         ranks=where.seating.replicas,
         dtype=train.dtype,
-        checkpointing=train.activation_checkpointing,
+        checkpointing=train.recomputes,
     )
 
 

@@ -5,9 +5,12 @@ Certain are weights, gradients, moments. What depends on lengths (keys and value
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from grmpipe.checks.data import Data
 from grmpipe.config import ConfigError
 from grmpipe.plan.memory import Part, everybody, held_at_once, memory_parts, size
+from grmpipe.plan.shares import shares_of, undecided, with_shares
 from grmpipe.plan.survey import Sized, Survey, find_devices, with_memory
 from grmpipe.prepare import Prepared
 from models.footprint import footprint_of
@@ -16,24 +19,46 @@ from scheduler.devices import GB
 CERTAIN = ("weights", "state")
 
 
+def divide_gpus(prepared: Prepared) -> Prepared:
+    """With the shares of engines that divide a GPU. Raises ConfigError where nothing is left for one of them."""
+    if not any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
+        return prepared
+    survey = survey_of(prepared)
+    shares = shares_of(survey)
+    config = with_shares(prepared.config, shares)
+    for role in undecided(config, survey):
+        pool = survey.placement.seats[role][0].pool
+        raise ConfigError(
+            f"placement.roles.{role}.pool: nothing is left for {role}'s keys and values on the GPUs of pool {pool}, "
+            f"after weights, the learner and its activations; give {role} a pool of its own, lower "
+            f"train.micro_batch_tokens, or set {role}.engine_options.gpu_memory_utilization yourself; task=plan tells "
+            "what is held"
+        )
+    return replace(prepared, config=config)
+
+
 def check_memory(prepared: Prepared) -> None:
     """Of slots whose memory is known, and models that are here. Raises ConfigError."""
-    config, devices = prepared.config, find_devices(prepared.config)
-    placement = with_memory(prepared.placement, devices)
-    if config.cluster.address is not None or not any(pool.memory_gb for pool in placement.pools.values()):
+    placement = with_memory(prepared.placement, find_devices(prepared.config))
+    if prepared.config.cluster.address is not None or not any(pool.memory_gb for pool in placement.pools.values()):
         return
-    survey = Survey(
-        config=config,
-        placement=placement,
+    survey = survey_of(prepared)
+    roles = [role for role in survey.placement.seats if role == "learner" or role in survey.models]
+    parts = {role: [part for part in memory_parts(survey, role) if part.kind in CERTAIN] for role in roles}
+    for pool in survey.placement.pools:
+        check_pool(survey, pool, parts)
+
+
+def survey_of(prepared: Prepared) -> Survey:
+    devices = find_devices(prepared.config)
+    return Survey(
+        config=prepared.config,
+        placement=with_memory(prepared.placement, devices),
         data=Data(train=(), held_out=prepared.held_out),
         models=sized(prepared),
         devices=devices,
         unchecked=(),
     )
-    roles = [role for role in placement.seats if role == "learner" or role in survey.models]
-    parts = {role: [part for part in memory_parts(survey, role) if part.kind in CERTAIN] for role in roles}
-    for pool in placement.pools:
-        check_pool(survey, pool, parts)
 
 
 def check_pool(survey: Survey, name: str, parts: dict[str, list[Part]]) -> None:

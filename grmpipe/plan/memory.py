@@ -83,7 +83,7 @@ def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | N
     if pool.memory_gb is None or pool.resource == "cpu":
         return None
     if isinstance(engine, VllmConfig):
-        share, key = engine.gpu_memory_utilization, "engine.vllm.gpu_memory_utilization"
+        share, key = engine.memory_share, "engine.vllm.gpu_memory_utilization"
     else:
         assert isinstance(engine, SglangConfig)
         share, key = engine.mem_fraction, "engine.sglang.mem_fraction"
@@ -93,7 +93,7 @@ def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | N
 
 def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
     train, lora = survey.config.train, survey.config.policy.lora
-    activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.activation_checkpointing)
+    activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.recomputes)
     held = adapter_state(survey.config, footprint) if lora.learns else whole_state(survey.config, footprint)
     shared = f", over {ranks} ranks" if ranks > 1 else ""
     return [
@@ -130,7 +130,7 @@ def adapter_state(config: RunConfig, footprint: Footprint) -> list[Part]:
 def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
     """As of a learner without a reference."""
     train, shard = critic_train(survey.config.critic, survey.config.train), footprint.shard_bytes(ranks)
-    activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.activation_checkpointing)
+    activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.recomputes)
     shared = f", over {ranks} ranks" if ranks > 1 else ""
     return [
         Part(what=f"weights{shared}", num_bytes=shard, kind="weights"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
+from grmpipe.checks.devices import device_notes
 from grmpipe.checks.engines import served_roles
 from grmpipe.checks.models import Progress
 from grmpipe.config import RunConfig
@@ -14,6 +15,7 @@ from grmpipe.plan.costs import CostUnknown, Seated, assumptions, costs_of, step_
 from grmpipe.plan.memory import memory, memory_parts, overfull_slots, slot_memory
 from grmpipe.plan.profile import Profile
 from grmpipe.plan.search import Simulate, find_plans, seconds, table, write_best
+from grmpipe.plan.shares import shares_of, with_shares
 from grmpipe.plan.survey import Survey, survey_run
 from models.settings import OpenAIConfig
 from scheduler.bound import DRIVER, busiest_slot_s, busy_s, chain_s
@@ -26,6 +28,8 @@ Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: not of 
 def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey, profile: None) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
     survey = survey_run(config, progress)
+    config = with_shares(config, shares_of(survey))
+    survey = replace(survey, config=config)
     profile = profile_of(survey)
     simulate = simulator(survey, profile)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
@@ -46,7 +50,9 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
     if config.plan.search:
         plans = find_plans(survey, profile, simulate)
         blocks += [table(plans), write_best(plans, config)]
-    blocks += listed("warnings", overfull_slots(survey, parts))
+    footprints = {role: sized.footprint for role, sized in survey.models.items()}
+    noted = device_notes(config, survey.placement, footprints)
+    blocks += listed("warnings", [*overfull_slots(survey, parts), *noted])
     blocks += listed("not measured", profile.notes if profile else ())
     blocks += listed("not checked here", unchecked)
     return "\n\n".join(blocks)

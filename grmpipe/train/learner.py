@@ -30,7 +30,7 @@ from models.routing import Replay, Routers
 from models.settings import LoraConfig
 from models.stored_files import StoredFile
 from models.types import GroupLink, WeightBucket
-from models.weight_sending import TRANSPORTS, WeightTransport
+from models.weight_sending import FROM_EVERY_RANK, TRANSPORTS, WeightTransport
 from models.weight_stream import WeightStream
 
 
@@ -39,7 +39,7 @@ class LearnerSpec:
     """All that a rank needs to build its learner.
 
     temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
-    transport: how weights leave rank 0, one of TRANSPORTS.
+    transport: how weights leave the learner, one of TRANSPORTS.
     sync_dir: where transport=disk puts them; every engine can read it.
     first_version: of the batch that it learns from first; those before are the critic's alone.
     lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
@@ -121,7 +121,7 @@ class Learner:
             self._device,
             spec.master_dtype,
             train.dtype,
-            train.activation_checkpointing,
+            train.recomputes,
             with_adapters(lora, spec.frozen_dtype) if lora.learns else CAUSAL_LM,
         )
         with without_gradient(self._model):
@@ -134,7 +134,8 @@ class Learner:
         self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
         sent = outgoing(self._model, lora, spec.sync_dtype) if lora.learns else None
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes, sent)
-        self._transport = _open_transport(spec, self._device) if rank == 0 else None
+        sends = rank == 0 or spec.transport in FROM_EVERY_RANK
+        self._transport = _open_transport(spec, self._device) if sends else None
         self._meter = Meter(self._device)
         self._save = ShardedSave()
         self._version = 0
@@ -250,7 +251,7 @@ class Learner:
         self._transport.connect(link)
 
     def bucket(self, index: int) -> WeightBucket | None:
-        """Unshard a piece of the weights that engines get, and post it; None but on rank 0."""
+        """Unshard a piece of the weights that engines get, and post it; None on a rank that doesn't send."""
         bucket = self._stream.unsharded(index)
         try:
             return self._transport.post(index, bucket) if self._transport is not None else None

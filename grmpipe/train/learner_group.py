@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from grmpipe.train.packer import Round
 from grmpipe.train.saving import files_of_save
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.stored_files import StoredFile
-from models.types import GroupLink, WeightBucket
+from models.types import CudaHandles, GroupLink, WeightBucket
 from scheduler.actors import ActorGroup
 
 
@@ -93,9 +94,9 @@ class LearnerGroup:
         return cast(int, await self._actors.call(0, "num_fixed_buckets"))
 
     async def bucket(self, index: int) -> WeightBucket:
-        """Unsharded by all ranks, posted by rank 0. At most two are alive: this one and the one before."""
-        posted, *_ = await self._actors.call_all("bucket", index)
-        return cast(WeightBucket, posted)
+        """Unsharded by all ranks, posted by those that send. At most two are alive: this one and the one before."""
+        posted = await self._actors.call_all("bucket", index)
+        return _together([cast(WeightBucket, bucket) for bucket in posted if bucket is not None])
 
     async def deliver(self, index: int) -> None:
         """Rank 0 broadcasts, while the engines load it; nothing where the bytes are there already."""
@@ -131,6 +132,18 @@ class LearnerGroup:
 
 def _work_of(micro_batch: MicroBatch) -> float:
     return sum(map(work, micro_batch.sample_lengths_S.tolist(), micro_batch.prefix_lengths_S.tolist()))
+
+
+def _together(buckets: Sequence[WeightBucket]) -> WeightBucket:
+    """What rank 0 posted or, where every rank did, with the handles of all GPUs: an engine takes those of its own."""
+    first, *others = buckets
+    if not others:
+        return first
+    handles: dict[str, tuple[tuple[object, ...], ...]] = {}
+    for bucket in buckets:
+        assert isinstance(bucket.payload, CudaHandles) and len(bucket.tensors) == len(first.tensors), "one rank sends"
+        handles |= dict(bucket.payload.handles)
+    return replace(first, payload=CudaHandles(handles=handles))
 
 
 def _add_up(sums_by_rank: Sequence[Metrics]) -> Metrics:

@@ -57,7 +57,7 @@ class ScalarRank:
             self._device,
             spec.master_dtype,
             train.dtype,
-            train.activation_checkpointing,
+            train.recomputes,
             SCALAR_HEAD,
         )
         with without_gradient(self._model):

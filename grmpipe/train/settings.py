@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from models.settings import AUTO, DTYPES
+
 ESTIMATORS = (
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k", "process", "process_grpo", "gae",
     "gae_raw",
@@ -220,8 +222,8 @@ class TrainConfig:
     weight_decay: float = 0.0
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     max_grad_norm: float = 1.0
-    dtype: str = "float32"  # of the forward and backward pass; master weights are float32
-    activation_checkpointing: bool = False
+    dtype: str = AUTO  # of the forward and backward pass: auto is bfloat16 on a GPU; master weights are float32
+    activation_checkpointing: bool | None = None  # compute activations twice, hold fewer; null: on GPUs
     checkpoint_every: int = 20  # steps; 0: only at the end and on Ctrl-C
     keep_checkpoints: int = 2
     async_checkpoints: bool = True  # written beside training, from a copy in host memory; False: training waits
@@ -246,8 +248,8 @@ class TrainConfig:
                 raise ValueError(f"{name}: must be above 0, got {value}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: unknown value {self.schedule!r}; known: {', '.join(SCHEDULES)}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype: unknown value {self.dtype!r}; known: float32, bfloat16")
+        if self.dtype not in (AUTO, *DTYPES):
+            raise ValueError(f"dtype: unknown value {self.dtype!r}; known: {', '.join((AUTO, *DTYPES))}")
         if self.export_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, and null for "
@@ -257,3 +259,8 @@ class TrainConfig:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"adam_betas: must be two numbers in [0, 1), got {self.adam_betas}")
+
+    @property
+    def recomputes(self) -> bool:
+        """Is activation checkpointing on?"""
+        return bool(self.activation_checkpointing)

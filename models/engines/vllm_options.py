@@ -110,7 +110,7 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
         "max_model_len": start.context_tokens,
         "max_num_seqs": config.max_batch_rows,
         "kv_cache_memory_bytes": kv_cache_mb << 20 or None,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "gpu_memory_utilization": config.memory_share,
         "enforce_eager": config.enforce_eager or start.on_cpu,
         "enable_prefix_caching": config.prefix_caching,
         "enable_sleep_mode": config.sleep_mode and not start.on_cpu,  # no CPU has it

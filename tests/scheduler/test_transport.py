@@ -10,10 +10,12 @@ CPU = Route(learner="cpu", engines="cpu", same_machine=True)
 CPU_FAR = Route(learner="cpu", engines="cpu", same_machine=False)
 GPU = Route(learner="gpu", engines="gpu", same_machine=True)
 GPU_FAR = Route(learner="gpu", engines="gpu", same_machine=False)
-ONE_GPU = Route(learner="gpu", engines="gpu", same_machine=True, same_gpu=True)
+ONE_GPU = Route(learner="gpu", engines="gpu", same_machine=True, with_engine=True, all_shared=True)
+BESIDE_ONE = Route(learner="gpu", engines="gpu", same_machine=True, with_engine=True)
+BESIDE_ONE_FAR = Route(learner="gpu", engines="gpu", same_machine=False, with_engine=True)
 MIXED = Route(learner="gpu", engines="cpu", same_machine=True)
 IN_PROCESS = Route(learner="cpu", engines="cpu", same_machine=True, same_process=True)
-ROUTES = (CPU, CPU_FAR, GPU, GPU_FAR, ONE_GPU, MIXED, IN_PROCESS)
+ROUTES = (CPU, CPU_FAR, GPU, GPU_FAR, ONE_GPU, BESIDE_ONE, BESIDE_ONE_FAR, MIXED, IN_PROCESS)
 
 
 @pytest.mark.parametrize(
@@ -30,10 +32,14 @@ ROUTES = (CPU, CPU_FAR, GPU, GPU_FAR, ONE_GPU, MIXED, IN_PROCESS)
         ("vllm", CPU_FAR, "gloo"),
         ("vllm", GPU, "nccl"),
         ("vllm", ONE_GPU, "cuda_ipc"),
+        ("vllm", BESIDE_ONE, "shared_memory"),
+        ("vllm", BESIDE_ONE_FAR, "gloo"),
+        ("embedded", BESIDE_ONE_FAR, "object_store"),
         ("sglang", CPU, "gloo"),
         ("sglang", CPU_FAR, "gloo"),
         ("sglang", GPU_FAR, "nccl"),
         ("sglang", ONE_GPU, "gloo"),
+        ("sglang", BESIDE_ONE, "gloo"),
         ("sglang", MIXED, "gloo"),
     ],
 )
@@ -55,9 +61,9 @@ def test_what_auto_chooses_could_have_been_asked_for(engine: str, route: Route) 
     [
         ("shared_memory", "sglang", CPU, r"^sync\.transport: engine=sglang can't take shared_memory; set .* auto or d"),
         ("shared_memory", "vllm", CPU_FAR, "shared_memory needs learner and engines on one machine; .* disk or gloo"),
-        ("nccl", "vllm", CPU, "nccl needs learner and engines on GPUs of their own"),
-        ("nccl", "vllm", ONE_GPU, "nccl needs learner and engines on GPUs of their own"),
-        ("cuda_ipc", "embedded", GPU, "cuda_ipc needs a learner of one rank that shares its GPU"),
+        ("nccl", "vllm", CPU, "nccl needs a GPU for the learner's first rank that has no engine, and engines on GPUs"),
+        ("nccl", "vllm", ONE_GPU, "nccl needs a GPU for the learner's first rank that has no engine"),
+        ("cuda_ipc", "embedded", GPU, "cuda_ipc needs every engine on the GPU of a rank of the learner's"),
         ("gloo", "embedded", IN_PROCESS, r"gloo needs the engines in processes of their own \(cluster=ray\)"),
     ],
 )

@@ -18,7 +18,9 @@ from grmpipe.train.packer import Packer, Round
 from grmpipe.train.samples import count
 from grmpipe.train.update import NonFiniteGradients
 from grmpipe.types import TrainingSample
-from models.types import InlineBytes
+from models.types import CudaHandles, InlineBytes, WeightBucket
+from models.weight_sending import TRANSPORTS, WeightTransport
+from models.weight_stream import UnshardedBucket
 
 
 def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:
@@ -50,8 +52,12 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out["score"] = learner.score((1, 2, 3, 4, 5))
     learner.export(f"{out_dir}/export")
 
-    rotary = replace(spec, model_path=rotary_path, master_dtype="float32", sync_dtype="float32")
-    out["rotary_score"] = Learner(rotary, rank, world_size).score((1, 2, 3, 4, 5))
+    # With this rank's file in place of its GPU's memory.
+    TRANSPORTS["cuda_ipc"] = lambda dtype, device, folder: GpuOfFiles(dtype, device, f"{out_dir}/gpu-{rank}")
+    rotary = replace(spec, model_path=rotary_path, master_dtype="float32", sync_dtype="float32", transport="cuda_ipc")
+    of_rotary = Learner(rotary, rank, world_size)
+    out["rotary_score"] = of_rotary.score((1, 2, 3, 4, 5))
+    out["handed_over"] = [of_rotary.bucket(index) for index in range(of_rotary.num_buckets())]
 
     # One rank alone sees a nan; all must refuse the step.
     bad = rounds[0].micro_batches[rank]
@@ -70,6 +76,21 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     # All is written. Without teardown, as a killed actor ends: gloo's threads now and then abort an orderly exit
     # ("terminate called without an active exception").
     os._exit(0)
+
+
+class GpuOfFiles(WeightTransport):
+    """Handles that are paths in a folder, which stands for a GPU and has its name."""
+
+    def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
+        gpu = Path(self._folder)
+        gpu.mkdir(exist_ok=True)
+        paths = [str(gpu / f"{index}-{name}") for name in bucket.names]
+        held = [torch.empty(shape, dtype=getattr(torch, self._dtype)) for shape in bucket.shapes]
+        self._fill(held, bucket)
+        for path, tensor in zip(paths, held, strict=True):
+            torch.save(tensor, path)
+        handles = {gpu.name: tuple((path,) for path in paths)}
+        return self._announce(bucket, held, CudaHandles(handles=handles))
 
 
 def rounds_as_they_come(samples: list[TrainingSample], cut: tuple[int, bool], world_size: int) -> list[Round]:

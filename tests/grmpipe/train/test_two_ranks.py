@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import socket
@@ -16,12 +17,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.train.losses import AGGREGATIONS, LOSSES
 from grmpipe.train.packer import Packer, pack
 from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import TrainingSample
-from models.types import InlineBytes
+from models import gpu_handles
+from models.engines.vllm_weights import PlainBucket, as_plain
+from models.types import InlineBytes, WeightBucket
+from models.weight_files import SharedArena
+from models.weight_transport import received
 
 # r against the sampler differs from 1 where pi_old is the pass's own; plain policy gradients have no r.
 ALGORITHMS = {
@@ -46,6 +52,17 @@ WHOLE_BATCH, PIECES = (10_000, False), (66, True)
 class Run:
     directory: Path
     ranks: list[dict]
+
+
+@dataclass(frozen=True)
+class Posted:
+    """The ranks of a learner that posted all of their buckets already."""
+
+    by_rank: list[list[WeightBucket]]
+
+    async def call_all(self, method: str, index: int) -> list[object]:
+        assert method == "bucket"
+        return [posted[index] for posted in self.by_rank]
 
 
 def free_address() -> str:
@@ -170,6 +187,39 @@ def test_weights_of_two_ranks_equal_those_of_one(one: Run, two: Run) -> None:
     assert mine.keys() == theirs.keys() and two.ranks[1]["weights"] == {}
     for name, data in mine.items():
         np.testing.assert_allclose(data.view(np.float64), theirs[name].view(np.float64), atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("gpu", ["gpu-0", "gpu-1"])
+def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
+    two: Run, qwen_path: str, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files stand for memory: each rank's folder is a GPU, of which the engine sees one, as its first."""
+    opened_paths = []
+
+    def from_file(handle: tuple[str], device: int) -> torch.Tensor:
+        opened_paths.append(Path(handle[0]))
+        return torch.load(handle[0])
+
+    monkeypatch.setattr(gpu_handles, "gpus_seen", lambda: range(1))
+    monkeypatch.setattr(gpu_handles, "gpu_id", lambda device: gpu)
+    monkeypatch.setattr(gpu_handles, "_opened", from_file)
+    group, came = LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])), {}
+    for index in range(len(two.ranks[0]["handed_over"])):
+        bucket = asyncio.run(group.bucket(index))
+        with received(PlainBucket(**as_plain(bucket, SharedArena())).restored()) as tensors:
+            came |= {announced.name: tensor for announced, tensor in tensors}
+    assert {path.parent for path in opened_paths} == {two.directory / gpu}
+    expected = dict(AutoModelForCausalLM.from_pretrained(qwen_path, dtype=torch.float32).named_parameters())
+    assert came.keys() == expected.keys()
+    assert all(torch.equal(came[name], expected[name]) for name in came)
+
+
+def test_an_engine_on_none_of_the_ranks_gpus_is_told_so(two: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_handles, "gpus_seen", lambda: range(1))
+    monkeypatch.setattr(gpu_handles, "gpu_id", lambda device: "gpu-7")
+    bucket = asyncio.run(LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])).bucket(0))
+    with pytest.raises(ValueError, match=r"cuda_ipc is for .* GPUs \(gpu-0, gpu-1\)"), received(bucket):
+        pass
 
 
 def test_score_is_the_same_on_every_rank(one: Run, two: Run) -> None:

@@ -35,7 +35,7 @@ def bucket_with(payload: Payload) -> WeightBucket:
         SharedMemory(path="/dev/shm/x"),
         SafetensorsFile(path="/shared/x.safetensors"),
         Broadcast(),
-        CudaHandles(handles=(("uuid", torch.Tensor, torch.Size([2, 3]), torch.float32, b"\x00\xff", None),)),
+        CudaHandles(handles={"uuid": ((torch.Tensor, torch.Size([2, 3]), torch.float32, b"\x00\xff", None),)}),
     ],
 )
 def test_a_bucket_crosses_msgpack_unchanged(payload: Payload) -> None:
