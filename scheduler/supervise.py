@@ -35,13 +35,27 @@ async def run_until(main: Coroutine[object, object, U], /, **loops: Coroutine[ob
 
 def describe_failure(error: BaseException) -> str:
     """The first cause in plain words, a line each: where (outermost first), what, and what lay beneath."""
-    lines = [*reversed(getattr(error, "__notes__", [])), _words(error)]
+    notes = list(reversed(getattr(error, "__notes__", [])))
+    while isinstance(error, BaseExceptionGroup):  # in the order in which they were raised
+        error = error.exceptions[0]
+        notes += reversed(getattr(error, "__notes__", []))
+    lines = [*notes, _words(error)]
     cause = error.__cause__
     while cause is not None:
         if str(cause) not in lines[-1]:
             lines.append(f"because of {_words(cause)}")
         cause = cause.__cause__
     return "\n".join(lines)
+
+
+@asynccontextmanager
+async def raising_first() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group of which the first failure is raised itself, not in a group: it is the cause."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures.exceptions[0].__cause__
 
 
 @asynccontextmanager

@@ -34,7 +34,7 @@ from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from models.types import Engine, EngineDied, EngineRefused
 from scheduler.clock import ActiveClock
 from scheduler.placement import place
-from scheduler.supervise import describe_failure
+from scheduler.supervise import describe_failure, raising_first
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ async def judge_items(
             one = JudgedItem(item=item, reports=reports, num_asked=config.judge.num_judgements)
             return one if guide is None else replace(one, meta_weights=await weights_of(guide, one, index))
 
-    async with asyncio.TaskGroup() as tasks:
+    async with raising_first() as tasks:
         running = [tasks.create_task(judged(index, item)) for index, item in enumerate(items)]
     return [task.result() for task in running]
 

@@ -34,7 +34,7 @@ from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
-from scheduler.supervise import describe_failure, run_until
+from scheduler.supervise import describe_failure, raising_first, run_until
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Sampling:
         lessons = [self._prepared.prompts.at(draw) for draw in range(len(self._prepared.prompts))]
         journal = Journal(self._path)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with raising_first() as tasks:
                 for lesson in lessons:
                     if lesson.prompt_id not in known:
                         tasks.create_task(self._sample(lesson, journal, known))

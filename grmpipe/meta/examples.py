@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Literal, get_args
 from grmpipe.judge.asking import Asker, Question
 from grmpipe.judge.lessons import judged_right, num_scores
 from grmpipe.types import Failed, Judgement, Prompt
+from scheduler.supervise import raising_first
 
 Split = Literal["train", "held_out"]
 
@@ -58,7 +58,7 @@ async def sample(asker: Asker, lessons: Mapping[Split, Sequence[Prompt]], num_ju
         for lesson in some
         for index in range(num_judgements)
     ]  # fmt: skip
-    async with asyncio.TaskGroup() as tasks:
+    async with raising_first() as tasks:
         answers = [tasks.create_task(asker.judgement(question_of(asker, lesson), i, 0)) for _, lesson, i in asked]
     examples: list[Example] = []
     failed = Counter[str]()

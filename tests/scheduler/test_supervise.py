@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from scheduler.supervise import describe_failure, run_together, run_until
+from scheduler.supervise import describe_failure, raising_first, run_together, run_until
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -118,3 +118,37 @@ def test_the_main_loop_adds_no_line_of_its_own() -> None:
     with pytest.raises(ValueError) as caught:
         asyncio.run(run_until(inner(), health=give(0)))
     assert describe_failure(caught.value) == "train.lr: too high"
+
+
+def test_the_first_failure_within_groups_of_tasks_is_told_with_all_its_places() -> None:
+    async def main() -> None:
+        async def inner() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(failing())
+
+        async def failing() -> None:
+            error = ValueError("grm.path: give the name of a model that it serves")
+            error.add_note("in the vote:")
+            raise error
+
+        await run_together(judge=inner())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(main())
+    assert describe_failure(caught.value) == (
+        "in judge:\nin the vote:\ngrm.path: give the name of a model that it serves"
+    )
+
+
+def test_a_task_group_raises_its_first_failure_itself() -> None:
+    async def main() -> None:
+        async def fail() -> None:
+            raise ValueError("first") from KeyError("its cause")
+
+        async with raising_first() as tasks:
+            tasks.create_task(fail())
+            tasks.create_task(asyncio.sleep(1e9))
+
+    with pytest.raises(ValueError, match="first") as caught:
+        asyncio.run(main())
+    assert isinstance(caught.value.__cause__, KeyError)

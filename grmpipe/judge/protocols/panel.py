@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from grmpipe.judge.protocols.early_stop import Stop
 from grmpipe.types import Failed, Judgement
+from scheduler.supervise import raising_first
 
 Results = Sequence[Judgement | Failed]  # of one index: what failed before it was asked again, and what came last
 
@@ -37,7 +38,7 @@ async def convene(ask: Callable[[int], Awaitable[Results]], num_judgements: int,
     results: list[Results] = []
     tasks: list[asyncio.Task[Results]] = []
     stopped_after: int | None = None
-    async with asyncio.TaskGroup() as group:
+    async with raising_first() as group:
         while len(results) < num_judgements and (stopped_after is None or stop.auditing):
             if len(results) == len(tasks):
                 wave = num_judgements if stop.auditing else stop.wave if tasks else stop.first
