@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from grmpipe.data.labelled_schemas import EXAMPLES, Place, reader_of
-from grmpipe.data.prompts import Row, rows_of, shown
+from grmpipe.data.prompts import Row, refuse_half_characters, rows_of, shown, texts_of
 from grmpipe.types import Labelled, Prompt, RankedResponses, ScoredResponse
 from models.types import Message
 
@@ -63,6 +63,8 @@ def load_labelled(
     for number, where, row in labelled_rows(file):
         row = {field: value for field, value in row.items() if value is not None}
         found = reader_of(row, where)(row, Place(where=where, name=f"{file.name}:{number}", scale=scale))
+        for item in found:
+            refuse_half_characters(texts_of_item(item), where)
         items += found
         num_undecided += not found
     if not items:
@@ -94,6 +96,14 @@ def made_judgements(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
                 )
             )
     return tuple(items)
+
+
+def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:
+    """Its texts, by field."""
+    yield from texts_of(item.prompt)
+    yield from (("item_id", item.item_id), ("subset", item.subset))
+    responses = item.responses if isinstance(item, RankedResponses) else (item.response,)
+    yield from ((f"response {index}", response) for index, response in enumerate(responses))
 
 
 def labelled_rows(file: Path) -> Iterator[tuple[int, str, Row]]:

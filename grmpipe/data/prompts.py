@@ -107,13 +107,38 @@ def parquet_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
 def prompt_of(row: Row, where: str, default_id: str) -> Prompt:
     """A null is a field that the row lacks: Parquet has the columns of all rows in each."""
     row = {field: value for field, value in row.items() if value is not None}
-    return Prompt(
+    prompt = Prompt(
         prompt_id=text_of(row, "prompt_id", where, default_id),
         messages=messages_of(row, where),
         source=text_of(row, "source", where, ""),
         reference=reference_of(row, where),
         rubric=rubric_of(row, where),
     )
+    refuse_half_characters(texts_of(prompt), where)
+    return prompt
+
+
+def texts_of(prompt: Prompt) -> Iterator[tuple[str, str]]:
+    """Its texts, by field."""
+    yield "prompt_id", prompt.prompt_id
+    yield "source", prompt.source
+    yield "reference", prompt.reference or ""
+    yield from ((f"messages[{index}]", message.content) for index, message in enumerate(prompt.messages))
+    yield from ((f"rubric[{index}]", criterion.text) for index, criterion in enumerate(prompt.rubric))
+
+
+def refuse_half_characters(texts: Iterable[tuple[str, str]], where: str) -> None:
+    """JSON can spell half of a character (a text that was cut in an emoji); no tokenizer and no file takes it.
+
+    Refused, like all else that is wrong with a row: what it should have been is the user's to say."""
+    for field, text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where}: {field}: half of a surrogate pair ({text[error.start]!r}) at character {error.start}: the "
+                "text was cut within a character; leave the row out, or write \\ufffd in its place"
+            ) from None
 
 
 def messages_of(row: Row, where: str) -> tuple[Message, ...]:

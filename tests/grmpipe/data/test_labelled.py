@@ -189,3 +189,10 @@ def test_the_tiny_judgements_are_the_same_for_a_seed_and_share_no_problem_with_t
     held_out = load_labelled("tiny://judgements_held_out", num_tiny=64, seed=1)
     assert train == again != load_labelled("tiny://judgements", num_tiny=64, seed=2)
     assert not {item.prompt.messages for item in train} & {item.prompt.messages for item in held_out}
+
+
+def test_half_of_a_character_in_a_response_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text(json.dumps({"prompt": "?", "responses": ["fine", "\ud83d"], "best": 0}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"some\.jsonl, line 1: response 1: half of a surrogate pair"):
+        load_labelled(str(path))

@@ -138,3 +138,19 @@ def test_what_is_held_out_leaves_the_training_set() -> None:
     held_out = tuple(Prompt(prompt_id=f"h{text}", messages=user(text), reference="1") for text in "bd")
     kept, num_removed = disjoint(train, held_out)
     assert ([p.prompt_id for p in kept], num_removed) == (["ta", "tc"], 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"prompt": "what is \ud83d?"}, r"messages\[0\]"),
+        ({"messages": [{"role": "user", "content": "\udc4d"}]}, r"messages\[0\]"),
+        ({"prompt": "?", "reference": "4\ud83d"}, "reference"),
+        ({"prompt": "?", "rubric": ["fine", "\ud83d"]}, r"rubric\[1\]"),
+        ({"prompt": "?", "prompt_id": "\ud83d"}, "prompt_id"),
+    ],
+)
+def test_half_of_a_character_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], field: str) -> None:
+    path = write_jsonl(tmp_path, {"prompt": "a whole one: \N{THUMBS UP SIGN}", "unread": "\ud83d"}, row)
+    with pytest.raises(ValueError, match=rf"some\.jsonl, line 2: {field}: half of a surrogate pair \('\\ud"):
+        load_prompts(path)
