@@ -10,6 +10,7 @@ from grmpipe.data.stream import EndOfData
 from grmpipe.flight import Flight, describe
 from grmpipe.flow import KILLED_ENGINES, Cut, FlowConfig, Kept, Parts
 from grmpipe.hold import Hold
+from grmpipe.judge.verdict import only_finite
 from grmpipe.policy_fitness import PolicyFitness
 from grmpipe.rollout.group import Group
 from grmpipe.rollout.play import RolloutAborted, Seat
@@ -193,7 +194,7 @@ class Producer:
         finally:
             self._num_sitting -= 1
         for sibling, report in reports.items():
-            self._add_report(group, sibling, stamped(report, self.judge_version))
+            self._add_report(group, sibling, stamped(only_finite(report), self.judge_version))
 
     def _add_report(self, group: Group, sibling: int, report: JudgeReport) -> None:
         if not group.add_verdict(sibling, report.verdict):

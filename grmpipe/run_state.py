@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.flow import KILLED_ENGINES, Cut, Kept, Prompts
+from grmpipe.judge.verdict import only_finite
 from grmpipe.observe.journal import Mark, mark_holds, read_records, replace_journal
 from grmpipe.observe.recorder import (
     GROUPS,
@@ -129,9 +130,9 @@ def _kept(
         renamed=renamed,
         rollouts=tuple(dataclasses.replace(valid[sibling].rollout, group_id=group_id) for sibling in sorted(valid)),
         reports={
-            sibling: reports[line.rollout.group_id, sibling]
+            sibling: report
             for sibling, line in valid.items()
-            if (line.rollout.group_id, sibling) in reports
+            if (report := reports.get((line.rollout.group_id, sibling))) is not None and only_finite(report) is report
         },
     )
 

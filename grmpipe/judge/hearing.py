@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from grmpipe.judge.verdict import unasked
+from grmpipe.judge.verdict import only_finite, unasked
 from grmpipe.types import Hearing, Judge, JudgeReport, Prompt, Rollout, Sitting
 
 
@@ -61,7 +61,7 @@ async def judge_group(
         sittings += hearing.add(rollout)
     reports: dict[int, JudgeReport] = {}
     for final in await asyncio.gather(*(hearing.judge(sitting, priority) for sitting in sittings)):
-        reports |= final
+        reports |= {sibling: only_finite(report) for sibling, report in final.items()}
     return tuple(reports.get(rollout.sibling, NOT_TAKEN) for rollout in rollouts)
 
 

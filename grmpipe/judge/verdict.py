@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.vote import Vote, agreement
-from grmpipe.types import Cause, Failed, RewardSpan, Rollout, Verdict
+from grmpipe.types import Cause, Failed, JudgeReport, RewardSpan, Rollout, Verdict
 
 COMPONENT = "generative"  # what a GRM's reward is called in a breakdown
 
@@ -27,6 +27,31 @@ def outcome(rollout: Rollout, value: float) -> tuple[RewardSpan, ...]:
 def unasked(cause: Cause, detail: str) -> Failed:
     """Nothing was sent: 0 attempts."""
     return Failed(stage="judge", cause=cause, attempts=0, detail=detail)
+
+
+def only_finite(report: JudgeReport) -> JudgeReport:
+    """Whatever judge it came from: a verdict or a judgement with a number that is none has failed as unparseable."""
+    told = report
+    if (broken := [one for one in report.judgements if not all(map(math.isfinite, one.scores))]) != []:
+        failures = tuple(_not_finite(f"scores {one.scores}", 1) for one in broken)
+        sound = tuple(one for one in report.judgements if one not in broken)
+        told = replace(told, judgements=sound, failures=(*report.failures, *failures))
+    verdict = report.verdict
+    if isinstance(verdict, Verdict) and not math.isfinite(math.fsum(map(abs, _numbers(verdict)))):
+        spans = ", ".join(f"{span.value:g}" for span in verdict.rewards)
+        words = f"score {verdict.score:g}, rewards {spans}, agreement {verdict.agreement:g}"
+        told = replace(told, verdict=_not_finite(words, max(1, verdict.num_judgements)), audit=None)
+    return told
+
+
+def _numbers(verdict: Verdict) -> Iterable[float]:
+    yield from (verdict.score, verdict.agreement, *verdict.breakdown.values())
+    yield from (span.value for span in verdict.rewards)
+
+
+def _not_finite(words: str, attempts: int) -> Failed:
+    detail = f"the judge gave a number that isn't finite: {words}"
+    return Failed(stage="judge", cause="unparseable", attempts=attempts, detail=detail)
 
 
 def all_failed(failures: Sequence[Failed]) -> Failed:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -458,6 +459,27 @@ def test_a_group_whose_request_kills_engines_is_dropped_by_cause_and_never_asked
     resumed.lengths = lambda context: asked.append(context.group_id) or 20
     assert resumed.run().admission.dropped == {"rollout_killed_engines": 1}
     assert "g000002" not in asked
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_of_a_judge_that_is_none_is_a_failed_verdict_and_in_no_journal(number: float) -> None:
+    class Dividing(Judge):
+        async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+            report = await Judge.judge(self, prompt, rollout, priority)
+            return with_reward(report, number) if rollout.sibling == 2 else report
+
+    bench = Bench(flow(), judge=Dividing())
+    bench.run()
+    verdicts = [group.verdicts[2] for groups in bench.trainer.steps for group in groups]
+    assert {v.cause for v in verdicts if isinstance(v, Failed)} == {"unparseable"}
+    assert all(isinstance(v, Failed) and f"rewards {number:g}" in v.detail for v in verdicts)
+
+
+def with_reward(report: JudgeReport, number: float) -> JudgeReport:
+    assert isinstance(report.verdict, Verdict)
+    (span,) = report.verdict.rewards
+    rewards = (dataclasses.replace(span, value=number),)
+    return dataclasses.replace(report, verdict=dataclasses.replace(report.verdict, rewards=rewards))
 
 
 def test_an_aborted_rollout_drops_its_group_by_cause_and_is_not_judged() -> None:

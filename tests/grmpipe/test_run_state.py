@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 
 from grmpipe.data.stream import EndOfData
@@ -67,6 +69,18 @@ def test_a_group_whose_requests_killed_engines_is_not_asked_for_again(tmp_path: 
     recorder.close()
     kept = find_kept(tmp_path, state().cut, Drawn())
     assert {draw: work.killed_engines for draw, work in kept.items()} == {2: True, 3: True}
+
+
+def test_a_recorded_verdict_that_is_no_number_is_judged_again(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    for sibling, score in enumerate((math.nan, 5.0)):  # as earlier releases wrote it
+        recorder.rollout(2, PROMPT, rollout("g000002", sibling, 1))
+        report = JudgeReport(verdict=dataclasses.replace(VERDICT, score=score))
+        recorder.judged(rollout("g000002", sibling, 1), report)
+    recorder.close()
+    (kept,) = find_kept(tmp_path, state().cut, Drawn()).values()
+    assert len(kept.rollouts) == 2
+    assert kept.reports.keys() == {1}
 
 
 def test_rollouts_up_to_the_cut_are_kept_with_their_verdicts(tmp_path: Path) -> None:

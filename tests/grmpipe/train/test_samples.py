@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grmpipe.judge.verdict import only_finite
 from grmpipe.train.advantages import ESTIMATORS
 from grmpipe.train.samples import count, split_rollout, to_samples
 from grmpipe.train.settings import AlgorithmConfig
-from grmpipe.types import Failed, JudgedGroup, Prompt, RewardSpan, Rollout, Turn, Verdict
+from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
 
 TIMEOUT = Failed(stage="judge", cause="timeout", attempts=3)
@@ -71,6 +73,9 @@ def test_what_failed_changes_nothing_in_its_batch(
         rollouts[i] = rollout(i, (other_ids, other_ids))
         cause = data.draw(st.sampled_from(["timeout", "refused", "died", "unparseable", "truncated", "too_long"]))
         verdicts[i] = Failed(stage="judge", cause=cause, attempts=data.draw(st.integers(1, 9)))
+        if data.draw(st.booleans()):  # as a judge of one's own may give it
+            number = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+            verdicts[i] = only_finite(JudgeReport(verdict=verdict(number))).verdict
     samples = to_samples([judged, OTHER], algorithm)
     assert samples == to_samples([group(rollouts, verdicts), OTHER], algorithm)
     kept = [i for i in range(len(verdicts)) if i not in failures]
