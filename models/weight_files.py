@@ -10,7 +10,8 @@ import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from mmap import mmap
 from pathlib import Path
 
@@ -63,12 +64,29 @@ class SharedArena:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what crashed processes of ours left in a folder of this machine."""
-    ours = re.compile(rf"grmpipe-weights-{re.escape(_host())}-(\d+)-\d+")
-    for path in folder.glob("grmpipe-weights-*"):
-        named = ours.match(path.name)
-        if named and not _alive(int(named[1])) and not _locked(path):
+    """Remove what crashed processes of ours left in a folder of this machine: what nobody holds the lock of. A process
+    id tells nothing, another process may have it by now."""
+    ours = re.compile(rf"grmpipe-(weights|sglang)-{re.escape(_host())}-\d+-")
+    for path in folder.glob("grmpipe-*"):
+        if not ours.match(path.name) or _locked(path):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def held_folder(place: Path, kind: str) -> Iterator[Path]:
+    """A folder of our own in `place`, for the time of a block; its lock is proof of life, as a WeightFile's."""
+    folder = Path(tempfile.mkdtemp(prefix=f"grmpipe-{kind}-{_host()}-{os.getpid()}-", dir=place))
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def folders_of_shared_memory() -> Sequence[Path]:
@@ -102,24 +120,19 @@ def _remove(path: Path, descriptor: int, owner: int) -> None:
     os.close(descriptor)
 
 
-def _alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _locked(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
         return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
     return False
 
 

@@ -96,6 +96,9 @@ class SglangServer:
             self._await_health(start.config.start_timeout_s)
         except BaseException:
             self.close()
+            if not self.log_path.exists() or not self.log_path.stat().st_size:  # nothing to read there
+                config_file.unlink(missing_ok=True)
+                shutil.rmtree(self._folder, ignore_errors=True)
             raise
         finally:
             config_file.unlink(missing_ok=True)

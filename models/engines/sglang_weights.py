@@ -8,8 +8,6 @@ commit: close the session, name the version, ask for it
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from torch import nn
 
 from models.engines.sglang_http import SglangHttp, within
 from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket
-from models.weight_files import folders_of_shared_memory
+from models.weight_files import folders_of_shared_memory, held_folder
 from models.weight_transport import checksums_of, received
 
 GRACE_S = 5.0  # the server's own timeout comes first, and says more
@@ -152,14 +150,13 @@ class SglangWeights:
                 f"sync.transport: an SGLang server elsewhere takes no {type(bucket.payload).__name__}; "
                 "set disk, gloo or nccl"
             )
-        folder, checksums = await asyncio.to_thread(_folder_with, bucket, self._tied)
-        try:
-            body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
-            await self._http.post("/update_weights_from_disk", body)
-        except EngineRefused as error:
-            raise ValueError(f"weights: {bucket.tensors[0].name!r} and what follows: {error}") from None
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with held_folder(_place_for(bucket), "sglang") as folder:
+            checksums = await asyncio.to_thread(_fill, folder, bucket, self._tied)
+            body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
+            try:
+                await self._http.post("/update_weights_from_disk", body)
+            except EngineRefused as error:
+                raise ValueError(f"weights: {bucket.tensors[0].name!r} and what follows: {error}") from None
         self._checksums |= checksums
 
     def _refuse_what_does_not_fit(self, name: str, shape: tuple[int, ...]) -> None:
@@ -170,15 +167,19 @@ class SglangWeights:
             raise ValueError(f"weights: {name!r} came as {shape}, the engine holds {held}")
 
 
-def _folder_with(bucket: WeightBucket, tied: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """A folder with one file of the bucket's tensors, and their checksums; a tied tensor under its first name."""
+def _place_for(bucket: WeightBucket) -> Path:
+    """A file that is somewhere already stays there: its folder is one that the server can open too."""
+    if isinstance(bucket.payload, SafetensorsFile):
+        return Path(bucket.payload.path).absolute().parent
+    return folders_of_shared_memory()[0]
+
+
+def _fill(folder: Path, bucket: WeightBucket, tied: Mapping[str, str]) -> dict[str, str]:
+    """One file of the bucket's tensors, a tied tensor under its first name. Returns their checksums."""
     file = bucket.payload.path if isinstance(bucket.payload, SafetensorsFile) else None
     with received(bucket) as tensors:
         checksums = checksums_of(tensors)
         copied = file is None or any(tensor.name in tied for tensor, _ in tensors)
-        # A file that is somewhere already stays there: its folder is one that the server can open too.
-        place = Path(file).absolute().parent if file is not None else folders_of_shared_memory()[0]
-        folder = Path(tempfile.mkdtemp(prefix="grmpipe-sglang-", dir=place))
         inside = folder / "model.safetensors"
         if copied:
             held = {tied.get(tensor.name, tensor.name): value.contiguous() for tensor, value in tensors}
@@ -187,7 +188,7 @@ def _folder_with(bucket: WeightBucket, tied: Mapping[str, str]) -> tuple[str, di
             assert file is not None
             folder.chmod(0o755)  # the server may be another user's
             inside.symlink_to(Path(file).absolute())
-    return str(folder), checksums
+    return checksums
 
 
 def _tied_names(outline: nn.Module) -> dict[str, str]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from models import weight_files
 from models.types import Broadcast, GroupLink, SafetensorsFile, SharedMemory, WeightBucket, WeightTensor
-from models.weight_files import SharedArena, WeightFile, folders_of_shared_memory, sweep
+from models.weight_files import SharedArena, WeightFile, folders_of_shared_memory, held_folder, sweep
 from models.weight_sending import TRANSPORTS, Broadcasts, SafetensorsFiles, SharedMemoryFiles, WeightTransport
 from models.weight_stream import WeightStream
 from models.weight_transport import checksums_of, received
@@ -217,6 +217,18 @@ def test_only_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
         sweep(tmp_path)
     assert set(tmp_path.iterdir()) == {mine.path, locked, elsewhere, foreign}
     mine.close()
+
+
+def test_what_no_lock_holds_is_swept_though_its_process_id_is_anothers_by_now(tmp_path: Path) -> None:
+    left = tmp_path / f"grmpipe-weights-{socket.gethostname()}-{os.getpid()}-77"
+    left.write_bytes(b"x")
+    folder = tmp_path / f"grmpipe-sglang-{socket.gethostname()}-{os.getpid()}-abc"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"x")
+    with held_folder(tmp_path, "sglang") as held:
+        sweep(tmp_path)
+        assert list(tmp_path.iterdir()) == [held]
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_room_names_the_key_and_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
