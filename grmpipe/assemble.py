@@ -20,6 +20,7 @@ from grmpipe.time_share import TrainerByTurns, begin_turn
 from grmpipe.train.batch import BatchTrainer
 from grmpipe.types import Prompt, Rollout
 from models.types import Engine, SamplingParams
+from scheduler.clock import ActiveClock
 from scheduler.health import push_to_living
 from scheduler.weight_sync import SyncReport
 
@@ -64,6 +65,8 @@ def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
 
 
 def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
+    clock = ActiveClock()
+    running.stops(clock)
     return Evaluator(
         prompts=prepared.held_out,
         play_sampled=make_play(prepared, running.policy, 1.0),
@@ -72,6 +75,8 @@ def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
         is_right=prepared.is_right,
         seed=prepared.config.seed,
         pass_score=pass_score_of(prepared.config),
+        deadline_s=prepared.config.rollout.group_deadline_s,
+        clock=clock,
     )
 
 

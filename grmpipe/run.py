@@ -146,6 +146,8 @@ class TrainingRun:
         async def flow() -> None:
             await pipeline.run()
             await lookout.last(pipeline.version)
+            if lookout.interrupted and not lookout.final:
+                raise Interrupted
 
         try:
             with asked_to_stop(lambda: self._stop(pipeline)), seldom_collected():
@@ -311,6 +313,8 @@ class TrainingRun:
     def _stop(self, pipeline: Pipeline) -> None:
         self._observers.note("stopping after this step, with a checkpoint; once more stops at once")
         pipeline.interrupt()
+        if self.lookout is not None:
+            self.lookout.interrupt()
 
     def _summary(self, status: Status, failure: str | None = None) -> Summary:
         looked: tuple[Metrics, Metrics, tuple[str, ...]] = ({}, {}, ())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from grmpipe.judge.hearing import judge_alone
 from grmpipe.judge.rule import Rule
@@ -14,8 +16,11 @@ from grmpipe.rollout.play import Play, RolloutAborted, Seat
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
+from scheduler.clock import ActiveClock
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "grm_accuracy", "response_tokens")
 
@@ -43,6 +48,7 @@ class Evaluator:
     """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged.
 
     pass_score: from which score on a judge calls an answer right; None where there is no such score.
+    deadline_s: what has not come so long after the last answer, on `clock`, is left out.
     """
 
     prompts: Sequence[Prompt]
@@ -52,21 +58,59 @@ class Evaluator:
     is_right: Rule
     seed: int
     pass_score: float | None = None
+    deadline_s: float = math.inf
+    clock: ActiveClock | None = None
 
     async def look(self, name: str, limit: int | None = None) -> Evaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` keeps the requests of looks apart."""
         prompts = self.prompts[:limit]
-        sampled = asyncio.gather(*(self._judged(f"{name}-{i}", prompt) for i, prompt in enumerate(prompts)))
-        greedy = asyncio.gather(
-            *(self._played(f"{name}-greedy-{i}", prompt, self.play_greedy) for i, prompt in enumerate(prompts))
-        )
-        judged = tuple(one for one in await sampled if one is not None)
+        sampled = [asyncio.create_task(self._judged(f"{name}-{i}", prompt)) for i, prompt in enumerate(prompts)]
+        greedy = [
+            asyncio.create_task(self._played(f"{name}-greedy-{i}", prompt, self.play_greedy))
+            for i, prompt in enumerate(prompts)
+        ]
+        await self._until_ended([*sampled, *greedy])
+        judged = tuple(one for task in sampled if (one := _result(task)) is not None)
         greedy_right = [
             self.is_right(rollout.text, prompt.reference)
-            for prompt, rollout in zip(prompts, await greedy, strict=True)
-            if rollout is not None and prompt.reference is not None
+            for prompt, task in zip(prompts, greedy, strict=True)
+            if (rollout := _result(task)) is not None and prompt.reference is not None
         ]
         return Evaluation(metrics=summarise(judged, greedy_right, self.pass_score), rollouts=judged)
+
+    async def _until_ended(
+        self, tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[Rollout | None]]
+    ) -> None:
+        """Return once all have ended, or none has for `deadline_s`; who is late is cancelled."""
+        clock = self.clock or ActiveClock()
+        last_s = clock.now()
+
+        def note(_: object) -> None:
+            nonlocal last_s
+            last_s = clock.now()
+
+        async def stalled() -> None:
+            while (deadline := last_s + self.deadline_s) > clock.now():
+                await (clock.sleep_until(deadline) if deadline < math.inf else asyncio.Event().wait())
+
+        for task in tasks:
+            task.add_done_callback(note)
+
+        async def ended() -> None:
+            await asyncio.gather(*tasks)
+
+        all_ended, stall = asyncio.create_task(ended()), asyncio.create_task(stalled())
+        try:
+            await asyncio.wait([all_ended, stall], return_when=asyncio.FIRST_COMPLETED)
+            if all_ended.done():
+                all_ended.result()
+            else:
+                late = sum(not task.done() for task in tasks)
+                log.warning("%d held-out answers are left out: none came for %g s", late, self.deadline_s)
+        finally:
+            for waiting in (*tasks, stall):
+                waiting.cancel()
+            await asyncio.gather(*tasks, stall, all_ended, return_exceptions=True)
 
     async def _played(self, group_id: str, prompt: Prompt, play: Play) -> Rollout | None:
         seat = Seat(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
@@ -83,6 +127,10 @@ class Evaluator:
         report = await judge_alone(self.judge, prompt, rollout)
         right = None if prompt.reference is None else self.is_right(rollout.text, prompt.reference)
         return JudgedRollout(prompt=prompt, rollout=rollout, report=report, right=right)
+
+
+def _result(task: asyncio.Task[T]) -> T | None:
+    return None if task.cancelled() else task.result()
 
 
 def summarise(

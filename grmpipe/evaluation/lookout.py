@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from grmpipe.evaluation.held_out import Evaluator
+from grmpipe.evaluation.held_out import Evaluation, Evaluator
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.observe.sample_rows import SampleRow, sample_row
 from grmpipe.observers import Observers
@@ -33,6 +34,8 @@ class Lookout:
         self._observers = observers
         self._anchors = anchors
         self._every = every
+        self.interrupted = False
+        self._looking: asyncio.Task[Evaluation] | None = None
         self.ringing = False  # told once, until a look finds nothing
 
     async def first(self, step: int, beside: Callable[[], Awaitable[Metrics]] | None = None) -> None:
@@ -53,6 +56,12 @@ class Lookout:
             self.final = await self._look(step, None)
             self._log(step, named(self.final))
 
+    def interrupt(self) -> None:
+        """No more looks; one under way ends now, and counts for nothing."""
+        self.interrupted = True
+        if self._looking is not None:
+            self._looking.cancel()
+
     def _log(self, step: int, metrics: Metrics) -> None:
         """A look that belongs to no step has a line of its own; without held-out problems there is nothing to say."""
         if metrics:
@@ -65,7 +74,14 @@ class Lookout:
             self.ringing = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold) is not None
 
     async def _look(self, step: int, limit: int | None) -> Metrics:
-        looked = await self._evaluator.look(f"held-out-{step}", limit)
+        self._looking = asyncio.create_task(self._evaluator.look(f"held-out-{step}", limit))
+        try:
+            await asyncio.wait([self._looking])
+        finally:
+            self._looking.cancel()
+        if self.interrupted:
+            return {}
+        looked = self._looking.result()
         self.rows = [
             sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
             for one in looked.rollouts

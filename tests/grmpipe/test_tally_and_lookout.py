@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import looptime
 import pytest
 
 from grmpipe.evaluation.held_out import Evaluator
@@ -138,6 +139,42 @@ def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
     assert looked.metrics["true_accuracy"] == 0.5  # of two with a reference; the fourth could not be played
     assert looked.metrics["grm_score"] == 8
     assert len(looked.rollouts) == 3
+
+
+async def hanging_play(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    await asyncio.sleep(int(seat.group_id.rsplit("-", 1)[1]) * 50.0 if "-3" not in seat.group_id else 1e9)
+    return rollout(0, text="Answer: 0")
+
+
+def test_a_look_leaves_out_what_does_not_come_within_the_deadline_of_the_last_answer() -> None:
+    async def go() -> float:
+        looker = dataclasses.replace(
+            evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=hanging_play, play_greedy=hanging_play,
+            deadline_s=60.0,
+        )  # fmt: skip
+        looked = await looker.look("look")
+        assert len(looked.rollouts) == 3
+        assert looked.metrics["true_accuracy_greedy"] == 1.0
+        return asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        assert runner.run(go()) == pytest.approx(160.0)
+
+
+def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None:
+    async def go() -> None:
+        looker = dataclasses.replace(
+            evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=hanging_play, play_greedy=hanging_play
+        )
+        observers = SimpleNamespace(alarm=print, tracker=SimpleNamespace(log=print))
+        lookout = Lookout(looker, HackingAlarm(min_score_rise=1, min_gold_fall=0.1), observers, anchors=4, every=10)  # type: ignore[arg-type]
+        asyncio.get_running_loop().call_later(30.0, lookout.interrupt)
+        assert await lookout.after_step(10, last=True) == {}
+        assert asyncio.get_running_loop().time() == pytest.approx(30.0)
+        assert (lookout.final, lookout.rows) == ({}, [])
+
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        runner.run(go())
 
 
 def test_a_judge_is_right_where_it_passes_right_answers_and_no_others() -> None:
