@@ -223,8 +223,9 @@ class ElasticPool:
         latter."""
         elastic, name = self._roles[move.source], self._engines[move.slot][move.source]
         if self._config.hand_over:
-            async with _in_time(elastic.router, name, "let its requests go"):
-                await elastic.router.hand_over(name)
+            with suppress(EngineDied):  # it has no requests any more then
+                async with _in_time(elastic.router, name, "let its requests go"):
+                    await elastic.router.hand_over(name)
         await elastic.router.until_idle(name)
         engine, clock = elastic.router.alive.get(name), asyncio.get_running_loop().time
         left_s = clock()

@@ -47,8 +47,10 @@ def process_of(engine: str, run: Path) -> int:
     return int(re.findall(rf"{engine} runs in process (\d+)", (run / "run.log").read_text())[-1])
 
 
-def run_and_kill(cwd: Path, engine: str, *overrides: str, after_step: int = 1) -> tuple[int, str]:
-    """The exit code and output of a run whose engine is killed once a step is done."""
+def run_and_kill(
+    cwd: Path, engine: str, *overrides: str, after_step: int = 1, how: signal.Signals = signal.SIGKILL
+) -> tuple[int, str]:
+    """The exit code and output of a run whose engine is killed, or stopped, once a step is done."""
     process = subprocess.Popen(
         [*COMMAND, *overrides], cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
@@ -59,7 +61,7 @@ def run_and_kill(cwd: Path, engine: str, *overrides: str, after_step: int = 1) -
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    os.kill(process_of(engine, run), signal.SIGKILL)
+    os.kill(process_of(engine, run), how)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
 
@@ -130,3 +132,31 @@ def test_when_replacements_are_used_up_the_run_ends_with_the_first_cause(tmp_pat
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["engines_replaced"] == {"policy": 0, "grm": 0}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("engine", ["policy-0", "grm-0"])
+def test_a_stopped_engine_is_replaced_and_no_sample_is_altered_or_doubled(tmp_path: Path, engine: str) -> None:
+    quick = ("health.hung_after_s=15", "health.check_every_s=1", "sync.deadline_s=15")
+    code, output = run_and_kill(tmp_path, engine, *quick, how=signal.SIGSTOP)
+    assert code == 0, output
+    role = engine.partition("-")[0]
+    assert check_samples(tmp_path / "run")["engines_replaced"][role] == 1
+    assert f"{engine} died: it hangs" in (tmp_path / "run" / "run.log").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_a_dead_learner_ends_the_run_with_words_and_it_is_resumed(tmp_path: Path) -> None:
+    code, output = run_and_kill(tmp_path, "learner-0", "train.checkpoint_every=1", after_step=2)
+    assert code == 1
+    assert "learner-0 died: process" in " ".join(output.split()) and "Traceback" not in output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed" and "learner-0 died" in summary["failure"]
+    resumed = subprocess.run(
+        [*COMMAND, "train.checkpoint_every=1", "resume=auto"], cwd=tmp_path, text=True, capture_output=True,
+        timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    check_samples(tmp_path / "run")

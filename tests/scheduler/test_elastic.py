@@ -314,6 +314,28 @@ def test_requests_of_a_slot_that_leaves_go_on_elsewhere_with_what_they_have() ->
     assert sorted(asked.values()) == [1, 1, 2]
 
 
+def test_an_engine_that_does_not_let_its_requests_go_is_buried_and_its_slot_moves() -> None:
+    class Deaf(Spoken):
+        async def abort(self, request_id: str) -> None:
+            if request_id.startswith("policy/"):
+                await asyncio.Event().wait()
+            await super().abort(request_id)
+
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        for engine in bench.routers["policy"].alive.values():
+            engine.__class__ = Deaf  # type: ignore[assignment]
+        rollouts = [asyncio.create_task(bench.ask("policy", n, 20_000)) for n in range(8)]
+        await asyncio.sleep(1.0)
+        await asyncio.gather(*(bench.ask("grm", n, 20) for n in range(8)))
+        assert 60 < asyncio.get_running_loop().time() < 90
+        for rollout in rollouts:
+            rollout.cancel()
+
+    bench = on_virtual_clock(lambda: Bench(2), main)
+    assert bench.pool.moves["policy->grm"] >= 1
+
+
 def test_without_handing_over_a_slot_waits_for_its_requests() -> None:
     async def main(bench: Bench) -> None:
         await bench.push(0)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,13 @@ def test_a_server_answers_with_its_key_in_no_command_line_and_no_log(python: str
     finally:
         server.forget()
     assert not server.log_path.parent.exists()
+
+
+def test_a_server_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ValueError, match="can't be run"):
+        SglangServer(start_of("/nowhere/python"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_servers_have_two_keys_and_two_ports(python: str) -> None:
