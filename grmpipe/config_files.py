@@ -68,8 +68,8 @@ def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config
         if name not in known:
             raise ConfigError(unknown_key(f"{path}{name}", [f"{path}{other}" for other in known]))
     try:
-        old, new = plain(dataclasses.asdict(section)), plain(values)
-        typed = OmegaConf.merge(OmegaConf.structured(_thawed(type(section))), old, new)  # type: ignore[call-overload]
+        old, new = plain(dataclasses.asdict(section)), plain(values)  # type: ignore[call-overload]
+        typed = OmegaConf.merge(OmegaConf.structured(_thawed(type(section))), old, new)
         merged = OmegaConf.to_container(typed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}{error.full_key}: {str(error).splitlines()[0]}") from error
