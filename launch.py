@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
 
@@ -27,6 +31,7 @@ from grmpipe.config_files import build, schema
 from grmpipe.config_words import explain
 from grmpipe.doctor import doctor
 from grmpipe.failures import RunFailed, RunInterrupted
+from grmpipe.observe.redact import USERINFO, environment_secrets, looks_secret, mask
 
 # Without it Hydra prints its own report and exits 1 before we can explain.
 os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -51,7 +56,9 @@ def run_job(config: RunConfig) -> float | None:
     here = HydraConfig.get()
     if here.mode != RunMode.MULTIRUN:
         return run_task(config)
-    print(f"sweep, run {here.job.num}: {' '.join(here.overrides.task)}", flush=True)
+    if (typed := Path(here.sweep.dir) / "multirun.yaml").exists():  # Hydra's copy of the whole configuration
+        typed.chmod(0o600)
+    print(f"sweep, run {here.job.num}: {mask(' '.join(here.overrides.task), environment_secrets())}", flush=True)
     objective = run_task(config)
     if objective is not None:
         print(f"sweep, run {here.job.num}: {config.objective} = {objective:g}", flush=True)
@@ -74,8 +81,36 @@ def run_task(config: RunConfig) -> float | None:
     return tasks.run_task(config)
 
 
+def secrets_typed_in_a_sweep(arguments: Sequence[str]) -> list[str]:
+    """Keys of a sweep whose secrets stand on the command line, and so in the multirun.yaml that Hydra writes."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return []
+    typed = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    overrides = OverridesParser.create().parse_overrides(typed)
+    return [key for one in overrides if holds_secret(key := one.get_key_element().lstrip("+~"), one.value())]
+
+
+def holds_secret(key: str, value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(holds_secret(f"{key}.{name}", entry) for name, entry in value.items())
+    if isinstance(value, list | tuple):
+        return any(holds_secret(key, entry) for entry in value)
+    if isinstance(value, ChoiceSweep):
+        return holds_secret(key, list(value.list))
+    if value is None or isinstance(value, bool | int | float):
+        return False
+    text = str(value)
+    return bool(USERINFO.search(text)) or (any(map(looks_secret, key.split("."))) and "${" not in text)
+
+
 def main() -> int:
     try:
+        for key in secrets_typed_in_a_sweep(sys.argv[1:]):
+            return complain(
+                f"{key}: a sweep's command line stands in its multirun.yaml; export the secret in an environment "
+                f"variable and type {key}='${{oc.env:NAME}}', or the key of it that ends in _env",
+                2,
+            )
         compose_and_run()
     except HydraException as error:
         return complain(explain(error), 2)
@@ -83,7 +118,7 @@ def main() -> int:
 
 
 def complain(message: str, code: int) -> int:
-    print(f"grmpipe: {message}", file=sys.stderr)
+    print(f"grmpipe: {mask(message, environment_secrets())}", file=sys.stderr)
     return code
 
 

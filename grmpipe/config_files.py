@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import field
@@ -16,10 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from grmpipe.config import ConfigError, RunConfig
+from grmpipe.config_secrets import noted, plain, texts_from_environment, without_secrets
 from grmpipe.config_words import unknown_key
+from grmpipe.resumption import free_on_resume
 from scheduler.placement import PlacementConfig
 
 Config = TypeVar("Config")
+ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
 def schema() -> object:
@@ -31,9 +36,12 @@ def build(config: DictConfig) -> RunConfig:
     """The checked configuration. Raises ConfigError naming the key."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        typed = OmegaConf.to_container(config, resolve=False)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
+    direct = noted(values, typed)
+    values = noted(values, typed, texts_from_environment(direct))
     return from_values(RunConfig, typing.cast(Mapping[str, object], values))
 
 
@@ -60,26 +68,31 @@ def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config
         if name not in known:
             raise ConfigError(unknown_key(f"{path}{name}", [f"{path}{other}" for other in known]))
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(_thawed(type(section))), dataclasses.asdict(section), values)  # type: ignore[call-overload]
-        plain = OmegaConf.to_container(typed)
+        old, new = plain(dataclasses.asdict(section)), plain(values)  # type: ignore[call-overload]
+        typed = OmegaConf.merge(OmegaConf.structured(_thawed(type(section))), old, new)
+        merged = OmegaConf.to_container(typed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}{error.full_key}: {str(error).splitlines()[0]}") from error
-    return from_values(type(section), typing.cast(Mapping[str, object], plain), path)
+    return from_values(type(section), typing.cast(Mapping[str, object], merged), path)
 
 
 def to_yaml(config: RunConfig) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    """Without secrets (see config_secrets.py)."""
+    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(config, free_on_resume)))
 
 
 def placement_yaml(placement: PlacementConfig) -> str:
     """The `placement` block alone, as a file of conf/placement/ has it."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(placement)))
+    return OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(placement))))
 
 
 def read_yaml(path: Path) -> RunConfig:
-    """A run's own config.yaml."""
+    """A run's own config.yaml. What it takes from a variable that isn't set here stays as typed."""
     try:
-        return build(typing.cast(DictConfig, OmegaConf.load(path)))
+        text = ENVIRONMENT.sub(
+            lambda found: found[0] if found[1] in os.environ else "\\" + found[0], path.read_text("utf-8")
+        )
+        return build(typing.cast(DictConfig, OmegaConf.create(text)))
     except (ValueError, TypeError, OmegaConfBaseException, YAMLError, OSError) as error:
         raise ConfigError(f"{path} can't be read: {str(error).splitlines()[0]}") from error
 

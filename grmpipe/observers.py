@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config import RunConfig
+from grmpipe.config_secrets import without_secrets
 from grmpipe.observe.console import ConsoleSink
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.logs import setup_logging
@@ -17,6 +17,7 @@ from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.observe.timeline import Timeline
 from grmpipe.observe.tracker import Sink, Tracker
 from grmpipe.observe.wandb_sink import WandbSink
+from grmpipe.resumption import free_on_resume
 from grmpipe.run_identity import run_id_of
 
 FILES = {
@@ -56,7 +57,7 @@ class Observers:
         """`gauges`: whether the console shows each step; what it shows is a policy's."""
         console = ConsoleSink(config.train.num_steps) if config.tracking.console else None
         setup_logging(run_dir, console.console if console else None)
-        wandb = WandbSink(config.tracking, run_dir, dataclasses.asdict(config), wandb_run_id)
+        wandb = WandbSink(config.tracking, run_dir, without_secrets(config, free_on_resume), wandb_run_id)
         setup_logging(run_dir, console.console if console else None)  # again: W&B brings handlers of its own
         metrics = JsonlSink(run_dir / "metrics.jsonl")
         sinks: list[Sink] = [metrics, wandb]

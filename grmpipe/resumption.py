@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from grmpipe.config import RunConfig
+from grmpipe.config_secrets import is_secret_key, without_secrets
+from grmpipe.observe.redact import SEALED, seal
 
 # None of it changes what is trained. Who samples may change, too: every token brings its log-prob and version along.
 FREE_ON_RESUME = (
@@ -21,13 +23,28 @@ BOUND_ON_RESUME = ("max_context_tokens", "options", "extra_body", "chat_markup")
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
-    """Keys that differ and may not between a run and its resumption, as `key: old -> new`."""
+    """Keys that differ and may not between a run and its resumption, as `key: old -> new`, without secrets.
+
+    A secret may differ: a key that was rotated makes no other model.
+    """
     before, after = (dict(_leaves(dataclasses.asdict(config))) for config in (old, new))
+    was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
     return [
-        f"{key}: {before.get(key)} -> {after.get(key)}"
+        f"{key}: {was.get(key)} -> {_as_told(was.get(key), now.get(key))}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not free_on_resume(key)
+        if was.get(key) != _as_told(was.get(key), now.get(key)) and not _is_secret(key, was.get(key), now.get(key))
     ]
+
+
+def _is_secret(key: str, *values: object) -> bool:
+    """Numbers under such a name are counts."""
+    return is_secret_key(key) and all(value is None or isinstance(value, str) for value in values)
+
+
+def _as_told(old: object, new: object) -> object:
+    """The new value as a hash, where only a hash is known of the old one."""
+    return seal(new) if isinstance(old, str) and isinstance(new, str) and SEALED.fullmatch(old) else new
 
 
 def free_on_resume(key: str) -> bool:

@@ -12,6 +12,8 @@ from grmpipe.run_dir import Place, find_place, holds_run, new_run_dirs, point_la
 from grmpipe.run_identity import RunIdentity, check_inputs, read_identity
 from grmpipe.run_lock import locked
 
+OWNER_ONLY = 0o700  # of a run's directory: it holds what was asked and answered
+
 
 class Claim:
     """Use as a context: what is claimed is this process's alone until the end of the block.
@@ -64,7 +66,7 @@ class Claim:
         if self._config.run_dir is None:
             run_dir = make_first(run_dir)
         else:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         self.place = Place(run_dir=run_dir)
         self._held.enter_context(locked(run_dir))
         if holds_run(run_dir):  # it was begun since `find_place` looked
@@ -77,7 +79,7 @@ def make_first(wanted: Path) -> Path:
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for path in new_run_dirs(wanted):
         try:
-            path.mkdir()
+            path.mkdir(OWNER_ONLY)
         except FileExistsError:
             continue
         return path

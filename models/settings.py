@@ -187,6 +187,8 @@ class SglangConfig:
             raise ValueError(f"max_context_tokens: must be 0 or more, got {self.max_context_tokens}")
         if not 0 < self.mem_fraction < 1:
             raise ValueError(f"mem_fraction: must be between 0 and 1, got {self.mem_fraction}")
+        for url in self.urls:
+            _refuse_userinfo("urls", url)
         if not self.start_timeout_s > 0:
             raise ValueError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
 
@@ -211,11 +213,22 @@ class OpenAIConfig:
             _check_markup(pattern)
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url: must begin with http:// or https://, got {self.base_url!r}")
+        _refuse_userinfo("base_url", self.base_url)
         for key in ("max_context_tokens", "max_retries", "requests_per_minute", "tokens_per_minute"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         if self.max_connections < 1:
             raise ValueError(f"max_connections: must be at least 1, got {self.max_connections}")
+
+
+def _refuse_userinfo(key: str, url: str) -> None:
+    """URLs stand in logs and files."""
+    if re.match(r"\w+://[^/?#]*@", url):
+        host = re.sub(r"^(\w+://)[^/?#]*@", r"\1", url)
+        raise ValueError(
+            f"{key}: a URL may not hold a name or a password; type {host!r}, export the key in an environment variable "
+            "and give its name as api_key_env"
+        )
 
 
 def _check_markup(pattern: str) -> None:

@@ -11,6 +11,7 @@ from rich.logging import RichHandler
 from grmpipe.observe.redact import environment_secrets, mask
 
 OURS = ("grmpipe", "models", "scheduler")
+QUIET = ("httpx", "httpcore")  # a line for each request, by themselves
 NOISY = ("ray", "transformers", "wandb", "torch", "vllm", "sglang", "asyncio")
 LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
@@ -30,6 +31,8 @@ def setup_logging(run_dir: Path, console: Console | None = None) -> None:
         library = logging.getLogger(name)
         replace_handlers(library)
         library.propagate = True
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
     for name in OURS:
         replace_handlers(logging.getLogger(name), _console_handler(console or Console(stderr=True)))
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
 
 REDACTED = "<redacted>"
-SECRET_WORDS = frozenset({"key", "apikey", "token", "password", "passwd", "secret", "credential", "credentials"})
+SECRET_WORDS = frozenset(
+    {
+        "key", "apikey", "accesskey", "secretkey", "privatekey", "token", "apitoken", "accesstoken", "authtoken",
+        "password", "passwd", "pwd", "passphrase", "secret", "credential", "auth", "authorization", "bearer", "cookie",
+    }
+)  # fmt: skip
+NO_SECRETS = frozenset({"PWD", "SSH_AUTH_SOCK"})  # of the shell: a directory, a socket
+USERINFO = re.compile(r"(?<=://)[^\s/?#@'\"]+(?=@)")  # of a URL: joe:password
+SEALED = re.compile(r"<sha256 [0-9a-f]{12}>")
 MIN_SECRET_CHARS = 6  # a shorter value would blank out half of a config
 
 
@@ -21,22 +30,35 @@ def redact(mapping: Mapping[str, object], environ: Mapping[str, str] = os.enviro
 
 
 def mask(text: str, secrets: Sequence[str]) -> str:
-    """The text with every secret blanked out, also within a longer word (a URL, say)."""
+    """The text with every secret blanked out, also within a longer word; in URLs, whoever logs in there."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
-    return text
+    return USERINFO.sub(REDACTED, text) if "://" in text else text
+
+
+def seal(text: str) -> str:
+    """What tells whether a secret is the same, and not what it is. What is sealed stays as it is."""
+    if SEALED.fullmatch(text):
+        return text
+    return f"<sha256 {hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}>"
 
 
 def environment_secrets(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Values of variables that look like secrets, longest first: one may be part of another."""
-    values = {value for name, value in environ.items() if looks_secret(name) and len(value) >= MIN_SECRET_CHARS}
+    named = {name: value for name, value in environ.items() if looks_secret(name) and name not in NO_SECRETS}
+    values = {value for value in named.values() if len(value) >= MIN_SECRET_CHARS}
     return tuple(sorted(values, key=len, reverse=True))
 
 
 def looks_secret(name: str) -> bool:
-    """apiKey, HF_TOKEN, auth_tokens, db-password: by whole words, so that `tokenizer` and `keyboard` don't."""
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    return any(word.lower() in SECRET_WORDS or word.lower().removesuffix("s") in SECRET_WORDS for word in words)
+    """apiKey, HF_TOKEN, auth_tokens, db-password: by whole words, so that `tokenizer` and `keyboard` don't.
+
+    `api_key_env` doesn't either: it holds the name of a variable.
+    """
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    return words[-1:] != ["env"] and any(
+        word in SECRET_WORDS or word.removesuffix("s") in SECRET_WORDS for word in words
+    )
 
 
 def _redact_value(key: str, value: object, secrets: Sequence[str]) -> object:

@@ -11,7 +11,8 @@ import httpx
 
 from models.types import EngineDied, EngineRefused
 
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S, SEND_TIMEOUT_S = 10.0, 60.0
+SILENCE_S = 3600.0  # between two parts of an answer: a request waits in the queue, and while generation is paused
 KEPT_S = 2.0  # well below the 5 s after which the server hangs up: to ask at that very moment looks like its death
 KEPT_CONNECTIONS = 64
 EVENT = "data: "
@@ -19,7 +20,7 @@ Json = dict[str, Any]
 
 
 class SglangHttp:
-    """Bound to the event loop that first calls it. Answers may take as long as they take: who waits holds a deadline.
+    """Bound to the event loop that first calls it. Who waits holds a deadline; an hour's silence is death.
 
     on_death: told once, when the server is found to be gone.
     post_mortem: what else is known about a server that doesn't answer, for the message.
@@ -39,7 +40,7 @@ class SglangHttp:
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers=headers_of(key),
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            timeout=httpx.Timeout(SEND_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, read=SILENCE_S),
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
             ),

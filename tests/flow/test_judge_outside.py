@@ -50,7 +50,10 @@ def test_a_judge_outside_judges_the_run_and_stands_in_its_files(
     small_run: Callable, outside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THE_KEY", "the-key")
-    files = small_run(*outside, "train.num_steps=2")
+    monkeypatch.setenv("GATEWAY", "planted-by-environment")
+    body = "{gateway: {api_key: '${oc.env:GATEWAY}', note: '${oc.env:GATEWAY}'}, auth: Bearer-planted-as-typed}"
+    tracked = ("tracking=wandb", "tracking.wandb_mode=offline")
+    files = small_run(*outside, "train.num_steps=2", f"+engine.openai.extra_body={body}", *tracked)
     summary, judging = files.summary, files.summary["judging"]
     assert (summary["status"], summary["versions"]) == ("completed", {"policy": 2, "grm": 0})
     assert judging["counted"] == judging["asked"] >= 32
@@ -62,7 +65,13 @@ def test_a_judge_outside_judges_the_run_and_stands_in_its_files(
     lanes = {event["args"]["name"] for event in json.loads((files.run_dir / "timeline.json").read_text())
              if event["name"] == "thread_name"}  # fmt: skip
     assert any(lane == "grm" for lane in lanes), lanes
-    assert all("the-key" not in path.read_text(errors="replace") for path in files.run_dir.rglob("*") if path.is_file())
+    written = [path for path in files.run_dir.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in written)
+    for path in written:
+        text = path.read_text(errors="replace")
+        for secret in ("the-key", "planted-by-environment", "planted-as-typed", "HTTP Request"):
+            assert secret not in text, (path, secret)
+    assert files.run_dir.stat().st_mode & 0o077 == 0
 
 
 def test_an_endpoint_that_refuses_stops_the_run_with_its_words(

@@ -41,6 +41,7 @@ def test_a_sweep_runs_each_point_in_a_directory_of_its_own_and_has_their_objecti
     assert len(re.findall(r"^sweep, run \d: eval\.final\.\w+ = [\d.]+$", result.stdout, re.MULTILINE)) == 2
     (sweep,) = (tmp_path / "runs/sweeps").iterdir()
     assert "train.lr=1e-4,2e-4" in (sweep / "multirun.yaml").read_text()
+    assert (sweep / "multirun.yaml").stat().st_mode & 0o077 == 0
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
