@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.train.update import NonFiniteGradients
 from grmpipe.types import TrainingSample
+from models.stored_files import first_difference
 from models.types import InlineBytes
 
 MAX_NEW_TOKENS = 8
@@ -310,6 +315,51 @@ def test_saving_with_an_open_batch_keeps_it_open(qwen_path: str, make_samples, t
                 learner.save(str(tmp_path / str(learner.version)))
             learner.step(count(samples, 0))
     assert weights(plain) == weights(saving)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    qwen_path: str, make_samples, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what is trained meanwhile gets into it."""
+    samples, disk, fsync = make_samples(), threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert disk.wait(30)
+        fsync(descriptor)
+
+    learner, written = make_learner(qwen_path, master="float32"), tmp_path / "checkpoint"
+    monkeypatch.setattr(os, "fsync", slow)
+    for step in range(2):
+        learner.accumulate(pack(samples))
+        learner.step(count(samples, step))
+    before = weights(learner)
+    learner.begin_save(str(written))
+    learner.accumulate(pack(samples))
+    learner.step(count(samples, 2))
+    assert learner.saved() is None
+    disk.set()
+    while (files := learner.saved()) is None:
+        time.sleep(0.01)
+    assert first_difference(written, files) is None
+    assert weights(learner) != before
+    other = make_learner(qwen_path, master="float32")
+    assert other.load(str(written)) == 2
+    assert weights(other) == before
+    other.accumulate(pack(samples))
+    other.step(count(samples, 2))
+    assert weights(other) == weights(learner), "the optimizer's state is of then, too"
+
+
+def test_a_write_beside_training_that_fails_is_told(qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    learner = make_learner(qwen_path, master="float32")
+    monkeypatch.setattr(os, "fsync", full)
+    learner.begin_save(str(tmp_path / "checkpoint"))
+    with pytest.raises(OSError, match=r"checkpoint can't be written: rank 0: .*No space left on device"):
+        while learner.saved() is None:
+            time.sleep(0.01)
 
 
 def test_score_is_what_transformers_says(qwen_path: str) -> None:
