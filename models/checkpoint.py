@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,13 +32,13 @@ from transformers import AutoConfig, PreTrainedModel
 
 from models.checkpoint_metadata import SafeReader
 from models.lora import merged_state, save_adapters
+from models.parallelize import group_for_files
 from models.settings import LoraConfig
 from models.stored_files import StoredFile, stored_files, sync_directory
 
 # A lone rank's state is all there is, and torch warns of that each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
 
-WRITE_TIMEOUT = timedelta(hours=12)  # ranks wait for the slowest disk; a rank that died is noticed elsewhere
 SHARD_SIZE = "5GB"  # of an export, at most
 COPIED_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja",
@@ -54,7 +53,6 @@ class ShardedSave:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: Future[tuple[StoredFile, ...]] = Future()
-        self._group: dist.ProcessGroup | None = None
 
     def begin(
         self, directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int, aside: bool
@@ -62,16 +60,13 @@ class ShardedSave:
         """A collective. aside: the state is copied to the host, and written from there while training goes on; else it
         is written when this returns."""
         state = {"version": torch.tensor(version), **_state(model, optimizer, version)}
-        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            # Ranks meet when they have written: in a group of their own, or it would be in the midst of training's.
-            self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         if aside:
             stager = DefaultStager(StagingOptions(False, False, False, False))
             copied = cast(dict[str, Any], stager.stage(state))
-            self._written = self._thread.submit(_write, directory, copied, self._group)
+            self._written = self._thread.submit(_write, directory, copied)
         else:
             self._written = Future()
-            self._written.set_result(_write(directory, state, self._group))
+            self._written.set_result(_write(directory, state))
 
     def files(self) -> tuple[StoredFile, ...] | None:
         """What this rank wrote, synced to the disk; None while it writes. Raises OSError that names rank and cause."""
@@ -179,11 +174,11 @@ def _in_words(kind: type[Exception], told: str) -> Iterator[None]:
         raise kind(f"{told}: rank {rank}: {type(cause).__name__}: {cause}") from cause
 
 
-def _write(directory: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> tuple[StoredFile, ...]:
+def _write(directory: str, state: dict[str, Any]) -> tuple[StoredFile, ...]:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     rank = 0 if alone else dist.get_rank()
     with _in_words(OSError, f"{directory} can't be written"):
-        dcp.save(state, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=alone)
+        dcp.save(state, storage_writer=FileSystemWriter(directory), process_group=group_for_files(), no_dist=alone)
     sync_directory(Path(directory))
     names = [path.name for path in Path(directory).glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
     return stored_files(Path(directory), sorted(names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -367,6 +368,23 @@ def test_score_is_what_transformers_says(qwen_path: str) -> None:
     log_softmax = AutoModelForCausalLM.from_pretrained(qwen_path)(ids).logits[0, :-1].log_softmax(-1)
     plain = log_softmax.gather(-1, ids[0, 1:, None])[:, 0].tolist()
     assert make_learner(qwen_path, master="float32").score((1, 2, 3, 4, 5)) == pytest.approx(plain, abs=1e-5)
+
+
+def test_an_export_of_a_model_from_the_hub_has_its_tokenizer(
+    qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a joined cluster go by the hub's name: each machine has a cache of its own."""
+    snapshot = tmp_path / "hub/models--Some--Model/snapshots/abc"
+    shutil.copytree(qwen_path, snapshot)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).write_text("{}")
+    (tmp_path / "hub/models--Some--Model/refs").mkdir()
+    (tmp_path / "hub/models--Some--Model/refs/main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    make_learner("Some/Model", master="float32").export(str(tmp_path / "policy"))
+    names = {path.name for path in (tmp_path / "policy").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
 
 
 def test_loading_goes_back_to_what_was_saved(qwen_path: str, make_samples, tmp_path) -> None:
