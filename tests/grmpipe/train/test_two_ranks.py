@@ -272,5 +272,5 @@ def test_the_export_of_two_ranks_has_the_learners_logits(two: Run) -> None:
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     log_softmax = exported(input_ids=ids).logits[0, :-1].log_softmax(-1)
     theirs = log_softmax.gather(-1, ids[0, 1:, None])[:, 0].tolist()
-    assert two.ranks[0]["score"] == pytest.approx(theirs, abs=1e-9)
+    assert two.ranks[0]["score"] == pytest.approx(theirs, abs=1e-6)  # its files are in float32, as their source
     assert (two.directory / "export" / "tokenizer.json").is_file()
