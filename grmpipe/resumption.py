@@ -15,7 +15,7 @@ FREE_ON_RESUME = (
     "simulate", "evaluate", "watch",
     "engine", "policy.engine", "policy.engine_options", "policy.lora.sync", "grm.engine", "grm.engine_options",
     "grm.lora.sync", "rollout.group_deadline_s", "judge.timeout_s", "rollout.max_failure_rate",
-    "rollout.failure_window", "rollout.pause_s",
+    "rollout.failure_window", "rollout.pause_s", "train.async_checkpoints", "train.export_dtype",
 )  # fmt: skip
 # But not, of engines, what decides which prompts fit, or may make another model of the same files.
 ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.checks.engines import window_of
+from grmpipe.checks.shared_folder import check_shared
 from grmpipe.config import RunConfig
 from grmpipe.cotrain.parts import Trainee, start_grm_learner, trainee
 from grmpipe.critic.parts import start_critic
@@ -91,6 +92,7 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
 
 async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_dir: Path) -> Running:
     config, placement = prepared.config, prepared.placement
+    await check_shared(cluster, run_dir)
     one_machine = len(cluster.machines("learner") | cluster.machines("policy")) == 1
     transport = transport_of(config, placement, same_machine=one_machine)
     spec = learner_spec(config, prepared.policy.path, placement, transport, run_dir)

@@ -49,7 +49,7 @@ def run_train(config: RunConfig) -> float | None:
         check_memory(prepared)
         tell([*claim.place.notes, *notes(prepared)])
         run_dir = claim.open()
-        return outcome(asyncio.run(RUNS[config.task](prepared, run_dir, claim.place.checkpoint)), run_dir)
+        return outcome(asyncio.run(RUNS[config.task](prepared, *anywhere(run_dir, claim.place))), run_dir)
 
 
 def run_replay(config: RunConfig) -> float | None:
@@ -60,7 +60,12 @@ def run_replay(config: RunConfig) -> float | None:
             prepared = prepare_replay(config, progress)
         tell(claim.place.notes)
         run_dir = claim.open()
-        return outcome(asyncio.run(replay(prepared, run_dir, claim.place.checkpoint)), run_dir)
+        return outcome(asyncio.run(replay(prepared, *anywhere(run_dir, claim.place))), run_dir)
+
+
+def anywhere(run_dir: Path, place: Place) -> tuple[Path, Path | None]:
+    """The run's directory and its checkpoint for processes that stand elsewhere."""
+    return run_dir.absolute(), place.checkpoint.absolute() if place.checkpoint is not None else None
 
 
 def tell(lines: Iterable[str]) -> None:
@@ -86,7 +91,7 @@ def run_train_meta(config: RunConfig) -> float | None:
         with model_progress() as progress:
             ready = prepare_meta_training(config, progress)
         run_dir = claim.open()
-        summary = asyncio.run(train_meta(ready, run_dir))
+        summary = asyncio.run(train_meta(ready, run_dir.absolute()))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -27,17 +27,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
 
 from models.checkpoint_metadata import SafeReader
 from models.lora import merged_state, save_adapters
+from models.parallelize import group_for_files
 from models.settings import LoraConfig
 from models.stored_files import StoredFile, stored_files, sync_directory
 
 # A lone rank's state is all there is, and torch warns of that each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
 
-WRITE_TIMEOUT = timedelta(hours=12)  # ranks wait for the slowest disk; a rank that died is noticed elsewhere
+SHARD_SIZE = "5GB"  # of an export, at most
 COPIED_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja",
     "generation_config.json",
@@ -51,7 +53,6 @@ class ShardedSave:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: Future[tuple[StoredFile, ...]] = Future()
-        self._group: dist.ProcessGroup | None = None
 
     def begin(
         self, directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int, aside: bool
@@ -59,16 +60,13 @@ class ShardedSave:
         """A collective. aside: the state is copied to the host, and written from there while training goes on; else it
         is written when this returns."""
         state = {"version": torch.tensor(version), **_state(model, optimizer, version)}
-        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            # Ranks meet when they have written: in a group of their own, or it would be in the midst of training's.
-            self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         if aside:
             stager = DefaultStager(StagingOptions(False, False, False, False))
             copied = cast(dict[str, Any], stager.stage(state))
-            self._written = self._thread.submit(_write, directory, copied, self._group)
+            self._written = self._thread.submit(_write, directory, copied)
         else:
             self._written = Future()
-            self._written.set_result(_write(directory, state, self._group))
+            self._written.set_result(_write(directory, state))
 
     def files(self) -> tuple[StoredFile, ...] | None:
         """What this rank wrote, synced to the disk; None while it writes. Raises OSError that names rank and cause."""
@@ -110,24 +108,59 @@ def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.
 
 
 def export_hf(
-    directory: str, model: PreTrainedModel, source: str, lora: LoraConfig | None = None, adapter_dir: str = ""
+    directory: str,
+    model: PreTrainedModel,
+    source: str,
+    lora: LoraConfig | None = None,
+    adapter_dir: str = "",
+    *,
+    dtype: str | None = None,
+    exact: Sequence[str] = (),
 ) -> None:
-    """A Hugging Face directory with this model's weights and the tokenizer of `source`. A collective; rank 0 writes.
+    """A Hugging Face directory with this model's weights and the tokenizer of `source`, the directory it came from.
 
+    A collective for as long as weights are gathered; then rank 0 writes, and nobody waits for it in a process group.
     Adapters are merged into it, and written to `adapter_dir` in peft's format.
+
+    dtype: of the files; None: as in `source`. exact: submodules that keep the type they have.
     """
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        if lora is not None and lora.learns:
-            save_adapters(adapter_dir, model, weights, lora)
-            weights = merged_state(model, weights)
-        model.save_pretrained(directory, state_dict=weights)
-        for pattern in COPIED_FILES:
-            for file in Path(source).glob(pattern):
-                shutil.copy(file, directory)
-    if dist.is_initialized():
-        dist.barrier()  # nobody reads what rank 0 is still writing
+    kind = getattr(torch, dtype) if dtype is not None else _dtype_of(source, model)
+    merges = lora is not None and lora.learns
+    weights = _gathered(model, None if merges else kind, exact)
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    if lora is not None and lora.learns:
+        save_adapters(adapter_dir, model, weights, lora)
+        weights = {name: _cast(tensor, kind) for name, tensor in merged_state(model, weights).items()}
+    model.save_pretrained(directory, state_dict=weights, max_shard_size=SHARD_SIZE)
+    model.config.dtype = str(kind).removeprefix("torch.")  # transformers wrote that of the model in memory
+    model.config.save_pretrained(directory)
+    for pattern in COPIED_FILES:
+        for file in Path(source).glob(pattern):
+            shutil.copy(file, directory)
+
+
+def _dtype_of(source: str, model: PreTrainedModel) -> torch.dtype:
+    """Of a model's files, as their config.json says; the model's own where it doesn't."""
+    told = AutoConfig.from_pretrained(source).dtype
+    return told if isinstance(told, torch.dtype) else model.dtype
+
+
+def _gathered(model: PreTrainedModel, dtype: torch.dtype | None, exact: Sequence[str]) -> dict[str, Tensor]:
+    """Whole tensors on rank 0's host, cast before they travel; nothing on other ranks. A collective."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    weights: dict[str, Tensor] = {}
+    for name, tensor in cast(dict[str, Tensor], get_model_state_dict(model)).items():
+        kept = dtype is None or any(name.startswith(f"{module}.") for module in exact)
+        held = tensor.detach() if kept else _cast(tensor.detach(), dtype)
+        whole = held.full_tensor() if isinstance(held, DTensor) else held
+        if first:
+            weights[name] = whole.cpu()
+    return weights
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @contextmanager
@@ -141,11 +174,11 @@ def _in_words(kind: type[Exception], told: str) -> Iterator[None]:
         raise kind(f"{told}: rank {rank}: {type(cause).__name__}: {cause}") from cause
 
 
-def _write(directory: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> tuple[StoredFile, ...]:
+def _write(directory: str, state: dict[str, Any]) -> tuple[StoredFile, ...]:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     rank = 0 if alone else dist.get_rank()
     with _in_words(OSError, f"{directory} can't be written"):
-        dcp.save(state, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=alone)
+        dcp.save(state, storage_writer=FileSystemWriter(directory), process_group=group_for_files(), no_dist=alone)
     sync_directory(Path(directory))
     names = [path.name for path in Path(directory).glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
     return stored_files(Path(directory), sorted(names))

@@ -23,6 +23,8 @@ from models.rendezvous import gloo_listening_towards, store_at
 from models.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # ranks wait this long for the first to read a large checkpoint
+WRITE_TIMEOUT = timedelta(hours=12)  # and for the slowest disk; a rank that died is noticed elsewhere
+_for_files: list[dist.ProcessGroup] = []  # beside torch's default group, one a process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,14 @@ def join_ranks(rank: int, world_size: int, init_method: str | None, device: torc
     return init_device_mesh(device.type, (world_size,))
 
 
+def group_for_files() -> dist.ProcessGroup | None:
+    """In which ranks meet while they write checkpoints beside training, whose own group they must not disturb. None for
+    a lone rank."""
+    return _for_files[0] if _for_files else None
+
+
 def _start_group(backend: str, rank: int, world_size: int, init_method: str | None) -> None:
-    """Torch's default group. Those who meet at tcp://address:port listen at that address alone."""
+    """Torch's default group, and that of files. Those who meet at tcp://address:port listen at that address alone."""
     group = functools.partial(
         dist.init_process_group, backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
@@ -79,8 +87,15 @@ def _start_group(backend: str, rank: int, world_size: int, init_method: str | No
     elif place.scheme == "tcp" and place.hostname and place.port:
         with gloo_listening_towards(place.hostname, place.port):
             group(store=store_at(place.hostname, place.port, rank, world_size, COLLECTIVE_TIMEOUT))
+            _start_group_for_files(world_size)
     else:
         group(init_method=init_method)
+        _start_group_for_files(world_size)
+
+
+def _start_group_for_files(world_size: int) -> None:
+    if world_size > 1:
+        _for_files[:] = [dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)]
 
 
 def load_parallel(

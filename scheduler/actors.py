@@ -7,6 +7,7 @@ import operator
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from models.types import Engine
@@ -76,6 +77,10 @@ class Cluster(Protocol):
 
     def process_ids(self, role: str) -> list[int]:
         """None where some are on other machines, or where they are this very process."""
+        ...
+
+    async def strangers_to(self, folder: Path) -> list[str]:
+        """Machines with seats that see another folder under this path than the driver does, and how they tell."""
         ...
 
     async def free_address(self, role: str) -> tuple[str, int]:
@@ -184,6 +189,9 @@ class InProcessCluster:
         return frozenset({"this machine"})
 
     def process_ids(self, role: str) -> list[int]:
+        return []
+
+    async def strangers_to(self, folder: Path) -> list[str]:
         return []
 
     async def free_address(self, role: str) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -66,7 +67,11 @@ LEAST_CALL_TIMEOUT_S = 60.0  # an engine that has no news says so every COLLECT_
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What the processes run on. `address` joins a running Ray cluster; without one, Ray starts on this machine."""
+    """What the processes run on. `address` joins a running Ray cluster; without one, Ray starts on this machine.
+
+    env_vars: names of environment variables of the driver that the processes of a joined cluster get, too (HF_HOME,
+        HF_TOKEN, NCCL_*: a star takes all that begin so). Their values are in no file of the run.
+    """
 
     kind: str = "ray"
     address: str | None = None
@@ -76,6 +81,7 @@ class ClusterConfig:
     )
     object_store_mb: int = 256  # of a Ray started here
     packages: list[str] = field(default_factory=list)  # sent to the workers of a joined cluster
+    env_vars: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.kind not in ("ray", "inprocess"):
@@ -84,6 +90,12 @@ class ClusterConfig:
             raise ValueError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
         if not self.call_timeout_s >= LEAST_CALL_TIMEOUT_S:
             raise ValueError(f"call_timeout_s: must be at least {LEAST_CALL_TIMEOUT_S:g}, got {self.call_timeout_s}")
+        for name in self.env_vars:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", name):
+                raise ValueError(
+                    "env_vars: takes names only, such as HF_HOME or NCCL_*: the values are those of this process, so "
+                    f"that no secret stands in config.yaml; got {name.partition('=')[0]!r}"
+                )
         if self.object_store_mb < 80:
             raise ValueError(f"object_store_mb: Ray needs at least 80, got {self.object_store_mb}")
 

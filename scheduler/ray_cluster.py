@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import ray
@@ -15,7 +18,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from models.types import Engine
 from scheduler.actors import LOOPBACK, ActorGroup, EngineFactory, MemberFactory
@@ -23,7 +26,7 @@ from scheduler.call_limits import CallLimits
 from scheduler.engine_host import EngineHost
 from scheduler.placement import ClusterConfig, Placement, Seat, check_capacity
 from scheduler.ray_actor import BucketStore, MemberHost, RayActor, first_cause
-from scheduler.ray_start import free_now, init_ray, nodes_of_ray
+from scheduler.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of
 from scheduler.remote_engine import RemoteEngine
 
 
@@ -135,6 +138,21 @@ class RayCluster:
         everywhere = {machine for other in self._placement.seats for machine in self.machines(other)}
         return await _free_address(self._groups[role][0], LOOPBACK if len(everywhere) == 1 else None)
 
+    async def strangers_to(self, folder: Path) -> list[str]:
+        if self._config.address is None:  # this machine alone
+            return []
+        token = folder / f".shared-{uuid.uuid4().hex}"
+        token.touch()
+        try:
+            names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+            nodes = sorted({node for role in self._placement.seats for node in self.machines(role)})
+            ask = ray.remote(num_cpus=0, max_retries=0)(_answer_of_folder)
+            there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+            told = await asyncio.gather(*(ask.options(scheduling_strategy=place).remote(str(token)) for place in there))
+            return [f"on {names[node]} {answer}" for node, answer in zip(nodes, told, strict=True) if answer]
+        finally:
+            token.unlink(missing_ok=True)
+
     async def shutdown(self) -> None:
         actors = [*self._engines.values(), *(actor for group in self._groups.values() for actor in group)]
         await asyncio.gather(*(actor.close() for actor in actors))
@@ -178,8 +196,13 @@ class RayCluster:
     def _bundle(self, seat: Seat) -> int:
         return self._placement.bundles(seat.pool).index(seat.slots)
 
+    def _threads(self, gpus: float) -> dict[str, dict[str, str]]:
+        name, given = "OMP_NUM_THREADS", passed_on(self._config.env_vars, os.environ)
+        return {"env_vars": {name: given.get(name) or str(threads_of(nodes_of_ray(), gpus))}}
+
     def _create(self, seat: Seat, host: type, max_concurrency: int) -> RayActor:
-        """A process on its seat. Ray itself caps the threads of one that has a core or less."""
+        """A process on its seat. Ray itself caps the threads of one that has a core or less: on a GPU, where it has
+        none of its own, it gets its share."""
         amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # Ray counts in 1e-4
         on_gpu = self._placement.pools[seat.pool].resource == "gpu"
         # The name of a process that was killed just now may still be taken.
@@ -191,6 +214,7 @@ class RayCluster:
                 name=name,
                 num_cpus=0 if on_gpu else amount,
                 num_gpus=amount if on_gpu else 0,
+                runtime_env=self._threads(amount) if on_gpu else None,
                 max_restarts=0,  # a restarted process would have forgotten its state
                 max_concurrency=max_concurrency,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -201,6 +225,20 @@ class RayCluster:
             .remote(),
         )
         return RayActor(seat, handle, self._store, CallLimits(call_timeout_s=self._config.call_timeout_s))
+
+
+def _answer_of_folder(token: str) -> str:
+    """Runs on a machine of the cluster: what keeps it from using the token's folder; empty where nothing does."""
+    path = Path(token)
+    if not path.is_file():
+        return "it is not there"
+    try:
+        answer = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
+        answer.touch()
+        answer.unlink()
+    except OSError as error:
+        return f"it can't be written to ({error.strerror})"
+    return ""
 
 
 async def _meeting_place(ranks: Sequence[RayActor]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ray
@@ -33,7 +34,7 @@ def init_ray(config: ClusterConfig) -> None:
     """Quiet: processes write to Ray's log folder. Sockets stay behind the token that Ray makes by itself."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     if config.address is not None:
-        _join_ray(config.address, config.packages)
+        _join_ray(config.address, config.packages, passed_on(config.env_vars, os.environ))
         return
     ray.init(
         address="local",
@@ -44,14 +45,34 @@ def init_ray(config: ClusterConfig) -> None:
     )
 
 
-def _join_ray(address: str, packages: Sequence[str]) -> None:
+def passed_on(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """What the processes of a joined cluster get of the driver's environment. Raises ValueError for a name without a
+    value."""
+    found: dict[str, str] = {}
+    for name in names:
+        if name.endswith("*"):
+            found |= {other: value for other, value in environment.items() if other.startswith(name[:-1])}
+        elif name in environment:
+            found[name] = environment[name]
+        else:
+            raise ValueError(f"cluster.env_vars: {name} is not set here; export it first, or take it off the list")
+    return found
+
+
+def threads_of(nodes: Sequence[NodeCapacity], gpus: float) -> int:
+    """Of a process that has so many GPUs, or a part of one: its share of the cores that come with a GPU."""
+    cores = min((node.cpus / node.gpus for node in nodes if node.gpus > 0), default=1.0)
+    return max(1, int(cores * min(gpus, 1.0)))
+
+
+def _join_ray(address: str, packages: Sequence[str], env_vars: Mapping[str, str]) -> None:
     """Raises ValueError when nobody answers there."""
     folders = [_folder_of(package) for package in packages]
     _knock(address)
     try:
         ray.init(
             address=address,
-            runtime_env={"py_modules": folders} if folders else None,
+            runtime_env=({"py_modules": folders} if folders else {}) | {"env_vars": dict(env_vars)},
             log_to_driver=False,
             logging_level=logging.ERROR,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from models.types import Engine
 from scheduler.actors import ActorGroup, Cluster, EngineFactory, MemberFactory
@@ -46,6 +47,9 @@ class StartsByTurns:
 
     def process_ids(self, role: str) -> list[int]:
         return self._cluster.process_ids(role)
+
+    async def strangers_to(self, folder: Path) -> list[str]:
+        return await self._cluster.strangers_to(folder)
 
     async def free_address(self, role: str) -> tuple[str, int]:
         return await self._cluster.free_address(role)

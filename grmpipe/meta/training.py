@@ -19,6 +19,7 @@ from typing import cast
 
 import numpy as np
 
+from grmpipe.checks.shared_folder import check_shared
 from grmpipe.config import RunConfig
 from grmpipe.engines import ENGINES, Model, device_of, options_of
 from grmpipe.failures import RunFailed
@@ -122,6 +123,7 @@ class MetaTrainingRun:
             device=device_of("learner", self._ready.learning),
         )
         async with self._cluster(self._ready.learning) as cluster:
+            await check_shared(cluster, self._run_dir)
             learner = await cluster.start_group("learner", functools.partial(ScalarLearner, spec))
             await self._look(learner)
             for batch in batches(self._of("train"), train.groups_per_batch, train.num_steps, config.seed):

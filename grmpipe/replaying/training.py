@@ -17,6 +17,7 @@ from pathlib import Path
 
 from grmpipe.checkpoint_writer import CheckpointWriter
 from grmpipe.checkpoints import Checkpoints
+from grmpipe.checks.shared_folder import check_shared
 from grmpipe.flow import Cut
 from grmpipe.interrupts import asked_to_stop
 from grmpipe.judge.lessons import rule_of
@@ -85,6 +86,7 @@ class ReplayRun:
         cluster: Cluster | None = None
         try:
             cluster = await CLUSTERS[self._config.cluster.kind](self._config, self._prepared.placement)
+            await check_shared(cluster, self._run_dir)
             learner = await self._start_learner(cluster)
             if resumed is not None:
                 await learner.load(str(resumed / "learner"))

@@ -22,6 +22,7 @@ from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import ShardedSave, export_hf, load_sharded
+from models.hub import find_files
 from models.lora import outgoing, with_adapters, without_adapters
 from models.packed_check import probe_logprobs
 from models.packing import Prefixes
@@ -115,8 +116,9 @@ class Learner:
         self._world_size = world_size
         self._train = train = spec.train
         lora = spec.lora
+        self._files = find_files(spec.model_path, weights=rank == 0)  # on this machine
         self._model = load_parallel(
-            spec.model_path,
+            self._files,
             mesh,
             self._device,
             spec.master_dtype,
@@ -296,7 +298,8 @@ class Learner:
 
     def export(self, directory: str) -> None:
         """A Hugging Face directory that any engine can serve; the adapters by themselves too, where those learn."""
-        export_hf(directory, self._model, self._spec.model_path, self._spec.lora, self._spec.adapter_dir)
+        spec = self._spec
+        export_hf(directory, self._model, self._files, spec.lora, spec.adapter_dir, dtype=spec.train.export_dtype)
 
     def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False) -> PackedLogprobs:
         return packed_logprobs(
@@ -323,7 +326,7 @@ class Learner:
     def _load_reference(self, mesh: DeviceMesh) -> PreTrainedModel:
         """The model that training started from."""
         spec = self._spec
-        reference = load_parallel(spec.model_path, mesh, self._device, spec.frozen_dtype, spec.train.dtype, False)
+        reference = load_parallel(self._files, mesh, self._device, spec.frozen_dtype, spec.train.dtype, False)
         return reference.requires_grad_(False)
 
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:

@@ -15,6 +15,7 @@ from grmpipe.train.settings import TrainConfig
 from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import Metrics
 from models.checkpoint import ShardedSave, export_hf, load_sharded
+from models.hub import find_files
 from models.packed_check import probe_scores
 from models.parallelize import SCALAR_HEAD, choose_device, join_ranks, load_parallel, without_gradient
 from models.scalar_head import packed_scores
@@ -51,8 +52,9 @@ class ScalarRank:
         mesh = join_ranks(rank, world_size, init_method, self._device)
         self._world_size = world_size
         train = spec.train
+        self._tokenizer_files = find_files(spec.tokenizer_path, weights=False)  # on this machine
         self._model = load_parallel(
-            spec.model_path,
+            find_files(spec.model_path, weights=rank == 0),
             mesh,
             self._device,
             spec.master_dtype,
@@ -102,7 +104,8 @@ class ScalarRank:
 
     def export(self, directory: str) -> None:
         """A Hugging Face directory that a scorer can serve."""
-        export_hf(directory, self._model, self._scalar_spec.tokenizer_path)
+        dtype = self._scalar_spec.train.export_dtype
+        export_hf(directory, self._model, self._tokenizer_files, dtype=dtype, exact=SCALAR_HEAD.exact)
 
     def _forward(self, batch: PackedSequences) -> Tensor:
         return packed_scores(

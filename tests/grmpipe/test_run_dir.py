@@ -17,7 +17,7 @@ from grmpipe.run_claim import Claim
 from grmpipe.run_dir import Place, find_place, point_latest
 from grmpipe.run_identity import read_identity
 from grmpipe.run_state import RunState
-from grmpipe.tasks import run_task
+from grmpipe.tasks import anywhere, run_task
 
 CONFIG = RunConfig(experiment="x")
 
@@ -154,6 +154,12 @@ def test_a_resume_takes_the_newest_whole_checkpoint_and_tells_what_it_passed_ove
     assert place.checkpoint == Path("mine/checkpoints/step_2")
     assert place.notes[0].startswith("damaged in mine/checkpoints: step_4: run_state.json has 0 bytes instead of ")
     assert place.notes[0].endswith("; going on from step_2")
+
+
+def test_ranks_that_stand_elsewhere_get_absolute_paths() -> None:
+    new, old = Place(run_dir=Path("mine")), Place(run_dir=Path("mine"), checkpoint=Path("mine/checkpoints/step_2"))
+    assert anywhere(new.run_dir, new) == (Path.cwd() / "mine", None)
+    assert anywhere(old.run_dir, old) == (Path.cwd() / "mine", Path.cwd() / "mine/checkpoints/step_2")
 
 
 def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:

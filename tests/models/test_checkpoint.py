@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from models.causal_lm import load_causal_lm
-from models.checkpoint import export_hf, load_sharded, save_sharded
+from models.checkpoint import SHARD_SIZE, export_hf, load_sharded, save_sharded
 
 IDS = torch.tensor([[1, 2, 3, 4]])
 
@@ -100,4 +102,37 @@ def test_an_export_has_the_same_logits_and_the_tokenizer(tmp_path: Path, tied: b
     export_hf(str(target), model, str(source))
     torch.testing.assert_close(load_causal_lm(str(target))(IDS).logits, model(IDS).logits, atol=0, rtol=0)
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {f.name for f in target.iterdir()}
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32", "as in its source"
     assert list(target.glob("*.safetensors")) and not list(target.glob("*.bin"))
+
+
+def export_of_bfloat16(tmp_path: Path, **options: object) -> Path:
+    """Of a model that trains in float32, from files in bfloat16."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    make_model(0).to(torch.bfloat16).save_pretrained(source)
+    export_hf(str(target), load_causal_lm(str(source)), str(source), **options)  # type: ignore[arg-type]
+    return target
+
+
+def dtypes_of(directory: Path) -> set[torch.dtype]:
+    return {tensor.dtype for file in directory.glob("*.safetensors") for tensor in load_file(file).values()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_export_is_of_the_type_of_its_source_or_of_the_one_asked_for(tmp_path: Path, dtype: str) -> None:
+    asked = None if dtype == "bfloat16" else dtype
+    target = export_of_bfloat16(tmp_path, dtype=asked)
+    assert dtypes_of(target) == {getattr(torch, dtype)}
+    assert json.loads((target / "config.json").read_text())["dtype"] == dtype
+    loaded = load_causal_lm(str(target))  # bfloat16 -> float32 -> bfloat16 loses nothing
+    torch.testing.assert_close(loaded(IDS).logits, load_causal_lm(str(tmp_path / "source"))(IDS).logits, atol=0, rtol=0)
+
+
+def test_an_export_is_cut_into_files_of_at_most_five_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SHARD_SIZE == "5GB"
+    monkeypatch.setattr("models.checkpoint.SHARD_SIZE", "2KB")  # as transformers counts them
+    target = export_of_bfloat16(tmp_path)
+    assert len(list(target.glob("*.safetensors"))) > 1
+    torch.testing.assert_close(
+        load_causal_lm(str(target))(IDS).logits, load_causal_lm(str(tmp_path / "source"))(IDS).logits, atol=0, rtol=0
+    )

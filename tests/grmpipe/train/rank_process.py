@@ -6,6 +6,7 @@ import itertools
 import os
 import pickle
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out: dict = {"metrics": [], "gradients": {}, "rounds": [], "sums": []}
     for step, samples in enumerate(batches):
         if step == len(batches) - 1:
-            learner.save(f"{out_dir}/checkpoint")
+            learner.begin_save(f"{out_dir}/checkpoint")  # and the last step is done while it is written
         rounds = rounds_as_they_come(samples, cut, world_size)
         out["rounds"].append(len(rounds))
         totals = count(samples, step)
@@ -38,6 +39,9 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
         if step == 0:
             out["gradients"] = gradients(learner, world_size / totals.num_loss_tokens)
         out["metrics"].append(learner.step(totals))
+    while (saved := learner.saved()) is None:
+        time.sleep(0.01)
+    out["saved"] = saved
     out["weights"] = weights(learner)
     out["by_algorithm"] = {}
     for one_cut, (name, algorithm) in itertools.product((cut, *other_cuts), algorithms.items()):

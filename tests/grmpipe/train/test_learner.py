@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +23,7 @@ from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.train.update import NonFiniteGradients
 from grmpipe.types import TrainingSample
+from models.stored_files import first_difference
 from models.types import InlineBytes
 
 MAX_NEW_TOKENS = 8
@@ -312,11 +318,73 @@ def test_saving_with_an_open_batch_keeps_it_open(qwen_path: str, make_samples, t
     assert weights(plain) == weights(saving)
 
 
+def test_training_goes_on_while_a_checkpoint_is_written(
+    qwen_path: str, make_samples, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what is trained meanwhile gets into it."""
+    samples, disk, fsync = make_samples(), threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert disk.wait(30)
+        fsync(descriptor)
+
+    learner, written = make_learner(qwen_path, master="float32"), tmp_path / "checkpoint"
+    monkeypatch.setattr(os, "fsync", slow)
+    for step in range(2):
+        learner.accumulate(pack(samples))
+        learner.step(count(samples, step))
+    before = weights(learner)
+    learner.begin_save(str(written))
+    learner.accumulate(pack(samples))
+    learner.step(count(samples, 2))
+    assert learner.saved() is None
+    disk.set()
+    while (files := learner.saved()) is None:
+        time.sleep(0.01)
+    assert first_difference(written, files) is None
+    assert weights(learner) != before
+    other = make_learner(qwen_path, master="float32")
+    assert other.load(str(written)) == 2
+    assert weights(other) == before
+    other.accumulate(pack(samples))
+    other.step(count(samples, 2))
+    assert weights(other) == weights(learner), "the optimizer's state is of then, too"
+
+
+def test_a_write_beside_training_that_fails_is_told(qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    learner = make_learner(qwen_path, master="float32")
+    monkeypatch.setattr(os, "fsync", full)
+    learner.begin_save(str(tmp_path / "checkpoint"))
+    with pytest.raises(OSError, match=r"checkpoint can't be written: rank 0: .*No space left on device"):
+        while learner.saved() is None:
+            time.sleep(0.01)
+
+
 def test_score_is_what_transformers_says(qwen_path: str) -> None:
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     log_softmax = AutoModelForCausalLM.from_pretrained(qwen_path)(ids).logits[0, :-1].log_softmax(-1)
     plain = log_softmax.gather(-1, ids[0, 1:, None])[:, 0].tolist()
     assert make_learner(qwen_path, master="float32").score((1, 2, 3, 4, 5)) == pytest.approx(plain, abs=1e-5)
+
+
+def test_an_export_of_a_model_from_the_hub_has_its_tokenizer(
+    qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a joined cluster go by the hub's name: each machine has a cache of its own."""
+    snapshot = tmp_path / "hub/models--Some--Model/snapshots/abc"
+    shutil.copytree(qwen_path, snapshot)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).write_text("{}")
+    (tmp_path / "hub/models--Some--Model/refs").mkdir()
+    (tmp_path / "hub/models--Some--Model/refs/main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    make_learner("Some/Model", master="float32").export(str(tmp_path / "policy"))
+    names = {path.name for path in (tmp_path / "policy").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
 
 
 def test_loading_goes_back_to_what_was_saved(qwen_path: str, make_samples, tmp_path) -> None:
