@@ -90,8 +90,10 @@ class RunConfig:
             raise ValueError(f"task: unknown task {self.task!r}; known: {', '.join(TASKS)}")
         if self.resume not in RESUMES:
             raise ValueError(f"resume: unknown value {self.resume!r}; known: {', '.join(RESUMES)}")
-        if not re.fullmatch(r"[\w.-]+", self.experiment):
-            raise ValueError(f"experiment: may hold letters, digits, '_', '.' and '-', got {self.experiment!r}")
+        if not re.fullmatch(r"[\w-][\w.-]*", self.experiment):  # it names a folder under runs/
+            raise ValueError(
+                f"experiment: may hold letters, digits, '_', '-' and, not as the first, '.', got {self.experiment!r}"
+            )
         check_pass_k(self.algorithm, self.train.group_size)
         check_replay(self.algorithm, self.train.max_staleness)
         check_spread(self.algorithm, self.judge.num_judgements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from grmpipe.observe.wandb_sink import WandbSink
 from grmpipe.resumption import free_on_resume
 from grmpipe.run_identity import run_id_of
 
+log = logging.getLogger(__name__)
+
 FILES = {
     REPORT: "the run as a page: open it in a browser",
     "summary.json": "what the run came to",
@@ -29,6 +32,7 @@ FILES = {
     "groups.jsonl": "how each group ended",
     "canaries.jsonl": "fixed responses that show whether the judge stands still",
     "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
+    "changes.jsonl": "keys that a resume changed",
     "checkpoints/": "to resume from",
     "policy/": "the trained policy, a Hugging Face directory",
     "meta/": "the trained meta-RM: give it as meta.path",
@@ -74,9 +78,20 @@ class Observers:
         if self.console:
             self.console.note(text)
 
+    def tell_changes(self, changes: Sequence[str]) -> None:
+        """What resumes changed of the configuration."""
+        for change in changes:
+            log.info("changed %s", change)
+            self.note(f"changed {change}")
+
     def alarm(self, text: str) -> None:
         if self.console:
             self.console.alarm(text)
+
+    @property
+    def journal_failures(self) -> dict[str, int]:
+        """By file: lines of this process that could not be written. What they held is lost to a resume or a replay."""
+        return {**self.recorder.failures, **{k: v for k, v in self.tracker.failures.items() if k == self.metrics.name}}
 
     def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
         """The run's page; some rollouts with their critiques, who held up whom, and where the files are."""
@@ -85,6 +100,8 @@ class Observers:
             self.console.print_samples(rows)
             if bottleneck is not None:
                 self.console.bottleneck(bottleneck)
+            for name, count in self.journal_failures.items():
+                self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will lack them")
             self.console.print_files(run_dir, {name: what for name, what in FILES.items() if (run_dir / name).exists()})
 
     def close(self) -> None:

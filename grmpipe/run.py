@@ -19,15 +19,16 @@ from grmpipe.cotrain.training import CoTraining
 from grmpipe.evaluation.lookout import Lookout
 from grmpipe.evaluation.watchman import Watched, Watchman
 from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
-from grmpipe.interrupts import asked_to_stop
+from grmpipe.interrupts import asked_to_stop, ended_by_signals
 from grmpipe.judge.dry import NUM_PROMPTS, dry_judgement
 from grmpipe.judge.fitness import JudgeFitness
 from grmpipe.judge.watch import HackingAlarm
 from grmpipe.observe.recorder import GROUPS
-from grmpipe.observe.summary import Status, Summary
+from grmpipe.observe.summary import Status, Summary, written
 from grmpipe.observers import Observers
 from grmpipe.pipeline import Pipeline
 from grmpipe.prepare import Prepared
+from grmpipe.run_changes import changes_of
 from grmpipe.run_identity import run_id_of
 from grmpipe.run_state import RunState, find_kept, void_group_ends
 from grmpipe.start import Running, start
@@ -46,16 +47,23 @@ SUMMARY = "summary.json"
 
 async def train(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
     """Run to an end of any kind; show at the end what a person wants to see. `resumed`: a checkpoint to go on from."""
+    with ended_by_signals():
+        return await train_to_an_end(prepared, run_dir, resumed)
+
+
+async def train_to_an_end(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
     checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=prepared.config.train.keep_checkpoints)
     state = checkpoints.load(resumed) if resumed else None
     (run_dir / SUMMARY).unlink(missing_ok=True)  # of before a resume: untrue from now on
     observers = Observers.open(prepared.config, run_dir, state.wandb_run_id if state else None)
     run = TrainingRun(prepared, run_dir, observers, checkpoints, state)
+    observers.tell_changes(changes := changes_of(run_dir))
     try:
         summary = await run.execute(resumed)
     finally:
         observers.close()
-    summary.write(run_dir / SUMMARY)
+    summary = replace(summary, changes=changes, journal_failures=observers.journal_failures)
+    summary = written(summary, run_dir / SUMMARY)
     observers.show_end(run_dir, run.lookout.rows if run.lookout else [], summary.bottleneck)
     return summary
 
@@ -305,7 +313,10 @@ class TrainingRun:
         if not isinstance(error, ArithmeticError) or self._pipeline is None:
             return ""
         path = self._run_dir / "failed_batch.jsonl"
-        path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.open_batch), "utf-8")
+        try:
+            path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.open_batch), "utf-8")
+        except OSError as refused:  # a full disk must not hide the first cause
+            return f"\nthe batch could not be written to {path}: {refused.strerror}"
         return f"\nthe batch is in {path}, a group a line"
 
     # -- ends --------------------------------------------------------------------------------------------------------

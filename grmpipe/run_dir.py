@@ -12,7 +12,7 @@ from pathlib import Path
 from grmpipe.checkpoints import Checkpoints
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import read_yaml, torn_off
-from grmpipe.resumption import changed_keys
+from grmpipe.resumption import Change, changed_keys, changes_on_resume
 
 HOME = Path("runs")
 
@@ -20,28 +20,46 @@ HOME = Path("runs")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """A run's directory. resumed: it holds the run already. checkpoint: what to go on from; none: from the beginning.
-    complete: there is nothing left to do. notes: what is damaged in there, and what is done about it.
+    changes: keys that this resume changes. complete: there is nothing left to do.
+
+    notes: what is damaged in there, and what is done about it.
     """
 
     run_dir: Path
     resumed: bool = False
     checkpoint: Path | None = None
+    changes: tuple[Change, ...] = ()
     complete: bool = False
     notes: tuple[str, ...] = ()
 
 
 def find_place(config: RunConfig) -> Place:
     """A new run never writes into an old one's files; a resumed one never changes what is trained."""
-    named, home = config.run_dir, HOME / config.experiment
-    if config.resume == "auto":
-        run_dir = Path(named) if named else home / (home / "latest").resolve().name  # as the run itself called it
-        if holds_run(run_dir):
-            return resumed(run_dir, config)
+    named = config.run_dir
+    if (run_dir := run_to_resume(config)) is not None:
+        return resumed(run_dir, config)
     if named is None:
-        return Place(run_dir=new_run_dir(home))
+        return Place(run_dir=new_run_dir(HOME / config.experiment))
     if config.resume == "never" and holds_run(Path(named)):
         raise refusal(Path(named))
     return Place(run_dir=Path(named))
+
+
+def run_to_resume(config: RunConfig) -> Path | None:
+    """The directory of the run that resume=auto goes on with; None where there is none."""
+    if config.resume != "auto":
+        return None
+    home = HOME / config.experiment
+    latest = home / (home / "latest").resolve().name  # as the run itself called it
+    run_dir = Path(config.run_dir) if config.run_dir else latest
+    return run_dir if holds_run(run_dir) else None
+
+
+def is_complete(run_dir: Path, config: RunConfig) -> bool:
+    """A run that did all its steps is complete until more are wanted of it."""
+    if status_of(run_dir)[0] != "completed":
+        return False
+    return config.task != "train" or config.train.num_steps <= read_yaml(run_dir / "config.yaml").train.num_steps
 
 
 def refusal(run_dir: Path) -> ConfigError:
@@ -71,16 +89,18 @@ def resumed(run_dir: Path, config: RunConfig) -> Place:
             f"resume: {written} is torn, or of another version of grmpipe: it lacks {', '.join(lacking[:3])}"
             f"{' and more' if lacking[3:] else ''}; put a whole one there, or start a new run with resume=never"
         )
-    if changed := changed_keys(read_yaml(written), config):
+    old = read_yaml(written)
+    if changed := changed_keys(old, config):
         raise ConfigError(
             f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; "
             "undo it, or start a new run with resume=never"
         )
-    status, notes = status_of(run_dir)
-    if status == "completed":
+    if is_complete(run_dir, config):
         return Place(run_dir=run_dir, resumed=True, complete=True)
+    notes = status_of(run_dir)[1]
     checkpoint, told = checkpoint_of(run_dir)
-    return Place(run_dir=run_dir, resumed=True, checkpoint=checkpoint, notes=notes + told)
+    changes = changes_on_resume(old, config)
+    return Place(run_dir=run_dir, resumed=True, checkpoint=checkpoint, changes=changes, notes=notes + told)
 
 
 def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:

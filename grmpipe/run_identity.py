@@ -11,7 +11,7 @@ from pathlib import Path
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.prompts import TINY
 from grmpipe.judge.prompt import path_of
-from models.checksums import file_checksum
+from models.stored_files import checksum_of
 
 IDENTITY_FILE = "run.json"
 
@@ -69,7 +69,7 @@ def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> Non
 
 
 def checksums_of(config: RunConfig) -> dict[str, str]:
-    return {key: file_checksum(path) for key, path in input_files(config).items() if path.is_file()}
+    return {key: checksum_of(path) for key, path in input_files(config).items() if path.is_file()}
 
 
 def input_files(config: RunConfig) -> dict[str, Path]:

@@ -6,14 +6,11 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
-
-BLOCK_BYTES = 4 << 20  # of a file, read at once
 
 
 def checksum(data: np.ndarray | bytes) -> str:
@@ -24,15 +21,6 @@ def checksum(data: np.ndarray | bytes) -> str:
     # As bytes: an empty array of any other type is refused.
     raw = data.view(np.uint8).data if isinstance(data, np.ndarray) and data.size else bytes(data)
     return xxhash.xxh3_64_hexdigest(raw)
-
-
-def file_checksum(path: Path) -> str:
-    """xxh3 with 64 bits, in hex, of a file's bytes."""
-    hashed = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            hashed.update(block)
-    return hashed.hexdigest()
 
 
 def tensor_checksums(tensors: Sequence[Tensor]) -> list[str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import logging
 import os
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import ray
@@ -33,16 +37,34 @@ def nodes_of_ray() -> list[NodeCapacity]:
 def init_ray(config: ClusterConfig) -> None:
     """Quiet: processes write to Ray's log folder. Sockets stay behind the token that Ray makes by itself."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    if config.address is not None:
-        _join_ray(config.address, config.packages, passed_on(config.env_vars, os.environ))
+    with _own_signals():
+        if config.address is not None:
+            _join_ray(config.address, config.packages, passed_on(config.env_vars, os.environ))
+            return
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=config.object_store_mb << 20,
+        )
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, in Python to exit without a word, in C++ to abort: what stood there comes back."""
+    if threading.current_thread() is not threading.main_thread():  # Ray leaves signals alone there, and so must we
+        yield
         return
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=config.object_store_mb << 20,
-    )
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    except SystemExit as ended:  # by Ray's own handler, which came before ours
+        raise asyncio.CancelledError("a signal ended the start of Ray") from ended
+    finally:
+        for number, handler in kept.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def passed_on(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -20,13 +20,15 @@ import numpy as np
 
 from grmpipe.assemble import make_evaluator, make_play, make_push, too_long
 from grmpipe.evaluation.lookout import named
+from grmpipe.interrupts import ended_by_signals
 from grmpipe.judge.rejection import Fate, hinted, kept_of, without_hint
 from grmpipe.observe.journal import Journal, read_journal
 from grmpipe.observe.records import decode_rollout, encode_rollout
-from grmpipe.observe.summary import EvalSummary, Status, Summary
+from grmpipe.observe.summary import EvalSummary, Status, Summary, written
 from grmpipe.observers import Observers
 from grmpipe.prepare import Prepared
 from grmpipe.rollout.play import Play, Seat
+from grmpipe.run_changes import changes_of
 from grmpipe.start import Running, start
 from grmpipe.train.packer import rounds_of
 from grmpipe.train.samples import count, split_rollout
@@ -45,15 +47,21 @@ IMITATION = AlgorithmConfig(loss="policy_gradient", correction="none")
 
 async def finetune(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
     """Sample, fine-tune, export to <run_dir>/policy. `resumed` is always None: there are no checkpoints."""
+    with ended_by_signals():
+        return await finetune_to_an_end(prepared, run_dir, resumed)
+
+
+async def finetune_to_an_end(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
     assert resumed is None
     prepared = dataclasses.replace(prepared, config=dataclasses.replace(prepared.config, algorithm=IMITATION))
     observers = Observers.open(prepared.config, run_dir, None, gauges=False)
     run = FinetuneRun(prepared, run_dir, observers)
+    observers.tell_changes(changes := changes_of(run_dir))
     try:
-        summary = await run.execute()
+        summary = dataclasses.replace(await run.execute(), changes=changes)
     finally:
         observers.close()
-    summary.write(run_dir / "summary.json")
+    summary = written(summary, run_dir / "summary.json")
     observers.show_end(run_dir, [], None)
     return summary
 

@@ -23,13 +23,14 @@ from grmpipe.checks.shared_folder import check_shared
 from grmpipe.config import RunConfig
 from grmpipe.engines import ENGINES, Model, device_of, options_of
 from grmpipe.failures import RunFailed
+from grmpipe.interrupts import ended_by_signals
 from grmpipe.judge.asking import Asker
 from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.meta_rm import sigmoid
 from grmpipe.kinds import CLUSTERS
 from grmpipe.meta.examples import Example, Sampled, Split, batches, sample, write_examples
 from grmpipe.meta.quality import measure
-from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
+from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary, written
 from grmpipe.observers import Observers
 from grmpipe.train.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar_learner import ScalarLearner, ScalarLearnerSpec
@@ -63,13 +64,18 @@ class MetaTraining:
 
 async def train_meta(ready: MetaTraining, run_dir: Path) -> Summary:
     """Run to an end of any kind. What goes wrong within is not raised: the summary says it."""
+    with ended_by_signals():
+        return await train_meta_to_an_end(ready, run_dir)
+
+
+async def train_meta_to_an_end(ready: MetaTraining, run_dir: Path) -> Summary:
     observers = Observers.open(ready.config, run_dir, None, gauges=False)
     run = MetaTrainingRun(ready, run_dir, observers)
     try:
         summary = await run.execute()
     finally:
         observers.close()
-    summary.write(run_dir / "summary.json")
+    summary = written(summary, run_dir / "summary.json")
     observers.show_end(run_dir, [], None)
     return summary
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -56,8 +58,27 @@ class MaskingFormatter(logging.Formatter):
         return mask(super().format(record), self._secrets)
 
 
+class LogFile(logging.FileHandler):
+    """A disk that refuses is told once, in one line: logging's own way is a traceback for each record."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            print(f"grmpipe: {self.baseFilename} can't be written: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        """What is still in the buffer of a full disk is lost, and no reason to fail."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 def _file_handler(path: Path) -> logging.Handler:
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler = LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(MaskingFormatter(LINE))
     return handler
 

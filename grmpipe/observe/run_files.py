@@ -7,6 +7,7 @@ two ends are read.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ class RunFiles:
     failure: str | None
     bottleneck: str | None
     alarms: Sequence[str]
+    changes: Sequence[str]  # of the configuration, by resumes
     wall_s: float | None
     steps: int
     metrics: Sequence[Metrics]
@@ -83,7 +85,8 @@ class RunFiles:
 
 def read_run(run_dir: Path) -> RunFiles:
     summary = read_object(run_dir / "summary.json")
-    metrics = [numbers_of(line) for line in records(read_bytes(run_dir / "metrics.jsonl")) if "step" in line]
+    lines = (numbers_of(line) for line in records(read_bytes(run_dir / "metrics.jsonl")))
+    metrics = [line for line in lines if "step" in line]
     looks, judging, groups = part(summary, "eval"), part(summary, "judging"), part(summary, "groups")
     secrets = environment_secrets()
     config = config_text(read_bytes(run_dir / "config.yaml"), secrets)
@@ -92,21 +95,26 @@ def read_run(run_dir: Path) -> RunFiles:
         status=str(summary.get("status", NEVER_ENDED)),
         failure=masked(summary.get("failure"), secrets),
         bottleneck=masked(summary.get("bottleneck"), secrets),
-        alarms=[mask(str(alarm), secrets) for alarm in summary.get("alarms", ())],
-        wall_s=summary.get("wall_s"),
-        steps=int(summary.get("steps", max((line["step"] for line in metrics), default=0))),
+        alarms=[mask(str(alarm), secrets) for alarm in listed(summary, "alarms")],
+        changes=[mask(change_of(line), secrets) for line in records(read_bytes(run_dir / "changes.jsonl"))],
+        wall_s=number(summary, "wall_s"),
+        steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),
         metrics=metrics,
         eval_initial=numbers_of(part(looks, "initial")) or look_of(metrics[:1]),
         eval_final=numbers_of(part(looks, "final")) or look_of([*filter(look_of_line, metrics)][1:][-1:]),
         busy_s=numbers_of(part(summary, "busy_s")),
-        asked=int(judging.get("asked", sum(line.get("judge/asked", 0) for line in metrics))),
-        failed=part(judging, "failed") if judging else failures_in(metrics),
+        asked=int(number(judging, "asked") or sum(line.get("judge/asked", 0) for line in metrics)),
+        failed=counts(part(judging, "failed")) if judging else failures_in(metrics),
         groups=groups_of(groups, metrics),
         shown=shown_of(run_dir),
         config=config,
         log_end=mask(text_of(read_bytes(run_dir / "run.log", from_end=LOG_BYTES)), secrets),
         present=sorted(path.name + "/" * path.is_dir() for path in run_dir.iterdir()),
     )
+
+
+def change_of(line: Record) -> str:
+    return f"after step {line.get('step')}: {line.get('key')}: {line.get('old')} -> {line.get('new')}"
 
 
 def title_of(run_dir: Path, config: str) -> str:
@@ -120,7 +128,20 @@ def title_of(run_dir: Path, config: str) -> str:
 
 def numbers_of(record: Mapping[str, object]) -> dict[str, float]:
     """What came to no number is left out."""
-    return {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+    return {name: found for name in record if (found := number(record, name)) is not None}
+
+
+def number(record: Mapping[str, object], name: str) -> float | None:
+    """None for what is no finite number."""
+    value = record.get(name)
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def counts(record: Mapping[str, object]) -> dict[str, int]:
+    return {name: int(value) for name, value in numbers_of(record).items()}
 
 
 def look_of_line(line: Metrics) -> bool:
@@ -143,8 +164,9 @@ def failures_in(metrics: Iterable[Metrics]) -> dict[str, int]:
 def groups_of(summed: Record, metrics: Sequence[Metrics]) -> dict[str, int]:
     """How they ended; without a summary, what the last step said."""
     if summed:
-        counts = {"trained": summed.get("trained", 0), "in flight": summed.get("in_flight", 0)}
-        return counts | {f"dropped: {cause}": count for cause, count in part(summed, "dropped").items()}
+        known = counts(summed)
+        ended = {"trained": known.get("trained", 0), "in flight": known.get("in_flight", 0)}
+        return ended | {f"dropped: {cause}": count for cause, count in counts(part(summed, "dropped")).items()}
     last = metrics[-1] if metrics else {}
     names = {name: name.removeprefix("groups/").replace("_", " ") for name in last if name.startswith("groups/")}
     return {told: int(last[name]) for name, told in names.items()}
@@ -292,6 +314,11 @@ def read_object(path: Path) -> Record:
 def part(record: Record, name: str) -> Record:
     found = record.get(name)
     return found if isinstance(found, dict) else {}
+
+
+def listed(record: Record, name: str) -> list[object]:
+    found = record.get(name)
+    return found if isinstance(found, list) else []
 
 
 def text_of(data: bytes) -> str:

@@ -65,6 +65,8 @@ class Summary:
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots, by "policy->grm"
     bottleneck: str | None = None  # who held up whom, and what to change; None where nothing dominated
     alarms: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()  # of the configuration, by resumes
+    journal_failures: Mapping[str, int] = field(default_factory=dict)  # by file: lines that could not be written
     failure: str | None = None  # the first cause, in plain words; only when failed
 
     def __post_init__(self) -> None:
@@ -83,6 +85,17 @@ class Summary:
         draft = path.with_name(path.name + ".tmp")
         draft.write_text(json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         draft.replace(path)
+
+
+def written(summary: Summary, path: Path) -> Summary:
+    """Write it; where that fails, return one that says so behind the first cause: there is no result to be found."""
+    try:
+        summary.write(path)
+    except OSError as error:
+        told = f"{path} could not be written: {error.strerror or error}"
+        first = f"{summary.failure}\n" if summary.failure is not None else ""
+        return replace(summary, status="failed", failure=first + told)
+    return summary
 
 
 def lookup(summary: Summary, path: str) -> float:

@@ -8,6 +8,7 @@ The same configuration comes to the same weights, to the bit; another algorithm 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import shutil
@@ -19,13 +20,14 @@ from grmpipe.checkpoint_writer import CheckpointWriter
 from grmpipe.checkpoints import Checkpoints
 from grmpipe.checks.shared_folder import check_shared
 from grmpipe.flow import Cut
-from grmpipe.interrupts import asked_to_stop
+from grmpipe.interrupts import asked_to_stop, ended_by_signals
 from grmpipe.judge.lessons import rule_of
 from grmpipe.kinds import CLUSTERS
 from grmpipe.observe.journal import read_journal, replace_journal
-from grmpipe.observe.summary import GroupsSummary, Status, Summary
+from grmpipe.observe.summary import GroupsSummary, Status, Summary, written
 from grmpipe.observers import Observers
 from grmpipe.replaying.prepare import PreparedReplay
+from grmpipe.run_changes import changes_of
 from grmpipe.run_state import RunState
 from grmpipe.start import learner_spec
 from grmpipe.tally import batch_metrics, truth_metrics
@@ -41,16 +43,23 @@ log = logging.getLogger(__name__)
 
 async def replay(prepared: PreparedReplay, run_dir: Path, resumed: Path | None) -> Summary:
     """Run to an end of any kind. `resumed`: a checkpoint to go on from."""
+    with ended_by_signals():
+        return await replay_to_an_end(prepared, run_dir, resumed)
+
+
+async def replay_to_an_end(prepared: PreparedReplay, run_dir: Path, resumed: Path | None) -> Summary:
     checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=prepared.config.train.keep_checkpoints)
     state = checkpoints.load(resumed) if resumed else None
     (run_dir / "summary.json").unlink(missing_ok=True)  # of before a resume: untrue from now on
     observers = Observers.open(prepared.config, run_dir, state.wandb_run_id if state else None)
     run = ReplayRun(prepared, run_dir, observers, checkpoints, state)
+    observers.tell_changes(changes := changes_of(run_dir))
     try:
         summary = await run.execute(resumed)
     finally:
         observers.close()
-    summary.write(run_dir / "summary.json")
+    summary = dataclasses.replace(summary, changes=changes, journal_failures=observers.journal_failures)
+    summary = written(summary, run_dir / "summary.json")
     observers.show_end(run_dir, [], None)
     return summary
 

@@ -170,9 +170,9 @@ def test_a_complete_run_is_neither_overwritten_nor_gone_on_with(
     before = {path: path.stat().st_mtime_ns for path in files.run_dir.rglob("*")}
     with pytest.raises(ConfigError, match=r"^run_dir: run holds a run already; type resume=auto"):
         small_run(*one_step)
-    with pytest.raises(ConfigError, match=r"^resume: .*train\.lr: 0\.0003 -> 0\.5"):
-        small_run(*one_step, "resume=auto", "train.lr=0.5")
-    small_run(*one_step, "resume=auto")
+    with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5"):
+        small_run(*one_step, "resume=auto", "rollout.temperature=0.5")
+    small_run(*one_step, "resume=auto", "train.lr=0.5")
     assert "run is complete; see run/summary.json" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in files.run_dir.rglob("*")} == before
 

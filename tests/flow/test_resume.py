@@ -109,6 +109,36 @@ def test_a_killed_run_with_a_critic_goes_on_with_both_learners(tmp_path: Path) -
     assert json.loads((run / "summary.json").read_text())["versions"]["critic"] == 8
 
 
+def test_a_run_that_is_made_longer_goes_on_by_its_new_schedule_and_says_so(small_run: Callable) -> None:
+    small = (
+        "train.num_steps=2", "train.warmup_steps=0", "train.schedule=linear", "train.groups_per_batch=2",
+        "train.group_size=2", "data.num_eval_prompts=4",
+    )  # fmt: skip
+    files = small_run(*small)
+    small_run(*small, "resume=auto", "train.num_steps=4", "train.lr=1e-4", "judge.timeout_s=90")
+    assert [step["train/lr"] for step in files.steps()] == pytest.approx([3e-4, 1.5e-4, 0.5e-4, 0.25e-4])
+    assert (files.summary["status"], files.summary["steps"]) == ("completed", 4)
+    told = [
+        "after step 2: judge.timeout_s: 120.0 -> 90.0",
+        "after step 2: train.lr: 0.0003 -> 0.0001",
+        "after step 2: train.num_steps: 2 -> 4",
+    ]
+    assert files.summary["changes"] == told
+    written, page = ((files.run_dir / name).read_text() for name in ("run.log", "report.html"))
+    assert all(f"changed {change}" in written for change in told)
+    assert "after step 2: train.lr: 0.0003 -&gt; 0.0001" in page
+
+
+def test_sigterm_in_the_start_is_an_interruption(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    wait_for(process, (tmp_path / "run" / "run.log").exists)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "resume=auto" in output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+
+
 def test_ctrl_c_keeps_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(tmp_path)
@@ -129,7 +159,7 @@ def test_ctrl_c_keeps_a_checkpoint_and_the_run_goes_on_from_it(tmp_path: Path) -
     again = start(tmp_path, "resume=auto")
     output, _ = again.communicate(timeout=60)
     assert "complete" in output, "a completed run says so"
-    changed = start(tmp_path, "resume=auto", "train.lr=1e-5")
+    changed = start(tmp_path, "resume=auto", "rollout.temperature=0.5")
     output, _ = changed.communicate(timeout=60)
     assert changed.returncode == 2
-    assert "train.lr: 0.0003 -> 1e-05" in output
+    assert "rollout.temperature: 1.0 -> 0.5" in output

@@ -158,7 +158,16 @@ def test_a_run_of_other_deadlines_is_resumed() -> None:
     assert changed_keys(old, RunConfig()) == []
 
 
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "a/b", "/tmp", "", "../up"])
+def test_an_experiment_names_a_folder_under_runs_and_no_other(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^experiment: may hold letters"):
+        RunConfig(experiment=name)
+    assert RunConfig(experiment="v1.2-a_b").experiment == "v1.2-a_b"
+
+
 def test_only_keys_that_change_the_training_forbid_a_resume() -> None:
     old = RunConfig()
     assert changed_keys(old, from_values(RunConfig, {"resume": "auto", "cluster": {"kind": "inprocess"}})) == []
-    assert changed_keys(old, from_values(RunConfig, {"train": {"lr": 0.5}})) == ["train.lr: 0.0003 -> 0.5"]
+    assert changed_keys(old, from_values(RunConfig, {"rollout": {"temperature": 0.5}})) == [
+        "rollout.temperature: 1.0 -> 0.5"
+    ]

@@ -11,13 +11,15 @@ import pytest
 
 from grmpipe.checkpoints import Checkpoints
 from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import from_values, to_yaml
+from grmpipe.config_files import from_values, read_yaml, to_yaml
 from grmpipe.flow import Cut
+from grmpipe.run_changes import changes_of
 from grmpipe.run_claim import Claim
 from grmpipe.run_dir import Place, find_place, point_latest
 from grmpipe.run_identity import read_identity
 from grmpipe.run_state import RunState
 from grmpipe.tasks import anywhere, run_task
+from grmpipe.train.settings import TrainConfig
 
 CONFIG = RunConfig(experiment="x")
 
@@ -97,8 +99,8 @@ def test_a_resume_follows_latest_and_names_what_changed() -> None:
     leave_run(Path("runs/x/1"), "interrupted")
     point_latest(Path("runs/x/1"), CONFIG)
     assert find_place(auto()).run_dir == Path("runs/x/1"), "as the run itself called it"
-    changed = from_values(RunConfig, {"experiment": "x", "resume": "auto", "train": {"lr": 0.5}})
-    with pytest.raises(ConfigError, match=r"^resume: .*train\.lr: 0\.0003 -> 0\.5; undo it, or start a new run"):
+    changed = from_values(RunConfig, {"experiment": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
+    with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5; undo it, or start"):
         find_place(changed)
 
 
@@ -170,6 +172,38 @@ def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
         ConfigError, match=r"^resume: no checkpoint in mine/.* is whole \(step_4: manifest\.json is mis"
     ):
         find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_written_down_once() -> None:
+    leave_run(Path("mine"), "failed")
+    values = {"train": {"lr": 1e-4, "num_steps": 160}, "judge": {"timeout_s": 600.0, "max_failure_rate": 0.5}}
+    config = from_values(RunConfig, {"experiment": "x", "run_dir": "mine", "resume": "auto", **values})
+    for _ in range(2):
+        with Claim(config) as claim:
+            claim.open()
+    assert changes_of(Path("mine")) == (
+        "after step 0: judge.max_failure_rate: 0.2 -> 0.5",
+        "after step 0: judge.timeout_s: 120.0 -> 600.0",
+        "after step 0: train.lr: 0.0003 -> 0.0001",
+        "after step 0: train.num_steps: 80 -> 160",
+    )
+    assert read_yaml(Path("mine/config.yaml")).train.lr == 1e-4
+
+
+def test_a_run_may_be_made_longer_and_not_shorter_than_it_is() -> None:
+    leave_run(Path("mine"), "completed")
+    leave_checkpoint(Path("mine"), 80)
+    config = dataclasses.replace(auto(), run_dir="mine")
+    longer, shorter = (dataclasses.replace(config, train=TrainConfig(num_steps=n)) for n in (81, 79))
+    assert find_place(config).complete
+    assert not find_place(longer).complete
+    leave_checkpoint(Path("mine"), 80)
+    with Claim(longer) as claim:
+        claim.open()
+    assert changes_of(Path("mine")) == ("after step 80: train.num_steps: 80 -> 81",)
+    Path("mine/summary.json").unlink()
+    with pytest.raises(ConfigError, match=r"^train\.num_steps: 79, and mine has done 80; type 80 or more"):
+        Claim(shorter)
 
 
 def rows(*prompts: str) -> str:

@@ -62,6 +62,10 @@ def ray_here() -> Iterator[None]:
     asyncio.run(cluster.shutdown())
 
 
+def test_ray_leaves_a_signal_to_whoever_heard_it_before() -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def members() -> MemberFactory:
     class Member:
         def __init__(self, rank: int, world_size: int, init_method: str | None) -> None:

@@ -12,11 +12,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from grmpipe.config import RunConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole
 from grmpipe.observe.gauges import failures_by_cause
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.observe.settings import TrackingConfig
 from grmpipe.observe.sparkline import sparkline
+from grmpipe.observers import Observers
+from grmpipe.types import Prompt, Rollout
+from models.types import Message
 
 METRICS = {
     "time/step_s": 1.26,
@@ -198,3 +203,33 @@ def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
     assert "Traceback" in lines
     assert text_of(console).split() == ["WARNING", "metrics", "failed"]
     assert capfd.readouterr().err == ""
+
+
+def test_a_log_on_a_full_disk_is_told_once_in_one_line(
+    tmp_path: Path, restored_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.log").symlink_to("/dev/full")
+    setup_logging(tmp_path)
+    for _ in range(3):
+        logging.getLogger("grmpipe").info("a line")
+    setup_logging(tmp_path)  # closes the file
+    assert capsys.readouterr().err == f"grmpipe: {tmp_path}/run.log can't be written: No space left on device\n"
+
+
+def test_lines_that_journals_lack_are_counted_and_told_at_the_end(
+    tmp_path: Path, restored_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rollouts.jsonl", "metrics.jsonl"):
+        (tmp_path / name).symlink_to("/dev/full")
+    observers = Observers.open(RunConfig(tracking=TrackingConfig(wandb_mode="disabled")), tmp_path, None, gauges=False)
+    rollout = Rollout(group_id="g", sibling=0, turns=(), status="finished")
+    prompt = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
+    for step in range(2):
+        observers.recorder.rollout(0, prompt, rollout)
+        observers.tracker.log(step, {})
+    observers.close()
+    assert observers.journal_failures == {"rollouts.jsonl": 2, "metrics.jsonl": 2}
+    for name in ("rollouts.jsonl", "metrics.jsonl"):
+        (tmp_path / name).unlink()  # whoever read it would read for ever
+    observers.show_end(tmp_path, [], None)
+    assert "ALARM  2 lines of rollouts.jsonl could not be written: a resume or a" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +14,7 @@ from grmpipe.observe import report as report_room
 from grmpipe.observe.recorder import Recorder
 from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.run_files import NEVER_ENDED, config_text, ends_of, read_run
-from grmpipe.observe.summary import EvalSummary, JudgingSummary, Summary
+from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Summary
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
 
@@ -253,3 +254,36 @@ def test_a_page_replaces_the_one_of_before(tmp_path: Path) -> None:
     summary().write(tmp_path / "summary.json")
     assert "no end on record" not in text_of(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [REPORT, "summary.json"]
+
+
+def fields_of(record: dict, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    inner = [(value, (*path, name)) for name, value in record.items() if isinstance(value, dict)]
+    return [(*path, name) for name in record] + [field for below in inner for field in fields_of(*below)]
+
+
+def test_a_summary_with_a_field_of_a_wrong_type_gives_a_page_without_that_field(tmp_path: Path) -> None:
+    write_metrics(tmp_path, step(1))
+    summary(
+        eval=EvalSummary(initial={"true_accuracy": 0.25}, final={"true_accuracy": 0.875}),
+        judging=JudgingSummary(asked=200, counted=198, failed={"unparseable": 2}),
+        groups=GroupsSummary(submitted=3, trained=2, dropped={"stale": 1}),
+        busy_s={"grm": 3.0},
+        alarms=("it rings",),
+    ).write(tmp_path / "summary.json")
+    whole = (tmp_path / "summary.json").read_text()
+    for path in fields_of(json.loads(whole)):
+        for wrong in ("text", None, [1], {"a": ["b"]}, math.nan):
+            record = part = json.loads(whole)
+            for name in path[:-1]:
+                part = part[name]
+            part[path[-1]] = wrong
+            (tmp_path / "summary.json").write_text(json.dumps(record))
+            list(report_room.page_of(read_run(tmp_path)).tiles)
+        if len(path) == 1:
+            assert write_report(tmp_path), path
+
+
+def test_metrics_of_wrong_types_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": "one"}\n{"step": null}\n{"step": 2, "time/step_s": "fast"}\n')
+    assert [line["step"] for line in read_run(tmp_path).metrics] == [2]
+    assert write_report(tmp_path)

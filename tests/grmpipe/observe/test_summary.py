@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Summary, lookup
+from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Summary, lookup, written
 
 SUMMARY = Summary(
     status="completed",
@@ -32,7 +33,7 @@ def test_the_file_holds_the_agreed_fields(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "summary.json").read_text())
     assert list(record) == [
         "status", "steps", "versions", "wall_s", "objective", "eval", "busy_s", "judging", "groups",
-        "max_staleness_trained", "engines_replaced", "moves", "bottleneck", "alarms",
+        "max_staleness_trained", "engines_replaced", "moves", "bottleneck", "alarms", "changes", "journal_failures",
     ]  # fmt: skip
     assert record["objective"] == 0.73
     assert record["judging"] == {
@@ -73,3 +74,19 @@ def test_a_near_miss_is_suggested() -> None:
 def test_a_summary_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         SUMMARY.write(tmp_path / "missing" / "summary.json")
+
+
+@pytest.mark.parametrize(("failure", "lines"), [(None, 1), ("the disk is full, said the learner", 2)])
+def test_a_summary_that_cannot_be_written_fails_the_run_behind_the_first_cause(
+    tmp_path: Path, failure: str | None, lines: int
+) -> None:
+    (tmp_path / "summary.json.tmp").symlink_to("/dev/full")
+    run = replace(SUMMARY, status="failed" if failure else "completed", failure=failure)
+    told = written(run, tmp_path / "summary.json")
+    assert told.status == "failed"
+    assert told.failure is not None
+    assert told.failure.splitlines() == [
+        *([failure] if failure else []), f"{tmp_path}/summary.json could not be written: No space left on device"
+    ]  # fmt: skip
+    assert len(told.failure.splitlines()) == lines
+    assert written(run, tmp_path / "other.json") is run
