@@ -172,6 +172,11 @@ def sglang_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
 
 def openai_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
     assert isinstance(engine, OpenAIConfig)
+    if "chat_template_kwargs" in engine.extra_body and options_of(role, config).chat_template_kwargs:
+        key = option_key(role, config, "extra_body")
+        raise ConfigError(
+            f"{key}: its chat_template_kwargs stand in {role}.chat_template_kwargs as well; keep those alone"
+        )
     if engine.api_key_env and not os.environ.get(engine.api_key_env, "").strip():
         key = option_key(role, config, "api_key_env")
         raise ConfigError(
