@@ -72,6 +72,7 @@ def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
         is_right=prepared.is_right,
         seed=prepared.config.seed,
         pass_score=pass_score_of(prepared.config),
+        scale=prepared.config.judge.scale if prepared.config.judge.kind == "mixed" else None,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -49,7 +50,7 @@ class Renderer:
         self.stop_token_ids = stop_token_ids
         self.num_token_ids = max(tokenizer.get_vocab().values()) + 1
         self._tokenizer = tokenizer
-        self._chat_template_kwargs = dict(chat_template_kwargs)
+        self._chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs)
         self._markup_ids = _markup_ids(tokenizer)
         self._markup: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
         self._content_ids = lru_cache(REMEMBERED_CONTENTS)(self._encode_content)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from grmpipe.judge.hearing import judge_alone
 from grmpipe.judge.rule import Rule
+from grmpipe.judge.scale import Scale
+from grmpipe.judge.verdict import COMPONENT
 from grmpipe.rollout.play import Play, RolloutAborted, Seat
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
@@ -43,6 +45,7 @@ class Evaluator:
     """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged.
 
     pass_score: from which score on a judge calls an answer right; None where there is no such score.
+    scale:      of a mixture: its GRM's part alone is held to the truth, which the rule's part would bring along.
     """
 
     prompts: Sequence[Prompt]
@@ -52,6 +55,7 @@ class Evaluator:
     is_right: Rule
     seed: int
     pass_score: float | None = None
+    scale: Scale | None = None
 
     async def look(self, name: str, limit: int | None = None) -> Evaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` keeps the requests of looks apart."""
@@ -66,7 +70,7 @@ class Evaluator:
             for prompt, rollout in zip(prompts, await greedy, strict=True)
             if rollout is not None and prompt.reference is not None
         ]
-        return Evaluation(metrics=summarise(judged, greedy_right, self.pass_score), rollouts=judged)
+        return Evaluation(metrics=summarise(judged, greedy_right, self.pass_score, self.scale), rollouts=judged)
 
     async def _played(self, group_id: str, prompt: Prompt, play: Play) -> Rollout | None:
         seat = Seat(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
@@ -86,7 +90,10 @@ class Evaluator:
 
 
 def summarise(
-    judged: Sequence[JudgedRollout], greedy_right: Sequence[bool], pass_score: float | None = None
+    judged: Sequence[JudgedRollout],
+    greedy_right: Sequence[bool],
+    pass_score: float | None = None,
+    scale: Scale | None = None,
 ) -> Metrics:
     """What could be measured, and nothing else: a failed verdict is in no mean, an unknown truth in no accuracy."""
     scores = [one.report.verdict.score for one in judged if isinstance(one.report.verdict, Verdict)]
@@ -98,17 +105,24 @@ def summarise(
         metrics["true_accuracy_greedy"] = statistics.fmean(greedy_right)
     if scores:
         metrics["grm_score"] = statistics.fmean(scores)
-    if pass_score is not None and (sides := agreements(judged, pass_score)):
+    if pass_score is not None and (sides := agreements(judged, pass_score, scale)):
         metrics["grm_accuracy"] = statistics.fmean(sides)
     if judged:
         metrics["response_tokens"] = statistics.fmean(one.rollout.num_sampled_tokens for one in judged)
     return metrics
 
 
-def agreements(judged: Sequence[JudgedRollout], pass_score: float) -> list[bool]:
+def agreements(judged: Sequence[JudgedRollout], pass_score: float, scale: Scale | None = None) -> list[bool]:
     """Of answers whose truth is known and that have a verdict: does it pass the right ones, and no others?"""
     return [
-        (one.report.verdict.score >= pass_score) == one.right
+        (grm_score(one.report.verdict, scale) >= pass_score) == one.right
         for one in judged
         if one.right is not None and isinstance(one.report.verdict, Verdict)
     ]
+
+
+def grm_score(verdict: Verdict, scale: Scale | None) -> float:
+    """The verdict's; of a mixture on a scale what its GRM gave, whatever the reward lost in its last digits."""
+    if scale is None or COMPONENT not in verdict.breakdown:
+        return verdict.score
+    return round(scale.low + (scale.high - scale.low) * verdict.breakdown[COMPONENT], 9)

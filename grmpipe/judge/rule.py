@@ -39,10 +39,12 @@ RULES: dict[str, Rule] = {"exact_answer": is_right, "contains_reference": contai
 
 
 class RuleJudge:
-    """Score 10 and reward 1 for right, score 1 and reward 0 for wrong; a prompt that can't be ruled on is Failed."""
+    """The highest score and reward 1 for right, the lowest and reward 0 for wrong; a prompt that can't be ruled on is
+    Failed."""
 
-    def __init__(self, rule: str) -> None:
+    def __init__(self, rule: str, scale: Scale | None = None) -> None:
         self._rule = RULES[rule]
+        self._scale = scale or Scale()
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         if prompt.reference is None:
@@ -51,5 +53,5 @@ class RuleJudge:
             right = self._rule(rollout.text, prompt.reference)
         except ValueError as error:
             return refused(f"prompt {prompt.prompt_id}: {error}")
-        scale = Scale()
+        scale = self._scale
         return JudgeReport(verdict=voted("rule", rollout, (scale.high if right else scale.low,), mean, scale))
