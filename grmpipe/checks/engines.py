@@ -19,6 +19,7 @@ from grmpipe.engines import (
     shares_engine,
     tensor_parallel_of,
 )
+from grmpipe.judge import math_rule
 from models.engines.installed import sglang_missing, vllm_missing
 from models.engines.vllm_options import check_vllm_options
 from models.footprint import Heads
@@ -140,6 +141,12 @@ def window_of(role: str, config: RunConfig, model_tokens: int) -> int:
 
 
 # -- what only the machines of the run can tell --------------------------------------------------------------------
+
+
+def check_rule_installed(config: RunConfig) -> None:
+    """Of the rules one needs a library."""
+    if config.judge.rule == "math_verify" and not math_rule.is_installed():
+        raise ConfigError(f"judge.rule: math_verify needs math-verify; type {math_rule.INSTALL}")
 
 
 def check_installed(config: RunConfig) -> None:

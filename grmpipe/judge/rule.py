@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from grmpipe.judge.answer import answer_of, reference_answer
 from grmpipe.judge.hearing import refused
+from grmpipe.judge.math_rule import means_the_same
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import mean
@@ -35,7 +36,11 @@ def words_of(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-RULES: dict[str, Rule] = {"exact_answer": is_right, "contains_reference": contains_reference}
+RULES: dict[str, Rule] = {
+    "exact_answer": is_right,
+    "contains_reference": contains_reference,
+    "math_verify": means_the_same,
+}
 
 
 class RuleJudge:

@@ -109,6 +109,12 @@ def test_a_reference_that_the_rule_cannot_read_is_refused_by_file_and_line(
             read_data(config(judge={"kind": "rule"}, data=data))
 
 
+def test_a_rule_without_its_library_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grmpipe.judge.math_rule.is_installed", lambda: False)
+    with pytest.raises(ConfigError, match=r'^judge\.rule: math_verify needs .*; type pip install -e "\.\[math\]"'):
+        prepare(config(judge={"kind": "rule", "rule": "math_verify"}), no_progress)
+
+
 def test_own_prompts_are_not_evaluated_on_problems_of_ours(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "What is 6 x 7?"}\n')
     assert read_data(config(data={"path": str(tmp_path / "train.jsonl")})).held_out == ()

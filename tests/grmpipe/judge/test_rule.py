@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grmpipe.judge.math_rule import is_installed, means_the_same
 from grmpipe.judge.rule import RuleJudge, contains_reference, is_right
 
 
@@ -130,3 +131,15 @@ def test_a_prompt_that_cannot_be_ruled_on_is_refused(bench: Any, reference: str 
     verdict = bench.run(RuleJudge("exact_answer").judge(bench.prompt(reference=reference), bench.rollout("12"))).verdict
     assert verdict.cause == "refused"
     assert said in verdict.detail
+
+
+@pytest.mark.skipif(not is_installed(), reason='needs math-verify: pip install -e ".[math]"')
+def test_mathematics_is_compared_by_its_meaning() -> None:
+    assert means_the_same(r"so \boxed{\sqrt{12}}", r"2\sqrt{3}")
+    assert means_the_same(r"\boxed{(3, 9)}", "(3, 9)")
+    assert means_the_same(r"\boxed{\frac{1}{2}}", "0.5")
+    assert not means_the_same(r"\boxed{(4, 9)}", "(3, 9)")
+    assert not means_the_same(r"\boxed{9^{9^{9^9}}}", "12")
+    assert not means_the_same("", "12")
+    with pytest.raises(ValueError, match=r"holds no mathematics; type judge\.rule=contains_reference"):
+        means_the_same("12", "")
