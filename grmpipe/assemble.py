@@ -77,6 +77,7 @@ def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
         pass_score=pass_score_of(prepared.config),
         deadline_s=prepared.config.rollout.group_deadline_s,
         clock=clock,
+        scale=prepared.config.judge.scale if prepared.config.judge.kind == "mixed" else None,
     )
 
 

@@ -28,7 +28,7 @@ def generative_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | Non
 
 
 def rule_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
-    return OneByOne(RuleJudge(prepared.config.judge.rule))
+    return OneByOne(RuleJudge(prepared.config.judge.rule, prepared.config.judge.scale))
 
 
 def label_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:

@@ -9,7 +9,7 @@ import difflib
 from dataclasses import dataclass, fields
 
 from grmpipe.checks.data import read_data, stored_lessons
-from grmpipe.checks.engines import check_installed, check_tensor_parallel
+from grmpipe.checks.engines import check_installed, check_rule_installed, check_tensor_parallel
 from grmpipe.checks.lora import check_lora_targets, check_peft
 from grmpipe.checks.models import Progress, check_learns, find_model
 from grmpipe.checks.places import seat_roles
@@ -58,6 +58,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     placement = seat_roles(config)
     check_machine(config, placement)
     check_installed(config)
+    check_rule_installed(config)
     check_peft(config)
     data = read_data(config)
     check_objective(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 from collections.abc import Mapping
@@ -196,12 +197,21 @@ def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, trans
     )
 
 
+def outside_options(config: RunConfig) -> OpenAIConfig:
+    """Of the judge's endpoint, with what its chat template is told."""
+    options = engine_config_of("grm", config)
+    assert isinstance(options, OpenAIConfig)
+    if not config.grm.chat_template_kwargs:
+        return options
+    told = {"chat_template_kwargs": config.grm.chat_template_kwargs}
+    return dataclasses.replace(options, extra_body={**options.extra_body, **told})
+
+
 def outside_engine(config: RunConfig) -> OpenAIEngine | None:
     """The client of a judge behind an endpoint; None where the judge is here, or a rule."""
     if not config.judge_is_outside:
         return None
-    options = engine_config_of("grm", config)
-    assert isinstance(options, OpenAIConfig)
+    options = outside_options(config)
     limits = RateLimits(requests_per_minute=options.requests_per_minute, tokens_per_minute=options.tokens_per_minute)
     return OpenAIEngine(config.grm.path, "grm", options, limits=limits)
 

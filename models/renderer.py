@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from models.types import Message
 
+log = logging.getLogger(__name__)
+
+NOTHING: Mapping[str, object] = MappingProxyType({})
 REMEMBERED_CONTENTS = 256  # siblings are asked the same, and a later turn repeats the earlier ones
 
 
@@ -26,6 +33,7 @@ class Renderer:
     stop_token_ids: what ends a turn, of the tokenizer and of generation_config.json.
     vocab_size:     rows of the model's embedding; num_token_ids: what the tokenizer may give, its highest id plus one.
     context_tokens: the model's window, prompt and new tokens together.
+    chat_template_kwargs: what the template branches on beside the messages, as enable_thinking.
     """
 
     def __init__(
@@ -35,21 +43,26 @@ class Renderer:
         context_tokens: int,
         vocab_size: int,
         stop_token_ids: tuple[int, ...],
+        chat_template_kwargs: Mapping[str, object] = NOTHING,
     ) -> None:
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
         self.stop_token_ids = stop_token_ids
         self.num_token_ids = max(tokenizer.get_vocab().values()) + 1
         self._tokenizer = tokenizer
+        self._chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs)
         self._markup_ids = _markup_ids(tokenizer)
         self._markup: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
         self._content_ids = lru_cache(REMEMBERED_CONTENTS)(self._encode_content)
 
     @staticmethod
-    def load(path: str, chat_template: str | None = None) -> Renderer:
+    def load(
+        path: str, chat_template: str | None = None, chat_template_kwargs: Mapping[str, object] = NOTHING
+    ) -> Renderer:
         """Of a Hugging Face directory or hub name (HF_HUB_OFFLINE is respected).
 
         chat_template: a Jinja file, for a tokenizer without a template. Raises ValueError for what can't be read.
+        chat_template_kwargs: one that the template never names changes nothing, and is told in the log.
         """
         config, tokenizer = _load_config(path), _load_tokenizer(path)
         if chat_template is not None:
@@ -59,6 +72,7 @@ class Renderer:
                 f"chat_template: the tokenizer in {path!r} has none; set policy.path (or grm.path) to a chat model, "
                 "or policy.chat_template (or grm.chat_template) to a Jinja file"
             )
+        _tell_unknown_kwargs(path, tokenizer, chat_template_kwargs)
         text_config = config.get_text_config()
         window = getattr(text_config, "max_position_embeddings", None)  # not every architecture has one
         if window is None:
@@ -68,6 +82,7 @@ class Renderer:
             context_tokens=int(window),
             vocab_size=int(text_config.vocab_size),
             stop_token_ids=_stop_token_ids(path, tokenizer),
+            chat_template_kwargs=chat_template_kwargs,
         )
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -113,7 +128,9 @@ class Renderer:
         placeholders = [secrets.token_hex(16) for _ in roles]
         conversation = [{"role": role, "content": text} for role, text in zip(roles, placeholders, strict=True)]
         try:
-            rest = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            rest = self._tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
+            )
         except TemplateError as error:
             raise ValueError(f"chat_template: it takes no conversation of {', '.join(roles)}: {error}") from error
         assert isinstance(rest, str)
@@ -162,6 +179,15 @@ def _read_template(chat_template: str) -> str:
         return Path(chat_template).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"chat_template: {chat_template!r} can't be read ({error}); give a Jinja file") from error
+
+
+def _tell_unknown_kwargs(path: str, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object]) -> None:
+    template = tokenizer.get_chat_template()
+    for name in kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            log.warning(
+                "chat_template_kwargs: the chat template of %s knows no %s, so it changes nothing there", path, name
+            )
 
 
 def _stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -23,6 +24,12 @@ CHAT_MARKUP = (
 )  # fmt: skip
 INSTALL_PEFT = 'pip install -e ".[lora]"'
 QUANTIZATIONS = ("none", "int8", "int4")
+# Of a tokenizer's apply_chat_template: what the renderer sets itself, or must not be set.
+TEMPLATE_KWARGS_OF_OURS = frozenset(
+    ("self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
+     "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+     "return_assistant_tokens_mask", "tokenizer_kwargs")
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class ModelConfig:
 
     path: a Hugging Face directory or hub name, or `tiny://<name>` for a model that the project makes itself; for
         engine=openai the model's name at the endpoint.
+    chat_template_kwargs: what its chat template branches on, as enable_thinking: false; sent along to an endpoint.
     engine_options: of this role, where they differ from `engine.<engine>`.
     shape: what task=plan reckons with where `path` isn't at hand; a run never looks at it.
     lora: where the model learns, by adapters.
@@ -100,6 +108,7 @@ class ModelConfig:
     engine_options: dict[str, Any] = field(default_factory=dict)
     dtype: str = AUTO  # bfloat16 on a GPU, float32 on cores
     chat_template: str | None = None  # a Jinja file, for a tokenizer without one (or with an unfit one)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     shape: ModelShape = field(default_factory=ModelShape)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -110,6 +119,24 @@ class ModelConfig:
             raise ValueError(f"engine: unknown engine {self.engine!r}; known: {', '.join(ENGINES)}")
         if self.dtype not in (AUTO, *DTYPES):
             raise ValueError(f"dtype: unknown dtype {self.dtype!r}; known: {', '.join((AUTO, *DTYPES))}")
+        for name, value in self.chat_template_kwargs.items():
+            check_template_kwarg(name, value)
+
+
+def check_template_kwarg(name: str, value: object) -> None:
+    """Of a chat template: a name that isn't the renderer's own, and a value that JSON knows."""
+    if not isinstance(name, str) or not name.isidentifier() or name in TEMPLATE_KWARGS_OF_OURS:
+        raise ValueError(
+            f"chat_template_kwargs: {name!r} can't be set; give names that the chat template knows, as "
+            "chat_template_kwargs={enable_thinking: false}"
+        )
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"chat_template_kwargs.{name}: expected true, false, a number, a text, or lists and objects of them, got "
+            f"{value!r}"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ DOORS = {
     "vllm": "models/engines/",
     "sglang": "models/engines/",
     "peft": "models/lora.py",
+    "math_verify": "grmpipe/judge/math_rule.py",
     "wandb": "grmpipe/observe/",
     "omegaconf": "grmpipe/config_files.py",
     "hydra": "launch.py",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grmpipe.checks.sections import section
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
-from grmpipe.data.prompts import disjoint, load_prompts
+from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.lessons import Lessons, rule_of
 from grmpipe.types import Prompt
@@ -41,8 +42,7 @@ def read_data(config: RunConfig) -> Data:
     check_amount(config, len(train))
     if config.judge.kind == "rule" or "rule" in config.judge.mix:
         with section("data.path: "):
-            for prompt in train:
-                check_reference(config, prompt)
+            check_references(config, config.data.path, train)
     return Data(train=train, held_out=held_out)
 
 
@@ -53,11 +53,19 @@ def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
     return lessons_at(config, path, count)
 
 
-def lessons_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
+def lessons_at(config: RunConfig, path: str, count: int, held_out: Sequence[Prompt] = ()) -> tuple[Prompt, ...]:
+    """Of labelled work, without that on a prompt which is held out."""
     judge = config.judge
     with section("judge."):
         lessons = Lessons.under(judge, config.labels)
-    return lessons.of(load_labelled(path, scale=(judge.score_min, judge.score_max), num_tiny=count))
+    items = load_labelled(path, scale=(judge.score_min, judge.score_max), num_tiny=count)
+    known = {asked(prompt) for prompt in held_out}
+    kept = [item for item in items if asked(item.prompt) not in known]
+    if not kept:
+        raise ValueError(f"every prompt of {path} is in data.eval_path as well; give others")
+    if len(kept) < len(items):
+        log.warning("%d lessons of %s are about held-out prompts: they are not trained", len(items) - len(kept), path)
+    return lessons.of(kept)
 
 
 def stored_lessons(config: RunConfig, data: Data) -> PromptStream | None:
@@ -67,7 +75,7 @@ def stored_lessons(config: RunConfig, data: Data) -> PromptStream | None:
         Lessons.under(config.judge, config.labels)
     if cotrain.data_path is not None:
         with section("cotrain.data_path: "):
-            lessons = lessons_at(config, cotrain.data_path, cotrain.num_items)
+            lessons = lessons_at(config, cotrain.data_path, cotrain.num_items, data.held_out)
         return PromptStream(lessons, seed=config.seed)
     if not any(rulable(config, prompt) for prompt in data.train):
         raise ConfigError(
@@ -93,23 +101,27 @@ def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
         return ()
     count = config.data.num_eval_prompts
     prompts = prompts_at(config, path, count)[:count]
-    for prompt in prompts:
-        if prompt.reference is not None:
-            check_reference(config, prompt)
+    check_references(config, path, [prompt for prompt in prompts if prompt.reference is not None])
     return prompts
+
+
+def check_references(config: RunConfig, path: str, prompts: Sequence[Prompt]) -> None:
+    """Can the rule work with those of the prompts at `path`? Raises ValueError, which names the file and the line."""
+    for prompt in prompts:
+        try:
+            check_reference(config, prompt)
+        except ValueError as error:
+            raise ValueError(f"{place_of(path, prompt)}: {error}") from error
 
 
 def check_reference(config: RunConfig, prompt: Prompt) -> None:
     """Can the rule work with it? Raises ValueError."""
     if prompt.reference is None:
         raise ValueError(
-            f"prompt {prompt.prompt_id} has no reference, and the rule {config.judge.rule} judges by it; "
+            f"the prompt has no reference, and the rule {config.judge.rule} judges by it; "
             "add the field reference, or type judge=generative"
         )
-    try:
-        rule_of(config.judge)("", prompt.reference)
-    except ValueError as error:
-        raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
+    rule_of(config.judge)("", prompt.reference)
 
 
 def check_amount(config: RunConfig, num_prompts: int) -> None:

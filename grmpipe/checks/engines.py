@@ -19,6 +19,7 @@ from grmpipe.engines import (
     shares_engine,
     tensor_parallel_of,
 )
+from grmpipe.judge import math_rule
 from models.engines.installed import sglang_missing, vllm_missing
 from models.engines.vllm_options import check_vllm_options
 from models.footprint import Heads
@@ -142,6 +143,12 @@ def window_of(role: str, config: RunConfig, model_tokens: int) -> int:
 # -- what only the machines of the run can tell --------------------------------------------------------------------
 
 
+def check_rule_installed(config: RunConfig) -> None:
+    """Of the rules one needs a library."""
+    if config.judge.rule == "math_verify" and not math_rule.is_installed():
+        raise ConfigError(f"judge.rule: math_verify needs math-verify; type {math_rule.INSTALL}")
+
+
 def check_installed(config: RunConfig) -> None:
     """Is what the engines need here? The machines of a joined cluster have environments of their own."""
     for role in served_roles(config):
@@ -172,6 +179,11 @@ def sglang_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
 
 def openai_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
     assert isinstance(engine, OpenAIConfig)
+    if "chat_template_kwargs" in engine.extra_body and options_of(role, config).chat_template_kwargs:
+        key = option_key(role, config, "extra_body")
+        raise ConfigError(
+            f"{key}: its chat_template_kwargs stand in {role}.chat_template_kwargs as well; keep those alone"
+        )
     if engine.api_key_env and not os.environ.get(engine.api_key_env, "").strip():
         key = option_key(role, config, "api_key_env")
         raise ConfigError(

@@ -25,7 +25,7 @@ def find_model(name: str, config: RunConfig, progress: Progress, *, weights: boo
     options = options_of(name, config)
     with section(f"{name}."):
         directory = find_files(resolve_model(options.path, progress), weights=weights)
-        renderer = Renderer.load(directory, options.chat_template)
+        renderer = Renderer.load(directory, options.chat_template, options.chat_template_kwargs)
     check_vocabulary(name, options, renderer)
     window = window_of(name, config, renderer.context_tokens)
     # The machines of a joined cluster have caches of their own: they go by the hub name.

@@ -27,7 +27,7 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     if path.startswith(TINY):
         return made_prompts(path, num_tiny_prompts, seed)
     file = Path(path)
-    prompts = tuple(prompt_of(row, where, f"{file.name}:{number}") for number, where, row in rows_of(file))
+    prompts = tuple(prompt_of(row, where, id_of(row, where, file, number)) for number, where, row in rows_of(file))
     if not prompts:
         raise ValueError(
             f"{file}: holds no prompts; a line looks like " + '{"prompt": "What is 6 x 7?", "reference": 42}'
@@ -36,11 +36,30 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     return prompts
 
 
+def place_of(path: str, prompt: Prompt) -> str:
+    """Where a prompt of `load_prompts(path)` stands, in words; the file is read again."""
+    file = Path(path)
+    if path.startswith(TINY):
+        return f"{path}, {prompt.prompt_id}"
+    known = (where for number, where, row in rows_of(file) if id_of(row, where, file, number) == prompt.prompt_id)
+    return next(known, f"{path}, {prompt.prompt_id}")
+
+
+def id_of(row: Row, where: str, file: Path, number: int) -> str:
+    return text_of(row, "prompt_id", where, f"{file.name}:{number}")
+
+
 def disjoint(train: Sequence[Prompt], held_out: Iterable[Prompt]) -> tuple[tuple[Prompt, ...], int]:
-    """`train` without what is in `held_out` too (the same messages), and how many that were."""
-    known = {prompt.messages for prompt in held_out}
-    kept = tuple(prompt for prompt in train if prompt.messages not in known)
+    """`train` without what is in `held_out` too (the same messages, whatever their case and white space), and how many
+    that were."""
+    known = {asked(prompt) for prompt in held_out}
+    kept = tuple(prompt for prompt in train if asked(prompt) not in known)
     return kept, len(train) - len(kept)
+
+
+def asked(prompt: Prompt) -> tuple[tuple[str, str], ...]:
+    """What tells prompts apart: roles and words."""
+    return tuple((message.role, " ".join(message.content.casefold().split())) for message in prompt.messages)
 
 
 def made_prompts(path: str, count: int, seed: int) -> tuple[Prompt, ...]:
@@ -104,11 +123,11 @@ def parquet_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
         yield number, f"{file}, row {number}", row
 
 
-def prompt_of(row: Row, where: str, default_id: str) -> Prompt:
+def prompt_of(row: Row, where: str, prompt_id: str) -> Prompt:
     """A null is a field that the row lacks: Parquet has the columns of all rows in each."""
     row = {field: value for field, value in row.items() if value is not None}
     prompt = Prompt(
-        prompt_id=text_of(row, "prompt_id", where, default_id),
+        prompt_id=prompt_id,
         messages=messages_of(row, where),
         source=text_of(row, "source", where, ""),
         reference=reference_of(row, where),

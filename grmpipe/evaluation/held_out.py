@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from grmpipe.judge.hearing import judge_alone
 from grmpipe.judge.rule import Rule
+from grmpipe.judge.scale import Scale
+from grmpipe.judge.verdict import COMPONENT
 from grmpipe.rollout.play import Play, RolloutAborted, Seat
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
@@ -49,6 +51,7 @@ class Evaluator:
 
     pass_score: from which score on a judge calls an answer right; None where there is no such score.
     deadline_s: what has not come so long after the last answer, on `clock`, is left out.
+    scale:      of a mixture: its GRM's part alone is held to the truth, which the rule's part would bring along.
     """
 
     prompts: Sequence[Prompt]
@@ -60,6 +63,7 @@ class Evaluator:
     pass_score: float | None = None
     deadline_s: float = math.inf
     clock: ActiveClock | None = None
+    scale: Scale | None = None
 
     async def look(self, name: str, limit: int | None = None) -> Evaluation:
         """Evaluate on the first `limit` prompts (all by default). `name` keeps the requests of looks apart."""
@@ -76,7 +80,7 @@ class Evaluator:
             for prompt, task in zip(prompts, greedy, strict=True)
             if (rollout := _result(task)) is not None and prompt.reference is not None
         ]
-        return Evaluation(metrics=summarise(judged, greedy_right, self.pass_score), rollouts=judged)
+        return Evaluation(metrics=summarise(judged, greedy_right, self.pass_score, self.scale), rollouts=judged)
 
     async def _until_ended(
         self, tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[Rollout | None]]
@@ -134,7 +138,10 @@ def _result(task: asyncio.Task[T]) -> T | None:
 
 
 def summarise(
-    judged: Sequence[JudgedRollout], greedy_right: Sequence[bool], pass_score: float | None = None
+    judged: Sequence[JudgedRollout],
+    greedy_right: Sequence[bool],
+    pass_score: float | None = None,
+    scale: Scale | None = None,
 ) -> Metrics:
     """What could be measured, and nothing else: a failed verdict is in no mean, an unknown truth in no accuracy."""
     scores = [one.report.verdict.score for one in judged if isinstance(one.report.verdict, Verdict)]
@@ -146,17 +153,24 @@ def summarise(
         metrics["true_accuracy_greedy"] = statistics.fmean(greedy_right)
     if scores:
         metrics["grm_score"] = statistics.fmean(scores)
-    if pass_score is not None and (sides := agreements(judged, pass_score)):
+    if pass_score is not None and (sides := agreements(judged, pass_score, scale)):
         metrics["grm_accuracy"] = statistics.fmean(sides)
     if judged:
         metrics["response_tokens"] = statistics.fmean(one.rollout.num_sampled_tokens for one in judged)
     return metrics
 
 
-def agreements(judged: Sequence[JudgedRollout], pass_score: float) -> list[bool]:
+def agreements(judged: Sequence[JudgedRollout], pass_score: float, scale: Scale | None = None) -> list[bool]:
     """Of answers whose truth is known and that have a verdict: does it pass the right ones, and no others?"""
     return [
-        (one.report.verdict.score >= pass_score) == one.right
+        (grm_score(one.report.verdict, scale) >= pass_score) == one.right
         for one in judged
         if one.right is not None and isinstance(one.report.verdict, Verdict)
     ]
+
+
+def grm_score(verdict: Verdict, scale: Scale | None) -> float:
+    """The verdict's; of a mixture on a scale what its GRM gave, whatever the reward lost in its last digits."""
+    if scale is None or COMPONENT not in verdict.breakdown:
+        return verdict.score
+    return round(scale.low + (scale.high - scale.low) * verdict.breakdown[COMPONENT], 9)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from decimal import Decimal
 
+from grmpipe.judge.answer import answer_of, reference_answer
 from grmpipe.judge.hearing import refused
+from grmpipe.judge.math_rule import means_the_same
 from grmpipe.judge.scale import Scale
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import mean
@@ -14,24 +15,13 @@ from grmpipe.types import JudgeReport, Prompt, Rollout
 
 Rule = Callable[[str, str], bool]
 
-# 12, -3, 1,234.50; not the 5 of "v2.5", nor a sign that subtracts ("10-4" ends with 4). ASCII digits only.
-NUMBER = re.compile(r"(?<![\w.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
-
 
 def is_right(text: str, reference: str) -> bool:
-    r"""The last number of the text is the last number of the reference ("12", "#### 12", "Answer: 12", \boxed{12}).
+    """The number that the text gives as its answer is that of the reference, however they are written.
 
-    Equal as numbers: 12 and 12.0 are. ValueError for a reference without a number.
+    ValueError for a reference that isn't one number.
     """
-    expected = last_number(reference)
-    if expected is None:
-        raise ValueError(f"reference {reference[:80]!r} holds no number; type judge.rule=contains_reference")
-    return last_number(text) == expected
-
-
-def last_number(text: str) -> Decimal | None:
-    numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    return answer_of(text) == reference_answer(reference)
 
 
 def contains_reference(text: str, reference: str) -> bool:
@@ -46,14 +36,20 @@ def words_of(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-RULES: dict[str, Rule] = {"exact_answer": is_right, "contains_reference": contains_reference}
+RULES: dict[str, Rule] = {
+    "exact_answer": is_right,
+    "contains_reference": contains_reference,
+    "math_verify": means_the_same,
+}
 
 
 class RuleJudge:
-    """Score 10 and reward 1 for right, score 1 and reward 0 for wrong; a prompt that can't be ruled on is Failed."""
+    """The highest score and reward 1 for right, the lowest and reward 0 for wrong; a prompt that can't be ruled on is
+    Failed."""
 
-    def __init__(self, rule: str) -> None:
+    def __init__(self, rule: str, scale: Scale | None = None) -> None:
         self._rule = RULES[rule]
+        self._scale = scale or Scale()
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         if prompt.reference is None:
@@ -62,5 +58,5 @@ class RuleJudge:
             right = self._rule(rollout.text, prompt.reference)
         except ValueError as error:
             return refused(f"prompt {prompt.prompt_id}: {error}")
-        scale = Scale()
+        scale = self._scale
         return JudgeReport(verdict=voted("rule", rollout, (scale.high if right else scale.low,), mean, scale))

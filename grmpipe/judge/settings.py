@@ -17,7 +17,7 @@ EARLY_STOPS = ("none", "exact", "relaxed")
 PARSERS = ("score_line", "boxed")
 VOTES = ("mean", "sum", "median", "majority", "weighted", "best")
 VOTES_WITH_META = ("weighted", "best")
-RULES = ("exact_answer", "contains_reference")
+RULES = ("exact_answer", "contains_reference", "math_verify")
 COMPONENTS = ("generative", "rule")
 SHIPPED_TEMPLATES = {  # name -> what reads the answers to it, and what it shows
     "tiny": ("score_line", "pointwise"),

@@ -63,7 +63,7 @@ def make_judge(workload: Workload, grm: Router | None, kind: str, driver: Simula
     """The real judge, of a GRM whose critiques are scripted and really parsed."""
     config = workload.config
     if kind == "rule":
-        return OneByOne(RuleJudge(config.judge.rule))
+        return OneByOne(RuleJudge(config.judge.rule, config.judge.scale))
     if kind == "label":
         return OneByOne(LabelJudge(rule_of(config.judge)))
     if kind == "mixed":

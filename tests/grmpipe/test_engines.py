@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from grmpipe.checks import engines as engine_checks
@@ -20,9 +22,12 @@ from grmpipe.config_files import from_values
 from grmpipe.engines import ENGINES, device_of, engine_config_of, tensor_parallel_of
 from grmpipe.prepare import prepare
 from grmpipe.resumption import changed_keys
+from grmpipe.start import outside_options
+from models.engines.openai import OpenAIEngine
 from models.footprint import Heads, heads_of
 from models.settings import ENGINES_OF_THE_POLICY, VllmConfig
 from models.tiny.resolve import SHIPPED
+from models.types import Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, place
 
 OUTSIDE = {"engine": "openai", "path": "a-judge"}
@@ -57,6 +62,34 @@ def test_more_judgements_in_flight_than_the_rate_can_send_in_time_are_refused() 
     with pytest.raises(ConfigError, match=r"^judge\.width: 1024 .* type judge\.width=60, or"):
         check_options(limited(), seats(limited()))
     check_options(limited(width=60), seats(limited(width=60)))
+
+
+def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request() -> None:
+    bodies = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        message = {"message": {"content": "Score: 7"}, "finish_reason": "stop"}
+        return httpx.Response(200, json={"model": "judge", "choices": [message], "usage": {"completion_tokens": 1}})
+
+    grm = {"path": "judge", "engine": "openai", "chat_template_kwargs": {"enable_thinking": False}}
+    options = {"openai": {"api_key_env": "", "extra_body": {"top_k": 20}}}
+
+    async def ask() -> None:
+        engine = OpenAIEngine(
+            "judge", "grm", outside_options(config(grm=grm, engine=options)), httpx.MockTransport(answer)
+        )
+        question = (Message(role="user", content="How good is it?"),)
+        await engine.chat(
+            question, SamplingParams(max_new_tokens=8), RequestContext(request_id="r", group_id="g", role="grm")
+        )
+        await engine.close()
+
+    asyncio.run(ask())
+    assert bodies[0]["chat_template_kwargs"] == {"enable_thinking": False} and bodies[0]["top_k"] == 20
+    twice = {"openai": {"api_key_env": "", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}}
+    with pytest.raises(ConfigError, match=r"extra_body: its chat_template_kwargs stand in grm\.chat_template_kwargs"):
+        check_installed(config(grm=grm, engine=twice))
 
 
 def test_tokens_a_minute_that_no_judgement_fits_into_are_refused() -> None:

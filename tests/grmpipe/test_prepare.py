@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.checks.data import read_data
+from grmpipe.checks.data import read_data, stored_lessons
 from grmpipe.checks.models import find_model
 from grmpipe.checks.sections import section
 from grmpipe.config import ConfigError, RunConfig
@@ -67,6 +67,52 @@ def test_held_out_prompts_are_not_trained(tmp_path: Path) -> None:
     data = read_data(config(data={**paths, "num_eval_prompts": 10}))
     assert (len(data.train), len(data.held_out)) == (15, 10)
     assert not {prompt.messages for prompt in data.train} & {prompt.messages for prompt in data.held_out}
+
+
+def test_a_held_out_prompt_in_another_case_or_spacing_is_not_trained(tmp_path: Path) -> None:
+    questions = {"train": ("WHAT is 6 x 7?\n", "What  is\t6 x 7?", "What is 6 x 8?"), "held_out": ("What is 6 x 7?",)}
+    for name, asked in questions.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    paths = {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "held_out.jsonl")}
+    data = read_data(config(data={**paths}, train={"groups_per_batch": 1}))
+    assert [prompt.messages[0].content for prompt in data.train] == ["What is 6 x 8?"]
+
+
+def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held_out = ["What is 6 x 7?"]
+    rows = [{"prompt": text, "response": "42", "score": 8} for text in ("what is 6 x 7? ", "What is 6 x 8?")]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in held_out))
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    learning = config(
+        data={"eval_path": str(tmp_path / "held_out.jsonl"), "num_prompts": 20},
+        cotrain={"enabled": True, "data_path": str(tmp_path / "labels.jsonl")},
+    )
+    lessons = stored_lessons(learning, read_data(learning))
+    assert lessons is not None and len(lessons) == 1
+    assert "1 lessons of" in caplog.text
+    (tmp_path / "labels.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(ConfigError, match=r"^cotrain\.data_path: every prompt of .* is in data\.eval_path"):
+        stored_lessons(learning, read_data(learning))
+
+
+@pytest.mark.parametrize("column", [{}, {"prompt_id": "mine"}])
+def test_a_reference_that_the_rule_cannot_read_is_refused_by_file_and_line(
+    tmp_path: Path, column: dict[str, str]
+) -> None:
+    rows = [{"prompt": "1?", "reference": 1}, {"prompt": "2?", "reference": "(3, 9)", **column}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    for key, data in (("path", {"path": str(path)}), ("eval_path", {"eval_path": str(path), "num_prompts": 20})):
+        with pytest.raises(
+            ConfigError, match=rf"^data\.{key}: .*prompts\.jsonl, line 3: reference '\(3, 9\)' isn't one"
+        ):
+            read_data(config(judge={"kind": "rule"}, data=data))
+
+
+def test_a_rule_without_its_library_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grmpipe.judge.math_rule.is_installed", lambda: False)
+    with pytest.raises(ConfigError, match=r'^judge\.rule: math_verify needs .*; type pip install -e "\.\[math\]"'):
+        prepare(config(judge={"kind": "rule", "rule": "math_verify"}), no_progress)
 
 
 def test_own_prompts_are_not_evaluated_on_problems_of_ours(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from grmpipe.evaluation.lookout import Lookout
 from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
 from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.rule import is_right
+from grmpipe.judge.scale import Scale
 from grmpipe.judge.watch import FailureGate, HackingAlarm
 from grmpipe.rollout.play import Seat
 from grmpipe.tally import Counts, Tally, batch_metrics, flow_metrics, truth_metrics
@@ -185,6 +186,18 @@ def test_a_judge_is_right_where_it_passes_right_answers_and_no_others() -> None:
     looked = asyncio.run(looking.look("look"))  # passed and right, passed and wrong, -, not played, not passed, failed
     assert looked.metrics["grm_accuracy"] == pytest.approx(2 / 3)
     assert "grm_accuracy" not in asyncio.run(evaluator(score, ("0",)).look("look")).metrics
+
+
+def test_the_accuracy_of_a_mixtures_grm_holds_nothing_of_the_truth_that_the_rule_added() -> None:
+    """A GRM that gives everything 4 of 10, beside a rule: right answers come to 8.2, which is the rule's doing."""
+
+    def score(rollout: Rollout) -> Verdict | Failed:
+        right = rollout.text in ("Answer: 0", "Answer: 2")
+        mixture = verdict(8.2 if right else 1.9)
+        return dataclasses.replace(mixture, breakdown={"generative": 3 / 9, "rule": float(right)})
+
+    looking = dataclasses.replace(evaluator(score, ("0", "7", "2")), pass_score=8, scale=Scale())
+    assert asyncio.run(looking.look("look")).metrics["grm_accuracy"] == pytest.approx(1 / 3)
 
 
 def test_without_references_there_is_no_accuracy() -> None:

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from models.renderer import Renderer
+from models.settings import ModelConfig
 from models.tiny.tokenizer import build_tokenizer
 from models.types import Message
 
@@ -179,3 +180,44 @@ def test_what_siblings_are_asked_is_encoded_once(path: Path, monkeypatch: pytest
     assert all(ids == first for ids in others)
     assert encoded.count("How many coins?") == encoded.count("Why?") == 1
     assert renderer.render([user("How many?")]) != first
+
+
+BRANCHING = (
+    "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% if system %}{{ system.name }}{% endif %}"
+)
+
+
+def test_a_template_is_told_what_it_branches_on(
+    path: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "branching.jinja"
+    template.write_text(BRANCHING)
+
+    def rendered(**kwargs: object) -> str:
+        return tokenizer.decode(Renderer.load(str(path), str(template), kwargs).render([user("1")]))
+
+    assert rendered() == rendered(enable_thinking=True) == "[1]"
+    assert rendered(enable_thinking=False) == "[1]<think></think>"
+    assert rendered(enable_thinking=False, system={"name": "x"}) == "[1]<think></think>x"
+    thoughtless = Renderer.load(str(path), str(template), {"enable_thinking": False})
+    assert tokenizer.decode(thoughtless.extend([user("2")])).endswith("[2]<think></think>")
+    assert not caplog.records
+    assert rendered(enable_thinkng=False) == "[1]"
+    assert "knows no enable_thinkng" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "complaint"),
+    [
+        ({"tokenize": True}, r"^chat_template_kwargs: 'tokenize' can't be set; give names"),
+        ({"messages": []}, r"^chat_template_kwargs: 'messages' can't be set"),
+        ({"enable thinking": False}, r"^chat_template_kwargs: 'enable thinking' can't be set"),
+        ({"enable_thinking": {1, 2}}, r"^chat_template_kwargs\.enable_thinking: expected true, false, a number"),
+        ({"budget": float("nan")}, r"^chat_template_kwargs\.budget: expected"),
+    ],
+)
+def test_what_no_template_can_be_told_is_refused_by_the_key(kwargs: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        ModelConfig(chat_template_kwargs=kwargs)

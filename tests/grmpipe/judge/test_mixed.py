@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from grmpipe.config import RunConfig
+from grmpipe.config_files import from_values
 from grmpipe.judge.hearing import OneByOne, judge_alone
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.judge.settings import EarlyStopConfig
 from grmpipe.judge.verdict import mixed
+from grmpipe.kinds import rule_judge
 from grmpipe.train.rewards import rewards_of
 from grmpipe.types import Failed, RewardSpan, Verdict
 from models.types import EngineDied
@@ -46,6 +50,17 @@ def test_beside_a_mean_of_steps_every_span_has_its_share_in_the_mixture(bench: A
     assert rewards.shares_K == pytest.approx((0.25, 0.25, 0.5))
     assert rewards.earned_K.tolist() == pytest.approx([1.0, 0.0, 0.75])
     assert rewards.outcome == pytest.approx(0.75 * 0.5 + 0.25)
+
+
+def test_a_mixture_stays_on_the_scale_of_its_judge(bench: Any) -> None:
+    scale = {"score_min": 0, "score_max": 5}
+    config = from_values(RunConfig, {"judge": {"kind": "mixed", "mix": {"generative": 1.0, "rule": 1.0}, **scale}})
+    rule = rule_judge(SimpleNamespace(config=config), None)  # type: ignore[arg-type]
+    grm, _ = bench.generative(lambda prompt, context: bench.answer("Score: 5"), **scale)
+    judge = MixedJudge({"generative": (grm, 1.0), "rule": (rule, 1.0)})
+    for text, score, reward in (("Answer: 12", 5, 1.0), ("Answer: 13", 2.5, 0.5)):
+        verdict = bench.run(judge_alone(judge, bench.prompt(), bench.rollout(text))).verdict
+        assert (verdict.score, verdict.outcome) == (score, reward)
 
 
 def test_a_failed_component_is_never_renormalised_away(bench: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grmpipe.judge.math_rule import is_installed, means_the_same
 from grmpipe.judge.rule import RuleJudge, contains_reference, is_right
 
 
@@ -25,6 +27,23 @@ from grmpipe.judge.rule import RuleJudge, contains_reference, is_right
         ("10-4", "4"),
         ("1,2,3", "3"),
         ("12 apples", "12"),
+        ("1e5", "100000"),
+        ("it is .5", "0.5"),
+        ("about 1{,}000", "1000"),
+        ("1\\,000", "1,000"),
+        ("3/2", "1.5"),
+        ("so 1 1/2", "3/2"),
+        ("-3/4", "-0.75"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"-\dfrac12", "-1/2"),
+        (r"2\frac{1}{2}", "5/2"),
+        ("12%", r"12\%"),
+        ("7 cm^2", "7"),
+        ("7 cm", r"7 \text{ cm}^2"),
+        (r"90^\circ", "90"),
+        ("about 60 km/h", "60"),
+        ("it costs $5", "$5.00"),
+        ("x = 5", "The answer is 5."),
     ],
 )
 def test_the_last_number_is_the_answer(text: str, reference: str) -> None:
@@ -34,10 +53,57 @@ def test_the_last_number_is_the_answer(text: str, reference: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reference"),
     [("", "12"), ("twelve", "12"), ("112", "12"), ("12, or rather 13", "12"), ("-12", "12"), ("12.5", "12"),
-     ("v12", "12"), ("1.2.12", "12"), ("١٢", "12"), ("9" * 100_000, "9")],
+     ("v12", "12"), ("1.2.12", "12"), ("١٢", "12"), ("9" * 100_000, "9"), ("3/2", "1/2"), ("3/2", "2"), ("2^10", "10"),
+     (r"\frac{5}{3}", "1/3"), (r"\sqrt{3}", "3"), (r"\frac{\pi}{3}", "3"), ("3^x", "3"), ("3/4/2025", "2025"),
+     (r"3\sqrt{2}", "3"), ("1/0", "0"), ("1e999999", "1"), ("The answer is 42. I checked it 3 times.", "42")],
 )  # fmt: skip
 def test_another_number_or_none_is_wrong(text: str, reference: str) -> None:
     assert not is_right(text, reference)
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [
+        (r"\boxed{42}. I checked it 3 times.", "42"),
+        (r"First \boxed{3}, no: \boxed{42}, after 3 tries", "42"),
+        (r"$$\boxed{\frac{5}{3}}$$", r"\frac{5}{3}"),
+        (r"\boxed{x = 1{,}000 \text{ cm}^2}", "1000"),
+        (r"\boxed{\$12.50}", "12.5"),
+        (r"\boxed{12}", r"6 x 2 is 12 since 6 + 6 is \boxed{12}"),
+    ],
+)
+def test_the_last_box_is_the_answer(text: str, reference: str) -> None:
+    assert is_right(text, reference)
+
+
+@pytest.mark.parametrize(
+    "box",
+    ["", r"\frac{5}{3}", "(4, 9)", "2^9", r"\sqrt{9}", "9x", "9, 10", "-9", r"9\pi", "sin 9", "9 to 10", "9 + 0"],
+)
+def test_a_box_that_holds_anything_but_the_number_is_wrong(box: str) -> None:
+    assert not is_right(f"It is 9. \\boxed{{{box}}} So 9.", "9")
+    assert not is_right(f"It is 9. \\boxed{{{box}", "9")
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["(3, 9)", "3 and 9", "3, 9", "x = 3 or x = 9", "6 x 2 = 12", r"\sqrt{3}", "2^10", r"3\pi", "5x", "x", "", "#### ",
+     "1/0", r"\boxed{3} and \boxed{9}", r"\boxed{(3, 9)}", "#### 3 9", "Answer: 3 9", "sin 30", "1:2",
+     "[0, 1]", "10:30", "3 + 2i"],
+)  # fmt: skip
+def test_a_reference_that_is_not_one_number_is_refused_and_the_way_out_is_named(reference: str) -> None:
+    with pytest.raises(ValueError, match=r"one number.*judge\.rule=math_verify.*judge\.rule=contains_reference"):
+        is_right("12", reference)
+
+
+@pytest.mark.parametrize(
+    "filling", ["9", "9,", "1 ", "1/", "{", "\\frac{1}", "\\boxed{", "\\boxed{9}", "9 cm^2", "^", " "]
+)
+def test_an_answer_is_read_in_linear_time(filling: str) -> None:
+    started_s = time.process_time()
+    for begins in ("", "1", "\\boxed{", "\\frac{"):
+        assert not is_right(f"{begins}{filling * 20_000}x", "12")
+    assert time.process_time() - started_s < 2
 
 
 @given(text=st.text(), number=st.integers())
@@ -65,3 +131,15 @@ def test_a_prompt_that_cannot_be_ruled_on_is_refused(bench: Any, reference: str 
     verdict = bench.run(RuleJudge("exact_answer").judge(bench.prompt(reference=reference), bench.rollout("12"))).verdict
     assert verdict.cause == "refused"
     assert said in verdict.detail
+
+
+@pytest.mark.skipif(not is_installed(), reason='needs math-verify: pip install -e ".[math]"')
+def test_mathematics_is_compared_by_its_meaning() -> None:
+    assert means_the_same(r"so \boxed{\sqrt{12}}", r"2\sqrt{3}")
+    assert means_the_same(r"\boxed{(3, 9)}", "(3, 9)")
+    assert means_the_same(r"\boxed{\frac{1}{2}}", "0.5")
+    assert not means_the_same(r"\boxed{(4, 9)}", "(3, 9)")
+    assert not means_the_same(r"\boxed{9^{9^{9^9}}}", "12")
+    assert not means_the_same("", "12")
+    with pytest.raises(ValueError, match=r"holds no mathematics; type judge\.rule=contains_reference"):
+        means_the_same("12", "")

@@ -1,0 +1,43 @@
+"""A rule for answers that are mathematics, by the library math-verify. It is imported when the rule is first asked."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+
+INSTALL = 'pip install -e ".[math]"'
+TIMEOUT_S = 1  # of each step; a tower of powers takes for ever
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("math_verify") is not None
+
+
+def means_the_same(text: str, reference: str) -> bool:
+    r"""The answer of the text (its last box, or what comes last) equals the reference as mathematics: fractions, roots,
+    intervals, sets, equations. ValueError for a reference that holds none.
+
+    For the main thread alone: the library's timeouts are signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("math_verify: its timeouts are signals, which only the main thread gets")
+    from math_verify import verify
+
+    expected = parsed_reference(reference)
+    if not expected:
+        raise ValueError(f"reference {reference[:80]!r} holds no mathematics; type judge.rule=contains_reference")
+    return bool(verify(list(expected), parsed(text), timeout_seconds=TIMEOUT_S))
+
+
+@lru_cache(maxsize=4096)
+def parsed_reference(reference: str) -> tuple[object, ...]:
+    marked = any(mark in reference for mark in ("$", "\\boxed{", "\\(", "\\["))
+    return tuple(parsed(reference if marked else f"${reference}$"))
+
+
+def parsed(text: str) -> Sequence[object]:
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=TIMEOUT_S)
