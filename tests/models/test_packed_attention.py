@@ -1,4 +1,4 @@
-"""Attention within packed samples: flash's call means what padded SDPA computes; on GPUs nothing is as large as scores."""
+"""Attention within packed samples: flash's call means what padded SDPA computes, and no GPU holds whole scores."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Largest(TorchDispatchMode):
 
 
 def fused_float32(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False, **options: Any) -> Tensor:
-    """What torch's only fused kernel for float32 on CUDA takes: a mask or none, but as many key heads as query heads."""
+    """What torch's only fused kernel for float32 on CUDA takes: with a mask or none, as many key heads as queries'."""
     assert not enable_gqa and query.shape[1] == key.shape[1] == value.shape[1], "the math kernel: whole scores"
     return torch.empty_like(query)
 
@@ -130,11 +130,10 @@ def fused_float32(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = 
 def test_float32_on_a_gpu_takes_a_fused_kernel_and_makes_nothing_as_large_as_the_scores(
     monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """8 siblings of 1024 tokens after a prompt of 1024, 32 heads over 8: on tensors without memory."""
+    """8 siblings of 1024 tokens after a prompt of 1024, 32 heads over 8: on tensors without memory, and of a CPU, for
+    torch without CUDA indexes no other."""
     monkeypatch.setattr(F, "scaled_dot_product_attention", fused_float32)
-    monkeypatch.setattr(
-        packed_attention, "on_gpu", lambda states: True
-    )  # torch without CUDA indexes none of its tensors
+    monkeypatch.setattr(packed_attention, "on_gpu", lambda states: True)
     with FakeTensorMode(), torch.no_grad(), Largest() as largest:
         queries_NQ = torch.empty(8, 1024, dtype=torch.int64)
         keys_NK = torch.empty(8, 2048, dtype=torch.int64) if shared else queries_NQ
