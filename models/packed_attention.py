@@ -5,6 +5,7 @@ T: packed tokens, H: query heads, G: key heads, D: head size, N, Q, K: as in mod
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -73,7 +74,8 @@ def _varlen(
     grouped = query_THD.shape[1] != key_TGD.shape[1]
     if grouped and not VARLEN_KNOWS_GROUPS:
         key_TGD, value_TGD = (_to_every_head(x, query_THD.shape[1]) for x in (key_TGD, value_TGD))
-    out = varlen_attn(
+    attend = functools.partial(varlen_attn, enable_gqa=True) if grouped and VARLEN_KNOWS_GROUPS else varlen_attn
+    out = attend(
         query_THD.contiguous(),
         key_TGD.contiguous(),
         value_TGD.contiguous(),
@@ -83,7 +85,6 @@ def _varlen(
         keys.max_length,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        **({"enable_gqa": True} if grouped and VARLEN_KNOWS_GROUPS else {}),
     )
     assert isinstance(out, Tensor)
     return out
