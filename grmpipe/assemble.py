@@ -35,7 +35,7 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
     )
     critic, journal = running.critic, observers.recorder
     trainer: Trainer = BatchTrainer(
-        running.learner, config.train, config.algorithm, config.rollout.max_new_tokens, critic
+        running.learner, config.train, config.algorithm, config.rollout.max_new_tokens, critic, config.seed
     )
     if running.share is not None:
         trainer = TrainerByTurns(trainer, begin_turn(running.share))

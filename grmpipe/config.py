@@ -19,7 +19,14 @@ from grmpipe.plan.settings import PlanConfig
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.simulation.settings import SimulateConfig
 from grmpipe.train.critic_settings import CriticConfig, check_critic
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_pass_k, check_replay, check_spread
+from grmpipe.train.settings import (
+    AlgorithmConfig,
+    TrainConfig,
+    check_interpolated,
+    check_pass_k,
+    check_replay,
+    check_spread,
+)
 from models.settings import AUTO, ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
 from scheduler.balance import BalanceConfig
 from scheduler.health import HealthConfig
@@ -96,6 +103,7 @@ class RunConfig:
             )
         check_pass_k(self.algorithm, self.train.group_size)
         check_replay(self.algorithm, self.train.max_staleness)
+        check_interpolated(self.algorithm, self.train.max_staleness)
         check_spread(self.algorithm, self.judge.num_judgements)
         check_critic(self.critic, self.algorithm, self.train)
         if self.policy.engine not in ENGINES_OF_THE_POLICY:

@@ -246,4 +246,5 @@ def learner_spec(
         first_version=config.critic.warmup_steps if config.critic.enabled else 0,
         lora=config.policy.lora,
         adapter_dir=str(run_dir.absolute() / "adapter"),
+        seed=config.seed,
     )

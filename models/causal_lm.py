@@ -112,9 +112,9 @@ def packed_logprobs(
     packing = Packing(sample_lengths_S, prefixes)
     before_R = packing.before_T[targets_R]
     logits_RV = packed_logits(model, token_ids_T, position_ids_T, packing, logits_to_keep=before_R)
-    if temperature != 1.0:
-        logits_RV = logits_RV / temperature
-    logprobs_R, entropy_R = chosen_logprobs(logits_RV, token_ids_T[targets_R], want_entropy, entropy_gradient)
+    logprobs_R, entropy_R = chosen_logprobs(
+        logits_RV, token_ids_T[targets_R], want_entropy, entropy_gradient, temperature=temperature
+    )
     zeros_T = logprobs_R.new_zeros(len(token_ids_T))
     return PackedLogprobs(
         logprobs_T=zeros_T.index_copy(0, targets_R, logprobs_R),

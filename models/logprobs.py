@@ -15,26 +15,31 @@ def chosen_logprobs(
     want_entropy: bool = False,
     entropy_gradient: bool = True,
     chunk_logits: int = CHUNK_LOGITS,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Log-softmax of row r at chosen_R[r], and the entropy of row r (zeros unless wanted). R: rows, V: vocabulary.
 
-    Returns float32 (float64 for float64 logits), natural log. The float copy of the logits exists for `chunk_logits`
-    of them at a time: the backward pass computes each chunk again.
+    Both after `temperature`. Returns float32 (float64 for float64 logits), natural log. The float copy of the logits
+    exists for `chunk_logits` of them at a time: the backward pass computes each chunk again.
     """
     chunk_rows = max(1, chunk_logits // logits_RV.shape[-1])
     if len(logits_RV) <= chunk_rows:
-        return _chunk(logits_RV, chosen_R, want_entropy, entropy_gradient)
+        return _chunk(logits_RV, chosen_R, want_entropy, entropy_gradient, temperature)
     pieces = [
-        checkpoint(_chunk, logits, chosen, want_entropy, entropy_gradient, use_reentrant=False)
+        checkpoint(_chunk, logits, chosen, want_entropy, entropy_gradient, temperature, use_reentrant=False)
         for logits, chosen in zip(logits_RV.split(chunk_rows), chosen_R.split(chunk_rows), strict=True)
     ]
     return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
 
-def _chunk(logits_RV: Tensor, chosen_R: Tensor, want_entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+def _chunk(
+    logits_RV: Tensor, chosen_R: Tensor, want_entropy: bool, entropy_gradient: bool, temperature: float
+) -> tuple[Tensor, Tensor]:
     # fp32: a logsumexp in bf16 is off by up to 1 %, which a ratio of two of them turns into a wrong clip.
     if logits_RV.dtype != torch.float64:
         logits_RV = logits_RV.float()
+    if temperature != 1.0:  # in float32, as engines do: a quotient rounded to bf16 is off by 1 % and more
+        logits_RV = logits_RV / temperature
     normaliser_R = logits_RV.logsumexp(dim=-1)
     logprobs_R = logits_RV.gather(-1, chosen_R[:, None]).squeeze(-1) - normaliser_R
     if not want_entropy:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
 ADAPTER = "default"  # peft's own name for an only adapter
-ADAPTER_SEED = 0  # of A: the same on all ranks and at every start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +81,15 @@ def check_targets(path: str, lora: LoraConfig) -> None:
     targets_of(outline_causal_lm(path), lora)
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str) -> PreTrainedModel:
-    """New adapters of `dtype` in a model, which is frozen. Its modules get other names: see `plain_name`."""
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int = 0) -> PreTrainedModel:
+    """New adapters of `dtype` in a model, which is frozen. Its modules get other names: see `plain_name`.
+
+    `seed`: of A, the same on all ranks."""
     from peft import inject_adapter_in_model
 
     config = _peft_config(model, lora, targets_of(model, lora))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(ADAPTER_SEED)
+        torch.manual_seed(seed)
         inject_adapter_in_model(config, model, ADAPTER)
     for _, low_rank in adapters(model):
         for parameter in (low_rank.a_RI, low_rank.b_OR):
@@ -96,14 +97,14 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str) -> PreTra
     return model.eval()
 
 
-def with_adapters(lora: LoraConfig, frozen_dtype: str) -> Architecture:
+def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Architecture:
     """Causal language models with new adapters; what is frozen is held in a type of its own."""
 
     def load(path: str, dtype: str) -> PreTrainedModel:
-        return add_adapters(CAUSAL_LM.load(path, frozen_dtype), lora, dtype)
+        return add_adapters(CAUSAL_LM.load(path, frozen_dtype), lora, dtype, seed)
 
     def outline(path: str, dtype: str) -> PreTrainedModel:
-        return add_adapters(CAUSAL_LM.outline(path, frozen_dtype), lora, dtype)
+        return add_adapters(CAUSAL_LM.outline(path, frozen_dtype), lora, dtype, seed)
 
     return Architecture(load=load, outline=outline)
 

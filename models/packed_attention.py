@@ -5,6 +5,8 @@ T: packed tokens, H: query heads, G: key heads, D: head size, N, Q, K: as in mod
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from models.packing import Packing, Rows
 
 PACKED_ATTENTION = "packed_sdpa"
+VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 doesn't
 
 
 def packed_attention(
@@ -45,7 +48,7 @@ def packed_attention(
     if sliding_window is None and _slides(module):
         raise ValueError(f"path: {type(module).__name__} tells packed attention nothing of its sliding_window")
     query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    varlen = on_gpu(query) and query.dtype in (torch.bfloat16, torch.float16)
     attend = _varlen if varlen else _padded
     return attend(query_THD, key_TGD, value_TGD, packing, scaling, sliding_window)[None], None
 
@@ -68,7 +71,11 @@ def _varlen(
     keys = packing.keys
     if keys.places_K is not None:
         key_TGD, value_TGD = key_TGD[keys.places_K], value_TGD[keys.places_K]
-    out = varlen_attn(
+    grouped = query_THD.shape[1] != key_TGD.shape[1]
+    if grouped and not VARLEN_KNOWS_GROUPS:
+        key_TGD, value_TGD = (_to_every_head(x, query_THD.shape[1]) for x in (key_TGD, value_TGD))
+    attend = functools.partial(varlen_attn, enable_gqa=True) if grouped and VARLEN_KNOWS_GROUPS else varlen_attn
+    out = attend(
         query_THD.contiguous(),
         key_TGD.contiguous(),
         value_TGD.contiguous(),
@@ -78,7 +85,6 @@ def _varlen(
         keys.max_length,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
     )
     assert isinstance(out, Tensor)
     return out
@@ -87,7 +93,14 @@ def _varlen(
 def _padded(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    """SDPA on padded copies, of samples of about the same length at a time."""
+    """SDPA on padded copies, of samples of about the same length at a time.
+
+    On a GPU each query head gets its keys: no fused kernel for float32 knows groups, and the other one holds the scores
+    of all heads, gigabytes a layer.
+    """
+    num_heads = query_THD.shape[1]
+    if on_gpu(query_THD):
+        key_TGD, value_TGD = (_to_every_head(x, num_heads) for x in (key_TGD, value_TGD))
 
     def attend(rows: Rows) -> Tensor:
         seen_NQK = rows.seen_NQK(window)
@@ -98,11 +111,20 @@ def _padded(
             attn_mask=None if seen_NQK is None else seen_NQK[:, None],
             is_causal=seen_NQK is None,
             scale=scaling,
-            enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+            enable_gqa=num_heads != key_TGD.shape[1],
         )
         return out_NHQD.transpose(1, 2).flatten(0, 1)
 
     return torch.cat([attend(rows) for rows in packing.rows])[packing.slots_T]
+
+
+def on_gpu(states: Tensor) -> bool:
+    return states.is_cuda
+
+
+def _to_every_head(states_TGD: Tensor, num_heads: int) -> Tensor:
+    """[T, H, D]: keys or values of a group, for each of its query heads."""
+    return states_TGD.repeat_interleave(num_heads // states_TGD.shape[1], dim=1)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

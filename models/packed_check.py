@@ -22,7 +22,7 @@ WINDOW_IN_MASK_ALONE = ("phimoe", "qwen2_moe")
 LAYERS_KEEP_OPTIONS = ("moshi", "nemotron", "stablelm")  # to themselves: their attention is told nothing of packing
 
 PREFIX, FIRST, SECOND = (5, 3, 8, 2, 9), (4, 6, 3, 7, 5, 8), (7, 1, 3, 6, 2, 9, 4)
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # mean nats, or share of a hidden state's length
+PROBE_TOLERANCE, PROBE_TOLERANCE_16BIT = 1e-3, 0.1  # mean nats, or share of a hidden state's length
 
 
 def check_trainable(path: str) -> None:
@@ -88,7 +88,7 @@ def probe_logprobs(model: PreTrainedModel, device: torch.device, dtype: str) -> 
     """A short sample packed behind another, and going on from a prefix of that, against itself alone as transformers
     calls the model. Three passes, a collective; the caller sees to it that none has a gradient.
 
-    Raises ValueError (`path: ...`) where log-probs are off by more than PROBE_TOLERANCE[dtype], in the mean.
+    Raises ValueError (`path: ...`) where log-probs are off by more than rounding explains, in the mean.
     """
     sample_T = torch.tensor(PREFIX + SECOND, device=device)
     logits_TV = model(input_ids=sample_T[None], use_cache=False).logits[0, :-1]
@@ -96,7 +96,7 @@ def probe_logprobs(model: PreTrainedModel, device: torch.device, dtype: str) -> 
     for num_shared in (0, len(PREFIX)):
         packed = packed_logprobs(model, *_behind_another(num_shared, device)).logprobs_T[-len(SECOND) :]
         off = float((packed - alone_T[-len(SECOND) :]).abs().mean())
-        _refuse_above(PROBE_TOLERANCE[dtype], off, "nats", num_shared, model)
+        _refuse_above(tolerance_of(dtype), off, "nats", num_shared, model)
 
 
 def probe_scores(model: PreTrainedModel, device: torch.device, dtype: str) -> None:
@@ -110,7 +110,11 @@ def probe_scores(model: PreTrainedModel, device: torch.device, dtype: str) -> No
         hook.remove()
     alone_TD, packed_TD = (hidden_TD[-len(SECOND) :].float() for hidden_TD in read)
     off = float((packed_TD - alone_TD).norm() / alone_TD.norm())
-    _refuse_above(PROBE_TOLERANCE[dtype], off, "of a hidden state", 0, model)
+    _refuse_above(tolerance_of(dtype), off, "of a hidden state", 0, model)
+
+
+def tolerance_of(dtype: str) -> float:
+    return PROBE_TOLERANCE_16BIT if dtype in ("bfloat16", "float16") else PROBE_TOLERANCE
 
 
 def _behind_another(num_shared: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Prefixes]:

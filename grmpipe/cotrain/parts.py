@@ -113,6 +113,7 @@ def grm_learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> Learn
         temperature=config.judge.temperature,
         lora=config.grm.lora,
         adapter_dir=str(run_dir.absolute() / "grm_adapter"),
+        seed=config.seed,
     )
 
 

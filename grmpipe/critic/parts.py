@@ -74,7 +74,7 @@ async def start_critic(
     )
     ranks = await cluster.start_group(ROLE, functools.partial(CriticLearner, spec))
     group = CriticGroup(ranks, events)
-    return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
+    return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed)
 
 
 class ValuedJournal:

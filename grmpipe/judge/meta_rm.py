@@ -23,12 +23,14 @@ class MetaRm:
     context_tokens: int
 
     async def scores(self, judged: Sequence[JudgedResponses], priority: int = 0) -> Sequence[float]:
-        """Raises EngineRefused for a judgement that exceeds the window, or EngineDied."""
+        """Raises EngineRefused for a judgement that exceeds the window or gets no finite score, or EngineDied."""
         sequences = [sequence_of(one.judgement) for one in judged]
         longest = max(map(len, sequences), default=0)
         if longest > self.context_tokens:
             raise EngineRefused(f"a judgement of {longest} tokens; the window of meta has {self.context_tokens}")
         logits = await asyncio.gather(*(self.scorer.score(sequence, priority) for sequence in sequences))
+        if not all(map(math.isfinite, logits)):
+            raise EngineRefused("meta gave a score that isn't finite: its weights or meta.dtype are at fault")
         return [sigmoid(logit) for logit in logits]
 
 

@@ -126,7 +126,7 @@ class ReplayRun:
 
     async def _train(self, learner: LearnerGroup) -> Status:
         config = self._config
-        trainer = BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens)
+        trainer = BatchTrainer(learner, config.train, config.algorithm, config.rollout.max_new_tokens, seed=config.seed)
         if self._num_steps < config.train.num_steps:
             log.warning("%s holds %d steps: the replay ends there", self._recorded.rollouts, self._num_steps)
         with asked_to_stop(self._stop):

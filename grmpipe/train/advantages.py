@@ -159,7 +159,8 @@ def whiten(advantages: Advantages, std: str, epsilon: float) -> Advantages:
 
 
 def reinforce_pp(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
-    """Returns, whitened over the batch (REINFORCE++, arXiv 2501.03262)."""
+    """Returns, whitened over the batch (REINFORCE++, arXiv 2501.03262): with a KL in the reward a token's is the
+    outcome less the KL from there on."""
     raw = [[rewards.spread(returns(rewards.values_K, algorithm.gamma)) for rewards in group] for group in groups]
     return whiten(raw, algorithm.std, algorithm.min_group_std)
 
@@ -188,11 +189,13 @@ class Estimator:
     """`need`: what must be there before it can be asked. One that needs only a group is asked group by group, and its
     samples are trained while the rest of the batch still rolls out; one that needs the batch waits for all of it.
 
-    `compares`: what of siblings must differ for them to teach anything."""
+    `compares`: what of siblings must differ for them to teach anything. `by_token`: a KL in the reward is paid token by
+    token, so that none pays for an earlier one; else by step."""
 
     need: Literal["group", "batch"]
     estimate: Callable[[Sequence[Group], AlgorithmConfig], Advantages]
     compares: Literal["outcomes", "steps"] = "outcomes"
+    by_token: bool = False
 
 
 def outcomes(group: Group) -> np.ndarray:
@@ -229,10 +232,10 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "process": of_groups(stepwise, compares="steps"),
     "process_grpo": of_groups(process_grpo, compares="steps"),
-    "reinforce_pp": Estimator(need="batch", estimate=reinforce_pp),
+    "reinforce_pp": Estimator(need="batch", estimate=reinforce_pp, by_token=True),
     "reinforce_pp_baseline": Estimator(need="batch", estimate=reinforce_pp_baseline),
-    "gae": Estimator(need="batch", estimate=gae_whitened),
-    "gae_raw": Estimator(need="group", estimate=gae_raw),
+    "gae": Estimator(need="batch", estimate=gae_whitened, by_token=True),
+    "gae_raw": Estimator(need="group", estimate=gae_raw, by_token=True),
 }
 
 

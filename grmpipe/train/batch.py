@@ -13,8 +13,10 @@ from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.train.packer import Packer, Round, rounds_of
 from grmpipe.train.replay import ReplayBuffer
 from grmpipe.train.reward_kl import Kl, kl_of_rollouts
-from grmpipe.train.samples import count, judged_siblings, split_rollout, to_samples
+from grmpipe.train.samples import count, judged_siblings, split_rollout, to_samples, without_finite_advantages
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.train.splitting import shuffled_parts
+from grmpipe.train.update import NonFiniteGradients
 from grmpipe.types import JudgedGroup, Metrics, OldPass, TrainingSample
 
 
@@ -32,12 +34,15 @@ class BatchTrainer:
         algorithm: AlgorithmConfig,
         max_new_tokens: int = 0,
         critic: Critic | None = None,
+        seed: int = 0,
     ) -> None:
-        """`max_new_tokens`: of a turn; needed where long answers are penalised. `critic`: where advantages ask one."""
+        """`max_new_tokens`: of a turn; needed where long answers are penalised. `critic`: where advantages ask one.
+        `seed`: of the groups that each of several updates learns from."""
         assert max_new_tokens > 0 or algorithm.overlong_share == 0, "a penalty for length needs the limit"
         self._learner = learner
         self._critic = critic
         self._algorithm = algorithm
+        self._seed = seed
         self._updates = min(algorithm.updates_per_batch, train.groups_per_batch)
         self._replay = ReplayBuffer(
             groups_per_batch=algorithm.replay_groups, max_age=train.max_staleness, times=algorithm.replay_times
@@ -117,7 +122,10 @@ class BatchTrainer:
     async def _improve(self, groups: Sequence[JudgedGroup]) -> Metrics:
         """The policy's steps."""
         samples = self._estimated(groups) if self._waits_for_batch else self._samples
-        return await (self._several_updates if self._updates > 1 else self._one_update)(groups, samples)
+        try:
+            return await (self._several_updates if self._updates > 1 else self._one_update)(groups, samples)
+        except NonFiniteGradients as error:
+            raise NonFiniteGradients(error.norm, error.lr_key, tuple(without_finite_advantages(samples))) from None
 
     @property
     def _policy_rests(self) -> bool:
@@ -163,9 +171,10 @@ class BatchTrainer:
         return await self._learner.step(count(samples, min(group.version for group in groups)))
 
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
-        """Split by groups, in order; the metrics are the last update's."""
+        """Split by groups, at random; the metrics are the last update's."""
         oldest = min(group.version for group in groups)
-        parts = [self._part(samples, ids) for ids in split_ids(groups, self._updates)]
+        ids = [group.group_id for group in groups]
+        parts = [self._part(samples, some) for some in shuffled_parts(ids, self._updates, self._seed, self._version)]
         packed = [self._pack(part) for part in parts]
         old = [[await self._old_pass(round_) for round_ in rounds] for rounds in packed]
         metrics: Metrics = {}
@@ -184,9 +193,3 @@ class BatchTrainer:
 
     def _pack(self, samples: Sequence[TrainingSample]) -> list[Round]:
         return rounds_of(samples, self._max_tokens, self._learner.size, self._shared)
-
-
-def split_ids(groups: Sequence[JudgedGroup], parts: int) -> list[set[str]]:
-    """Group ids in `parts` nearly equal parts, none of them empty."""
-    ids = np.array([group.group_id for group in groups])
-    return [set(part.tolist()) for part in np.array_split(ids, min(parts, len(ids)))]

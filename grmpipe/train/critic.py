@@ -18,6 +18,7 @@ from grmpipe.train.reward_kl import Kl
 from grmpipe.train.rewards import Values
 from grmpipe.train.samples import earned, judged_siblings
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.train.splitting import shuffled_parts
 from grmpipe.train.value_loss import value_quality
 from grmpipe.types import JudgedGroup, Metrics
 
@@ -36,8 +37,9 @@ class Critic:
         train: TrainConfig,
         algorithm: AlgorithmConfig,
         max_new_tokens: int = 0,
+        seed: int = 0,
     ) -> None:
-        """`max_new_tokens`: of a turn; needed where long answers are penalised."""
+        """`max_new_tokens`: of a turn; needed where long answers are penalised. `seed`: as of the policy's batch."""
         max_tokens = critic_train(config, train).micro_batch_tokens
         self.ranks = ranks
         self.valuer = Valuer(
@@ -46,6 +48,7 @@ class Critic:
         self._config = config
         self._algorithm = algorithm
         self._max_new_tokens = max_new_tokens
+        self._seed = seed
         self._max_tokens = max_tokens
         self._updates = config.updates(algorithm, train)
         self._packer = ValuePacker(max_tokens, ranks.size)
@@ -112,11 +115,10 @@ class Critic:
         return await self.ranks.step()
 
     async def _several_updates(self) -> Metrics:
-        """Split by groups, in order; the metrics are the last update's."""
+        """Split by groups, at random; the metrics are the last update's."""
         metrics: Metrics = {}
-        ids = list(dict.fromkeys(sample.group_id for sample in self._samples))
-        for part in np.array_split(np.array(ids), self._updates):
-            chosen = set(part.tolist())
+        ids = {sample.group_id for sample in self._samples}
+        for chosen in shuffled_parts(ids, self._updates, self._seed, self.version):
             packer = ValuePacker(self._max_tokens, self.ranks.size)
             samples = [sample for sample in self._samples if sample.group_id in chosen]
             for round_ in packer.add(samples) + packer.flush():

@@ -44,6 +44,7 @@ class LearnerSpec:
     sync_dir: where transport=disk puts them; every engine can read it.
     first_version: of the batch that it learns from first; those before are the critic's alone.
     lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
+    seed: of new adapters; the same on all ranks.
     """
 
     model_path: str
@@ -60,6 +61,7 @@ class LearnerSpec:
     master_dtype: str = "float32"
     lora: LoraConfig = field(default_factory=LoraConfig)
     adapter_dir: str = ""
+    seed: int = 0
 
     @property
     def frozen_dtype(self) -> str:
@@ -124,7 +126,7 @@ class Learner:
             spec.master_dtype,
             train.dtype,
             train.recomputes,
-            with_adapters(lora, spec.frozen_dtype) if lora.learns else CAUSAL_LM,
+            with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM,
         )
         with without_gradient(self._model):
             probe_logprobs(self._model, self._device, train.dtype)
@@ -230,8 +232,8 @@ class Learner:
         if self._reset is None:
             return {}
         ends_batch = self._version % self._updates_per_batch == 0
-        every, num_steps = self._spec.algorithm.reset_every, self._spec.train.num_steps
-        if due := ends_batch and reset_is_due(self.policy_version, every, num_steps):
+        every, last_version = self._spec.algorithm.reset_every, self._spec.first_version + self._train.num_steps
+        if due := ends_batch and reset_is_due(self.policy_version, every, last_version):
             self._reset.apply(self._model, self._optimizer)
         return {"train/reset": float(due)}
 

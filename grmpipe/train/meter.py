@@ -10,6 +10,9 @@ from grmpipe.train.corrections import mismatch, mismatch_by_age
 from grmpipe.train.objective import SummedLoss
 from grmpipe.types import BatchTotals, Metrics
 
+# torch 2.11 has it under its older name alone.
+ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 class Meter:
     """Sums on one rank; a read adds up the ranks. Used for one batch."""
@@ -50,5 +53,5 @@ def _gather(rows_NC: Tensor) -> Tensor:
     padded = rows_NC.new_full((int(longest), rows_NC.shape[1]), torch.nan)
     padded[: len(rows_NC)] = rows_NC
     everyone = padded.new_empty(dist.get_world_size() * len(padded), rows_NC.shape[1])
-    dist.all_gather_single(everyone, padded)
+    ALL_GATHER(everyone, padded)
     return everyone[~everyone.isnan().any(dim=1)]

@@ -42,6 +42,6 @@ def learning_shards(model: nn.Module) -> Iterator[Tensor]:
             yield parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def reset_is_due(version: int, every: int, num_steps: int) -> bool:
+def reset_is_due(version: int, every: int, last_version: int) -> bool:
     """After the batch that made `version`; not after the last one: nothing would learn again what is lost."""
-    return every > 0 and version % every == 0 and version < num_steps
+    return every > 0 and version % every == 0 and version < last_version

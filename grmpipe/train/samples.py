@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from grmpipe.train.advantages import estimate
+from grmpipe.train.advantages import ESTIMATORS, estimate
 from grmpipe.train.reward_kl import Kl, rollout_key
 from grmpipe.train.rewards import Rewards, Values, charged_by_token, rewards_of, shaped
-from grmpipe.train.settings import CRITIC_ESTIMATORS, AlgorithmConfig
+from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TrainingSample, Turn, Verdict
 from models.types import ANY_EXPERT, VersionSpan
 
@@ -53,7 +53,7 @@ def earned(
     values: Values | None = None,
 ) -> Rewards:
     """What advantages and value targets are estimated from: rewards less penalties, and what was expected."""
-    key, by_token = rollout_key(rollout), algorithm.estimator in CRITIC_ESTIMATORS
+    key, by_token = rollout_key(rollout), ESTIMATORS[algorithm.estimator].by_token
     kl_N = None if kl is None else kl[key]
     rewards = shaped(rewards_of(rollout, verdict), rollout, algorithm, max_new_tokens, None if by_token else kl_N)
     if by_token and kl_N is not None:
@@ -100,6 +100,11 @@ def count(samples: Sequence[TrainingSample], oldest_version: int) -> BatchTotals
         num_groups=len({sample.group_id for sample in samples}),
         oldest_version=oldest_version,
     )
+
+
+def without_finite_advantages(samples: Sequence[TrainingSample]) -> list[str]:
+    """The groups that hold a sample whose advantages aren't all finite, in order."""
+    return sorted({sample.group_id for sample in samples if not np.isfinite(sample.advantages).all()})
 
 
 def _segments(turns: Sequence[Turn]) -> list[list[Turn]]:

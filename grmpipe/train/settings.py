@@ -38,7 +38,9 @@ class AlgorithmConfig:
     estimator: str = "grpo"
     std: str = "population"  # which standard deviation is divided by
     min_group_std: float = 1e-6  # added to that deviation (GRPO's epsilon), in reward units; of a batch's as well
-    gamma: float = 1.0  # discount per step of a process reward; of gae, per token
+    gamma: float = (
+        1.0  # discount per step of a process reward; per token of gae, and of reinforce_pp with a KL in the reward
+    )
     gae_lambda: float = 1.0  # of gae: 1 takes what came for what is to be learned, 0 the critic's next value
     pass_k: int = 4  # of pass_at_k: how many siblings share one success; below the group size
     negative_weight: float = 1.0  # advantages below 0 are multiplied by it
@@ -168,6 +170,16 @@ def check_routing_replay(algorithm: AlgorithmConfig, groups_per_batch: int) -> N
             f"{num_updates} updates per batch and proximal={algorithm.proximal} there is none; "
             "type algorithm.updates_per_batch=2 or more (train.groups_per_batch as well) with "
             "algorithm.proximal=recomputed, or algorithm.routing_replay=rollout"
+        )
+
+
+def check_interpolated(algorithm: AlgorithmConfig, max_staleness: int) -> None:
+    """Raises ValueError where no token is old enough for a policy between its sampler's and the current one."""
+    if algorithm.proximal == "interpolated" and max_staleness < 2:
+        raise ValueError(
+            "algorithm.proximal: interpolated lies between sampler and policy for tokens two versions old or more, and "
+            f"train.max_staleness={max_staleness} admits none: it would be the sampler, whatever the correction; type "
+            "train.max_staleness=2 or more, or algorithm.proximal=recomputed"
         )
 
 

@@ -15,13 +15,22 @@ from grmpipe.types import Metrics
 class NonFiniteGradients(ArithmeticError):
     """The gradient norm is inf or nan. The batch was discarded, the weights are as they were."""
 
-    def __init__(self, norm: float, lr_key: str = "train.lr") -> None:
-        super().__init__(norm, lr_key)
+    def __init__(self, norm: float, lr_key: str = "train.lr", group_ids: tuple[str, ...] = ()) -> None:
+        """`group_ids`: of groups whose advantages aren't finite, where that is the cause."""
+        super().__init__(norm, lr_key, group_ids)
         self.norm = norm
         self.lr_key = lr_key
+        self.group_ids = group_ids
 
     def __str__(self) -> str:
-        return f"the gradient norm is {self.norm}: training diverged, no step was made; try a lower {self.lr_key}"
+        told = f"the gradient norm is {self.norm}"
+        if self.group_ids:
+            few = ", ".join(self.group_ids[:8]) + (", ..." if len(self.group_ids) > 8 else "")
+            return (
+                f"{told}, for the advantages of {len(self.group_ids)} groups are not finite ({few}): no step was made; "
+                "look at their rewards in judgements.jsonl, or at what is taken off them (KL, a critic's values)"
+            )
+        return f"{told}: training diverged, no step was made; try a lower {self.lr_key}"
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:

@@ -78,7 +78,10 @@ def test_trained_ids_are_the_sampled_ids_and_the_versions_cover_them(small_run: 
     [
         (["algorithm=[reinforce_pp,icepop]", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], "train/loss"),
         (["algorithm.kl_coefficient=0.1"], "train/kl_nats"),
-        (["algorithm=decoupled_ppo_interpolated", "algorithm.updates_per_batch=2"], "train/clip_share"),
+        (
+            ["algorithm=decoupled_ppo_interpolated", "algorithm.updates_per_batch=2", "train.max_staleness=2"],
+            "train/clip_share",
+        ),
         (["algorithm=[gspo,veto,replay]", "train.schedule=cosine"], "train/replayed_groups"),
         (["judge=mixed"], "reward/rule_mean"),
         (["judge=rule"], "reward/rule_mean"),

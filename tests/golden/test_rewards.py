@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from grmpipe.train.advantages import returns
+from grmpipe.train.reward_kl import rollout_key
 from grmpipe.train.rewards import Rewards, overlong, rewards_of, shaped
+from grmpipe.train.samples import earned
 from grmpipe.train.settings import AlgorithmConfig
 from grmpipe.types import RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
@@ -63,6 +66,16 @@ def test_an_overlong_turn_costs_its_rollout_the_penalty_at_the_end() -> None:
     played = rollout(3, 9)
     found = shaped(rewards_of(played, verdict((0, 0, 3, 1.0), (1, 0, 9, 1.0))), played, algorithm, 10, None)
     assert found.values_K == (1.0, 1.0 - 2.0 * 0.75)
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("reinforce_pp", [0.5, 1, 1, 1]), ("grpo", [0.5] * 4)])
+def test_reinforce_pp_charges_a_token_with_the_kl_from_there_on(estimator: str, expected: list[float]) -> None:
+    """A_t = r - beta sum of KL_i from t on (arXiv 2501.03262, as in verl); here 5 nats on the first of four tokens."""
+    algorithm = AlgorithmConfig(estimator=estimator, kl_coefficient=0.1, kl_in="reward")
+    played = rollout(4)
+    kl = {rollout_key(played): np.array([5.0, 0.0, 0.0, 0.0])}
+    found = earned(played, verdict((0, 0, 4, 1.0)), algorithm, kl=kl)
+    assert found.spread(returns(found.values_K, 1.0)).tolist() == pytest.approx(expected)
 
 
 def test_kl_is_taken_off_the_step_that_its_tokens_are_in() -> None:

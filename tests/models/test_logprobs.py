@@ -30,6 +30,19 @@ def test_chunks_change_neither_values_nor_gradients(entropy_gradient: bool) -> N
         torch.testing.assert_close(result, results[0])
 
 
+@pytest.mark.parametrize("chunk_logits", [4 * 6, 1 << 20])
+def test_a_temperature_divides_in_float32_and_copies_no_16bit_logits(chunk_logits: int) -> None:
+    """As engines do. Gradients flow through it."""
+    leaf = (20 * logits()).bfloat16().requires_grad_()
+    logprobs, entropy = chosen_logprobs(leaf, CHOSEN, True, chunk_logits=chunk_logits, temperature=0.7)
+    log_softmax = (leaf.detach().double() / 0.7).log_softmax(-1)
+    torch.testing.assert_close(logprobs.double(), log_softmax[torch.arange(11), CHOSEN], atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), -(log_softmax.exp() * log_softmax).sum(-1), atol=1e-3, rtol=1e-4)
+    logprobs.sum().backward()
+    one_hot = torch.nn.functional.one_hot(CHOSEN, 6)
+    torch.testing.assert_close(leaf.grad.double(), (one_hot - log_softmax.exp()) / 0.7, atol=1e-2, rtol=1e-2)
+
+
 def test_values_are_log_softmax_and_shannon_entropy() -> None:
     logprobs, entropy = chosen_logprobs(logits(), CHOSEN, want_entropy=True)
     log_softmax = logits().log_softmax(-1)

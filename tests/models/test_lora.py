@@ -89,6 +89,12 @@ def test_new_adapters_change_nothing_and_are_the_same_every_time(path: str) -> N
         assert one.a_RI.abs().max() > 0 and torch.equal(one.a_RI, other.a_RI)
 
 
+def test_another_seed_gives_other_adapters(path: str) -> None:
+    first, second = (add_adapters(load_causal_lm(path), lora(), "float32", seed) for seed in (0, 1))
+    for (_, one), (_, other) in zip(adapters(first), adapters(second), strict=True):
+        assert not torch.equal(one.a_RI, other.a_RI)
+
+
 def test_only_adapters_learn(path: str) -> None:
     model = trained(path, lora())
     learning = {id(p) for p in model.parameters() if p.requires_grad}

@@ -52,6 +52,17 @@ def test_a_judgement_beyond_its_window_is_refused_and_nothing_is_asked() -> None
     assert scorer.asked == []
 
 
+@pytest.mark.parametrize("logit", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_is_refused_and_becomes_no_weight(logit: float) -> None:
+    class Broken(Recorded):
+        async def score(self, token_ids: Sequence[int], priority: int = 0) -> float:
+            return logit if len(token_ids) == 3 else 0.0
+
+    meta = MetaRm(scorer=Broken(), context_tokens=9)
+    with pytest.raises(EngineRefused, match="isn't finite"):
+        asyncio.run(meta.scores([judged((1,), (2,)), judged((1,), (2, 3))]))
+
+
 def test_no_judgement_is_no_score() -> None:
     assert list(asyncio.run(MetaRm(scorer=Recorded(), context_tokens=4).scores([]))) == []
 

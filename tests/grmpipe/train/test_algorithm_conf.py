@@ -85,3 +85,8 @@ def test_choices_that_would_weigh_twice_are_refused_with_the_way_out() -> None:
 def test_every_file_is_read_and_sets_what_it_says(name: str) -> None:
     algorithm = AlgorithmConfig(**FILES[name])
     assert {key: getattr(algorithm, key) for key in FILES[name]} == FILES[name]
+
+
+def test_dapo_charges_half_the_range_of_rewards_for_length() -> None:
+    """The paper's rewards are -1 and 1, its penalty -1; ours span 1."""
+    assert composed("algorithm=dapo").overlong_penalty == 0.5

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.train.settings import CORRECTIONS, AlgorithmConfig, check_pass_k, check_replay, check_spread
+from grmpipe.train.settings import (
+    CORRECTIONS,
+    AlgorithmConfig,
+    check_interpolated,
+    check_pass_k,
+    check_replay,
+    check_spread,
+)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +79,14 @@ def test_a_replay_needs_staleness_and_a_correction() -> None:
     check_replay(AlgorithmConfig(replay_groups=2), 1)
     check_replay(AlgorithmConfig(replay_groups=2, correction="none", proximal="sampler"), 1)
     check_replay(AlgorithmConfig(), 0)
+
+
+def test_a_policy_between_sampler_and_current_needs_tokens_of_two_versions_ago() -> None:
+    for max_staleness in (0, 1):
+        with pytest.raises(ValueError, match=r"algorithm\.proximal: .*train\.max_staleness=2"):
+            check_interpolated(AlgorithmConfig(proximal="interpolated"), max_staleness)
+    check_interpolated(AlgorithmConfig(proximal="interpolated"), 2)
+    check_interpolated(AlgorithmConfig(), 0)
 
 
 def test_one_judgement_has_no_spread_to_weigh_it_by() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from grmpipe.train.learner_group import LearnerGroup
 from grmpipe.train.packer import Round, pack_families
 from grmpipe.train.samples import count
 from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.train.update import NonFiniteGradients
 from grmpipe.types import JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, TrainingSample, Turn, Verdict
 from models.types import Completion, VersionSpan
 
@@ -175,6 +177,40 @@ def test_several_updates_fix_pi_old_before_the_first(name: str) -> None:
     ranks, rounds = train(algorithm, judged(1, 0.0, 1.0), judged(2, 0.0, 1.0))
     assert rounds == [0, 0]
     assert ranks.calls == ["old_pass", "old_pass", "accumulate", "step", "accumulate", "step"]
+
+
+def test_each_update_learns_from_the_same_groups_in_whatever_order_they_came() -> None:
+    algorithm = AlgorithmConfig(updates_per_batch=2)
+    groups = [judged(number, 0.0, 1.0) for number in range(1, 7)]
+    firsts = []
+    for order in (groups, groups[::-1]):
+        ranks, _ = train(algorithm, *order)
+        half = len(ranks.accumulated) // 2
+        firsts.append({int(token) for batch in ranks.accumulated[:half] for token in batch.token_ids_T})
+    assert firsts[0] == firsts[1] != {0, 1, 10, 11, 20, 21, 30, 31}
+
+
+def test_gradients_that_are_not_finite_for_their_advantages_name_the_groups() -> None:
+    class Diverged(RecordingRanks):
+        async def call_all(self, method: str, *args: object) -> list[object]:
+            if method == "step":
+                raise NonFiniteGradients(math.nan)
+            return await super().call_all(method, *args)
+
+    def told(*groups: JudgedGroup) -> str:
+        trainer = BatchTrainer(LearnerGroup(Diverged()), ONE_ROLLOUT, AlgorithmConfig(), max_new_tokens=4)
+
+        async def step() -> None:
+            for group in groups:
+                await trainer.take(group)
+            await trainer.step()
+
+        with pytest.raises(NonFiniteGradients) as raised:
+            asyncio.run(step())
+        return str(raised.value)
+
+    assert "of 1 groups are not finite (g2)" in told(judged(1, 0.0, 1.0), judged(2, math.nan, 1.0))
+    assert "try a lower train.lr" in told(judged(1, 0.0, 1.0))
 
 
 def test_a_kl_in_the_reward_is_asked_for_before_anything_is_trained() -> None:

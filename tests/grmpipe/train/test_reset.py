@@ -83,8 +83,23 @@ def test_no_reset_comes_between_the_updates_of_a_batch(qwen_path: str, make_samp
 
 
 def test_a_reset_is_due_at_the_end_of_batches_but_of_the_last() -> None:
-    assert [v for v in range(1, 13) if reset_is_due(v, every=3, num_steps=12)] == [3, 6, 9]
-    assert not any(reset_is_due(v, every=0, num_steps=9) for v in range(1, 9))
+    assert [v for v in range(1, 13) if reset_is_due(v, every=3, last_version=12)] == [3, 6, 9]
+    assert not any(reset_is_due(v, every=0, last_version=9) for v in range(1, 9))
+
+
+def test_resets_go_on_to_the_last_batches_after_a_warm_up_of_the_critic(qwen_path: str, make_samples) -> None:
+    """Ten batches, the first four the critic's alone: the policy makes versions 5 to 10."""
+    train, algorithm = TrainConfig(lr=1e-2, warmup_steps=0, num_steps=6), AlgorithmConfig(reset_every=2)
+    learner = Learner(
+        LearnerSpec(
+            model_path=qwen_path, train=train, algorithm=algorithm, max_new_tokens=8, device="cpu", first_version=4
+        )
+    )
+    told = {}
+    for _ in range(6):
+        reset = step(learner, make_samples(2))["train/reset"]
+        told[learner.policy_version] = reset
+    assert told == {5: 0.0, 6: 1.0, 7: 0.0, 8: 1.0, 9: 0.0, 10: 0.0}
 
 
 @pytest.mark.parametrize(("key", "value"), [("reset_every", -1), ("reset_share", 0.0), ("replay_times", 0)])
