@@ -118,6 +118,11 @@ def sync_config_of(role: str, config: RunConfig) -> SyncConfig:
     return dataclasses.replace(sync, probe_tolerance=told, probe_tolerance_16bit=told)
 
 
+def knows_checkpoint_names(role: str, config: RunConfig) -> bool:
+    """Do a role's engines take weights under the names of checkpoints? The embedded one has transformers' own model."""
+    return options_of(role, config).engine != "embedded"
+
+
 def notes_experts(role: str, config: RunConfig) -> bool:
     """Does the learner replay the experts that a role's engines chose?"""
     return role == "policy" and config.algorithm.routing_replay == "rollout"

@@ -88,7 +88,7 @@ class RequestContext:
 class WeightTensor:
     """One unsharded tensor under its Hugging Face name: what is said of it; its bytes are the payload's.
 
-    checksum: xxh3-64 hex of its raw little-endian bytes; empty where they never leave the device to be hashed.
+    checksum: of its raw little-endian bytes: xxh3-64 hex, or the sum of a device that they never leave.
     """
 
     name: str
@@ -164,13 +164,16 @@ class GroupLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """An engine's echo after a sync: the tensors it was sent since `begin_weights`, hashed before loading.
+    """An engine's echo after a sync: the tensors it was sent since `begin_weights`.
 
-    checksums: name -> xxh3-64 hex, or empty where the engine has no way to hash what came (the probe stands in).
+    checksums: name -> as the sender's, or empty where the engine has no way to hash what came.
+    unapplied: tensors that came, and that the engine's own parameters don't show: nothing took them, or they changed
+        since the last push and what they went into did not.
     """
 
     version: int
     checksums: dict[str, str]
+    unapplied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,8 @@ def check_finite(logprobs: Sequence[float], version: int) -> None:
 
 
 def check_receipt(engine: str, version: int, sent: Mapping[str, str], receipt: WeightReceipt) -> None:
-    """Was what was sent (name -> checksum) what arrived? An empty checksum says nothing: the probe stands in."""
+    """Was what was sent (name -> checksum) what arrived, and is it what the engine has now? An empty checksum says
+    nothing: the probe stands in."""
     if receipt.version != version:
         raise WeightMismatch(f"{engine} says it has version {receipt.version}; version {version} was sent")
     got = receipt.checksums
@@ -41,6 +42,11 @@ def check_receipt(engine: str, version: int, sent: Mapping[str, str], receipt: W
         raise WeightMismatch(
             f"{engine} got other weights than version {version} in {tensor_groups(wrong)}: "
             f"{first} came as {_told(got.get(first))}, sent was {_told(sent.get(first))} (xxh3-64)"
+        )
+    if receipt.unapplied:
+        raise WeightMismatch(
+            f"{engine} got version {version} and has not applied it in {tensor_groups(sorted(receipt.unapplied))}: "
+            "its own parameters don't show these tensors; report this with the versions that task=doctor tells"
         )
 
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
-from torch import nn
+from transformers import PreTrainedModel
 
+from models.checkpoint_names import CheckpointNames
 from models.engines.sglang_http import SglangHttp, within
 from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket
 from models.weight_files import folders_of_shared_memory, held_folder
@@ -23,16 +24,16 @@ GRACE_S = 5.0  # the server's own timeout comes first, and says more
 
 
 class SglangWeights:
-    """Knows what the server holds from the model's outline: it drops tensors that it doesn't know without a word.
+    """Knows what the server takes from the model's outline, under the names of checkpoints: it knows no others, and
+    drops them without a word.
 
     same_machine: the server can open our files.
     """
 
-    def __init__(self, http: SglangHttp, outline: nn.Module, same_machine: bool) -> None:
+    def __init__(self, http: SglangHttp, outline: PreTrainedModel, same_machine: bool) -> None:
         self._http = http
         self._same_machine = same_machine
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
-        self._tied = _tied_names(outline)
+        self._shapes, self._held = CheckpointNames(outline).taken()
         self._link: GroupLink | None = None
         self._open = self._stuck = False
         self._checksums: dict[str, str] = {}
@@ -127,7 +128,7 @@ class SglangWeights:
         if link is None:
             raise ConnectionError("weights: a bucket comes by broadcast, and no group was joined since it last broke")
         body = {
-            "names": [self._tied.get(tensor.name, tensor.name) for tensor in bucket.tensors],
+            "names": [self._held[tensor.name] for tensor in bucket.tensors],
             "dtypes": [tensor.dtype for tensor in bucket.tensors],
             "shapes": [list(tensor.shape) for tensor in bucket.tensors],
             "group_name": link.name,
@@ -151,7 +152,7 @@ class SglangWeights:
                 "set disk, gloo or nccl"
             )
         with held_folder(_place_for(bucket), "sglang") as folder:
-            checksums = await asyncio.to_thread(_fill, folder, bucket, self._tied)
+            checksums = await asyncio.to_thread(_fill, folder, bucket, self._held)
             body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
             try:
                 await self._http.post("/update_weights_from_disk", body)
@@ -174,27 +175,18 @@ def _place_for(bucket: WeightBucket) -> Path:
     return folders_of_shared_memory()[0]
 
 
-def _fill(folder: Path, bucket: WeightBucket, tied: Mapping[str, str]) -> dict[str, str]:
+def _fill(folder: Path, bucket: WeightBucket, held_under: Mapping[str, str]) -> dict[str, str]:
     """One file of the bucket's tensors, a tied tensor under its first name. Returns their checksums."""
     file = bucket.payload.path if isinstance(bucket.payload, SafetensorsFile) else None
     with received(bucket) as tensors:
         checksums = checksums_of(tensors)
-        copied = file is None or any(tensor.name in tied for tensor, _ in tensors)
+        copied = file is None or any(held_under[tensor.name] != tensor.name for tensor, _ in tensors)
         inside = folder / "model.safetensors"
         if copied:
-            held = {tied.get(tensor.name, tensor.name): value.contiguous() for tensor, value in tensors}
+            held = {held_under[tensor.name]: value.contiguous() for tensor, value in tensors}
             save_file(held, inside)
         else:
             assert file is not None
             folder.chmod(0o755)  # the server may be another user's
             inside.symlink_to(Path(file).absolute())
     return checksums
-
-
-def _tied_names(outline: nn.Module) -> dict[str, str]:
-    """The later names of parameters that have several -> their first."""
-    first: dict[int, str] = {}
-    names = [(name, id(tensor)) for name, tensor in outline.named_parameters(remove_duplicate=False)]
-    for name, identity in names:
-        first.setdefault(identity, name)
-    return {name: first[identity] for name, identity in names if first[identity] != name}

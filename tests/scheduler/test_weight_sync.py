@@ -158,7 +158,8 @@ class Faulty(SimulatedEngine):
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         self.version = version - 1 if self._goes_wrong("version") else version
-        return WeightReceipt(version=self.version, checksums=self.echo)
+        unapplied = ("layers.1.q", "layers.2.k") if self._goes_wrong("unapplied") else ()
+        return WeightReceipt(version=self.version, checksums=self.echo, unapplied=unapplied)
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         assert not self.paused, "an engine that is paused can't score"
@@ -240,6 +241,10 @@ def test_requests_in_flight_go_on_under_the_new_weights() -> None:
     [
         ("bit", r"policy-1 got other weights than version 3 in layers\.1\.q: layers\.1\.q came as 0{16}, sent was \w+"),
         ("layer", r"policy-1 got other weights than version 3 in layers\.1\.\* \(2 tensors\): layers\.1\.k came as 0"),
+        (
+            "unapplied",
+            r"policy-1 got version 3 and has not applied it in layers\.1\.q, layers\.2\.k: its own parameters",
+        ),
         ("lost", r"policy-1 .* in layers\.1\.q: layers\.1\.q came as nothing"),
         ("version", "policy-1 says it has version 2; version 3 was sent"),
         ("stale", r"policy-1 took version 3, but scores a probe 0\.8 nats away from the learner"),
