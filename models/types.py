@@ -159,7 +159,12 @@ class GroupLink:
     port: int
     rank: int  # the first one of whoever gets this; an engine of several GPUs takes as many
     world_size: int
-    timeout_s: float
+    timeout_s: float  # of one tensor's broadcast
+    join_timeout_s: float = 0.0  # until all have met, and for the first broadcast, which connects them; 0: timeout_s
+
+    @property
+    def meeting_timeout_s(self) -> float:
+        return self.join_timeout_s or self.timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

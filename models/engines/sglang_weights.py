@@ -86,7 +86,7 @@ class SglangWeights:
             "backend": link.backend,
         }
         try:
-            await within(link.timeout_s + GRACE_S, lambda: self._http.post("/init_weights_update_group", body))
+            await within(link.meeting_timeout_s + GRACE_S, lambda: self._http.post("/init_weights_update_group", body))
         except EngineRefused as error:
             raise ConnectionError(f"weights: {error}") from None
         self._link = link
