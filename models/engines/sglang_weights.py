@@ -8,6 +8,7 @@ commit: close the session, name the version, ask for it
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from models.checkpoint_names import CheckpointNames
+from models.engines.sglang_applied import digests_of, unapplied
 from models.engines.sglang_http import SglangHttp, within
-from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket
+from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
 from models.weight_files import folders_of_shared_memory, held_folder
 from models.weight_transport import checksums_of, received
 
+log = logging.getLogger(__name__)
 GRACE_S = 5.0  # the server's own timeout comes first, and says more
 
 
@@ -28,10 +31,17 @@ class SglangWeights:
     drops them without a word.
 
     same_machine: the server can open our files.
+    tells_parameters: it may be asked for checksums of its own parameters, which it computes on a GPU only.
     """
 
-    def __init__(self, http: SglangHttp, outline: PreTrainedModel, same_machine: bool) -> None:
+    def __init__(
+        self, http: SglangHttp, outline: PreTrainedModel, same_machine: bool, tells_parameters: bool = False
+    ) -> None:
         self._http = http
+        self._tells_parameters = tells_parameters
+        self._before: dict[str, tuple[str, ...]] = {}  # checksums of the server's parameters
+        self._sent: dict[str, str] = {}  # since `begin`
+        self._last_sent: dict[str, str] = {}
         self._same_machine = same_machine
         self._shapes, self._held = CheckpointNames(outline).taken()
         self._link: GroupLink | None = None
@@ -44,6 +54,9 @@ class SglangWeights:
         self._checksums = {}
         await self._refuse_the_stuck()
         await self._close_session()
+        if self._sent:  # a push that broke off left some of its tensors
+            self._sent, self._last_sent, self._before = {}, {}, {}
+        self._before = self._before or await self._parameters()
         if link != self._link:
             await self._leave()
         if link is not None:
@@ -53,6 +66,7 @@ class SglangWeights:
     async def load(self, bucket: WeightBucket) -> None:
         """Raises ValueError naming a tensor that doesn't fit, ConnectionError where a broadcast broke off."""
         try:
+            self._sent |= {tensor.name: tensor.checksum for tensor in bucket.tensors}
             for tensor in bucket.tensors:
                 self._refuse_what_does_not_fit(tensor.name, tensor.shape)
             if isinstance(bucket.payload, Broadcast):
@@ -63,8 +77,8 @@ class SglangWeights:
             await self._leave()  # the sender would wait for us until its timeout
             raise
 
-    async def commit(self, version: int) -> dict[str, str]:
-        """The checksums of what came since `begin`. Raises RuntimeError where the server says another version."""
+    async def commit(self, version: int) -> WeightReceipt:
+        """What came since `begin`. Raises RuntimeError where the server says another version."""
         await self._close_session()
         name = str(version)
         await self._http.post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
@@ -72,7 +86,21 @@ class SglangWeights:
         if told != name:
             raise RuntimeError(f"weights: version {name} was sent to SGLang at {self._http.url}, and it says {told}")
         collected, self._checksums = self._checksums, {}
-        return collected
+        after = await self._parameters()
+        missing = unapplied(self._sent, self._last_sent, self._before, after)
+        self._before, self._last_sent, self._sent = after, {**self._last_sent, **self._sent}, {}
+        return WeightReceipt(version=version, checksums=collected, unapplied=missing)
+
+    async def _parameters(self) -> dict[str, tuple[str, ...]]:
+        """Checksums of the server's own; empty where it tells none."""
+        if not self._tells_parameters:
+            return {}
+        try:
+            return digests_of(await self._http.post("/weights_checker", {"action": "checksum"}))
+        except EngineRefused as error:
+            log.warning("SGLang at %s can't tell its weights, so pushes rest on the probe: %s", self._http.url, error)
+            self._tells_parameters = False
+            return {}
 
     async def _join(self, link: GroupLink) -> None:
         if self._link == link:
