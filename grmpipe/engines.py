@@ -20,6 +20,7 @@ from models.types import Engine
 from scheduler.placement import SERVED_ROLES, Placement
 from scheduler.weight_sync import SyncConfig
 
+WIDE_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 EngineOptions = EmbeddedConfig | VllmConfig | SglangConfig | OpenAIConfig
 MakeEngine = Callable[[int], Engine]  # by the rank of its seat; it travels to where the engine will live
 
@@ -112,10 +113,25 @@ def shared_options(config: RunConfig) -> VllmConfig:
 def sync_config_of(role: str, config: RunConfig) -> SyncConfig:
     """How close a role's engines must come to their learner: less close where their options say that they quantise."""
     engine, sync = engine_config_of(role, config), config.sync
-    if not isinstance(engine, EmbeddedConfig) or engine.quantize == "none":
+    if not quantizes(engine):
         return sync
     told = sync.probe_tolerance_quantized
     return dataclasses.replace(sync, probe_tolerance=told, probe_tolerance_16bit=told)
+
+
+def quantizes(engine: EngineOptions) -> bool:
+    """Do an engine's options make its weights or its cache coarser than what it is sent?"""
+    if isinstance(engine, EmbeddedConfig):
+        return engine.quantize != "none"
+    if not isinstance(engine, VllmConfig | SglangConfig):
+        return False
+    options = {name.replace("-", "_"): value for name, value in engine.options.items()}
+    return bool(options.get("quantization")) or options.get("kv_cache_dtype", "auto") not in WIDE_CACHES
+
+
+def knows_checkpoint_names(role: str, config: RunConfig) -> bool:
+    """Do a role's engines take weights under the names of checkpoints? The embedded one has transformers' own model."""
+    return options_of(role, config).engine != "embedded"
 
 
 def notes_experts(role: str, config: RunConfig) -> bool:

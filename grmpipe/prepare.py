@@ -17,6 +17,7 @@ from grmpipe.checks.routing import check_routing
 from grmpipe.checks.seats import check_machine
 from grmpipe.checks.sections import section
 from grmpipe.checks.swap import check_swap
+from grmpipe.checks.weights import check_weight_names
 from grmpipe.checks.windows import check_judge, check_policy
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.critic.parts import CriticModel, find_critic
@@ -77,6 +78,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
             check_learns(learning)
     for model in (policy, grm) if grm is not None else (policy,):
         check_lora_targets(model, config)
+        check_weight_names(model, config)
         if tensor_parallel_of(model.name, placement) > 1:
             check_tensor_parallel(model.name, heads_of(model.path), placement)
     check_swap(config, placement, policy, grm)

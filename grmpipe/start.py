@@ -16,7 +16,7 @@ from grmpipe.config import RunConfig
 from grmpipe.cotrain.parts import Trainee, start_grm_learner, trainee
 from grmpipe.critic.parts import start_critic
 from grmpipe.elastic import Served, elastic_pools, start_routers
-from grmpipe.engines import device_of, engine_config_of, sync_config_of, tensor_parallel_of
+from grmpipe.engines import device_of, engine_config_of, knows_checkpoint_names, sync_config_of, tensor_parallel_of
 from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
 from grmpipe.judge.markup import Markup
 from grmpipe.kinds import CLUSTERS, JUDGES
@@ -240,6 +240,7 @@ def learner_spec(
         device=device_of("learner", placement),
         sync_dtype=config.policy.dtype,
         bucket_bytes=config.sync.bucket_mb << 20,
+        checkpoint_names=knows_checkpoint_names("policy", config),
         transport=transport,
         sync_dir=str(run_dir.absolute() / "weights") if transport == "disk" else "",
         temperature=config.rollout.temperature,

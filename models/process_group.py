@@ -34,7 +34,7 @@ class _Backend(Protocol):
 class BroadcastGroup:
     """One member's end. Joining under a new name leaves the old group; who fails leaves, so that the others hear of it.
 
-    Errors are ConnectionErrors, at the latest after the link's timeout; a new group can be joined after any of them.
+    Errors are ConnectionErrors, at the latest after the link's timeouts; a new group can be joined after any of them.
     """
 
     def __init__(self, device: torch.device | None = None, local_rank: int = 0) -> None:
@@ -44,6 +44,7 @@ class BroadcastGroup:
         self._link: GroupLink | None = None
         self._backend: _Backend | None = None
         self._arena = Arena(torch.device("cpu"))
+        self._connected = False  # NCCL connects its members in the first broadcast
 
     @property
     def name(self) -> str | None:
@@ -62,9 +63,9 @@ class BroadcastGroup:
         except (RuntimeError, OSError) as error:
             raise ConnectionError(
                 f"weights: rank {link.rank + self._local_rank} of {link.world_size} could not join the group "
-                f"{link.name!r} at {link.address}:{link.port} within {link.timeout_s:g} s: {_plain(error)}"
+                f"{link.name!r} at {link.address}:{link.port} within {link.meeting_timeout_s:g} s: {_plain(error)}"
             ) from None
-        self._link = link
+        self._link, self._connected = link, False
         self._arena = Arena(self._device if link.backend == "nccl" else torch.device("cpu"))
 
     def leave(self) -> None:
@@ -90,7 +91,10 @@ class BroadcastGroup:
         link = self._link
         if self._backend is None or link is None:
             raise ConnectionError("weights: a bucket comes by broadcast, and no group was joined since it last broke")
-        failed = _failure(self._backend, tensors, timedelta(seconds=link.timeout_s))
+        timeouts_s = [
+            link.timeout_s if self._connected or index else link.meeting_timeout_s for index in range(len(tensors))
+        ]
+        failed = _failure(self._backend, tensors, timeouts_s)
         if failed is not None:
             index, reason = failed
             if self._link is link:  # a caller that had given up may have joined another since
@@ -98,15 +102,17 @@ class BroadcastGroup:
             raise ConnectionError(
                 f"weights: {what} {names[index]!r} in the group {link.name!r} of {link.world_size} failed: {reason}"
             )
+        self._connected = True
 
 
-def _failure(backend: _Backend, tensors: Sequence[Tensor], timeout: timedelta) -> tuple[int, str] | None:
+def _failure(backend: _Backend, tensors: Sequence[Tensor], timeouts_s: Sequence[float]) -> tuple[int, str] | None:
     """Broadcast all, one after another; which one failed, and why.
 
     One at a time: what is queued behind a failed one would keep connections open until its own timeout. An answer and
     no exception: its traceback would keep the backend, and so the connections, alive.
     """
-    for index, tensor in enumerate(tensors):
+    for index, (tensor, timeout_s) in enumerate(zip(tensors, timeouts_s, strict=True)):
+        timeout = timedelta(seconds=timeout_s)
         try:
             backend.broadcast(tensor, 0, timeout).wait(timeout)
         except RuntimeError as error:
@@ -115,7 +121,7 @@ def _failure(backend: _Backend, tensors: Sequence[Tensor], timeout: timedelta) -
 
 
 def _meet(link: GroupLink, rank: int, device: torch.device) -> _Backend:
-    timeout = timedelta(seconds=link.timeout_s)
+    timeout = timedelta(seconds=link.meeting_timeout_s)
     store: dist.Store = store_at(link.address, link.port, rank, link.world_size, timeout)
     store.set_timeout(timeout)
     # The prefixes that torch's own groups get: see `_new_process_group_helper`.

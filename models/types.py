@@ -88,7 +88,7 @@ class RequestContext:
 class WeightTensor:
     """One unsharded tensor under its Hugging Face name: what is said of it; its bytes are the payload's.
 
-    checksum: xxh3-64 hex of its raw little-endian bytes; empty where they never leave the device to be hashed.
+    checksum: of its raw little-endian bytes: xxh3-64 hex, or the sum of a device that they never leave.
     """
 
     name: str
@@ -159,18 +159,26 @@ class GroupLink:
     port: int
     rank: int  # the first one of whoever gets this; an engine of several GPUs takes as many
     world_size: int
-    timeout_s: float
+    timeout_s: float  # of one tensor's broadcast
+    join_timeout_s: float = 0.0  # until all have met, and for the first broadcast, which connects them; 0: timeout_s
+
+    @property
+    def meeting_timeout_s(self) -> float:
+        return self.join_timeout_s or self.timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """An engine's echo after a sync: the tensors it was sent since `begin_weights`, hashed before loading.
+    """An engine's echo after a sync: the tensors it was sent since `begin_weights`.
 
-    checksums: name -> xxh3-64 hex, or empty where the engine has no way to hash what came (the probe stands in).
+    checksums: name -> as the sender's, or empty where the engine has no way to hash what came.
+    unapplied: tensors that came, and that the engine's own parameters don't show: nothing took them, or they changed
+        since the last push and what they went into did not.
     """
 
     version: int
     checksums: dict[str, str]
+    unapplied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

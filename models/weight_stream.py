@@ -10,6 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from models.checkpoint_names import CheckpointNames
+
+BUCKETS_PER_PUSH = 256  # where the bucket's size goes by the model's
+SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnshardedBucket:
@@ -20,7 +26,7 @@ class UnshardedBucket:
     """
 
     names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
     tensors: Iterator[Tensor]
 
     def drain(self) -> None:
@@ -46,18 +52,47 @@ class Outgoing:
     fixed: Sequence[Piece] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A piece as it is sent: under the names of a checkpoint it may be several tensors."""
+
+    piece: Piece
+    shapes: dict[str, Shape]
+    names: CheckpointNames | None
+
+    def tensors(self) -> Iterator[Tensor]:
+        whole = self.piece.unsharded()
+        if self.names is None:
+            yield whole
+            return
+        converted = self.names.converted(self.piece.name, whole)
+        yield from (converted[name] for name in self.shapes)
+
+
 class WeightStream:
-    """Buckets of about `bucket_bytes` of tensors under Hugging Face names, in the order of the model; those of fixed
-    tensors first.
+    """Buckets of about `bucket_bytes` of tensors, in the order of the model; those of fixed tensors first.
 
     A tied head is left out: it is the embedding, which the receiver ties as well.
     """
 
-    def __init__(self, model: nn.Module, dtype: str, bucket_bytes: int, outgoing: Outgoing | None = None) -> None:
-        """`outgoing`: where that isn't the model, whole and as it stands."""
-        sent = outgoing or Outgoing(changing=list(pieces_of(model, dtype)))
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: str,
+        bucket_bytes: int,
+        outgoing: Outgoing | None = None,
+        names: CheckpointNames | None = None,
+    ) -> None:
+        """bucket_bytes: 0: by the size of the model. outgoing: where that isn't the model, whole and as it stands.
+        names: those of checkpoints, for engines that know no others; by itself the model's own."""
+        pieces = outgoing or Outgoing(changing=list(pieces_of(model, dtype)))
         itemsize = getattr(torch, dtype).itemsize
-        fixed, changing = (list(_plan(pieces, itemsize, bucket_bytes)) for pieces in (sent.fixed, sent.changing))
+        num_bytes = itemsize * sum(piece.tensor.numel() for piece in (*pieces.fixed, *pieces.changing))
+        size = bucket_bytes or bucket_bytes_for(num_bytes)
+        fixed, changing = (
+            list(_plan([_sent(piece, names) for piece in some], itemsize, size))
+            for some in (pieces.fixed, pieces.changing)
+        )
         self.num_fixed_buckets = len(fixed)
         self._buckets = [*fixed, *changing]
 
@@ -69,10 +104,16 @@ class WeightStream:
         """One bucket, a whole tensor at a time. A collective: every rank takes all its tensors, or drains it."""
         bucket = self._buckets[index]
         return UnshardedBucket(
-            names=tuple(piece.name for piece in bucket),
-            shapes=tuple(tuple(piece.tensor.shape) for piece in bucket),
-            tensors=(piece.unsharded() for piece in bucket),
+            names=tuple(name for sent in bucket for name in sent.shapes),
+            shapes=tuple(shape for sent in bucket for shape in sent.shapes.values()),
+            tensors=(tensor for sent in bucket for tensor in sent.tensors()),
         )
+
+
+def bucket_bytes_for(num_bytes: int) -> int:
+    """Every bucket has a fixed cost, and two of them take memory: few buckets of a large model, small ones of a small
+    one."""
+    return max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, num_bytes // BUCKETS_PER_PUSH))
 
 
 def pieces_of(model: nn.Module, dtype: str) -> Iterator[Piece]:
@@ -88,16 +129,21 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def _plan(pieces: Sequence[Piece], itemsize: int, bucket_bytes: int) -> Iterator[list[Piece]]:
-    """Fill a bucket until the next tensor doesn't fit. A larger tensor gets a bucket of its own."""
-    bucket: list[Piece] = []
+def _sent(piece: Piece, names: CheckpointNames | None) -> _Sent:
+    own = {piece.name: tuple(piece.tensor.shape)}
+    return _Sent(piece=piece, shapes=names.shapes(piece.name, piece.tensor.shape) if names else own, names=names)
+
+
+def _plan(pieces: Sequence[_Sent], itemsize: int, bucket_bytes: int) -> Iterator[list[_Sent]]:
+    """Fill a bucket until the next piece doesn't fit. A larger piece gets a bucket of its own."""
+    bucket: list[_Sent] = []
     filled = 0
-    for piece in pieces:
-        size = piece.tensor.numel() * itemsize
+    for sent in pieces:
+        size = sent.piece.tensor.numel() * itemsize
         if bucket and filled + size > bucket_bytes:
             yield bucket
             bucket, filled = [], 0
-        bucket.append(piece)
+        bucket.append(sent)
         filled += size
     if bucket:
         yield bucket

@@ -52,7 +52,7 @@ def received(bucket: WeightBucket, group: BroadcastGroup | None = None) -> Itera
 
 
 def checksums_of(tensors: Received) -> dict[str, str]:
-    """Name -> xxh3-64 hex of what really came; empty for what is on a device."""
+    """Name -> checksum of what really came."""
     sums = tensor_checksums([tensor for _, tensor in tensors])
     return {announced.name: checksum for (announced, _), checksum in zip(tensors, sums, strict=True)}
 

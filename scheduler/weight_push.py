@@ -4,8 +4,8 @@
     -> bucket by bucket: all engines load one while the learner makes the next
     -> commit -> compare receipts -> resume -> compare a probe
 
-Every step of every engine stands under one deadline. A push that fails leaves its engines paused, on weights that
-nobody may sample from; a later push starts over and needs no restart.
+Every step of every engine stands under one deadline, which grows with the bytes that are sent. A push that fails leaves
+its engines paused, on weights that nobody may sample from; a later push starts over and needs no restart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from typing import Protocol, TypeVar, cast
 from models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
 from scheduler.supervise import run_together
 from scheduler.transport import TRANSPORTS
-from scheduler.weight_checks import WeightMismatch, check_finite, check_probe, check_receipt, num_bytes, span_of
+from scheduler.weight_checks import (
+    WeightMismatch,
+    check_finite,
+    check_probe,
+    check_receipt,
+    num_bytes,
+    probe_bound,
+    span_of,
+)
 
 T = TypeVar("T")
 LEARNER = "learner"
@@ -30,26 +38,34 @@ class SyncConfig:
     """How weights travel, how long a push may take, how close the engines must come to the learner on the probe."""
 
     transport: str = "auto"  # one of TRANSPORTS; auto: by where learner and engines are
-    bucket_mb: int = 64  # of weights that travel at once; two such buckets are held at most
+    bucket_mb: int = 0  # of weights that travel at once, two such buckets are held at most; 0: by the model's size
     delta: bool = False  # send only the buckets that changed since an engine's last receipt, by checksum
-    deadline_s: float = 60.0
+    deadline_s: float = 60.0  # for a push, besides what its bytes take and what a new group takes to meet
+    min_mb_per_s: float = 100.0  # slower than this weights don't travel: bytes add to the deadline at this rate
+    join_s: float = 120.0  # for a new group of broadcasts to meet and connect, which large ones do slowly
     probe_tokens: int = 64
-    probe_tolerance: float = 1e-3  # in nats per token, where float32 was sent
+    probe_tolerance: float = 1e-3  # in nats, the median over the likelier tokens, where float32 was sent
     probe_tolerance_16bit: float = 0.25  # where bfloat16 or float16 was sent: the learner scores in its own precision
     probe_tolerance_quantized: float = 1.0  # where the engine's own options say that it quantises what it gets
+    probe_noise_factor: float = 10.0  # how many times the last push's error a push may have, within the tolerance
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport: unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
-        if self.bucket_mb < 1:
-            raise ValueError(f"bucket_mb: must be at least 1, got {self.bucket_mb}")
+        if self.bucket_mb < 0:
+            raise ValueError(f"bucket_mb: must be 0 (by the model's size) or more, got {self.bucket_mb}")
         if self.probe_tokens < 2:
             raise ValueError(
                 f"probe_tokens: must be at least 2 (the first token has no log-prob), got {self.probe_tokens}"
             )
-        for key in ("deadline_s", "probe_tolerance", "probe_tolerance_16bit", "probe_tolerance_quantized"):
+        for key in (
+            "deadline_s", "min_mb_per_s", "join_s", "probe_tolerance", "probe_tolerance_16bit",
+            "probe_tolerance_quantized",
+        ):  # fmt: skip
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+        if not self.probe_noise_factor >= 1:
+            raise ValueError(f"probe_noise_factor: must be at least 1, got {self.probe_noise_factor}")
 
 
 class WeightSource(Protocol):
@@ -86,7 +102,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """A push that succeeded. `probe_error` is the largest difference of a log-prob over all engines, in nats."""
+    """A push that succeeded. `probe_error` is the largest over all engines, in nats: see `probe_error`."""
 
     version: int
     seconds: float
@@ -125,30 +141,41 @@ class Push:
     config: SyncConfig
     known: Mapping[str, Mapping[str, str]]  # engine -> tensor -> checksum: what it need not be sent again
     have_fixed: frozenset[str]  # engines that have what never changes
+    last_error: float | None = None  # of the probe, after the push before
     sent: dict[str, dict[str, str]] = field(init=False)
     confirmed: dict[str, dict[str, str]] = field(init=False)
     waiting: list[tuple[str, str]] = field(default_factory=list)  # who is doing what
     dtypes: set[str] = field(default_factory=set)
     num_bytes: int = 0
     num_skipped_bytes: int = 0
+    allowed_s: float = field(init=False)
+    _limit: asyncio.Timeout | None = None
 
     def __post_init__(self) -> None:
         self.sent = {name: {} for name in self.engines}
         self.confirmed = {name: {} for name in self.engines}
+        self.allowed_s = self.config.deadline_s
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self.config.deadline_s) as limit:
+            async with asyncio.timeout(self.allowed_s) as limit:
+                self._limit = limit
                 yield
         except TimeoutError:
             if not limit.expired():
                 raise
             raise WeightSyncTimeout(
-                f"weights of version {self.version} did not arrive within {self.config.deadline_s:g} s; waiting for "
+                f"weights of version {self.version} did not arrive within {self.allowed_s:g} s; waiting for "
                 + "; ".join(f"{who} {what}" for who, what in self.waiting),
                 frozenset(who for who, _ in self.waiting),
             ) from None
+
+    def allow(self, seconds: float) -> None:
+        """So much more, for work that the deadline itself isn't for."""
+        self.allowed_s += seconds
+        if self._limit is not None and (ends := self._limit.when()) is not None:
+            self._limit.reschedule(ends + seconds)
 
     async def run(self, link: GroupLink | None, ranks_per_engine: int, transport: str) -> SyncReport:
         clock = asyncio.get_running_loop().time
@@ -224,6 +251,8 @@ class Push:
             self.num_skipped_bytes += size
             return {}
         self.num_bytes += size
+        copies = 1 if isinstance(bucket.payload, Broadcast) else len(takers)
+        self.allow(size * copies / (self.config.min_mb_per_s * 1e6))
         what = f"bucket {index} ({span_of(bucket)})"
         work: dict[str, Coroutine[object, object, object]] = {}
         if isinstance(bucket.payload, Broadcast):
@@ -239,9 +268,10 @@ class Push:
             self.confirmed[name] |= {tensor: checksum for tensor, checksum in receipt.checksums.items() if checksum}
 
     async def _probe(self, expected: Sequence[float]) -> float:
-        """The largest difference over all engines. On a mismatch they are paused again: nobody may sample from them."""
+        """The largest error over all engines. On a mismatch they are paused again: nobody may sample from them."""
         config = self.config
         tolerance = config.probe_tolerance if self.dtypes <= {"float32"} else config.probe_tolerance_16bit
+        tolerance = probe_bound(tolerance, self.last_error, config.probe_noise_factor)
         scores = await self._on_engines("to score the probe", lambda engine: engine.score(self.probe_ids))
         try:
             return max(check_probe(name, self.version, expected, scored, tolerance) for name, scored in scores.items())

@@ -68,6 +68,7 @@ class WeightSync:
         self._versions: dict[str, tuple[Engine, int]] = {}  # that engines are at
         self._members: list[Engine] = []  # of the group
         self._link: GroupLink | None = None
+        self._probe_error: float | None = None  # of the last push
 
     async def push(self, engines: Engines, version: int) -> SyncReport:
         """Bring all engines, and those that wait to catch up, to `version`. `engines` is asked once it is our turn.
@@ -161,7 +162,16 @@ class WeightSync:
             if confirmed_by is engine:
                 confirmed_once.add(name)
             known[name] = confirmed if self._config.delta and confirmed_by is engine else {}
-        return Push(self._source, engines, version, self._probe_ids, self._config, known, frozenset(confirmed_once))
+        return Push(
+            self._source,
+            engines,
+            version,
+            self._probe_ids,
+            self._config,
+            known,
+            frozenset(confirmed_once),
+            self._probe_error,
+        )
 
     async def _run(self, push: Push) -> SyncReport:
         """A push within a hold."""
@@ -169,6 +179,7 @@ class WeightSync:
         self._link = None  # a group that a push failed in is never used again
         report = await push.run(link, self._ranks_per_engine, self._transport)
         self._link, self._members = link, list(push.engines.values())
+        self._probe_error = report.probe_error
         for name, engine in push.engines.items():
             self._confirmed[name] = (engine, push.confirmed[name])
             self._versions[name] = (engine, push.version)
@@ -182,6 +193,7 @@ class WeightSync:
         if self._link is not None and members == self._members:
             return self._link
         assert self._new_address is not None
+        push.allow(self._config.join_s)
         address, port = await push.step(LEARNER, "to find a free port", self._new_address())
         return GroupLink(
             name=f"weights-{secrets.token_hex(4)}",
@@ -191,6 +203,7 @@ class WeightSync:
             rank=0,
             world_size=1 + len(members) * self._ranks_per_engine,
             timeout_s=self._config.deadline_s * GROUP_TIMEOUT_SHARE,
+            join_timeout_s=self._config.join_s,
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config import RunConfig
-from grmpipe.engines import Model, device_of, sync_config_of, tensor_parallel_of
+from grmpipe.engines import Model, device_of, knows_checkpoint_names, sync_config_of, tensor_parallel_of
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.flow import FlowConfig
 from grmpipe.prepare import Prepared
@@ -108,6 +108,7 @@ def grm_learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> Learn
         device=device_of(LEARNER, prepared.placement),
         sync_dtype=config.grm.dtype,
         bucket_bytes=config.sync.bucket_mb << 20,
+        checkpoint_names=knows_checkpoint_names("grm", config),
         transport=transport,
         sync_dir=str(run_dir.absolute() / "grm_weights") if transport == "disk" else "",
         temperature=config.judge.temperature,

@@ -22,6 +22,7 @@ from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.causal_lm import PackedLogprobs, packed_logprobs
 from models.checkpoint import ShardedSave, export_hf, load_sharded
+from models.checkpoint_names import CheckpointNames
 from models.hub import find_files
 from models.lora import outgoing, with_adapters, without_adapters
 from models.packed_check import probe_logprobs
@@ -42,6 +43,7 @@ class LearnerSpec:
     temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
     transport: how weights leave the learner, one of TRANSPORTS.
     sync_dir: where transport=disk puts them; every engine can read it.
+    checkpoint_names: weights travel under the names of the model's checkpoints, not under its own.
     first_version: of the batch that it learns from first; those before are the critic's alone.
     lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
     seed: of new adapters; the same on all ranks.
@@ -53,7 +55,8 @@ class LearnerSpec:
     max_new_tokens: int
     device: str = ""  # "cpu" or "cuda"; empty: what torch finds
     sync_dtype: str = "float32"  # of the weights that engines get
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = 0  # of weights that travel at once; 0: by the size of the model
+    checkpoint_names: bool = False
     transport: str = "object_store"
     sync_dir: str = ""
     temperature: float = 1.0
@@ -137,7 +140,8 @@ class Learner:
         self._optimizer = make_optimizer(self._model, train)
         self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
         sent = outgoing(self._model, lora, spec.sync_dtype) if lora.learns else None
-        self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes, sent)
+        names = CheckpointNames.of(self._model.config) if spec.checkpoint_names else None
+        self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes, sent, names)
         sends = rank == 0 or spec.transport in FROM_EVERY_RANK
         self._transport = _open_transport(spec, self._device) if sends else None
         self._meter = Meter(self._device)

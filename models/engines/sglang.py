@@ -70,7 +70,9 @@ class SglangEngine:
         self._http, self._server = http, server
         self._config, self._device = config, device
         self._window = Window.of(model_name, renderer, config.max_context_tokens)
-        self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine)
+        # One that quantises may hold the same after a small step, and a CPU has no checksums.
+        tells_parameters = device != "cpu" and not config.options.get("quantization")
+        self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine, tells_parameters)
         self._generation = SglangGeneration(
             http,
             model_name,
@@ -211,14 +213,14 @@ class SglangEngine:
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         """Raises RuntimeError where the server then says another version."""
-        checksums = await self._weights.commit(version)
+        receipt = await self._weights.commit(version)
         self.version = version
         self._served_path = None  # a file's folder by now; from here on the version tells
         recompute = self._config.recompute_kv_on_sync
         self._generation.adopt(version, forget_prompts=not recompute)
         if recompute:
             await self._http.post("/flush_cache", {})
-        return WeightReceipt(version=version, checksums=checksums)
+        return receipt
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         ids = tuple(token_ids)

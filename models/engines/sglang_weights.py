@@ -8,31 +8,42 @@ commit: close the session, name the version, ask for it
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
-from torch import nn
+from transformers import PreTrainedModel
 
+from models.checkpoint_names import CheckpointNames
+from models.engines.sglang_applied import digests_of, unapplied
 from models.engines.sglang_http import SglangHttp, within
-from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket
+from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
 from models.weight_files import folders_of_shared_memory, held_folder
 from models.weight_transport import checksums_of, received
 
+log = logging.getLogger(__name__)
 GRACE_S = 5.0  # the server's own timeout comes first, and says more
 
 
 class SglangWeights:
-    """Knows what the server holds from the model's outline: it drops tensors that it doesn't know without a word.
+    """Knows what the server takes from the model's outline, under the names of checkpoints: it knows no others, and
+    drops them without a word.
 
     same_machine: the server can open our files.
+    tells_parameters: it may be asked for checksums of its own parameters, which it computes on a GPU only.
     """
 
-    def __init__(self, http: SglangHttp, outline: nn.Module, same_machine: bool) -> None:
+    def __init__(
+        self, http: SglangHttp, outline: PreTrainedModel, same_machine: bool, tells_parameters: bool = False
+    ) -> None:
         self._http = http
+        self._tells_parameters = tells_parameters
+        self._before: dict[str, tuple[str, ...]] = {}  # checksums of the server's parameters
+        self._sent: dict[str, str] = {}  # since `begin`
+        self._last_sent: dict[str, str] = {}
         self._same_machine = same_machine
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
-        self._tied = _tied_names(outline)
+        self._shapes, self._held = CheckpointNames(outline).taken()
         self._link: GroupLink | None = None
         self._open = self._stuck = False
         self._checksums: dict[str, str] = {}
@@ -43,6 +54,9 @@ class SglangWeights:
         self._checksums = {}
         await self._refuse_the_stuck()
         await self._close_session()
+        if self._sent:  # a push that broke off left some of its tensors
+            self._sent, self._last_sent, self._before = {}, {}, {}
+        self._before = self._before or await self._parameters()
         if link != self._link:
             await self._leave()
         if link is not None:
@@ -52,6 +66,7 @@ class SglangWeights:
     async def load(self, bucket: WeightBucket) -> None:
         """Raises ValueError naming a tensor that doesn't fit, ConnectionError where a broadcast broke off."""
         try:
+            self._sent |= {tensor.name: tensor.checksum for tensor in bucket.tensors}
             for tensor in bucket.tensors:
                 self._refuse_what_does_not_fit(tensor.name, tensor.shape)
             if isinstance(bucket.payload, Broadcast):
@@ -62,8 +77,8 @@ class SglangWeights:
             await self._leave()  # the sender would wait for us until its timeout
             raise
 
-    async def commit(self, version: int) -> dict[str, str]:
-        """The checksums of what came since `begin`. Raises RuntimeError where the server says another version."""
+    async def commit(self, version: int) -> WeightReceipt:
+        """What came since `begin`. Raises RuntimeError where the server says another version."""
         await self._close_session()
         name = str(version)
         await self._http.post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
@@ -71,7 +86,21 @@ class SglangWeights:
         if told != name:
             raise RuntimeError(f"weights: version {name} was sent to SGLang at {self._http.url}, and it says {told}")
         collected, self._checksums = self._checksums, {}
-        return collected
+        after = await self._parameters()
+        missing = unapplied(self._sent, self._last_sent, self._before, after)
+        self._before, self._last_sent, self._sent = after, {**self._last_sent, **self._sent}, {}
+        return WeightReceipt(version=version, checksums=collected, unapplied=missing)
+
+    async def _parameters(self) -> dict[str, tuple[str, ...]]:
+        """Checksums of the server's own; empty where it tells none."""
+        if not self._tells_parameters:
+            return {}
+        try:
+            return digests_of(await self._http.post("/weights_checker", {"action": "checksum"}))
+        except EngineRefused as error:
+            log.warning("SGLang at %s can't tell its weights, so pushes rest on the probe: %s", self._http.url, error)
+            self._tells_parameters = False
+            return {}
 
     async def _join(self, link: GroupLink) -> None:
         if self._link == link:
@@ -85,7 +114,7 @@ class SglangWeights:
             "backend": link.backend,
         }
         try:
-            await within(link.timeout_s + GRACE_S, lambda: self._http.post("/init_weights_update_group", body))
+            await within(link.meeting_timeout_s + GRACE_S, lambda: self._http.post("/init_weights_update_group", body))
         except EngineRefused as error:
             raise ConnectionError(f"weights: {error}") from None
         self._link = link
@@ -127,7 +156,7 @@ class SglangWeights:
         if link is None:
             raise ConnectionError("weights: a bucket comes by broadcast, and no group was joined since it last broke")
         body = {
-            "names": [self._tied.get(tensor.name, tensor.name) for tensor in bucket.tensors],
+            "names": [self._held[tensor.name] for tensor in bucket.tensors],
             "dtypes": [tensor.dtype for tensor in bucket.tensors],
             "shapes": [list(tensor.shape) for tensor in bucket.tensors],
             "group_name": link.name,
@@ -151,7 +180,7 @@ class SglangWeights:
                 "set disk, gloo or nccl"
             )
         with held_folder(_place_for(bucket), "sglang") as folder:
-            checksums = await asyncio.to_thread(_fill, folder, bucket, self._tied)
+            checksums = await asyncio.to_thread(_fill, folder, bucket, self._held)
             body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
             try:
                 await self._http.post("/update_weights_from_disk", body)
@@ -174,27 +203,18 @@ def _place_for(bucket: WeightBucket) -> Path:
     return folders_of_shared_memory()[0]
 
 
-def _fill(folder: Path, bucket: WeightBucket, tied: Mapping[str, str]) -> dict[str, str]:
+def _fill(folder: Path, bucket: WeightBucket, held_under: Mapping[str, str]) -> dict[str, str]:
     """One file of the bucket's tensors, a tied tensor under its first name. Returns their checksums."""
     file = bucket.payload.path if isinstance(bucket.payload, SafetensorsFile) else None
     with received(bucket) as tensors:
         checksums = checksums_of(tensors)
-        copied = file is None or any(tensor.name in tied for tensor, _ in tensors)
+        copied = file is None or any(held_under[tensor.name] != tensor.name for tensor, _ in tensors)
         inside = folder / "model.safetensors"
         if copied:
-            held = {tied.get(tensor.name, tensor.name): value.contiguous() for tensor, value in tensors}
+            held = {held_under[tensor.name]: value.contiguous() for tensor, value in tensors}
             save_file(held, inside)
         else:
             assert file is not None
             folder.chmod(0o755)  # the server may be another user's
             inside.symlink_to(Path(file).absolute())
     return checksums
-
-
-def _tied_names(outline: nn.Module) -> dict[str, str]:
-    """The later names of parameters that have several -> their first."""
-    first: dict[int, str] = {}
-    names = [(name, id(tensor)) for name, tensor in outline.named_parameters(remove_duplicate=False)]
-    for name, identity in names:
-        first.setdefault(identity, name)
-    return {name: first[identity] for name, identity in names if first[identity] != name}

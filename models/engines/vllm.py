@@ -33,7 +33,7 @@ from models.engines.vllm_requests import (
     scoring_of,
     spans_of,
 )
-from models.engines.vllm_weights import as_plain, hearing
+from models.engines.vllm_weights import as_plain, hearing, unapplied
 from models.engines.window import Window
 from models.renderer import Renderer
 from models.routing import Routers
@@ -204,15 +204,18 @@ class VllmEngine:
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         checksums: dict[str, str] = {}
+        missing: tuple[str, ...] = ()
         if self._updating:
             with self._worker_drops_what_fails():
                 await self._call(self._llm.finish_weight_update(weight_version=str(version)))
             self._updating = False
-            checksums, *_ = await self._ask_workers("take_checksums")  # of tensor rank 0; all get the same tensors
+            reports = await self._ask_workers("take_report")
+            checksums = reports[0][0]  # of tensor rank 0; all get the same tensors
+            missing = unapplied(checksums, (applied for _, applied in reports))
         else:
             await self._call(self._llm.update_weight_version(str(version)))
         self.version = version
-        return WeightReceipt(version=version, checksums=checksums)
+        return WeightReceipt(version=version, checksums=checksums, unapplied=missing)
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         self._refuse_the_dead()

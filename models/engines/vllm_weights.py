@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from models.arena import room_for, views
 from models.types import (
@@ -76,6 +76,36 @@ def _restored(kind: str, value: str | bytes) -> Payload:
         "Broadcast": Broadcast(),
     }
     return paths[kind]
+
+
+class Applied(TypedDict):
+    """What one worker saw of a push, as it crosses to the engine's process.
+
+    taken: tensors that went into a parameter of this worker.
+    still: of these, the ones that changed since the last push and all of whose parameters did not.
+    moved: the ones of whose parameters one changed.
+    """
+
+    taken: list[str]
+    still: list[str]
+    moved: list[str]
+
+
+def under_sent_names(applied: Applied, own_names: Mapping[str, str]) -> Applied:
+    """The same by the names that tensors came under: sent name -> the name that vLLM knows it by."""
+
+    def sent(names: Iterable[str]) -> list[str]:
+        known = set(names)
+        return [name for name, own in own_names.items() if own in known]
+
+    return Applied(taken=sent(applied["taken"]), still=sent(applied["still"]), moved=sent(applied["moved"]))
+
+
+def unapplied(sent: Iterable[str], workers: Iterable[Applied]) -> tuple[str, ...]:
+    """Tensors that no worker took, or that changed while what holds them changed in none: each holds a part."""
+    seen = list(workers)
+    taken, still, moved = (set().union(*(w[key] for w in seen)) for key in ("taken", "still", "moved"))
+    return tuple(sorted((set(sent) - taken) | (still - moved)))
 
 
 @contextmanager

@@ -24,6 +24,9 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model_loader
@@ -34,11 +37,15 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 from models.causal_lm import outline_causal_lm
+from models.checkpoint_names import CheckpointNames
+from models.engines.vllm_applied import Application
 from models.engines.vllm_options import OWNER_PID, WEIGHT_BACKEND
-from models.engines.vllm_weights import PlainBucket, telling
+from models.engines.vllm_weights import Applied, PlainBucket, telling, under_sent_names
 from models.process_group import BroadcastGroup
 from models.types import GroupLink, ModelFiles, WeightTensor
 from models.weight_transport import checksums_of, received
+
+Kernels = dict[UnquantizedFusedMoEMethod, FusedMoEKernel | None]
 
 
 class Inbox(WeightTransferEngine):
@@ -55,6 +62,9 @@ class Inbox(WeightTransferEngine):
         self._group = BroadcastGroup(device, get_tensor_model_parallel_rank())
         self._taken = Taken.of(vllm_config.model_config.model)
         self._sent: set[str] = set()
+        self._application = Application(model)
+        self.applied: Applied | None = None
+        self._kernels: Kernels = {}
 
     def init_transfer_engine(self, init_info: GroupLink) -> None:
         with telling():
@@ -62,6 +72,8 @@ class Inbox(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         self.drop()
+        self._application.begin()
+        self._kernels = take_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
@@ -81,15 +93,17 @@ class Inbox(WeightTransferEngine):
         bucket = update_info.restored()
         if isinstance(bucket.payload, ModelFiles):
             self._load(self._stored(bucket.payload.path))
+            self._application.read_from_files()
             return
         names = [self._taken.own_name(tensor) for tensor in bucket.tensors]
+        self._sent |= set(names)
         with received(bucket, self._group) as tensors:
             checksums = checksums_of(tensors)
             # Copies: vLLM may hold them back until a later bucket, when the sender's memory is used again.
             own = [tensor.to(self.device, copy=True) for _, tensor in tensors]
-        self._load(zip(names, own, strict=True))
+        with self._application.watched(zip(names, own, strict=True)) as handed:
+            self._load(handed)
         self.checksums |= checksums
-        self._sent |= set(names)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
@@ -102,19 +116,27 @@ class Inbox(WeightTransferEngine):
                 self.drop()
                 raise
         repack_heads(self.model)
+        put_back(self._kernels)
+        own = {name: self._taken.own_names.get(name, name) for name in self.checksums}
+        applied = self._application.end({own[name]: checksum for name, checksum in self.checksums.items()})
+        self.applied = under_sent_names(applied, own)
+        self._sent = set()
 
     def drop(self) -> None:
         """Forget a push that wasn't finished: layers that were waiting for the rest of theirs get back what they had.
 
         Left as it is, its tensors would be taken for the next push's.
         """
-        self.checksums, self._sent = {}, set()
+        if self._sent:
+            self._application.broke_off()
+        self.checksums, self._sent, self.applied = {}, set(), None
         for layer in self.model.modules():
             info = layerwise.get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:
                     layerwise._place_kernel_tensors(layer, info)
                 info.reset()
+        put_back(self._kernels)
 
     def shutdown(self) -> None:
         self._group.leave()
@@ -149,21 +171,17 @@ class Taken:
     """The tensors that a model takes: by name, with their shapes. A tied tensor has all its names."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], own_names: Mapping[str, str]) -> None:
-        self._shapes, self._own_names = shapes, own_names
+        self._shapes, self.own_names = shapes, own_names
 
     @staticmethod
     def of(model_path: str) -> Taken:
-        """As transformers has the model; where it hasn't, vLLM's own loader has the only word."""
+        """As checkpoints of the model have them; where transformers hasn't the model, vLLM's own loader has the only
+        word."""
         try:
             model = outline_causal_lm(model_path)
         except ValueError:
             return Taken({}, {})
-        by_tensor = {id(parameter): name for name, parameter in model.named_parameters()}
-        state = model.state_dict(keep_vars=True)
-        return Taken(
-            {name: tuple(tensor.shape) for name, tensor in state.items()},
-            {name: by_tensor.get(id(tensor), name) for name, tensor in state.items()},
-        )
+        return Taken(*CheckpointNames(model).taken())
 
     def own_name(self, tensor: WeightTensor) -> str:
         """Under which vLLM knows it. Raises ValueError for what doesn't fit."""
@@ -174,10 +192,10 @@ class Taken:
             raise ValueError(f"weights: the engine's model has no tensor {tensor.name!r}; is it the same architecture?")
         if shape != tensor.shape:
             raise ValueError(f"weights: {tensor.name!r} came as {tensor.shape}, the engine holds {shape}")
-        return self._own_names[tensor.name]
+        return self.own_names[tensor.name]
 
     def all_in(self, names: Iterable[str]) -> bool:
-        return bool(self._own_names) and set(self._own_names.values()) <= set(names)
+        return bool(self.own_names) and set(self.own_names.values()) <= set(names)
 
 
 class WeightReceiver:
@@ -187,10 +205,11 @@ class WeightReceiver:
     _weight_update_active: bool
     device: torch.device
 
-    def take_checksums(self) -> dict[str, str]:
+    def take_report(self) -> tuple[dict[str, str], Applied | None]:
+        """The checksums of what came with the last push, and what this worker's parameters show of it."""
         inbox = self.weight_transfer_engine
         checksums, inbox.checksums = inbox.checksums, {}
-        return checksums
+        return checksums, inbox.applied
 
     def drop_update(self) -> None:
         self.weight_transfer_engine.drop()
@@ -236,6 +255,28 @@ def repack_heads(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead) and layer.weight.device.type == "cpu":
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def take_expert_kernels(model: nn.Module) -> Kernels:
+    """On a CPU experts have a packed form of their own, which vLLM makes only of a layer whose kernel is new."""
+    methods = {
+        layer.quant_method
+        for layer in model.modules()
+        if isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+        if layer.w13_weight.device.type == "cpu"
+    }
+    kernels = {method: method.moe_kernel for method in methods}
+    for method in methods:
+        method.moe_kernel = None
+    return kernels
+
+
+def put_back(kernels: Kernels) -> None:
+    """Of layers that nothing came for."""
+    for method, kernel in kernels.items():
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+    kernels.clear()
 
 
 def end_with(owner_pid: int) -> None:

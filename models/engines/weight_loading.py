@@ -11,7 +11,7 @@ from models.weight_transport import checksums_of, received
 
 
 class WeightInbox:
-    """Loads buckets and remembers, until they are collected, the checksums of what came."""
+    """Loads buckets and remembers, until they are collected, the checksums of what the model then holds."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
@@ -29,9 +29,11 @@ class WeightInbox:
             held = self._model.state_dict()
             targets = [_held_tensor(held, tensor) for tensor in bucket.tensors]
             with received(bucket, self._group) as tensors:
-                checksums = checksums_of(tensors)
-                for target, (_, source) in zip(targets, tensors, strict=True):
-                    target.copy_(source)
+                applied = [
+                    (announced, _applied(target, source))
+                    for target, (announced, source) in zip(targets, tensors, strict=True)
+                ]
+                checksums = checksums_of(applied)
         except BaseException:
             self._group.leave()  # the sender would wait for us until its timeout
             raise
@@ -44,6 +46,19 @@ class WeightInbox:
 
     def close(self) -> None:
         self._group.leave()
+
+
+def _applied(target: Tensor, source: Tensor) -> Tensor:
+    """What the model holds now, in the type and on the device where its source came: its bytes are the source's.
+
+    The source itself, where the model's type or device keeps the bytes from coming back: it is compared here then.
+    """
+    target.copy_(source)
+    if target.device == source.device and torch.promote_types(source.dtype, target.dtype) == target.dtype:
+        return target.to(source.dtype)
+    if torch.equal(target, source.to(target.device, target.dtype)):
+        return source
+    return target.to(source.device, source.dtype)
 
 
 def _held_tensor(held: dict[str, Tensor], tensor: WeightTensor) -> Tensor:

@@ -19,7 +19,7 @@ from grmpipe.checks.models import find_model
 from grmpipe.checks.places import seat_roles
 from grmpipe.config import ConfigError, RunConfig
 from grmpipe.config_files import from_values
-from grmpipe.engines import ENGINES, device_of, engine_config_of, tensor_parallel_of
+from grmpipe.engines import ENGINES, device_of, engine_config_of, sync_config_of, tensor_parallel_of
 from grmpipe.prepare import prepare
 from grmpipe.resumption import changed_keys
 from grmpipe.start import outside_options
@@ -315,3 +315,19 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_resume_may_change_who_samples_but_not_what_is_sampled(sections: dict, free: bool) -> None:
     assert (changed_keys(config(), config(**sections)) == []) is free
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "tolerance"),
+    [
+        ("vllm", {"options": {"quantization": "fp8"}}, 1.0),
+        ("vllm", {"options": {"kv_cache_dtype": "fp8"}}, 1.0),
+        ("sglang", {"options": {"kv-cache-dtype": "fp8_e4m3"}}, 1.0),
+        ("embedded", {"quantize": "int8"}, 1.0),
+        ("vllm", {"options": {"kv_cache_dtype": "auto"}}, 0.25),
+        ("sglang", {}, 0.25),
+    ],
+)
+def test_whoever_quantises_has_the_wider_tolerance(engine: str, options: dict, tolerance: float) -> None:
+    given = config(policy={"engine": engine}, engine={engine: options})
+    assert sync_config_of("policy", given).probe_tolerance_16bit == tolerance

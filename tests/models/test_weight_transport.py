@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from models import weight_files
+from models.process_group import BroadcastGroup
 from models.types import Broadcast, GroupLink, SafetensorsFile, SharedMemory, WeightBucket, WeightTensor
 from models.weight_files import SharedArena, WeightFile, folders_of_shared_memory, held_folder, sweep
 from models.weight_sending import TRANSPORTS, Broadcasts, SafetensorsFiles, SharedMemoryFiles, WeightTransport
@@ -421,3 +423,24 @@ def test_an_engines_worker_needs_no_transformers_to_receive() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", program], env=ENV, capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
+
+
+def test_only_the_first_broadcast_of_a_group_has_the_time_that_meeting_takes() -> None:
+    asked_s: list[float] = []
+
+    class Backend:
+        def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta) -> Backend:
+            asked_s.append(timeout.total_seconds())
+            return self
+
+        def wait(self, timeout: timedelta) -> None:
+            pass
+
+    group = BroadcastGroup()
+    group._backend = Backend()  # type: ignore[assignment]
+    group._link = GroupLink(
+        name="g", backend="gloo", address="", port=0, rank=0, world_size=2, timeout_s=20.0, join_timeout_s=120.0
+    )
+    for _ in range(2):
+        group.send(["a", "b"], [torch.zeros(1)] * 2)
+    assert asked_s == [120, 20, 20, 20]

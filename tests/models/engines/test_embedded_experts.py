@@ -11,13 +11,15 @@ import torch
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models.causal_lm import load_causal_lm
+from models.engines import weight_loading
 from models.engines.embedded import EmbeddedEngine
 from models.routing import Routers
 from models.settings import EmbeddedConfig
-from models.types import Completion, SamplingParams
+from models.types import Completion, SamplingParams, WeightReceipt, WeightTensor
 from models.weight_sending import ObjectStore
 from models.weight_stream import WeightStream
 from scheduler.continuation import Begun, Continuation
+from scheduler.weight_checks import WeightMismatch, check_receipt
 
 SHAPE = {
     "vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -164,3 +166,49 @@ def test_a_part_whose_experts_are_not_known_leaves_the_whole_without(open_mixtur
     first, second = (asyncio.run(ask(one, prompt_of(4))) for one in (engine, silent))
     continuation = Continuation(decode=lambda token_ids: "", seed_after=lambda seed, num_sampled: seed)
     assert continuation.join((first, second)).experts_TLK is None
+
+
+class Dropping(torch.Tensor):
+    """Keeps what it has, whatever comes."""
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        return self
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_experts_that_came_and_were_not_taken_up_fail_the_very_push_though_one_step_moved_no_probe(
+    mixtures: Callable[[str, int], str], monkeypatch: pytest.MonkeyPatch, drops: bool
+) -> None:
+    """In bfloat16, after one step of a learning rate of 1e-6."""
+    path = mixtures("qwen 3", 0)
+    model = load_causal_lm(path, "bfloat16")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.float() + 1e-6 * torch.randn(parameter.shape).sign())
+    stream, store, held = WeightStream(model, "bfloat16", 1 << 20), ObjectStore("bfloat16"), weight_loading._held_tensor
+
+    def held_tensor(state: dict[str, torch.Tensor], tensor: WeightTensor) -> torch.Tensor:
+        target = held(state, tensor)
+        return target.as_subclass(Dropping) if drops and ".experts." in tensor.name else target
+
+    monkeypatch.setattr(weight_loading, "_held_tensor", held_tensor)
+    engine = EmbeddedEngine(path, "policy", EmbeddedConfig(), dtype="bfloat16")
+    buckets = [store.post(index, stream.unsharded(index)) for index in range(stream.num_buckets)]
+    sent = {tensor.name: tensor.checksum for bucket in buckets for tensor in bucket.tensors}
+
+    async def push() -> WeightReceipt:
+        await engine.pause()
+        await engine.begin_weights()
+        for bucket in buckets:
+            await engine.load_bucket(bucket)
+        return await engine.commit_weights(1)
+
+    try:
+        receipt = asyncio.run(push())
+    finally:
+        engine.close()
+    if drops:
+        with pytest.raises(WeightMismatch, match=r"policy-0 got other weights than version 1 in .*experts"):
+            check_receipt("policy-0", 1, sent, receipt)
+    else:
+        check_receipt("policy-0", 1, sent, receipt)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.checksums import checksum
-from models.engines.vllm_weights import PlainBucket, as_plain, hearing, telling
+from models.engines.vllm_weights import Applied, PlainBucket, as_plain, hearing, telling, unapplied, under_sent_names
 from models.types import (
     Broadcast,
     CudaHandles,
@@ -69,3 +69,16 @@ def test_an_error_comes_home_as_what_it_is_though_vllm_carries_words_alone(
     assert str(heard.value) == str(error)
     with pytest.raises(KeyError), hearing():
         raise KeyError("not told")
+
+
+def test_a_tensor_is_applied_where_one_worker_took_it_and_what_holds_it_changed() -> None:
+    """Each of two workers has a half: only the second one's half of `v` changed, nobody's of `o`; nobody took `w`."""
+    first = Applied(taken=["q", "v", "o"], still=["v", "o"], moved=["q"])
+    second = Applied(taken=["q", "v", "o", "e"], still=["q", "o"], moved=["v"])
+    assert unapplied(["q", "v", "o", "e", "w"], [first, second]) == ("o", "w")
+
+
+def test_what_vllm_saw_is_told_under_the_names_that_were_sent() -> None:
+    own = Applied(taken=["embed", "norm"], still=["embed"], moved=[])
+    told = under_sent_names(own, {"lm_head": "embed", "norm": "norm", "gone": "gone"})
+    assert told == Applied(taken=["lm_head", "norm"], still=["lm_head"], moved=[])

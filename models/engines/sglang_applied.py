@@ -1,0 +1,49 @@
+"""Which tensors of a push an SGLang server's parameters show, by the server's own checksums of them. Pure: asks nobody.
+
+A server merges some tensors of a checkpoint into one parameter. Where a tensor went isn't told: its name says it. Of
+a tensor whose parameter isn't found nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# (the end of a checkpoint's name, the end of SGLang's).
+MERGED = (
+    (r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$", ".experts.w13_weight"),
+    (r"\.experts\.\d+\.(down_proj|w2)\.weight$", ".experts.w2_weight"),
+    (r"\.(q|k|v)_proj\.(weight|bias)$", r".qkv_proj.\2"),
+    (r"\.(gate|up)_proj\.weight$", ".gate_up_proj.weight"),
+)
+
+
+def digests_of(told: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Parameter -> its checksum on every rank, from an answer of /weights_checker."""
+    ranks = [rank["checksums"] for rank in told.get("ranks") or ()]
+    return {name: tuple(str(rank[name]) for rank in ranks if name in rank) for name in (ranks[0] if ranks else ())}
+
+
+def unapplied(
+    sent: Mapping[str, str],
+    last_sent: Mapping[str, str],
+    before: Mapping[str, tuple[str, ...]],
+    after: Mapping[str, tuple[str, ...]],
+) -> tuple[str, ...]:
+    """Tensors (name -> checksum) that changed since the last push, and whose parameter did not, on any rank."""
+    changed = [name for name, checksum in sent.items() if checksum and last_sent.get(name, checksum) != checksum]
+    return tuple(
+        sorted(
+            name
+            for name in changed
+            if (held := _parameter(name, after)) and held in before and before[held] == after[held]
+        )
+    )
+
+
+def _parameter(name: str, known: Mapping[str, tuple[str, ...]]) -> str | None:
+    if name in known:
+        return name
+    merged = (re.sub(end, own, name) for end, own in MERGED if re.search(end, name))
+    return next((parameter for parameter in merged if parameter in known), None)
