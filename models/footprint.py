@@ -85,7 +85,7 @@ class Footprint:
                 gathered=root + learns * head + 2 * layer * width + learns * layer * (width + 4),
                 activations=kept + again,
             ),
-            Working(gathered=root + learns * self.num_root_parameters * (width + 4), activations=0),
+            Working(gathered=root + learns * self.num_root_parameters * 4, activations=0),
         )
         return max(moments, key=lambda moment: moment.total)
 

@@ -53,7 +53,7 @@ def test_the_quickstarts_plan_says_places_memory_and_batches() -> None:
     assert "in flight: at most 32 groups, 256 rollouts" in text
     for part in ("weights", "gradients", "optimizer, two moments", "gathered layers", "activations of 4096 tokens"):
         assert re.search(rf"[KM]B  {part}\n", text)
-    assert "train 0    363 MB  policy + learner\n  judging 0  203 MB  grm" in text
+    assert "train 0    386 MB  policy + learner\n  judging 0  203 MB  grm" in text
     assert "not checked here" not in text
 
 
