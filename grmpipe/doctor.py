@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
+from pathlib import Path
 
 from models.engines import installed
 from models.settings import INSTALL_PEFT
@@ -22,13 +24,19 @@ NEEDED = (
 )
 
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+LEAST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version
+LEAST_TORCH = (2, 13)  # varlen attention with grouped heads
+LEAST_CAPABILITY = (8, 0)
+
+
 def doctor(sglang_python: str = "") -> str:
     """A line for each part. Works without any of them. `sglang_python`: the interpreter of SGLang's environment."""
     lines = [line_of(package) for package in NEEDED]
     lines += [f"vLLM            {vllm()}", f"SGLang          {sglang(sglang_python)}"]
     lines.append(f"peft            {version_of('peft') or f'not installed; for adapters (LoRA) type `{INSTALL_PEFT}`'}")
     lines.append(f"cores           {os.cpu_count() or 1}")
-    lines.append(f"GPUs            {gpus()}")
+    lines += [f"GPUs            {gpus()}", f"CUDA            {cuda()}"]
     wandb_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline; set WANDB_API_KEY to go online"
     lines.append(f"W&B             {wandb_mode}")
     offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
@@ -45,7 +53,44 @@ def gpus() -> str:
     if not count:
         return "0; placements with resource=gpu are refused"
     name, memory_gb = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / 1e9
-    return f"{count} x {name}, {memory_gb:.0f} GB"
+    capability = torch.cuda.get_device_capability(0)
+    told = [f"{count} x {name}, {memory_gb:.0f} GB, compute {capability[0]}.{capability[1]}"]
+    if capability < LEAST_CAPABILITY:
+        told.append("no bfloat16 in hardware, no flash attention: these need compute 8.0 (A100) or newer")
+    return "; ".join(told)
+
+
+def cuda() -> str:
+    """What torch was built for, beside what the driver can."""
+    try:
+        import torch
+    except ImportError:
+        return "unknown without torch"
+    return cuda_mismatch(torch.__version__, torch.version.cuda, driver_version())
+
+
+def cuda_mismatch(torch_version: str, built_for: str | None, driver: str | None) -> str:
+    """One line: versions, and what to do where they don't fit. CUDA 13 needs driver 580, CUDA 12 driver 525."""
+    told = [f"torch {torch_version} for {f'CUDA {built_for}' if built_for else 'CPUs'}"]
+    told.append(f"driver {driver}" if driver else "no NVIDIA driver")
+    if driver and not built_for:
+        told.append("a GPU is here that this torch can't use; type: pip install torch from PyPI")
+    if driver and built_for:
+        least = LEAST_DRIVER.get(int(built_for.split(".")[0]), 0)
+        if int(driver.split(".")[0]) < least:
+            told.append(f"CUDA {built_for} needs driver {least} or newer: update it, or install a torch for older CUDA")
+    if built_for and tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) < LEAST_TORCH:
+        told.append("the learner on GPUs needs torch 2.13 or newer")
+    return "; ".join(told)
+
+
+def driver_version() -> str | None:
+    """Of the kernel module; None where there is none."""
+    try:
+        found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", DRIVER_FILE.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def vllm() -> str:

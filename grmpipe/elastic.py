@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from grmpipe.engines import (
@@ -145,8 +145,9 @@ def elastic_pools(
     bring_current: Mapping[str, BringCurrent],
     syncs: Mapping[str, WeightSync],
     events: EventSink,
+    memory_still: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
 ) -> tuple[ElasticPool, ...]:
-    """The pools whose slots move."""
+    """The pools whose slots move. memory_still: of the learner."""
     config, placement = prepared.config, prepared.placement
     pools = {name: slots for name in placement.pools if (slots := placement.elastic_slots(name))}
     return tuple(
@@ -160,6 +161,7 @@ def elastic_pools(
                     max_rows=shared_options(config).max_batch_rows if served.swaps else max_rows_of(role, config),
                     sleeps=takes_turns(role, prepared),
                     nothing_pushed=syncs[role].nothing_pushed if role in syncs else nullcontext,
+                    memory_still=memory_still if placement.seats["learner"][0].pool == name else nullcontext,
                 )
                 for role in next(iter(slots.values()))
             },

@@ -163,7 +163,7 @@ def keep_up(
 ) -> Upkeep:
     """syncs: of the roles that learn. `clock` times the GRM's answers: it stands still while nobody could give any."""
     bring_current = served.bring_current(syncs)
-    elastic = elastic_pools(prepared, served, bring_current, syncs, events)
+    elastic = elastic_pools(prepared, served, bring_current, syncs, events, learner.still)
     for pool in elastic:
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
         if "grm" in pool.slots_by_role:

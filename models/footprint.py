@@ -9,10 +9,24 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.logprobs import CHUNK_LOGITS
 from models.parallelize import decoder_layers
 from models.settings import ModelShape
 
+LIVE_PIECES = 3  # float32 pieces of the logits while one of them goes backward: itself, its softmax, its gradient
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """Bytes at one moment: weights of others gathered here with their gradients, and what backward waits for."""
+
+    gathered: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +62,32 @@ class Footprint:
         """Of low-rank adapters beside these layers; no targets: beside all."""
         return rank * sum(width for name, width in self.linear_widths.items() if not targets or name in targets)
 
-    def gathered_bytes(self, dtype: str, *, frozen: bool = False) -> int:
-        """What a rank holds whole while it computes: two layers (one comes early), and the root with its gradient
-        (`frozen`: without).
+    def working_bytes(
+        self, dtype: str, num_tokens: int, *, checkpointing: bool = False, frozen: bool = False
+    ) -> Working:
+        """What a rank holds at most, besides its state, while a micro-batch goes forward and backward.
 
-        Gradients are reduced in float32. FSDP2 keeps the root gathered from forward to backward.
+        The largest of three moments: backward passes the head (logits and their gradient), a layer (which is computed
+        again, with `checkpointing`), and ends (the root's gradient). FSDP2 keeps the root gathered all the time, and
+        reduces gradients in float32. `frozen`: gathered weights get no gradient.
         """
+        width, learns = BYTES[dtype], not frozen
         layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
-        root = BYTES[dtype] if frozen else 2 * BYTES[dtype] + 4
-        return 2 * layer * BYTES[dtype] + self.num_root_parameters * root
+        head = self.vocab_size * self.hidden_size * width
+        root = self.num_root_parameters * width
+        kept = num_tokens * self._kept_values(checkpointing) * width
+        logits = num_tokens * (4 * self.hidden_size + 2 * self.vocab_size) * width
+        pieces = LIVE_PIECES * 4 * min(CHUNK_LOGITS, num_tokens * self.vocab_size)
+        again = num_tokens * self._layer_values * width if checkpointing else 0
+        moments = (
+            Working(gathered=root + learns * head, activations=kept + logits + pieces),
+            Working(
+                gathered=root + learns * head + 2 * layer * width + learns * layer * (width + 4),
+                activations=kept + again,
+            ),
+            Working(gathered=root + learns * self.num_root_parameters * 4, activations=0),
+        )
+        return max(moments, key=lambda moment: moment.total)
 
     def activation_bytes_per_token(self, dtype: str, *, checkpointing: bool = False) -> int:
         """What backward needs of forward, counted on a Llama-like layer with a fused attention.
@@ -65,10 +96,17 @@ class Footprint:
         all layers keep their input, and one the rest. The head keeps its norm and the logits, and gets as large a
         gradient. The float32 pieces of the logits are left out: they are small, whatever the batch.
         """
-        attention = 9 * self.hidden_size + 5 * (self.query_width + self.kv_width)
-        layer = attention + 4 * self.intermediate_size
-        layers = self.num_layers * self.hidden_size + layer if checkpointing else self.num_layers * layer
-        return (layers + 4 * self.hidden_size + 2 * self.vocab_size) * BYTES[dtype]
+        once = self._layer_values if checkpointing else 0
+        return (self._kept_values(checkpointing) + once + 4 * self.hidden_size + 2 * self.vocab_size) * BYTES[dtype]
+
+    def _kept_values(self, checkpointing: bool) -> int:
+        """Of a token, from forward to backward, in all layers."""
+        return self.num_layers * (self.hidden_size if checkpointing else self._layer_values)
+
+    @property
+    def _layer_values(self) -> int:
+        """Of a token, in one layer that is computed."""
+        return 9 * self.hidden_size + 5 * (self.query_width + self.kv_width) + 4 * self.intermediate_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

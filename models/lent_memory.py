@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
+
+from models.arena import padded
 
 
 class LentMemory:
@@ -18,7 +22,7 @@ class LentMemory:
 
     def __init__(self) -> None:
         self._lent: list[tuple[UntypedStorage, Tensor]] = []
-        self._rooms: dict[int, Tensor] = {}  # by storage, kept: to pin memory takes as long as to copy it
+        self._rooms: dict[torch.device, Tensor] = {}  # kept: to pin memory takes as long as to copy it
 
     @property
     def is_lent(self) -> bool:
@@ -27,25 +31,52 @@ class LentMemory:
     def lend(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that share a storage are lent together, whichever of them are named."""
         assert not self._lent, "lent already"
-        self._lent = [(storage, self._on_host(storage)) for storage in _storages(tensors)]
-        self._rooms = {storage._cdata: room for storage, room in self._lent}
+        storages = _storages(tensors)
+        for device in {storage.device for storage in storages}:
+            here = [storage for storage in storages if storage.device == device]
+            self._lent += zip(here, self._rooms_for(here, device), strict=True)
+        for storage, room in self._lent:
+            room.copy_(_bytes_of(storage))
         for storage, _ in self._lent:
             storage.resize_(0)
 
     def take_back(self) -> None:
         """Every byte as it was. Nothing where nothing is lent."""
         for storage, room in self._lent:
-            storage.resize_(room.untyped_storage().nbytes())
-            storage.copy_(room.untyped_storage(), non_blocking=False)
+            storage.resize_(room.numel())
+            _bytes_of(storage).copy_(room)
         self._lent = []
 
-    def _on_host(self, storage: UntypedStorage) -> Tensor:
-        """Pinned where it comes from a GPU: the way back is as fast as the bus."""
-        room = self._rooms.get(storage._cdata)
-        if room is None or room.untyped_storage().nbytes() != storage.nbytes():
-            room = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
-        room.untyped_storage().copy_(storage, non_blocking=False)
-        return room
+    def _rooms_for(self, storages: Sequence[UntypedStorage], device: torch.device) -> list[Tensor]:
+        """On the host, in one block: torch rounds what it pins up to a power of two, and would each piece.
+
+        Pinned where it comes from a GPU: the way back is as fast as the bus."""
+        sizes = [storage.nbytes() for storage in storages]
+        ends = list(accumulate(padded(size) for size in sizes))
+        whole, block = ends[-1] if ends else 0, self._rooms.get(device)
+        if block is None or block.numel() < whole:
+            self._rooms.pop(device, None)  # give back before taking more
+            block = self._rooms[device] = (
+                pinned(whole) if device.type == "cuda" else torch.empty(whole, dtype=torch.uint8)
+            )
+        return [block[end - padded(size) :][:size] for end, size in zip(ends, sizes, strict=True)]
+
+
+def pinned(num_bytes: int) -> Tensor:
+    """Memory of the host, uint8, that a GPU copies from and to directly: of this size, not of the next power of two.
+
+    It is registered with CUDA, in whose eyes it is pinned, and unregistered when nobody holds it any more.
+    """
+    block = torch.empty(num_bytes, dtype=torch.uint8)
+    if num_bytes:
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(int(cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)))
+        weakref.finalize(block.untyped_storage(), cudart.cudaHostUnregister, block.data_ptr())
+    return block
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -44,6 +44,7 @@ class ElasticRole:
     max_rows:       of one engine.
     sleeps:         its engines share a device's memory: whoever doesn't serve gives it back.
     nothing_pushed: within it no engine of the role is pushed to.
+    memory_still:   within it no learner on these devices takes memory: vLLM's sleep fails where less is free after it.
     """
 
     router: Router
@@ -51,6 +52,7 @@ class ElasticRole:
     max_rows: int = 1 << 30
     sleeps: bool = False
     nothing_pushed: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
+    memory_still: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
 
 class ElasticPool:
@@ -242,7 +244,7 @@ class ElasticPool:
         try:
             async with elastic.nothing_pushed():
                 if sleeper is not None:
-                    async with _in_time(elastic.router, name, "fall asleep"):
+                    async with elastic.memory_still(), _in_time(elastic.router, name, "fall asleep"):
                         await lull(name, sleeper)
         except EngineDied as death:
             elastic.router.bury(name, engine, death)

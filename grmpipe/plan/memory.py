@@ -10,8 +10,9 @@ from grmpipe.config import RunConfig
 from grmpipe.engines import EngineOptions, engine_config_of, engines_sleep, options_of, shares_engine
 from grmpipe.plan.survey import Sized, Survey
 from grmpipe.train.critic_settings import critic_train
+from grmpipe.train.settings import TrainConfig
 from models.engines.vllm_options import CPU_KV_CACHE_MB
-from models.footprint import BYTES, Footprint
+from models.footprint import BYTES, Footprint, Working
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from scheduler.devices import GB
 from scheduler.placement import SERVED_ROLES, Placement, PoolConfig, Seat
@@ -93,15 +94,19 @@ def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | N
 
 def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
     train, lora = survey.config.train, survey.config.policy.lora
-    activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.recomputes)
+    working = working_of(train, footprint, frozen=lora.learns)
     held = adapter_state(survey.config, footprint) if lora.learns else whole_state(survey.config, footprint)
     shared = f", over {ranks} ranks" if ranks > 1 else ""
     return [
         *(replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // ranks) for part in held),
-        Part(what="gathered layers", num_bytes=footprint.gathered_bytes(train.dtype, frozen=lora.learns)),
-        Part(what=f"activations of {train.micro_batch_tokens} tokens",
-             num_bytes=activations * train.micro_batch_tokens),
-    ]  # fmt: skip
+        Part(what="gathered layers", num_bytes=working.gathered),
+        Part(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
+    ]
+
+
+def working_of(train: TrainConfig, footprint: Footprint, *, frozen: bool = False) -> Working:
+    """While a full micro-batch goes forward and backward."""
+    return footprint.working_bytes(train.dtype, train.micro_batch_tokens, checkpointing=train.recomputes, frozen=frozen)
 
 
 def whole_state(config: RunConfig, footprint: Footprint) -> list[Part]:
@@ -130,16 +135,15 @@ def adapter_state(config: RunConfig, footprint: Footprint) -> list[Part]:
 def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
     """As of a learner without a reference."""
     train, shard = critic_train(survey.config.critic, survey.config.train), footprint.shard_bytes(ranks)
-    activations = footprint.activation_bytes_per_token(train.dtype, checkpointing=train.recomputes)
+    working = working_of(train, footprint)
     shared = f", over {ranks} ranks" if ranks > 1 else ""
     return [
         Part(what=f"weights{shared}", num_bytes=shard, kind="weights"),
         Part(what=f"gradients{shared}", num_bytes=shard, kind="state"),
         Part(what=f"optimizer, two moments{shared}", num_bytes=2 * shard, kind="state"),
-        Part(what="gathered layers", num_bytes=footprint.gathered_bytes(train.dtype)),
-        Part(what=f"activations of {train.micro_batch_tokens} tokens",
-             num_bytes=activations * train.micro_batch_tokens),
-    ]  # fmt: skip
+        Part(what="gathered layers", num_bytes=working.gathered),
+        Part(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
+    ]
 
 
 def memory(parts: Mapping[str, list[Part]]) -> str:

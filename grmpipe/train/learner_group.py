@@ -30,6 +30,9 @@ class LearnerGroup:
         self._weights = asyncio.Lock()  # whoever changes them, or needs them to stay as they are
         self._version = 0
         self._work = RankWork()  # of the open batch
+        self._computing = self._num_stills = 0  # calls that take memory, and who waits for none
+        self._none_computing, self._may_compute = asyncio.Event(), asyncio.Event()
+        self._may_compute.set()
 
     @property
     def size(self) -> int:
@@ -49,22 +52,25 @@ class LearnerGroup:
         """Forward and backward, a micro-batch per rank. Returns sums over ranks."""
         self._work.add([_work_of(micro_batch) for micro_batch in round_.micro_batches])
         before = old if old is not None else [None] * len(round_.micro_batches)
-        sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
+        async with self._takes_memory():
+            sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
         return _add_up(cast(list[Metrics], sums))
 
     async def old_pass(self, round_: Round) -> list[OldPass]:
         """Over each rank's micro-batch, for several updates on one batch."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
-        return cast(list[OldPass], await self._actors.call_each("old_pass", each))
+        async with self._takes_memory():
+            return cast(list[OldPass], await self._actors.call_each("old_pass", each))
 
     async def reference_logprobs(self, round_: Round) -> list[np.ndarray]:
         """log pi_ref of each rank's micro-batch, for a KL that is taken off the rewards."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
-        return cast(list[np.ndarray], await self._actors.call_each("reference_logprobs", each))
+        async with self._takes_memory():
+            return cast(list[np.ndarray], await self._actors.call_each("reference_logprobs", each))
 
     async def step(self, totals: BatchTotals) -> Metrics:
         """End the batch. Raises NonFiniteGradients with the batch discarded."""
-        async with self._weights:
+        async with self._weights, self._takes_memory():
             done, self._work = self._work, RankWork()
             metrics = await self._actors.call_all("step", totals)
             self._version += 1
@@ -82,6 +88,33 @@ class LearnerGroup:
         num_buckets, num_fixed_buckets, bucket, deliver and score of a push are called within."""
         async with self._weights:
             yield self._version
+
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """Within it nothing takes or gives memory: what runs ends first, what comes waits. A push isn't waited for."""
+        self._num_stills += 1
+        self._may_compute.clear()
+        try:
+            while self._computing:
+                self._none_computing.clear()
+                await self._none_computing.wait()
+            yield
+        finally:
+            self._num_stills -= 1
+            if not self._num_stills:
+                self._may_compute.set()
+
+    @asynccontextmanager
+    async def _takes_memory(self) -> AsyncIterator[None]:
+        while not self._may_compute.is_set():
+            await self._may_compute.wait()
+        self._computing += 1
+        try:
+            yield
+        finally:
+            self._computing -= 1
+            if not self._computing:
+                self._none_computing.set()
 
     async def connect(self, link: GroupLink | None) -> None:
         """Rank 0 joins the engines' group, or leaves it. Engines join meanwhile."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.doctor import doctor, line_of
+from grmpipe.doctor import cuda_mismatch, doctor, driver_version, line_of
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -56,6 +56,33 @@ def test_the_doctor_names_packages_cores_gpus_and_tracking(tmp_path: Path) -> No
 def test_the_doctor_examines_where_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "GPUs            unknown without torch" in doctor()
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "built_for", "driver", "told"),
+    [
+        ("2.13.0", "13.0", "580.95.05", "torch 2.13.0 for CUDA 13.0; driver 580.95.05"),
+        ("2.13.0", "13.0", "570.86.15", "CUDA 13.0 needs driver 580 or newer: "),
+        ("2.13.0+cu126", "12.6", "570.86.15", "torch 2.13.0+cu126 for CUDA 12.6; driver 570.86.15"),
+        ("2.11.0", "12.8", "570.86.15", "; the learner on GPUs needs torch 2.13 or newer"),
+        ("2.13.0+cpu", None, "580.95.05", "a GPU is here that this torch can't use"),
+        ("2.13.0+cpu", None, None, "torch 2.13.0+cpu for CPUs; no NVIDIA driver"),
+    ],
+)
+def test_the_doctor_tells_a_driver_that_is_too_old_for_torch(
+    torch_version: str, built_for: str | None, driver: str | None, told: str
+) -> None:
+    found = cuda_mismatch(torch_version, built_for, driver)
+    assert told in found
+    assert ("needs" in found or "can't" in found) == ("needs" in told or "can't" in told)
+
+
+def test_the_doctor_reads_the_drivers_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "version"
+    monkeypatch.setattr("grmpipe.doctor.DRIVER_FILE", file)
+    assert driver_version() is None
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n")
+    assert driver_version() == "580.95.05"
 
 
 def test_the_doctor_says_what_to_type_for_what_is_missing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from models.causal_lm import load_causal_lm, packed_logprobs
-from models.footprint import Footprint, footprint_of, footprint_of_shape
+from models.footprint import Footprint, Working, footprint_of, footprint_of_shape
 from models.lora import add_adapters
 from models.packed_attention import PACKED_ATTENTION
 from models.parallelize import choose_device, decoder_layers, join_ranks, load_parallel
@@ -24,6 +25,11 @@ QWEN3_8B = ModelShape(
     num_layers=36, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128,
     vocab_size=151936, context_tokens=40960,
 )  # fmt: skip
+QWEN3_0_6B = ModelShape(
+    num_layers=28, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128,
+    vocab_size=151936, context_tokens=40960, tied=True,
+)  # fmt: skip
+QWEN3_1_7B = replace(QWEN3_0_6B, hidden_size=2048, intermediate_size=6144)
 WIDE = ModelShape(
     num_layers=4, hidden_size=128, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=64,
     context_tokens=1024,
@@ -136,3 +142,34 @@ def test_the_learners_state_is_16_bytes_a_parameter() -> None:
     footprint = footprint_of(POLICY)
     assert num_bytes == footprint.learner_state_bytes(1) == 16 * footprint.num_parameters
     assert footprint.learner_state_bytes(4, reference=True) == 5 * footprint.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "num_tokens", "peak_gb"),
+    [
+        (QWEN3_0_6B, 1, 8192, 16.42),
+        (QWEN3_1_7B, 1, 8192, 35.26),
+        (QWEN3_8B, 4, 16384, 51.64),
+    ],
+)
+def test_a_learners_peak_is_what_fake_tensors_count(
+    shape: ModelShape, ranks: int, num_tokens: int, peak_gb: float
+) -> None:
+    """As counted by tests/grmpipe/plan/test_learner_memory.py, which takes a minute."""
+    footprint = footprint_of_shape(shape)
+    working = footprint.working_bytes("bfloat16", num_tokens, checkpointing=True)
+    assert (footprint.learner_state_bytes(ranks) + working.total) / 1e9 == pytest.approx(peak_gb, rel=0.03)
+
+
+def test_without_recomputing_all_layers_wait_and_frozen_weights_get_no_gradient() -> None:
+    footprint = footprint_of_shape(QWEN3_8B)
+    saving = footprint.working_bytes("bfloat16", 4096, checkpointing=True)
+    assert footprint.working_bytes("bfloat16", 4096).activations > 4 * saving.activations
+    assert footprint.working_bytes("bfloat16", 4096, checkpointing=True, frozen=True).gathered < saving.gathered
+
+
+def test_of_few_tokens_the_gradient_of_embedding_and_head_is_the_most() -> None:
+    footprint = footprint_of_shape(QWEN3_8B)
+    assert footprint.working_bytes("bfloat16", 64, checkpointing=True) == Working(
+        gathered=footprint.num_root_parameters * (2 + 4), activations=0
+    )

@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import looptime
 import numpy as np
@@ -568,3 +568,32 @@ def test_an_engine_that_sleeps_and_frees_nothing_is_named(caplog: pytest.LogCapt
 
     asyncio.run(main())
     assert [record.message.split()[0] for record in caplog.records if record.levelname == "WARNING"] == ["grm-1"]
+
+
+def test_an_engine_falls_asleep_while_no_learner_takes_memory_of_its_device() -> None:
+    """vLLM's sleep fails where less is free after it than before."""
+    still, slept = [0], []
+
+    @asynccontextmanager
+    async def memory_still() -> AsyncIterator[None]:
+        await asyncio.sleep(0.5)  # a micro-batch ends
+        still[0] += 1
+        yield
+        still[0] -= 1
+
+    async def main(bench: Bench) -> None:
+        bench.pool._roles = {
+            role: replace(elastic, memory_still=memory_still) for role, elastic in bench.pool._roles.items()
+        }
+        for engine in bench.engines.values():
+            engine.sleep = functools.partial(noted, engine.sleep)  # type: ignore[method-assign]
+        await bench.push(0)
+        await asyncio.gather(*(bench.ask("policy", n, 20) for n in range(4)))
+        await asyncio.gather(*(bench.ask("grm", n, 20) for n in range(4)))
+
+    async def noted(sleep: Callable[[], Coroutine[object, object, int]]) -> int:
+        slept.append(still[0])
+        return await sleep()
+
+    on_virtual_clock(lambda: Bench(1), main)
+    assert slept and all(slept)

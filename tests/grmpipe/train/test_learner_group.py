@@ -160,3 +160,38 @@ def test_a_failed_step_is_no_version() -> None:
     with pytest.raises(ArithmeticError):
         asyncio.run(group.step(totals))
     assert group.version == 0
+
+
+class Slow(Recorded):
+    """Takes a moment to accumulate; notes what began and ended."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.log: list[str] = []
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
+        self.log.append(f"{method} begins")
+        await asyncio.sleep(0.01)
+        self.log.append(f"{method} ends")
+        return [{}, {}]
+
+
+def test_a_learner_that_is_still_takes_no_memory_and_goes_on_afterwards() -> None:
+    """What runs ends before; what is asked meanwhile waits. Calls overlap otherwise."""
+
+    async def go() -> list[str]:
+        actors = Slow()
+        group = LearnerGroup(actors)
+        round_ = Round(micro_batches=(idle(), idle()))
+        first = [asyncio.create_task(group.accumulate(round_)) for _ in range(2)]
+        await asyncio.sleep(0)
+        async with group.still():
+            actors.log.append("still")
+            later = asyncio.create_task(group.accumulate(round_))
+            await asyncio.sleep(0.02)
+            actors.log.append("over")
+        await asyncio.gather(*first, later)
+        return actors.log
+
+    begins, ends = "accumulate begins", "accumulate ends"
+    assert asyncio.run(go()) == [begins, begins, ends, ends, "still", "over", begins, ends]

@@ -1,0 +1,184 @@
+"""Bytes that the learner holds on one of its ranks, counted in fake tensors: no weights, no GPU. Run by
+test_learner_memory.py: reads cases as JSON from the command line, writes a line of JSON for each.
+
+The learner is the project's own: its model sharded by FSDP2 over a process group that only pretends, with the attention
+that GPUs run. Whole numbers (token ids, places, lengths) are real, for control flow depends on them; all else is fake.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+from transformers import PreTrainedModel, Qwen3Config
+
+from grmpipe.train import learner as learner_module
+from grmpipe.train.families import Family
+from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.packer import pack_families
+from grmpipe.train.settings import AlgorithmConfig, TrainConfig
+from grmpipe.types import MicroBatch, TrainingSample
+from models import packed_attention
+from models.causal_lm import outline_causal_lm
+from models.parallelize import parallelize
+from models.types import VersionSpan
+
+PROMPT_TOKENS, SIBLINGS = 256, 8
+
+
+class Held(TorchDispatchMode):
+    """Runs what is asked of whole numbers for real, all else in fake tensors; counts the bytes of those alive."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake = fake
+        self._sizes: dict[int, int] = {}  # by storage
+        self.now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            return NotImplemented  # it comes back here with its local tensors
+        if tensors:
+            is_real = not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
+        else:
+            whole = not (kwargs.get("dtype") or torch.float32).is_floating_point
+            is_real = whole or func.overloadpacket is torch.ops.aten.arange
+        if is_real:
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
+        with self._fake:
+            out = func(*args, **kwargs)
+        for leaf in tree_flatten(out)[0]:
+            if isinstance(leaf, FakeTensor):
+                self.note(leaf.untyped_storage())
+        return out
+
+    def _places(self, index: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Of a mask, whose hits no fake tensor could count."""
+        if index is None or index.dtype != torch.bool:
+            return (index,)
+        with _disable_current_modes():
+            return index.nonzero(as_tuple=True)
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._gone, key)
+        self._set(key, storage.nbytes())
+
+    def _set(self, key: int, size: int) -> None:
+        self.now += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    @contextmanager
+    def resizes_noted(self) -> Iterator[None]:
+        """FSDP2 frees a gathered parameter by making its storage empty."""
+        resize = torch.UntypedStorage.resize_
+
+        def noting(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, size)
+
+        torch.UntypedStorage.resize_ = noting  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+class NoMeter:
+    """Reads no numbers: there are none."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def add(self, *_: object) -> dict[str, float]:
+        return {}
+
+
+def micro_batch(num_tokens: int) -> MicroBatch:
+    """Siblings with a short prompt that stands there once: nearly all tokens are trained."""
+    each = (num_tokens - PROMPT_TOKENS) // SIBLINGS
+    samples = [
+        TrainingSample(
+            group_id="g",
+            sibling=sibling,
+            segment=0,
+            token_ids=(1,) * PROMPT_TOKENS + (2 + sibling,) * each,
+            loss_mask=(0,) * PROMPT_TOKENS + (1,) * each,
+            sampler_logprobs=(0.0,) * (PROMPT_TOKENS + each),
+            advantages=(0.0,) * PROMPT_TOKENS + (1.0,) * each,
+            versions=(VersionSpan(model="policy", version=0, start=PROMPT_TOKENS, end=PROMPT_TOKENS + each),),
+        )
+        for sibling in range(SIBLINGS)
+    ]
+    return pack_families([Family.of(samples)])
+
+
+def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, float]:
+    """GB of a rank while it takes in a micro-batch that is not the first, and between two of them."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    held = Held(fake)
+
+    def load(path: str, mesh: DeviceMesh, device: torch.device, master: str, dtype: str, saving: bool, *_: object
+             ) -> PreTrainedModel:  # fmt: skip
+        model = outline_causal_lm(path, master)
+        parallelize(model, mesh, dtype, saving)
+        with held:
+            model.to_empty(device=device)
+        return model
+
+    learner_module.Meter = NoMeter  # type: ignore[assignment, misc]
+    learner_module.load_parallel = load  # type: ignore[assignment]
+    learner_module.join_ranks = lambda *_: init_device_mesh("cpu", (ranks,))  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as path:
+        Qwen3Config(**shape).save_pretrained(path)
+        spec = LearnerSpec(
+            model_path=path, train=TrainConfig(dtype="bfloat16", activation_checkpointing=True),
+            algorithm=AlgorithmConfig(), max_new_tokens=num_tokens, device="cpu",
+        )  # fmt: skip
+        batch = micro_batch(num_tokens)
+        with held.resizes_noted():
+            learner = Learner(spec, 0, ranks)
+            with held:
+                moments = [torch.zeros_like(p) for p in learner._model.parameters() for _ in range(2)]
+                for parameter in learner._model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                learner.accumulate(batch)
+                resting = held.now
+        assert len(moments) > 0
+    dist.destroy_process_group()
+    return {"peak_gb": held.peak / 1e9, "resting_gb": resting / 1e9}
+
+
+if __name__ == "__main__":
+    packed_attention._padded = packed_attention._varlen
+    for case in json.loads(sys.argv[1]):
+        began_s = time.monotonic()
+        print(json.dumps({**measure(**case), "seconds": round(time.monotonic() - began_s, 1)}), flush=True)
