@@ -86,7 +86,7 @@ class SimulatedRanks:
                     return [0] * self._num_ranks
                 case "bucket":
                     await self._spend(self._sync_s)
-                    return [BUCKET] * self._num_ranks
+                    return [BUCKET, *[None] * (self._num_ranks - 1)]  # rank 0 sends
                 case "score":
                     (token_ids,) = args_by_rank[0]
                     assert isinstance(token_ids, tuple)

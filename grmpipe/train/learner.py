@@ -303,9 +303,11 @@ class Learner:
         return self._version
 
     def export(self, directory: str) -> None:
-        """A Hugging Face directory that any engine can serve; the adapters by themselves too, where those learn."""
+        """A Hugging Face directory that any engine can serve, by itself what the engines of the run had; the adapters
+        by themselves too, where those learn."""
         spec = self._spec
-        export_hf(directory, self._model, self._files, spec.lora, spec.adapter_dir, dtype=spec.train.export_dtype)
+        dtype = spec.train.export_dtype or spec.sync_dtype
+        export_hf(directory, self._model, self._files, spec.lora, spec.adapter_dir, dtype=dtype)
 
     def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False) -> PackedLogprobs:
         return packed_logprobs(

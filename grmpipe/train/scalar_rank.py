@@ -19,6 +19,7 @@ from models.hub import find_files
 from models.packed_check import probe_scores
 from models.parallelize import SCALAR_HEAD, choose_device, join_ranks, load_parallel, without_gradient
 from models.scalar_head import packed_scores
+from models.settings import AUTO
 from models.stored_files import StoredFile
 
 
@@ -104,7 +105,8 @@ class ScalarRank:
 
     def export(self, directory: str) -> None:
         """A Hugging Face directory that a scorer can serve."""
-        dtype = self._scalar_spec.train.export_dtype
+        train = self._scalar_spec.train
+        dtype = train.export_dtype or (train.dtype if train.dtype != AUTO else None)
         export_hf(directory, self._model, self._tokenizer_files, dtype=dtype, exact=SCALAR_HEAD.exact)
 
     def _forward(self, batch: PackedSequences) -> Tensor:

@@ -239,7 +239,7 @@ class TrainConfig:
     checkpoint_every: int = 20  # steps; 0: only at the end and on Ctrl-C
     keep_checkpoints: int = 2
     async_checkpoints: bool = True  # written beside training, from a copy in host memory; False: training waits
-    export_dtype: str | None = None  # of the weights of the models that are left at the end; null: as in `path`
+    export_dtype: str | None = None  # of the models that are left at the end; null: that of the engines
 
     def __post_init__(self) -> None:
         for key in ("num_steps", "groups_per_batch", "micro_batch_tokens"):
@@ -265,7 +265,7 @@ class TrainConfig:
         if self.export_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, and null for "
-                "that of the model's own files"
+                "that of the run's engines"
             )
         if self.keep_checkpoints < 1:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")

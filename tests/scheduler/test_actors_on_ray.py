@@ -36,7 +36,7 @@ from models.types import (
     WeightTensor,
 )
 from scheduler.actors import ActorDied, EngineFactory, MemberFactory, free_port
-from scheduler.health import dead_among, push_to_living
+from scheduler.health import look_at, push_to_living
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.ray_cluster import RayCluster
 from scheduler.router import Router
@@ -421,9 +421,9 @@ def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:
     async def scene(cluster: RayCluster) -> None:
         engine = (await cluster.start_engines("policy", make))["policy-0"]
         own, child = map(int, (await ask(engine, 1)).text.split())
-        assert not await dead_among({"policy-0": engine})
+        assert not (await look_at({"policy-0": engine})).dead
         os.kill(own, signal.SIGKILL)
-        assert set(await dead_among({"policy-0": engine})) == {"policy-0"}, "nobody asked it for anything"
+        assert set((await look_at({"policy-0": engine})).dead) == {"policy-0"}, "nobody asked it for anything"
         await until_gone(child)
         engine = await cluster.restart_engine("policy", "policy-0")
         _, child = map(int, (await ask(engine, 1)).text.split())

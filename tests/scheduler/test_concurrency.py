@@ -66,6 +66,9 @@ class Thrasher:
             num_preempted=self.num_preempted,
         )
 
+    async def abort(self, request_id: str) -> None:
+        """It lives."""
+
     async def _step(self) -> None:
         while self.rows:
             rows = len(self.rows)
