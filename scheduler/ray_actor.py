@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOG_LINES = 8  # of a dead process, in its report
 CAUSE_GRACE_S = 2.0  # a dead rank makes its peers fail first: wait for the death itself
+ENDED = "its process was ended by the run"
 CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started; then they are killed
 
 
@@ -96,6 +97,7 @@ class RayActor:
         self._handle = handle
         self._store = store
         self._line: Line | None = None
+        self._death: str | None = None  # why; from then on Ray is asked nothing of it, for Ray itself may be gone
 
     async def open_line(self) -> None:
         """Calls take a socket from now on instead of Ray. Only to a process of this machine."""
@@ -113,18 +115,21 @@ class RayActor:
         except TimeoutError:
             if not limit.expired():
                 raise
-            self.kill()
-            raise ActorDied(self.name, self._limits.words(method, args)) from None
+            self.kill(self._limits.words(method, args))
+            raise ActorDied(self.name, str(self._death)) from None
 
     async def _call(self, method: str, *args: object) -> object:
+        if self._death is not None:
+            raise ActorDied(self.name, self._death)
         if self._line is None or any(isinstance(arg, ray.ObjectRef) for arg in args):  # those are Ray's to fetch
             return await self._call_by_ray(method, *args)
         try:
             return await self._line.call(method, *args)
         except LineBroken:
-            await self._call_by_ray("process_id")  # raises, with the cause, where the process is gone
-            self.kill()
-            raise ActorDied(self.name, "its process lived on, but the connection to it broke") from None
+            if self._death is None:
+                await self._call_by_ray("process_id")  # raises, with the cause, where the process is gone
+                self.kill("its process lived on, but the connection to it broke")
+            raise ActorDied(self.name, str(self._death)) from None
 
     async def _call_by_ray(self, method: str, *args: object) -> object:
         try:
@@ -132,8 +137,8 @@ class RayActor:
         except RayTaskError as error:
             raise error.cause from RemoteTraceback(f"in {self.name}:\n{error}")
         except RayActorError as error:
-            self.kill()  # what can't be reached must not come back
-            raise ActorDied(self.name, self._reason(error)) from None
+            self.kill(self._reason(error))  # what can't be reached must not come back
+            raise ActorDied(self.name, str(self._death)) from None
 
     def share(self, bucket: WeightBucket) -> object:
         return self._store.put(bucket)
@@ -156,8 +161,11 @@ class RayActor:
                 await self.call("close")
         self.kill()
 
-    def kill(self) -> None:
-        """Ray ends its process group: whatever it started goes with it."""
+    def kill(self, why: str = ENDED) -> None:
+        """Once. Ray ends its process group: whatever it started goes with it."""
+        if self._death is not None:
+            return
+        self._death = why
         if self._line is not None:
             self._line.close()
         ray.kill(self._handle, no_restart=True)

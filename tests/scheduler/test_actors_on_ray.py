@@ -19,6 +19,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from models.checksums import checksum as checksum_of
@@ -397,6 +398,28 @@ def test_a_process_without_a_socket_is_called_by_ray() -> None:
 
 async def refused(path: str) -> None:
     raise OSError("no socket for you")
+
+
+def test_who_waits_at_the_end_of_a_cluster_is_told_and_asks_ray_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray, asked after its own end, would start anew or join another run's, and wait there."""
+    killed: list[object] = []
+    kill = ray.kill
+    monkeypatch.setattr(ray, "kill", lambda handle, **how: (killed.append(handle), kill(handle, **how)))
+
+    async def main() -> None:
+        cluster = await RayCluster.start(ClusterConfig(start_timeout_s=30), seats(policy=2))
+        slow = (await cluster.start_engines("policy", engines(tokens_per_s=0.01)))["policy-0"]
+        waiting = [ask(slow, number) for number in range(3)]
+        await asyncio.sleep(0.2)
+        await cluster.shutdown()
+        told = await asyncio.gather(*waiting, slow.pause(), return_exceptions=True)
+        assert [type(error) for error in told] == [EngineDied] * 4
+        assert "its process was ended by the run" in str(told[0])
+        assert len(killed) == 2, "once each"
+
+    asyncio.run(main())
 
 
 def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:

@@ -213,7 +213,6 @@ def test_an_engine_that_died_leaves_its_limit_and_those_who_waited_for_it_go_els
         router.bury("grm-0", engine, EngineDied("killed"))  # type: ignore[arg-type]
         replacement: Engine = Thrasher()  # type: ignore[assignment]
         router.admit("grm-0", replacement)
-        await asyncio.sleep(0.1)
         after = router._concurrency.limit("grm-0")
         await asyncio.gather(*late)
         return limit, after
