@@ -9,6 +9,7 @@ from typing import Any
 
 import looptime
 import pytest
+import ray
 
 from grmpipe.train.critic_learner import CriticLearner
 from grmpipe.train.learner import Learner
@@ -43,16 +44,17 @@ class Stopped:
         return asyncio.get_running_loop().create_future()
 
 
-class Actor(RayActor):
-    killed = False
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Handles that Ray was told to end."""
+    handles: list[object] = []
+    monkeypatch.setattr(ray, "kill", lambda handle, no_restart: handles.append(handle))
+    return handles
 
-    def kill(self) -> None:
-        self.killed = True
 
-
-def actor() -> Actor:
+def actor() -> RayActor:
     seat = Seat(role="policy", rank=0, pool="all", slots=(0,), share=1)
-    return Actor(seat, Stopped(), BucketStore(), LIMITS)  # type: ignore[arg-type]
+    return RayActor(seat, Stopped(), BucketStore(), LIMITS)  # type: ignore[arg-type]
 
 
 def methods_of(cls: type) -> list[str]:
@@ -65,24 +67,27 @@ def on_virtual_clock(go: Callable[[], Coroutine[object, object, float]]) -> floa
 
 
 @pytest.mark.parametrize("method", methods_of(RemoteEngine))
-def test_every_call_of_an_engine_ends_by_its_limit_and_the_process_counts_as_dead(method: str) -> None:
+def test_every_call_of_an_engine_ends_by_its_limit_and_the_process_counts_as_dead(
+    method: str, killed: list[object]
+) -> None:
     async def go() -> float:
         process = actor()
         with pytest.raises(EngineDied, match=r"did not answer '\w+' within \d+ s \(cluster\.call_timeout_s=100\)"):
             await getattr(RemoteEngine(process), method)(*ARGS.get(method, ()))
-        assert process.killed
+        assert len(killed) == 1
         return asyncio.get_running_loop().time()
 
     assert 100 <= on_virtual_clock(go) <= 600
 
 
 @pytest.mark.parametrize("cls", [Learner, LendingLearner, CriticLearner, MemberHost, EngineHost])
-def test_every_call_of_a_rank_and_of_a_host_ends_by_its_limit(cls: type) -> None:
+def test_every_call_of_a_rank_and_of_a_host_ends_by_its_limit(cls: type, killed: list[object]) -> None:
     async def go() -> float:
         for method in methods_of(cls):
             by_host = cls in (MemberHost, EngineHost)
             with pytest.raises(ActorDied, match=f"did not answer '{method}'"):
                 await (actor().call(method) if by_host else RayGroup([actor()]).call_all(method))
+        assert len(killed) == len(methods_of(cls))
         return asyncio.get_running_loop().time() / len(methods_of(cls))
 
     assert on_virtual_clock(go) <= LIMITS.of("start", ())
