@@ -3,8 +3,8 @@
     python benchmarks/against_commit.py b0a4aaf runs/against_commit --pairs 10
 
 Pair i runs both with seed i; the order within a pair alternates. Finished runs in the folder are used again. Both use
-this interpreter's packages. Writes benchmarks/against_commit.md: medians, and the ratio pair by pair with the interval
-between its second lowest and second highest value, which holds the median with at least 95 % from nine pairs on.
+this interpreter's packages. Writes benchmarks/against_commit.md: medians, and the ratio pair by pair with an interval
+of its median, which holds with at least 95 % from six pairs on.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from quickstart import ROOT, busy_share_of_cores, machine
 from grmpipe.observe.journal import read_journal
 
 REPORT = ROOT / "benchmarks" / "against_commit.md"
+ROLES = ("policy", "grm", "learner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def read_run(run_dir: Path, *, command_s: float, busy_share: float) -> Measured:
         command_s=command_s,
         step_mean_s=statistics.fmean(step["time/step_s"] for step in steps),
         step_median_s=statistics.median(step["time/step_s"] for step in steps),
-        step_cpu_s=statistics.fmean(step["policy/cpu_s"] + step["grm/cpu_s"] + step["learner/cpu_s"] for step in steps),
+        step_cpu_s=statistics.fmean(sum(step.get(f"{role}/cpu_s", 0.0) for role in ROLES) for step in steps),
         greedy=final["true_accuracy_greedy"],
         sampled=final["true_accuracy"],
         busy_share=busy_share,
@@ -90,14 +91,13 @@ ROWS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
 
 
 def interval_of(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Lowest, highest and confidence of the median's interval between the second lowest and second highest ratio.
-
-    Order statistics, without an assumption on the distribution: P = 1 - 2 * (1 + n) / 2**n.
-    """
+    """Lowest, highest and confidence of an interval of the ratios' median, by order statistics: no assumption on their
+    distribution. As many of the extremes are left out as 95 % admit."""
     ordered, n = sorted(ratios), len(ratios)
-    if n < 3:
-        return ordered[0], ordered[-1], 1 - 2 / 2**n
-    return ordered[1], ordered[-2], 1 - 2 * (comb(n, 0) + comb(n, 1)) / 2**n
+    left_out, confidence = 0, 1 - 2 / 2**n
+    while (tighter := confidence - 2 * comb(n, left_out + 1) / 2**n) >= 0.95:
+        left_out, confidence = left_out + 1, tighter
+    return ordered[left_out], ordered[n - 1 - left_out], confidence
 
 
 def report(commit: str, pairs: Sequence[tuple[Measured, Measured]]) -> list[str]:

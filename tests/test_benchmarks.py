@@ -218,10 +218,11 @@ def test_every_benchmark_is_listed_with_its_report() -> None:
         assert told.name == "README.md" or f"({told.name})" in listed
 
 
-def test_the_interval_of_ten_ratios_leaves_out_one_at_either_end() -> None:
+def test_the_interval_leaves_out_as_many_extremes_as_95_percent_admit() -> None:
     low, high, confidence = against_commit.interval_of([1.5, 0.2, *[1.0 + 0.01 * i for i in range(8)]])
     assert (low, high) == (1.0, 1.07)
     assert confidence == pytest.approx(1 - 22 / 1024)
+    assert against_commit.interval_of([1.5, 0.2, 1.0, 1.0, 1.0, 1.0]) == (0.2, 1.5, 1 - 2 / 64)
 
 
 def test_a_commit_is_compared_pair_by_pair() -> None:
