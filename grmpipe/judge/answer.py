@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from fractions import Fraction
+from functools import lru_cache
 
 MAX_LENGTH = 1000  # characters of a number; longer ones are nobody's answer, and take their time
 NEARBY = 12  # characters before a number that say whether it is part of an expression
@@ -35,6 +36,7 @@ CLEANINGS = (
     (re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})"), " "),
     (re.compile(rf"(?<![A-Za-z])({UNIT})\s*\^\s*(?:\{{\s*-?[0-9]\s*\}}|-?[0-9])"), r"\1"),
 )
+MARKS = ("\\", "^", "~", "\N{MINUS SIGN}")  # of these one stands in whatever CLEANINGS match
 # What makes a number part of an expression: what stands before it, or after it.
 PART_BEFORE = re.compile(r"(?:[\^_√{/]|\\(?:sqrt|cdot|times|pm))\s*-?\Z")
 PART_AFTER = re.compile(r"\s*(?:[\^√π]|\\(?:sqrt|pi|cdot|times|frac|pm)|/ ?[0-9]|[eE][+-]?[0-9])")
@@ -57,6 +59,7 @@ def answer_of(text: str) -> Fraction | None:
     return None if before or PART_AFTER.match(text, last.end()) else value_of(last)
 
 
+@lru_cache(maxsize=4096)
 def reference_answer(reference: str) -> Fraction:
     r"""The number of a reference, which holds no other: alone, after the last `####` or `Answer:`, or in its one box.
 
@@ -99,6 +102,8 @@ def inside_of_last_box(text: str) -> str:
 
 def cleaned(text: str) -> str:
     """Without what only sets it in type, and without the powers of units."""
+    if not any(mark in text for mark in MARKS):  # most answers are plain text, and every rollout is asked for one
+        return text
     for pattern, replacement in CLEANINGS:
         text = pattern.sub(replacement, text)
     return text
