@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grmpipe.observe.append_file import AppendFile
+from grmpipe.observe.plain_json import json_bytes
 from models.checksums import checksum
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,7 @@ class Journal:
 def encode_line(record: Mapping[str, object], run_id: str = "", *, checked: bool = True) -> bytes:
     fields = {**record, RUN: run_id} if run_id else dict(record)
     fields.pop(CHECKSUM, None)  # of a line that was read as it stands
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-    # Byte-level models do sample lone surrogates; backslashreplace writes them as JSON's own \udXXX.
-    encoded = text.encode("utf-8", "backslashreplace")
+    encoded = json_bytes(fields)
     if not checked:
         return encoded + b"\n"
     body = encoded[:-1] + (b"," if fields else b"")

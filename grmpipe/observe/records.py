@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,12 +22,21 @@ from grmpipe.types import (
 )
 from models.types import Completion, Message, VersionSpan
 
+DIGITS, MAX_EXPONENT = 9, 308
+POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(MAX_EXPONENT + 1)])
 Record = dict[str, Any]  # of this file and the recorder only: what one line of a journal says
 
 
 def encode_logprobs(logprobs: Sequence[float]) -> list[float]:
     """Samplers compute in float32: nine digits give each of those back exactly, in two thirds of the bytes."""
-    return [float(f"{value:.9g}") for value in logprobs]
+    values_N = np.array(logprobs, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        exponents_N = np.floor(np.log10(np.abs(values_N)))
+        places_N = np.fmax(np.fmin(DIGITS - 1 - exponents_N, MAX_EXPONENT), 0)
+        scales_N = POWERS_OF_TEN[places_N.astype(np.intp)]
+        rounded_N = np.rint(values_N * scales_N) / scales_N
+    # Zeros, infinities and NaN stay as they are.
+    return cast("list[float]", np.where(np.isfinite(rounded_N), rounded_N, values_N).tolist())
 
 
 def decode_logprobs(values: Sequence[float]) -> tuple[float, ...]:

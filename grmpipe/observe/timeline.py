@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.lanes import Lanes, Row
-from grmpipe.observe.plain_json import plain
+from grmpipe.observe.plain_json import json_bytes
 
 SPILL_EVENTS = 256  # kept in memory at most
 SPILL_AFTER_S = 5.0  # a kill loses no more of the run's time than this
@@ -74,7 +73,7 @@ class Timeline:
 
     def _put(self, phase: str, name: str, tid: int, **rest: object) -> None:
         event = {"ph": phase, "name": name, "pid": self._pid, "tid": tid, **rest}
-        self._pending.append(json.dumps(plain(event)).encode())
+        self._pending.append(json_bytes(event, strict=True))
 
     def _spill_when_due(self, now_s: float) -> None:
         if len(self._pending) >= SPILL_EVENTS or now_s - self._spilled_s > SPILL_AFTER_S:
