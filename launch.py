@@ -25,13 +25,13 @@ from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import HydraException
 from hydra.types import RunMode
 
-from grmpipe.checks.seats import check_seats
-from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import build, schema
-from grmpipe.config_words import explain
-from grmpipe.doctor import doctor
-from grmpipe.failures import RunFailed, RunInterrupted
+from grmpipe.config.key_errors import explain
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import build, schema
 from grmpipe.observe.redact import USERINFO, environment_secrets, looks_secret, mask
+from grmpipe.run.doctor import doctor
+from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.validate.seats import check_seats
 
 # Without it Hydra prints its own report and exits 1 before we can explain.
 os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -71,7 +71,7 @@ def run_task(config: RunConfig) -> float | None:
         return None
     # Late: a misspelt key, or a place that can't be had, should not wait for torch to load.
     if config.task == "report":
-        from grmpipe.report import make_report
+        from grmpipe.run.report_task import make_report
 
         print(make_report(config))
         return None

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.engines.simulated import Script, SimulatedEngine
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import Engine
-from scheduler.cpu_time import cpu_seconds
-from scheduler.line import Line
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.ray_cluster import RayCluster
+from scheduler.processes.cpu_time import cpu_seconds
+from scheduler.processes.ray_cluster import RayCluster
+from scheduler.processes.unix_rpc import Line
 
 OUTPUT = Path(__file__).with_suffix(".md")
 ABOUT = """# What a call to an engine costs

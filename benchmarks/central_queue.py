@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import scheduling
 
-from grmpipe.simulation.cluster import simulate
+from grmpipe.capacity.simulate.simulated_cluster import simulate
 
 NUM_STEPS = 30
 GROUPS = scheduling.overlap_workload(0).config.train.groups_per_batch

@@ -25,17 +25,17 @@ from pathlib import Path
 
 import numpy as np
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.envs.play import Seat, play
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.flow import FlowConfig, Parts, StepReport
+from grmpipe.judge.base import OneByOne
 from grmpipe.judge.fitness import JudgeFitness
-from grmpipe.judge.hearing import OneByOne
-from grmpipe.judge.watch import FailureGate
-from grmpipe.pipeline import Pipeline
-from grmpipe.rollout.play import Seat, play
+from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
+from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
-from models.checksums import checksum
-from models.engines.simulated import Script, SimulatedEngine
-from models.engines.simulated_pace import SharedDevice
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from models.engines.simulated.simulated_pace import SharedDevice
 from models.types import (
     Engine,
     EngineSpeed,
@@ -47,16 +47,16 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from scheduler.balance import BalanceConfig
-from scheduler.continuation import Continuation
-from scheduler.elastic import ElasticPool, ElasticRole
+from models.weights.checksums import checksum
 from scheduler.events import NoEvents
-from scheduler.health import push_to_living
-from scheduler.router import Router
+from scheduler.routing.migration import Continuation
+from scheduler.routing.router import Router
+from scheduler.slots.balance import BalanceConfig
+from scheduler.slots.elastic import ElasticPool, ElasticRole
+from scheduler.slots.health import push_to_living
 from scheduler.supervise import run_until
-from scheduler.virtual_loop import run_virtually
-from scheduler.weight_push import SyncConfig, SyncReport
-from scheduler.weight_sync import WeightSync
+from scheduler.weights.weight_push import SyncConfig, SyncReport
+from scheduler.weights.weight_sync import WeightSync
 
 SLOTS = 8
 GROUP_SIZE, JUDGEMENTS = 8, 4
@@ -376,7 +376,7 @@ HEAD = """\
 # Elastic slots against every static split
 
 8 slots, seconds of a step on a virtual clock. The pipeline, the routers, the pushes and the balancer are those of
-real runs; the engines only take time (`models/engines/simulated.py`): policy {policy_ms:g} ms a decoding step, judge
+real runs; the engines only take time (`models/engines/simulated/simulated_engine.py`): policy {policy_ms:g} ms a decoding step, judge
 {grm_ms:g} ms, rows and cached tokens on top. A batch is 64 groups of 8 rollouts, which fill the 64 rows of each of 8
 slots, or a quarter or a sixteenth of that; 4 judgements a rollout. Lengths are log-normal (sigma {sigma:g}). Medians of
 a rollout and a judgement: judge-heavy 400 and 400 tokens, policy-heavy 1600 and 100, drifting from 1600 and 100 to 400

@@ -43,18 +43,18 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from models.causal_lm import load_causal_lm, packed_logprobs
-from models.engines.embedded import EmbeddedEngine
-from models.engines.fused_decoder import FusedDecoder
+from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.embedded.fused_decoder import FusedDecoder
 from models.engines.installed import vllm_missing
-from models.engines.vllm import VllmEngine
+from models.engines.vllm.vllm_engine import VllmEngine
+from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.settings import EmbeddedConfig, VllmConfig
 from models.tiny.tokenizer import build_tokenizer
 from models.types import Engine, GroupLink, RequestContext, SamplingParams, WeightBucket, ignore_first_token
-from models.weight_sending import TRANSPORTS
-from models.weight_stream import WeightStream
-from scheduler.weight_push import SyncConfig, SyncReport
-from scheduler.weight_sync import WeightSync
+from models.weights.sending import TRANSPORTS
+from models.weights.stream import WeightStream
+from scheduler.weights.weight_push import SyncConfig, SyncReport
+from scheduler.weights.weight_sync import WeightSync
 
 OUTPUT = Path(__file__).with_suffix(".md")
 NUM_REQUESTS = (1, 8, 32, 128)

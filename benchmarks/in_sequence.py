@@ -12,17 +12,17 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from grmpipe.assemble import make_parts
-from grmpipe.config import RunConfig
-from grmpipe.flow import Cut, FlowConfig, Parts, StepReport
-from grmpipe.judge.hearing import judge_alone
-from grmpipe.observers import Observers
-from grmpipe.pipeline import Pipeline
-from grmpipe.prepare import prepare
-from grmpipe.rollout.group import Group
-from grmpipe.rollout.play import Seat
-from grmpipe.start import start
+from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.play import Seat
+from grmpipe.judge.base import judge_alone
+from grmpipe.pipeline.group import Group
+from grmpipe.pipeline.interfaces import Cut, FlowConfig, Parts, StepReport
+from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.run.components import make_parts
+from grmpipe.run.observers import Observers
+from grmpipe.run.start import start
 from grmpipe.types import Rollout
+from grmpipe.validate.prepare import prepare
 from models.seeds import derive_seed
 from models.types import ignore_first_token
 

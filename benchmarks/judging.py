@@ -16,23 +16,23 @@ from dataclasses import dataclass, replace
 
 from scheduling import PATIENCE_S, seats, workload
 
+from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.simulate.scripts import lognormal
+from grmpipe.capacity.simulate.simulated_cluster import PRINCIPLES, simulate
+from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.data.prompts import load_prompts
+from grmpipe.envs.play import Seat, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.rule import is_right
-from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
-from grmpipe.rollout.play import Seat, play
-from grmpipe.simulation.cluster import PRINCIPLES, simulate
-from grmpipe.simulation.scripts import lognormal
 from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.renderer import Renderer
 from models.seeds import derive_seed
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import EngineSpeed, SamplingParams, ignore_first_token
-from scheduler.cost import Costs, LearnerSpeed
 
 SIBLINGS = 8
 NUM_JUDGEMENTS = 8

@@ -20,9 +20,9 @@ import torch
 import trl
 from torch import Tensor
 
-from grmpipe.train.losses import AGGREGATIONS
-from grmpipe.train.objective import TokenLogprobs, summed_loss
-from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
 MAX_NEW_TOKENS = 12

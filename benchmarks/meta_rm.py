@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from grmpipe.evaluation.meta_quality import measure
+from grmpipe.judge.meta_examples import Example, read_examples
 from grmpipe.judge.meta_rm import sigmoid
-from grmpipe.meta.examples import Example, read_examples
-from grmpipe.meta.quality import measure
 from grmpipe.types import Metrics
 from models.engines.scorer import ScalarScorer, ScorerSpec
 

@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from grmpipe.algorithm.corrections import mismatch
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.data.prompts import load_prompts
-from grmpipe.train.corrections import mismatch
+from grmpipe.train.batching.packer import pack
+from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.packer import pack
-from grmpipe.train.samples import count, split_rollout
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.tiny.mixture import upcycle

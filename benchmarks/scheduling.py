@@ -21,18 +21,18 @@ from dataclasses import replace
 
 from in_sequence import run_in_sequence
 
-from grmpipe.config import RunConfig
+from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.simulate.scripts import Lengths, lognormal
+from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, Simulation, simulate
+from grmpipe.capacity.simulate.stages import Workload, flow_of
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.flow import Cut
-from grmpipe.judge.settings import JudgeConfig
+from grmpipe.pipeline.interfaces import Cut
 from grmpipe.rollout.settings import RolloutConfig
-from grmpipe.simulation.cluster import SimulatedRun, Simulation, simulate
-from grmpipe.simulation.scripts import Lengths, lognormal
-from grmpipe.simulation.stages import Workload, flow_of
-from grmpipe.train.settings import TrainConfig
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message
-from scheduler.cost import Costs, LearnerSpeed
 from scheduler.events import NoEvents
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 

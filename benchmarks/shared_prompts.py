@@ -21,17 +21,17 @@ from pathlib import Path
 import numpy as np
 from quickstart import busy_share_of_cores, commit_date, machine
 
-from grmpipe.config import RunConfig
-from grmpipe.config_files import read_yaml
-from grmpipe.replaying.prepare import PreparedReplay, prepare_replay
-from grmpipe.train.batch import BatchTrainer
-from grmpipe.train.families import families_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.yaml_io import read_yaml
+from grmpipe.train.batch_trainer import BatchTrainer
+from grmpipe.train.batching.packer import num_tokens
+from grmpipe.train.batching.samples import judged_siblings, split_rollout
+from grmpipe.train.batching.shared_prefix import families_of
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_group import LearnerGroup
-from grmpipe.train.packer import num_tokens
-from grmpipe.train.samples import judged_siblings, split_rollout
 from grmpipe.types import JudgedGroup, Metrics
-from scheduler.actors import InProcessGroup
+from grmpipe.validate.retraining import PreparedReplay, prepare_replay
+from scheduler.processes.actors import InProcessGroup
 
 REPORT = Path(__file__).with_suffix(".md")
 WAYS = {"shared": True, "a copy with each": False}

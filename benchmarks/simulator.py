@@ -26,12 +26,12 @@ from pathlib import Path
 
 from quickstart import busy_share_of_cores
 
-from grmpipe.config import RunConfig
-from grmpipe.config_files import read_yaml
-from grmpipe.plan.beliefs import profile_of
-from grmpipe.plan.survey import Survey, survey_run
-from grmpipe.simulation.cluster import SimulatedRun, simulate
-from grmpipe.simulation.task import stated_or_reckoned, workload_of
+from grmpipe.capacity.plan.beliefs import profile_of
+from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
+from grmpipe.capacity.simulate.simulation import stated_or_reckoned, workload_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.yaml_io import read_yaml
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "simulator.md"

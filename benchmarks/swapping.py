@@ -26,13 +26,13 @@ import psutil
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from models.causal_lm import load_causal_lm
-from models.engines.vllm import VllmEngine
+from models.engines.vllm.vllm_engine import VllmEngine
+from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
 from models.tiny.resolve import resolve_model
 from models.types import ModelFiles, RequestContext, SamplingParams, WeightBucket
-from models.weight_sending import TRANSPORTS
-from models.weight_stream import WeightStream
+from models.weights.sending import TRANSPORTS
+from models.weights.stream import WeightStream
 
 OUTPUT = Path(__file__).with_suffix(".md")
 BUCKET_BYTES = 64 << 20

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/turns.py     # a minute, on a machine that does nothing else
 
-The figures behind scheduler.sharing.TURN_COST. Writes benchmarks/turns.md.
+The figures behind grmpipe.capacity.simulate.shared_cores.TURN_COST. Writes benchmarks/turns.md.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from models.engines.embedded import EmbeddedEngine
+from grmpipe.capacity.simulate.shared_cores import TURN_COST, shares
+from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import RequestContext, SamplingParams
-from scheduler.sharing import TURN_COST, shares
 
 ROWS, NEW_TOKENS, PROMPT = 128, 48, tuple(range(10, 60))
 SECONDS = 5.0
@@ -31,7 +31,7 @@ HEADING = """# Taking turns on cores
 
 `OMP_NUM_THREADS=1 python benchmarks/turns.py`: embedded engines of the tiny GRM, each in a process of its own, on
 {cores} cores: batches of {rows} rows x {new_tokens} tokens, as many a second as all of them decode together. Beside it,
-over what as many engines as cores did, what simulations and profiles reckon with (`scheduler.sharing.TURN_COST` =
+over what as many engines as cores did, what simulations and profiles reckon with (`grmpipe.capacity.simulate.shared_cores.TURN_COST` =
 {turn_cost}).
 
 | engines | batches a second | over {cores} engines | reckoned |

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 
 from models.types import GroupLink, WeightBucket
-from models.weight_sending import TRANSPORTS, WeightTransport
-from models.weight_stream import WeightStream
+from models.weights.sending import TRANSPORTS, WeightTransport
+from models.weights.stream import WeightStream
 
 OUTPUT = Path(__file__).with_suffix(".md")
 SIZES = (1_000_000, 10_000_000, 100_000_000, 500_000_000)
@@ -64,12 +64,12 @@ class Receiver:
     """The engine's end, with nothing but weights."""
 
     def __init__(self, num_parameters: int, hashing: bool) -> None:
-        from models.engines.weight_loading import WeightInbox
+        from models.weights.inbox import WeightInbox
 
         torch.set_num_threads(1)
         self._model = RandomModel(num_parameters)
         self._inbox = WeightInbox(self._model, CPU)
-        self._hashes = nullcontext() if hashing else patch("models.weight_transport.tensor_checksums", no_checksums)
+        self._hashes = nullcontext() if hashing else patch("models.weights.receiving.tensor_checksums", no_checksums)
 
     @torch.no_grad()
     def begin(self, link: GroupLink | None) -> None:
@@ -153,7 +153,7 @@ class Copy:
 def measured(way: str, model: RandomModel, copy: Copy, num_parameters: int, hashing: bool) -> Row:
     receiver = Receiver.remote(num_parameters, hashing)
     stream = WeightStream(model, "float32", BUCKET_BYTES)
-    hashes = nullcontext() if hashing else patch("models.weight_sending.tensor_checksums", no_checksums)
+    hashes = nullcontext() if hashing else patch("models.weights.sending.tensor_checksums", no_checksums)
     with tempfile.TemporaryDirectory() as folder, hashes:
         sender = TRANSPORTS[way]("float32", CPU, folder)
         mine, engines = two_links() if way == "gloo" else (None, None)

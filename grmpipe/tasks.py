@@ -14,25 +14,25 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBars
 
-from grmpipe.checks.devices import device_notes
-from grmpipe.checks.models import Progress
-from grmpipe.config import RunConfig
-from grmpipe.evaluation.judge import prepare_evaluation, run_evaluation
-from grmpipe.failures import RunFailed, RunInterrupted
-from grmpipe.finetune.training import finetune
-from grmpipe.meta.prepare import prepare_meta_training
-from grmpipe.meta.training import train_meta
+from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, sized
+from grmpipe.capacity.plan.plan_report import plan
+from grmpipe.capacity.simulate.simulation import run_simulation, simulator
+from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.summary import Summary
-from grmpipe.plan.fitting import check_memory, divide_gpus, sized
-from grmpipe.plan.report import plan
-from grmpipe.prepare import Prepared, prepare
-from grmpipe.replaying.prepare import prepare_replay
-from grmpipe.replaying.training import replay
-from grmpipe.run import train
-from grmpipe.run_claim import Claim
-from grmpipe.run_dir import Place
-from grmpipe.simulation.task import run_simulation, simulator
+from grmpipe.run.errors import RunFailed, RunInterrupted
+from grmpipe.run.evaluate_judge import prepare_evaluation, run_evaluation
+from grmpipe.run.retrain import replay
+from grmpipe.run.rft import finetune
+from grmpipe.run.train import train
+from grmpipe.run.train_meta_rm import train_meta
+from grmpipe.run_dir.claim import Claim
+from grmpipe.run_dir.directory import Place
+from grmpipe.validate.devices import device_notes
+from grmpipe.validate.meta_training import prepare_meta_training
+from grmpipe.validate.models import Progress
+from grmpipe.validate.prepare import Prepared, prepare
+from grmpipe.validate.retraining import prepare_replay
 
 
 def run_task(config: RunConfig) -> float | None:

@@ -11,16 +11,16 @@ import torch
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config_files import build
-from grmpipe.train import advantages, losses
-from grmpipe.train.rewards import Rewards
-from grmpipe.train.settings import (
+from grmpipe.algorithm import advantages, losses
+from grmpipe.algorithm.rewards import Rewards
+from grmpipe.config.train import (
     CORRECTIONS,
     ESTIMATORS,
     LOSSES,
     REJECTIONS,
     AlgorithmConfig,
 )
+from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -18,13 +18,13 @@ import against_commit  # noqa: E402
 import in_sequence  # noqa: E402
 import quickstart  # noqa: E402
 
-from grmpipe.flow import Cut, FlowConfig, Parts  # noqa: E402
-from grmpipe.judge.hearing import OneByOne  # noqa: E402
-from grmpipe.rollout.play import Seat  # noqa: E402
+from grmpipe.envs.play import Seat  # noqa: E402
+from grmpipe.judge.base import OneByOne  # noqa: E402
+from grmpipe.pipeline.interfaces import Cut, FlowConfig, Parts  # noqa: E402
 from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict  # noqa: E402
 from models.types import Completion, Message, VersionSpan  # noqa: E402
 from scheduler.events import NoEvents  # noqa: E402
-from scheduler.weight_sync import SyncReport  # noqa: E402
+from scheduler.weights.weight_sync import SyncReport  # noqa: E402
 
 PROCESS = quickstart.Process(
     checked_s=4.0, ready_s=10.0, ended_s=100.0, busy_share=0.02, commit_date="2026-01-01 00:00"

@@ -16,10 +16,10 @@ DOORS = {
     "ray": "scheduler/",
     "vllm": "models/engines/",
     "sglang": "models/engines/",
-    "peft": "models/lora.py",
+    "peft": "models/lm/lora.py",
     "math_verify": "grmpipe/judge/math_rule.py",
     "wandb": "grmpipe/observe/",
-    "omegaconf": "grmpipe/config_files.py",
+    "omegaconf": "grmpipe/config/yaml_io.py",
     "hydra": "launch.py",
 }
 

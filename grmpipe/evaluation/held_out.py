@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from grmpipe.judge.hearing import judge_alone
+from grmpipe.config.scale import Scale
+from grmpipe.envs.play import Play, RolloutAborted, Seat
+from grmpipe.judge.base import judge_alone
 from grmpipe.judge.rule import Rule
-from grmpipe.judge.scale import Scale
 from grmpipe.judge.verdict import COMPONENT
-from grmpipe.rollout.play import Play, RolloutAborted, Seat
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from grmpipe.judge.watch import FailureGate
-from grmpipe.judge.watching.bias import Habits
+from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.judge.monitor.position_bias import Habits
 from grmpipe.types import JudgeReport, Metrics
 from scheduler.clock import ActiveClock
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grmpipe.judge.asking import Asker
+from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig
+from grmpipe.judge.base import judge_alone
 from grmpipe.judge.grm import Grm
-from grmpipe.judge.hearing import judge_alone
+from grmpipe.judge.grm_client import Asker
 from grmpipe.judge.meta import MetaScorer
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
-from grmpipe.judge.protocols.court import Court
+from grmpipe.judge.protocols.base import Court
 from grmpipe.judge.protocols.listwise import ListwiseHearing
 from grmpipe.judge.protocols.pairwise import PairwiseHearing
 from grmpipe.judge.protocols.pointwise import PointwiseHearing
 from grmpipe.judge.protocols.steps import Decode
-from grmpipe.judge.settings import VOTES_WITH_META, JudgeConfig
 from grmpipe.types import Hearing, JudgeReport, Prompt, Rollout
 
 # A new protocol is a hearing, a row, a template and a YAML.

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal
 
+from grmpipe.config.scale import Scale
 from grmpipe.judge.forms import FORMS, Form
-from grmpipe.judge.scale import Scale
 from grmpipe.types import DataCause
 from models.types import Completion
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from grmpipe.config.scale import Scale
 from grmpipe.judge.forms import FORMS
 from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
-from grmpipe.judge.scale import Scale
 
 MAX_SCORES = 1001  # alternatives in one pattern
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from grmpipe.judge.lessons import BEST_LABEL
+from grmpipe.judge.labels import BEST_LABEL
 from grmpipe.types import Prompt, Rollout
 from models.types import Message
 

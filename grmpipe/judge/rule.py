@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from grmpipe.config.scale import Scale
 from grmpipe.judge.answer import answer_of, reference_answer
-from grmpipe.judge.hearing import refused
+from grmpipe.judge.base import refused
 from grmpipe.judge.math_rule import means_the_same
-from grmpipe.judge.scale import Scale
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import mean
 from grmpipe.types import JudgeReport, Prompt, Rollout

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from grmpipe.judge.scale import Scale
+from grmpipe.config.scale import Scale
 from grmpipe.judge.vote import Vote, agreement
 from grmpipe.types import Cause, Failed, JudgeReport, RewardSpan, Rollout, Verdict
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grmpipe.judge.hearing import judge_group
+from grmpipe.judge.base import judge_group
 from grmpipe.types import Judge, JudgeReport, Prompt, Rollout, Turn
 from models.types import Completion, VersionSpan
 

@@ -12,28 +12,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from grmpipe.train.losses import AGGREGATIONS
-from grmpipe.train.meter import Meter
-from grmpipe.train.objective import TokenLogprobs, summed_loss
+from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batch_metrics import Meter
+from grmpipe.train.optimizer import make_optimizer, update
 from grmpipe.train.reset import Reset, reset_is_due
 from grmpipe.train.schedule import learning_rate
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
-from grmpipe.train.update import make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
-from models.causal_lm import PackedLogprobs, packed_logprobs
-from models.checkpoint import ShardedSave, export_hf, load_sharded
-from models.checkpoint_names import CheckpointNames
 from models.hub import find_files
-from models.lora import outgoing, with_adapters, without_adapters
-from models.packed_check import probe_logprobs
-from models.packing import Prefixes
-from models.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
-from models.routing import Replay, Routers
+from models.lm.causal_lm import PackedLogprobs, packed_logprobs
+from models.lm.checkpoint import ShardedSave, export_hf, load_sharded
+from models.lm.checkpoint_names import CheckpointNames
+from models.lm.expert_routing import Replay, Routers
+from models.lm.lora import outgoing, with_adapters, without_adapters
+from models.lm.packed_check import probe_logprobs
+from models.lm.packing import Prefixes
+from models.lm.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
 from models.settings import LoraConfig
 from models.stored_files import StoredFile
 from models.types import GroupLink, WeightBucket
-from models.weight_sending import FROM_EVERY_RANK, TRANSPORTS, WeightTransport
-from models.weight_stream import WeightStream
+from models.weights.sending import FROM_EVERY_RANK, TRANSPORTS, WeightTransport
+from models.weights.stream import WeightStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

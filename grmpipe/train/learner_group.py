@@ -10,13 +10,13 @@ from typing import cast
 
 import numpy as np
 
-from grmpipe.train.balance import RankWork, work
-from grmpipe.train.packer import Round
+from grmpipe.train.batching.bin_packing import RankWork, work
+from grmpipe.train.batching.packer import Round
 from grmpipe.train.saving import files_of_save
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.stored_files import StoredFile
 from models.types import CudaHandles, GroupLink, WeightBucket
-from scheduler.actors import ActorGroup
+from scheduler.processes.actors import ActorGroup
 
 
 class LearnerGroup:

@@ -6,7 +6,7 @@ import asyncio
 from typing import cast
 
 from models.stored_files import StoredFile
-from scheduler.actors import ActorGroup
+from scheduler.processes.actors import ActorGroup
 
 FIRST_POLL_S, LAST_POLL_S = 0.01, 1.0  # a rank answers between its other calls: it is asked less and less often
 

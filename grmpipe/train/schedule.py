@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from grmpipe.train.settings import TrainConfig
+from grmpipe.config.train import TrainConfig
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models.packed_check import probe_scores
-from models.scalar_head import last_of_samples, load_scalar_head, packed_scores
+from models.lm.packed_check import probe_scores
+from models.lm.scalar_head import last_of_samples, load_scalar_head, packed_scores
 
 Sequences = Sequence[Sequence[int]]
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from models.engines.scorer import ScalarScorer, ScorerSpec
-from models.scalar_head import last_of_samples, packed_scores, start_scalar_head
+from models.lm.scalar_head import last_of_samples, packed_scores, start_scalar_head
 from models.tiny.build import MAX_GRAD_NORM, lr_share, one_thread
 from models.tiny.evaluate import MAX_CRITIQUE_TOKENS, Speaker, score_of
 from models.tiny.judgements import ScoredText, make_judgements

@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import RunConfig
-from grmpipe.config_files import build
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.yaml_io import build
 from grmpipe.tasks import run_task
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.ray_cluster import RayCluster
+from scheduler.processes.ray_cluster import RayCluster
 
 
 def main(address: str) -> None:

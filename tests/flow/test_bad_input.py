@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import ConfigError
+from grmpipe.config.run_config import ConfigError
 from models.engines.installed import vllm_missing
 from models.tiny.resolve import SHIPPED
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import ConfigError
+from grmpipe.config.run_config import ConfigError
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.recorder import load_verdicts
-from grmpipe.run_state import RunState
+from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import Verdict
 
 TRAIN_GRM = ("train.num_steps=2", "rollout.max_new_tokens=96")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import ConfigError
-from grmpipe.failures import RunFailed
+from grmpipe.config.run_config import ConfigError
+from grmpipe.run.errors import RunFailed
 from models.types import EngineDied
 
 EVALUATE = ("task=evaluate", "evaluate.num_items=24", "evaluate.ks=[1,2,4]")
@@ -72,7 +72,7 @@ def test_what_breaks_stands_in_the_summary(
     async def broken(*_: object) -> None:
         raise EngineDied("grm-0", "out of memory")
 
-    monkeypatch.setattr("grmpipe.evaluation.judge.start_engines", broken)
+    monkeypatch.setattr("grmpipe.run.evaluate_judge.start_engines", broken)
     with pytest.raises(RunFailed, match="out of memory"):
         small_run(*EVALUATE)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

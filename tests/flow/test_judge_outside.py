@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from grmpipe.failures import RunFailed
+from grmpipe.run.errors import RunFailed
 
 
 class Endpoint(BaseHTTPRequestHandler):

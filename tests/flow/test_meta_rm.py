@@ -13,11 +13,11 @@ from hydra import compose, initialize_config_dir
 from transformers import Qwen3ForTokenClassification
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import build
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import build
 from grmpipe.tasks import run_task
-from models.checkpoint import export_hf
-from models.scalar_head import head_of, start_scalar_head
+from models.lm.checkpoint import export_hf
+from models.lm.scalar_head import head_of, start_scalar_head
 from models.tiny.resolve import resolve_model
 
 ROOT = Path(__file__).parents[2]

@@ -17,20 +17,21 @@ import httpx
 import looptime
 import pytest
 
-from grmpipe.consumer import Interrupted
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.data.stream import EndOfData
+from grmpipe.envs.play import Seat, play
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.flow import Cut, FlowConfig, Kept, Parts, StepReport
+from grmpipe.judge.base import OneByOne
 from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmOutside
-from grmpipe.judge.hearing import OneByOne
 from grmpipe.judge.markup import Markup
-from grmpipe.judge.settings import JudgeConfig
-from grmpipe.judge.watch import FailureGate
-from grmpipe.pipeline import Pipeline
-from grmpipe.policy_fitness import PolicyUnfit
-from grmpipe.rollout.play import Seat, play
+from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.pipeline.interfaces import Cut, FlowConfig, Kept, Parts, StepReport
+from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.rollout_gate import PolicyUnfit
+from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.pipeline.training import Interrupted
 from grmpipe.types import (
     Failed,
     JudgedGroup,
@@ -42,17 +43,16 @@ from grmpipe.types import (
     Sitting,
     Verdict,
 )
-from grmpipe.waits import WaitTimes
-from models.engines.openai import OpenAIEngine
-from models.engines.simulated import Script, SimulatedEngine
+from models.engines.openai.openai_engine import OpenAIEngine
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.settings import OpenAIConfig
 from models.types import Engine, EngineDied, EngineRefused, Message, RequestContext, SamplingParams
 from scheduler.events import NoEvents
-from scheduler.health import HealthConfig, RoleHealth
-from scheduler.rate_limits import RateLimits
-from scheduler.router import Router
+from scheduler.routing.rate_limits import RateLimits
+from scheduler.routing.router import Router
+from scheduler.slots.health import HealthConfig, RoleHealth
 from scheduler.supervise import run_until
-from scheduler.weight_sync import SyncReport
+from scheduler.weights.weight_sync import SyncReport
 
 
 class Renderer:

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from grmpipe.config import ConfigError, RunConfig
+from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.simulate.scripts import lognormal
+from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, simulate
+from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.judge.settings import EarlyStopConfig, JudgeConfig
-from grmpipe.simulation.cluster import SimulatedRun, simulate
-from grmpipe.simulation.scripts import lognormal
-from grmpipe.simulation.stages import Workload
-from grmpipe.train.settings import TrainConfig
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message
-from scheduler.cost import Costs, LearnerSpeed
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grmpipe.failures import RunInterrupted
-from grmpipe.replaying.training import ReplayRun
-from grmpipe.train import packer
+from grmpipe.run.errors import RunInterrupted
+from grmpipe.run.retrain import ReplayRun
+from grmpipe.train.batching import packer
 from grmpipe.train.learner import Learner
 from grmpipe.types import Metrics, MicroBatch
 

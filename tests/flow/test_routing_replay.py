@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import ConfigError
+from grmpipe.config.run_config import ConfigError
 from models.tiny.mixture import upcycle
 from models.tiny.resolve import SHIPPED
 

@@ -17,17 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.envs.play import Seat, play
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.flow import FlowConfig, Parts, StepReport
+from grmpipe.judge.base import OneByOne
 from grmpipe.judge.fitness import JudgeFitness
-from grmpipe.judge.hearing import OneByOne
-from grmpipe.judge.watch import FailureGate
-from grmpipe.pipeline import Pipeline
-from grmpipe.rollout.play import Seat, play
-from grmpipe.time_share import TrainerByTurns, begin_turn
+from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
+from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.run.colocation import TrainerByTurns, begin_turn
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
-from models.checksums import checksum
-from models.engines.simulated import Script, SimulatedEngine
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Completion,
     Engine,
@@ -42,20 +42,20 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from scheduler.balance import BalanceConfig, Pool, Slot
-from scheduler.continuation import Continuation
-from scheduler.elastic import ElasticPool, ElasticRole, spare
+from models.weights.checksums import checksum
 from scheduler.events import NoEvents
-from scheduler.health import HealthConfig, RoleHealth, need_no_weights, push_to_living
-from scheduler.router import Router
-from scheduler.stored_weights import StoredWeights
+from scheduler.routing.migration import Continuation
+from scheduler.routing.router import Router
+from scheduler.slots.balance import BalanceConfig, Pool, Slot
+from scheduler.slots.elastic import ElasticPool, ElasticRole, spare
+from scheduler.slots.health import HealthConfig, RoleHealth, need_no_weights, push_to_living
+from scheduler.slots.shared_engine import SharedEngines
+from scheduler.slots.time_share import SharedRole, TimeShare
 from scheduler.supervise import run_until
-from scheduler.swap import SharedEngines
-from scheduler.time_share import SharedRole, TimeShare
-from scheduler.virtual_loop import run_virtually
-from scheduler.weight_checks import WeightMismatch
-from scheduler.weight_push import SyncConfig, SyncReport
-from scheduler.weight_sync import WeightSync
+from scheduler.weights.stored_weights import StoredWeights
+from scheduler.weights.weight_checks import WeightMismatch
+from scheduler.weights.weight_push import SyncConfig, SyncReport
+from scheduler.weights.weight_sync import WeightSync
 
 TOKENS_PER_S, HUNG = 10, 20_000
 LOOK_S, SAMPLED_EVERY_S = 0.2, 0.1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from grmpipe.failures import RunFailed
+from grmpipe.run.errors import RunFailed
 
 
 def test_a_frozen_judge_stands_still_through_a_run(small_run: Callable) -> None:

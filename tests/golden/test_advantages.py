@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.train.advantages import (
+from grmpipe.algorithm.advantages import (
     ESTIMATORS,
     best_of_k,
     center,
@@ -23,9 +23,9 @@ from grmpipe.train.advantages import (
     teaches_nothing,
     whiten,
 )
-from grmpipe.train.rewards import Rewards
-from grmpipe.train.settings import ESTIMATORS as NAMES
-from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.algorithm.rewards import Rewards
+from grmpipe.config.train import ESTIMATORS as NAMES
+from grmpipe.config.train import AlgorithmConfig
 
 COMPARING = sorted(set(NAMES) - {"gae_raw"})  # that one compares with nothing but what a critic expected
 ONE_RIGHT = np.array([1.0, -1.0, -1.0, -1.0])

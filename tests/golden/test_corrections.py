@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmpipe.train.corrections import (
+from grmpipe.algorithm.corrections import (
     CORRECTIONS,
     REJECTIONS,
     Drift,
@@ -26,11 +26,11 @@ from grmpipe.train.corrections import (
     truncated_sequence,
     veto,
 )
-from grmpipe.train.objective import PROXIMALS
-from grmpipe.train.settings import CORRECTIONS as CORRECTION_NAMES
-from grmpipe.train.settings import PROXIMALS as PROXIMAL_NAMES
-from grmpipe.train.settings import REJECTIONS as REJECTION_NAMES
-from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.algorithm.objective import PROXIMALS
+from grmpipe.config.train import CORRECTIONS as CORRECTION_NAMES
+from grmpipe.config.train import PROXIMALS as PROXIMAL_NAMES
+from grmpipe.config.train import REJECTIONS as REJECTION_NAMES
+from grmpipe.config.train import AlgorithmConfig
 
 
 def drift(weights: list[float], lengths: list[int] | None = None, **given: list[float]) -> Drift:

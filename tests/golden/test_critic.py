@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from grmpipe.train.advantages import estimate, gae, gae_of
-from grmpipe.train.rewards import Rewards, charged_by_token
-from grmpipe.train.settings import AlgorithmConfig
-from grmpipe.train.value_loss import value_loss, value_quality
+from grmpipe.algorithm.advantages import estimate, gae, gae_of
+from grmpipe.algorithm.rewards import Rewards, charged_by_token
+from grmpipe.algorithm.value_loss import value_loss, value_quality
+from grmpipe.config.train import AlgorithmConfig
 
 DRAW = np.random.default_rng(7)
 

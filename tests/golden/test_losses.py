@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmpipe.train.losses import (
+from grmpipe.algorithm.losses import (
     AGGREGATIONS,
     KL_ESTIMATORS,
     LOSSES,
@@ -25,10 +25,10 @@ from grmpipe.train.losses import (
     policy_gradient,
     ppo_clip,
 )
-from grmpipe.train.settings import AGGREGATIONS as AGGREGATION_NAMES
-from grmpipe.train.settings import KL_ESTIMATORS as KL_NAMES
-from grmpipe.train.settings import LOSSES as LOSS_NAMES
-from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.config.train import AGGREGATIONS as AGGREGATION_NAMES
+from grmpipe.config.train import KL_ESTIMATORS as KL_NAMES
+from grmpipe.config.train import LOSSES as LOSS_NAMES
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
 TOTALS = BatchTotals(num_loss_tokens=5, num_sequences=2, num_groups=1, oldest_version=0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grmpipe.train.advantages import returns
-from grmpipe.train.reward_kl import rollout_key
-from grmpipe.train.rewards import Rewards, overlong, rewards_of, shaped
-from grmpipe.train.samples import earned
-from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.algorithm.advantages import returns
+from grmpipe.algorithm.rewards import Rewards, overlong, rewards_of, shaped
+from grmpipe.config.train import AlgorithmConfig
+from grmpipe.train.batching.kl_in_reward import rollout_key
+from grmpipe.train.batching.samples import earned
 from grmpipe.types import RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan
 

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 import torch
 
-from grmpipe.train.families import Family
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import pack, pack_families
+from grmpipe.train.batching.shared_prefix import Family
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.packer import pack, pack_families
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import BatchTotals, TrainingSample
-from models.causal_lm import load_causal_lm, packed_logprobs
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model

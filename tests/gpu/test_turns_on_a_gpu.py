@@ -7,10 +7,10 @@ import asyncio
 import pytest
 import torch
 
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner import LearnerSpec
-from grmpipe.train.lending_learner import LendingLearner
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
-from models.engines.embedded import EmbeddedEngine
+from grmpipe.train.offload import LendingLearner
+from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import Completion, RequestContext, SamplingParams

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from models.process_group import BroadcastGroup
 from models.types import GroupLink, WeightBucket
-from models.weight_sending import TRANSPORTS
-from models.weight_stream import WeightStream
-from models.weight_transport import checksums_of, received
+from models.weights.process_group import BroadcastGroup
+from models.weights.receiving import checksums_of, received
+from models.weights.sending import TRANSPORTS
+from models.weights.stream import WeightStream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import to_yaml
-from grmpipe.failures import RunFailed
-from grmpipe.report import make_report
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import to_yaml
+from grmpipe.run.errors import RunFailed
+from grmpipe.run.report_task import make_report
 
 
 def run_of(run_dir: Path) -> RunConfig:

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import looptime
 import pytest
 
+from grmpipe.config.scale import Scale
+from grmpipe.config.train import AlgorithmConfig
+from grmpipe.envs.play import Seat
 from grmpipe.evaluation.held_out import Evaluator
-from grmpipe.evaluation.lookout import Lookout
+from grmpipe.judge.base import OneByOne
 from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
-from grmpipe.judge.hearing import OneByOne
+from grmpipe.judge.monitor.failure_gate import FailureGate, HackingAlarm
 from grmpipe.judge.rule import is_right
-from grmpipe.judge.scale import Scale
-from grmpipe.judge.watch import FailureGate, HackingAlarm
-from grmpipe.rollout.play import Seat
-from grmpipe.tally import Counts, Tally, batch_metrics, flow_metrics, truth_metrics
-from grmpipe.train.settings import AlgorithmConfig
+from grmpipe.pipeline.counters import Counts, Tally, batch_metrics, flow_metrics, truth_metrics
+from grmpipe.run.periodic_eval import Lookout
 from grmpipe.types import (
     Failed,
     FailedJudgement,

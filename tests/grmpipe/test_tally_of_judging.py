@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.tally import Counts, Tally, flow_metrics
+from grmpipe.pipeline.counters import Counts, Tally, flow_metrics
 from grmpipe.types import Failed, Judgement, JudgeReport, StopAudit, Verdict
 from models.types import Completion, VersionSpan
 

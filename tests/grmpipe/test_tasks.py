@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.doctor import cuda_mismatch, doctor, driver_version, line_of
+from grmpipe.run.doctor import cuda_mismatch, doctor, driver_version, line_of
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -79,7 +79,7 @@ def test_the_doctor_tells_a_driver_that_is_too_old_for_torch(
 
 def test_the_doctor_reads_the_drivers_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "version"
-    monkeypatch.setattr("grmpipe.doctor.DRIVER_FILE", file)
+    monkeypatch.setattr("grmpipe.run.doctor.DRIVER_FILE", file)
     assert driver_version() is None
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n")
     assert driver_version() == "580.95.05"
@@ -91,7 +91,7 @@ def test_the_doctor_says_what_to_type_for_what_is_missing() -> None:
 
 def test_the_doctor_says_how_to_get_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"peft            {importlib.metadata.version('peft')}\n" in doctor()
-    monkeypatch.setattr("grmpipe.doctor.version_of", lambda package: None)
+    monkeypatch.setattr("grmpipe.run.doctor.version_of", lambda package: None)
     assert 'peft            not installed; for adapters (LoRA) type `pip install -e ".[lora]"`\n' in doctor()
 
 

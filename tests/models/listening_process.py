@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from models.parallelize import join_ranks
-from models.process_group import BroadcastGroup
+from models.lm.parallelize import join_ranks
 from models.types import GroupLink
+from models.weights.process_group import BroadcastGroup
 
 LISTENING = "0A"  # as the kernel's tables call the state
 

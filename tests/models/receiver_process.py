@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.process_group import BroadcastGroup
 from models.types import GroupLink, WeightBucket
-from models.weight_transport import checksums_of, received
+from models.weights.process_group import BroadcastGroup
+from models.weights.receiving import checksums_of, received
 
 group = BroadcastGroup()
 native: list[dist.ProcessGroup] = []

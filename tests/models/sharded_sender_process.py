@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from models.parallelize import join_ranks, parallelize
-from models.weight_sending import SharedMemoryFiles
-from models.weight_stream import WeightStream
+from models.lm.parallelize import join_ranks, parallelize
+from models.weights.sending import SharedMemoryFiles
+from models.weights.stream import WeightStream
 
 
 def main(rank: int, world_size: int, init_method: str) -> None:

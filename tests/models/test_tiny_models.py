@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from models.engines.scorer import ScalarScorer, ScorerSpec
-from models.scalar_head import scalar_config
+from models.lm.scalar_head import scalar_config
 from models.tiny import __main__ as cli
 from models.tiny import resolve
 from models.tiny.evaluate import Speaker, accuracy_of, agreement, judge_all

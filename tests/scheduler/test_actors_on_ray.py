@@ -22,8 +22,6 @@ import pytest
 import ray
 import torch
 
-from models.checksums import checksum as checksum_of
-from models.process_group import BroadcastGroup
 from models.types import (
     Broadcast,
     Completion,
@@ -36,14 +34,16 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from scheduler.actors import ActorDied, EngineFactory, MemberFactory, free_port
-from scheduler.health import look_at, push_to_living
+from models.weights.checksums import checksum as checksum_of
+from models.weights.process_group import BroadcastGroup
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
-from scheduler.ray_cluster import RayCluster
-from scheduler.router import Router
-from scheduler.scorers import ScorerPool
-from scheduler.weight_push import EngineLost, SyncConfig
-from scheduler.weight_sync import WeightSync
+from scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, free_port
+from scheduler.processes.ray_cluster import RayCluster
+from scheduler.routing.router import Router
+from scheduler.routing.scorers import ScorerPool
+from scheduler.slots.health import look_at, push_to_living
+from scheduler.weights.weight_push import EngineLost, SyncConfig
+from scheduler.weights.weight_sync import WeightSync
 
 
 def seats(**replicas: int) -> Placement:
@@ -123,7 +123,7 @@ def engines(tokens_per_s: float = 1e6) -> EngineFactory:
     """Answers depend on ids and seed; the text says which process wrote it."""
 
     def make(rank: int) -> Engine:
-        from models.engines.simulated import Script, SimulatedEngine
+        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 
         def author(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
             return Script(token_ids=(*ids, params.seed), text=str(os.getpid()))
@@ -300,10 +300,10 @@ def receivers() -> EngineFactory:
     def make(rank: int) -> Engine:
         import torch
 
-        from models.checksums import checksum
-        from models.engines.simulated import Script, SimulatedEngine
-        from models.process_group import BroadcastGroup
+        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
         from models.types import WeightReceipt
+        from models.weights.checksums import checksum
+        from models.weights.process_group import BroadcastGroup
 
         class Receiver(SimulatedEngine):
             def __init__(self) -> None:
@@ -392,7 +392,7 @@ def test_a_process_without_a_socket_is_called_by_ray() -> None:
         assert await group.call_all("add", 1) == [1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scheduler.line.asyncio.open_unix_connection", refused)
+        patch.setattr("scheduler.processes.unix_rpc.asyncio.open_unix_connection", refused)
         on_cluster(seats(learner=1), scene)
 
 
@@ -426,7 +426,7 @@ def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:
     """Killed, replaced or shut down: a server or a core process of an engine must not outlive it."""
 
     def make(rank: int) -> Engine:
-        from models.engines.simulated import Script, SimulatedEngine
+        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 
         class Parent(SimulatedEngine):
             def __init__(self) -> None:
@@ -462,7 +462,7 @@ def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:
 
 def test_an_engine_is_closed_before_its_process_ends(tmp_path: Path) -> None:
     def make(rank: int) -> Engine:
-        from models.engines.simulated import Script, SimulatedEngine
+        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 
         class Held(SimulatedEngine):
             def close(self) -> None:

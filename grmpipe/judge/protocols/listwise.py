@@ -6,10 +6,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from grmpipe.judge.asking import Question
+from grmpipe.judge.grm_client import Question
 from grmpipe.judge.meta import JudgedResponses
-from grmpipe.judge.protocols.court import Court
-from grmpipe.judge.protocols.panel import Panel, Results, convene
+from grmpipe.judge.protocols.base import Court
+from grmpipe.judge.protocols.sampling import Panel, Results, convene
 from grmpipe.judge.verdict import COMPONENT, all_failed, voted
 from grmpipe.judge.vote import Vote
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, Rollout, Sitting, Verdict

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.judge.asking import Question
 from grmpipe.judge.grm import GrmPrompt
+from grmpipe.judge.grm_client import Question
 from grmpipe.judge.meta import JudgedResponses
-from grmpipe.judge.protocols.court import Court
+from grmpipe.judge.protocols.base import Court
 from grmpipe.judge.protocols.early_stop import Stop, is_sure
-from grmpipe.judge.protocols.panel import IN_FULL, Panel, Results, convene
+from grmpipe.judge.protocols.sampling import IN_FULL, Panel, Results, convene
 from grmpipe.judge.protocols.steps import steps_of
 from grmpipe.judge.verdict import COMPONENT, all_failed, outcome_place, unasked
 from grmpipe.judge.vote import agreement, mean

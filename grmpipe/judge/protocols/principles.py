@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from grmpipe.judge.asking import Asker
+from grmpipe.judge.grm_client import Asker
 from grmpipe.judge.prompt import PrinciplesPrompt
 from grmpipe.judge.verdict import unasked
 from grmpipe.types import Failed, JudgeReport, Prompt, Sitting

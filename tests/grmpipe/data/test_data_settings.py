@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grmpipe.data.settings import DataConfig
+from grmpipe.config.data import DataConfig
 
 
 def test_defaults_are_valid_and_the_held_out_set_may_be_left_out() -> None:

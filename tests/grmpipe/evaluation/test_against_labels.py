@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from grmpipe.config.scale import Scale
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, Recount, evaluate, outcome_of
-from grmpipe.judge.scale import Scale
 from grmpipe.judge.verdict import voted
 from grmpipe.judge.vote import mean
 from grmpipe.judge.written import written

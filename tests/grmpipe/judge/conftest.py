@@ -10,9 +10,9 @@ from typing import Any
 import looptime
 import pytest
 
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmHere
-from grmpipe.judge.settings import JudgeConfig
 from grmpipe.types import Prompt, Rollout, Turn
 from models.types import (
     Completion,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.judge.watching.bias import Flips, Habits, correlation_within, order_flips
+from grmpipe.judge.monitor.position_bias import Flips, Habits, correlation_within, order_flips
 from grmpipe.types import Judgement
 from models.types import Completion
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.config.judge import EarlyStopConfig
 from grmpipe.judge.protocols.pairwise import pairs_of
-from grmpipe.judge.settings import EarlyStopConfig
 from grmpipe.judge.vote import pair_result
 from grmpipe.types import Failed, JudgeReport
 

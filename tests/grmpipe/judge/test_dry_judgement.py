@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from grmpipe.judge.dry import dry_judgement
-from grmpipe.judge.settings import JudgeConfig
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.judge.monitor.preflight import dry_judgement
 from models.types import EngineDied
 
 PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 2}

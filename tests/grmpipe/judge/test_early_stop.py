@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.config.judge import EarlyStopConfig
 from grmpipe.judge.protocols.early_stop import Noise, OrderTally, Stop, fewest_for_a_winner, is_sure, winner_is_fixed
-from grmpipe.judge.protocols.panel import convene
-from grmpipe.judge.settings import EarlyStopConfig
+from grmpipe.judge.protocols.sampling import convene
 from grmpipe.judge.vote import pair_result
 from grmpipe.types import Judgement, JudgeReport
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from grmpipe.config.scale import Scale
 from grmpipe.judge.pattern import PATTERNS
-from grmpipe.judge.scale import Scale
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, RewardSpan, Verdict
 from models.types import EngineDied, EngineRefused
 from scheduler.clock import ActiveClock

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.judge.base import judge_group
 from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmOutside, estimated_tokens
-from grmpipe.judge.hearing import judge_group
 from grmpipe.judge.markup import Markup
-from grmpipe.judge.settings import JudgeConfig
-from grmpipe.tally import Tally
+from grmpipe.pipeline.counters import Tally
 from grmpipe.types import FailedJudgement
 from models.settings import OpenAIConfig
 from models.tiny.tokenizer import build_tokenizer

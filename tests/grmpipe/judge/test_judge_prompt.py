@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.config.judge import SHIPPED_TEMPLATES
+from grmpipe.config.scale import Scale
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, fenced
-from grmpipe.judge.scale import Scale
-from grmpipe.judge.settings import SHIPPED_TEMPLATES
 from grmpipe.types import Criterion, Prompt
 from models.tiny.problems import judge_prompt
 from models.types import Message

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from grmpipe.config.judge import PARSERS as PARSER_NAMES
+from grmpipe.config.judge import PROTOCOLS, SHIPPED_TEMPLATES, VOTES_WITH_META, EarlyStopConfig, JudgeConfig
+from grmpipe.config.judge import RULES as RULE_NAMES
+from grmpipe.config.judge import VOTES as VOTE_NAMES
 from grmpipe.judge.generative import HEARINGS
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.prompt import SHOWN, TEMPLATES
 from grmpipe.judge.rule import RULES
-from grmpipe.judge.settings import PARSERS as PARSER_NAMES
-from grmpipe.judge.settings import PROTOCOLS, SHIPPED_TEMPLATES, VOTES_WITH_META, EarlyStopConfig, JudgeConfig
-from grmpipe.judge.settings import RULES as RULE_NAMES
-from grmpipe.judge.settings import VOTES as VOTE_NAMES
 from grmpipe.judge.vote import VOTES
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from grmpipe.config import RunConfig
-from grmpipe.config_files import from_values
-from grmpipe.judge.hearing import OneByOne, judge_alone
+from grmpipe.algorithm.rewards import rewards_of
+from grmpipe.config.judge import EarlyStopConfig
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.yaml_io import from_values
+from grmpipe.judge.base import OneByOne, judge_alone
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.rule import RuleJudge
-from grmpipe.judge.settings import EarlyStopConfig
 from grmpipe.judge.verdict import mixed
-from grmpipe.kinds import rule_judge
-from grmpipe.train.rewards import rewards_of
+from grmpipe.run.registry import rule_judge
 from grmpipe.types import Failed, RewardSpan, Verdict
 from models.types import EngineDied
 

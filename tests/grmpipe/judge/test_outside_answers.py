@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.judge.asking import Asker, Question
+from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.grm import GrmOutside
+from grmpipe.judge.grm_client import Asker, Question
 from grmpipe.judge.markup import Markup
-from grmpipe.judge.settings import JudgeConfig
 from grmpipe.types import Failed, Judgement
-from models.engines.openai import OpenAIEngine
+from models.engines.openai.openai_engine import OpenAIEngine
 from models.settings import OpenAIConfig
 from scheduler.events import NoEvents
-from scheduler.rate_limits import RateLimits
+from scheduler.routing.rate_limits import RateLimits
 
 TEXT = "fine\nScore: 7"
 MESSAGE = {"role": "assistant", "content": TEXT}

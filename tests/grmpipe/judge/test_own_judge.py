@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from grmpipe.judge.hearing import judge_alone
-from grmpipe.judge.own import own_judge
-from grmpipe.judge.settings import JudgeConfig
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.judge.base import judge_alone
+from grmpipe.judge.custom import own_judge
 
 SOURCE = """
-from grmpipe.judge.hearing import OneByOne
+from grmpipe.judge.base import OneByOne
 from grmpipe.judge.rule import RuleJudge
 
 class ByRule:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grmpipe.config.scale import Scale
 from grmpipe.judge.parse import PARSERS, Parser, parse_boxed, parse_score_line, scores_of
 from grmpipe.judge.prompt import fenced
-from grmpipe.judge.scale import Scale
 from models.types import Completion, FinishReason, VersionSpan
 
 

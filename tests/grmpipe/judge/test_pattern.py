@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.config.judge import PARSERS as PARSERS_OF_THE_CONFIG
+from grmpipe.config.scale import Scale
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.pattern import PATTERNS
-from grmpipe.judge.scale import Scale
-from grmpipe.judge.settings import PARSERS as PARSERS_OF_THE_CONFIG
-from models.engines.grammar import Pattern
+from models.engines.embedded.grammar import Pattern
 
 SCALES = (Scale(), Scale(low=0, high=100), Scale(low=-3, high=3))
 NEAR_VERDICTS = st.text(alphabet="Score: 10-7\n\r\t >\\boxed{},*", max_size=30)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.judge.asking import Asker
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.evaluation.meta_quality import measure
 from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.settings import JudgeConfig
-from grmpipe.meta.examples import Example, batches, read_examples, sample, write_examples
-from grmpipe.meta.quality import measure
+from grmpipe.judge.grm_client import Asker
+from grmpipe.judge.meta_examples import Example, batches, read_examples, sample, write_examples
 from grmpipe.types import Prompt
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 

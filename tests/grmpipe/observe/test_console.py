@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grmpipe.config import RunConfig
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.console import ConsoleSink, RunConsole
 from grmpipe.observe.gauges import failures_by_cause
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.sample_rows import SampleRow
-from grmpipe.observe.settings import TrackingConfig
 from grmpipe.observe.sparkline import sparkline
-from grmpipe.observers import Observers
+from grmpipe.run.observers import Observers
 from grmpipe.types import Prompt, Rollout
 from models.types import Message
 
@@ -190,11 +190,11 @@ def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
     setup_logging(tmp_path, console)  # a second call doubles nothing
     noisy.warning("a model of noise")
     logging.getLogger("somelibrary.worker").warning("noise of a worker")
-    logging.getLogger("grmpipe.flow").info("an inner matter")
+    logging.getLogger("grmpipe.pipeline.interfaces").info("an inner matter")
     try:
         raise OSError("disk full")
     except OSError:
-        logging.getLogger("grmpipe.flow").warning("metrics failed", exc_info=True)
+        logging.getLogger("grmpipe.pipeline.interfaces").warning("metrics failed", exc_info=True)
     warnings.warn("a python warning", stacklevel=1)
     lines = (tmp_path / "run.log").read_text()
     for text in ("a model of noise", "noise of a worker", "an inner matter", "metrics failed", "a python warning"):

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.sample_rows import SampleRow, sample_row
-from grmpipe.observe.settings import TrackingConfig
 from grmpipe.observe.tracker import Tracker
 from grmpipe.types import Failed, Judgement, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan

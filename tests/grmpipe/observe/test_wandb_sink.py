@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from wandb.proto import wandb_internal_pb2
 
+from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe import wandb_sink
 from grmpipe.observe.jsonl_sink import JsonlSink
 from grmpipe.observe.logs import replace_handlers, setup_logging
 from grmpipe.observe.sample_rows import SampleRow
-from grmpipe.observe.settings import TrackingConfig
 from grmpipe.observe.wandb_sink import WandbSink, modes_to_try
 
 PLANTED = "planted0123456789planted0123456789planted"
@@ -72,7 +72,7 @@ def test_offline_a_run_starts_fast_and_leaves_its_history(tmp_path: Path) -> Non
 def in_another_process(run_dir: Path, step: int) -> list[str]:
     """The command of a short run: `step` is all it logs."""
     code = (
-        "from pathlib import Path; from grmpipe.observe.settings import TrackingConfig;"
+        "from pathlib import Path; from grmpipe.config.tracking import TrackingConfig;"
         "from grmpipe.observe.wandb_sink import WandbSink;"
         f"sink = WandbSink(TrackingConfig(), Path({str(run_dir)!r}), {{}}, run_id='the-run');"
         f"sink.log({step}, {{'x': {step}.0}}); sink.close()"

@@ -27,15 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel, Qwen3Config
 
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train import learner as learner_module
-from grmpipe.train.families import Family
+from grmpipe.train.batching.packer import pack_families
+from grmpipe.train.batching.shared_prefix import Family
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.packer import pack_families
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import MicroBatch, TrainingSample
-from models import packed_attention
-from models.causal_lm import outline_causal_lm
-from models.parallelize import parallelize
+from models.lm import packed_attention
+from models.lm.causal_lm import outline_causal_lm
+from models.lm.parallelize import parallelize
 from models.types import VersionSpan
 
 PROMPT_TOKENS, SIBLINGS = 256, 8

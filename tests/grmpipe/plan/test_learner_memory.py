@@ -12,10 +12,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import RunConfig
-from grmpipe.config_files import build
-from grmpipe.plan.memory import memory_parts
-from grmpipe.plan.survey import survey_run
+from grmpipe.capacity.plan.memory import memory_parts
+from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("fake_learner_process.py")

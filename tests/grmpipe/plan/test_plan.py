@@ -11,17 +11,17 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import build
-from grmpipe.plan.memory import held_at_once, memory_parts, overfull_slots
-from grmpipe.plan.report import plan
-from grmpipe.plan.survey import survey_run
-from grmpipe.simulation.task import simulator
-from models.footprint import footprint_of
+from grmpipe.capacity.cost import Costs
+from grmpipe.capacity.plan.candidates import Predicted
+from grmpipe.capacity.plan.memory import held_at_once, memory_parts, overfull_slots
+from grmpipe.capacity.plan.plan_report import plan
+from grmpipe.capacity.plan.survey import survey_run
+from grmpipe.capacity.simulate.simulation import simulator
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import build
+from models.lm.footprint import footprint_of
 from models.tiny.resolve import SHIPPED
-from scheduler.cost import Costs
 from scheduler.placement import Placement, place
-from scheduler.planner import Predicted
 
 ROOT = Path(__file__).parents[3]
 

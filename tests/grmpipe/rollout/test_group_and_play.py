@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from grmpipe.rollout.group import Group
-from grmpipe.rollout.play import RolloutAborted, Seat, play
+from grmpipe.envs.play import RolloutAborted, Seat, play
+from grmpipe.pipeline.group import Group
 from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.types import Failed, Prompt, RewardSpan, Rollout, Turn, Verdict
-from models.engines.simulated import Script, SimulatedEngine
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))

@@ -14,21 +14,21 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.bottleneck import Setup, bottleneck
-from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import build
+from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.simulate.scripts import FILLER, CountingRenderer, Lengths, Writer, lengths_in, lognormal, measured
+from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, settled_steps, simulate
+from grmpipe.capacity.simulate.simulation import run_simulation
+from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.train import TrainConfig
+from grmpipe.config.yaml_io import build
 from grmpipe.data.stream import PromptStream
-from grmpipe.judge.settings import JudgeConfig
+from grmpipe.pipeline.bottleneck import Setup, bottleneck
 from grmpipe.rollout.settings import RolloutConfig
-from grmpipe.simulation.cluster import SimulatedRun, settled_steps, simulate
-from grmpipe.simulation.scripts import FILLER, CountingRenderer, Lengths, Writer, lengths_in, lognormal, measured
 from grmpipe.simulation.settings import SimulateConfig
-from grmpipe.simulation.stages import Workload
-from grmpipe.simulation.task import run_simulation
-from grmpipe.train.settings import TrainConfig
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message, RequestContext, SamplingParams
-from scheduler.cost import Costs, LearnerSpeed
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
 ROOT = Path(__file__).parents[3]

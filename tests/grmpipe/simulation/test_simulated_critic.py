@@ -9,10 +9,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import ConfigError, RunConfig
-from grmpipe.config_files import build
-from grmpipe.plan.report import plan
-from grmpipe.simulation.task import run_simulation, simulator
+from grmpipe.capacity.plan.plan_report import plan
+from grmpipe.capacity.simulate.simulation import run_simulation, simulator
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[3]
 COSTS = (

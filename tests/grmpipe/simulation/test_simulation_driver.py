@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from grmpipe.simulation.driver import SimulatedDriver
-from models.engines.simulated_pace import SharedDevice
-from scheduler.virtual_loop import run_virtually
+from grmpipe.capacity.simulate.driver import SimulatedDriver
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from models.engines.simulated.simulated_pace import SharedDevice
 
 
 class Neighbour:

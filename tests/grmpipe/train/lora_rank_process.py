@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from rank_process import gradients, weights  # beside this file
 
+from grmpipe.train.batching.packer import rounds_of
+from grmpipe.train.batching.samples import count
 from grmpipe.train.learner import Learner
-from grmpipe.train.packer import rounds_of
-from grmpipe.train.samples import count
 
 
 def main(directory: str, rank: int, world_size: int, init_method: str) -> None:

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.train.batching.packer import Packer, Round
+from grmpipe.train.batching.samples import count
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.losses import AGGREGATIONS
-from grmpipe.train.packer import Packer, Round
-from grmpipe.train.samples import count
-from grmpipe.train.update import NonFiniteGradients
+from grmpipe.train.optimizer import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.types import CudaHandles, InlineBytes, WeightBucket
-from models.weight_sending import TRANSPORTS, WeightTransport
-from models.weight_stream import UnshardedBucket
+from models.weights.sending import TRANSPORTS, WeightTransport
+from models.weights.stream import UnshardedBucket
 
 
 def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:

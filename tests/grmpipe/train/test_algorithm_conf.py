@@ -9,10 +9,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config import ESTIMATORS_OF_A_BATCH, ConfigError
-from grmpipe.config_files import build
-from grmpipe.train.advantages import ESTIMATORS as ESTIMATORS_BY_NAME
-from grmpipe.train.settings import (
+from grmpipe.algorithm.advantages import ESTIMATORS as ESTIMATORS_BY_NAME
+from grmpipe.config.run_config import ESTIMATORS_OF_A_BATCH, ConfigError
+from grmpipe.config.train import (
     CORRECTIONS,
     ESTIMATORS,
     LOSSES,
@@ -21,6 +20,7 @@ from grmpipe.train.settings import (
     ROUTING_REPLAYS,
     AlgorithmConfig,
 )
+from grmpipe.config.yaml_io import build
 
 CONF = Path(__file__).parents[3] / "conf"
 FILES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (CONF / "algorithm").glob("*.yaml")}

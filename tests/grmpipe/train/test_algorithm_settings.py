@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.train.settings import (
+from grmpipe.config.train import (
     CORRECTIONS,
     AlgorithmConfig,
     check_interpolated,

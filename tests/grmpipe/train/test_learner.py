@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import Packer, pack
+from grmpipe.train.batching.samples import count
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.packer import Packer, pack
-from grmpipe.train.samples import count
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
-from grmpipe.train.update import NonFiniteGradients
+from grmpipe.train.optimizer import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.stored_files import first_difference
 from models.types import InlineBytes

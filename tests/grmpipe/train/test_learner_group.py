@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import Packer, Round, idle
+from grmpipe.train.batching.samples import count
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_group import LearnerGroup
-from grmpipe.train.packer import Packer, Round, idle
-from grmpipe.train.samples import count
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import BatchTotals, OldPass
 from models.types import GroupLink
 

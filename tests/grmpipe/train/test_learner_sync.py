@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import Packer
+from grmpipe.train.batching.samples import count
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_group import LearnerGroup
-from grmpipe.train.packer import Packer
-from grmpipe.train.samples import count
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
-from models import weight_stream
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import GroupLink
-from models.weight_sending import WeightTransport
-from scheduler.actors import InProcessGroup
+from models.weights import stream as weight_stream
+from models.weights.sending import WeightTransport
+from scheduler.processes.actors import InProcessGroup
 
 
 def make_spec(path: str, transport: str, folder: Path) -> LearnerSpec:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import pack
+from grmpipe.train.batching.samples import count
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.packer import pack
-from grmpipe.train.samples import count
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from models.settings import LoraConfig
 
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import pack
+from grmpipe.train.batching.samples import count
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.packer import pack
-from grmpipe.train.samples import count
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from models.settings import LoraConfig
 
 SCRIPT = Path(__file__).with_name("lora_rank_process.py")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from torch.distributed.tensor import DTensor
 
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import pack
+from grmpipe.train.batching.samples import count
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.packer import pack
 from grmpipe.train.reset import reset_is_due
-from grmpipe.train.samples import count
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import Metrics, TrainingSample
 from models.types import InlineBytes
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from grmpipe.config.train import AlgorithmConfig, TrainConfig, check_routing_replay
+from grmpipe.train.batching.packer import pack
+from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.packer import pack
-from grmpipe.train.samples import count, split_rollout
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig, check_routing_replay
 from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.mixture import upcycle
 from models.tiny.resolve import SHIPPED

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from grmpipe.config.train import TrainConfig
 from grmpipe.train.schedule import learning_rate
-from grmpipe.train.settings import TrainConfig
 
 
 def rates(schedule: str) -> list[float]:

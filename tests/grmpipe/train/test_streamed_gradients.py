@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmpipe.train.losses import AGGREGATIONS, LOSSES
-from grmpipe.train.objective import TokenLogprobs, summed_loss
-from grmpipe.train.packer import Packer
-from grmpipe.train.samples import count
-from grmpipe.train.settings import (
+from grmpipe.algorithm.losses import AGGREGATIONS, LOSSES
+from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.config.train import (
     CORRECTIONS,
     KL_ESTIMATORS,
     PROXIMALS,
     REJECTIONS,
     AlgorithmConfig,
 )
+from grmpipe.train.batching.packer import Packer
+from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
-from models.packing import Packing, Prefixes
+from models.lm.packing import Packing, Prefixes
 
 VOCABULARY, MAX_NEW_TOKENS = 64, 8
 OFF_POLICY = {"clip_low": 0.3, "clip_high": 0.3, "geometric_low": 0.5, "geometric_high": 1.5, "off_policy_delta": 0.01}

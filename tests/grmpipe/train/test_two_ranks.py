@@ -16,19 +16,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grmpipe.algorithm.losses import AGGREGATIONS, LOSSES
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import Packer, pack
+from grmpipe.train.batching.samples import count
 from grmpipe.train.learner import Learner, LearnerSpec
 from grmpipe.train.learner_group import LearnerGroup
-from grmpipe.train.losses import AGGREGATIONS, LOSSES
-from grmpipe.train.packer import Packer, pack
-from grmpipe.train.samples import count
-from grmpipe.train.settings import AlgorithmConfig, TrainConfig
 from grmpipe.types import TrainingSample
-from models import gpu_handles
-from models.engines.vllm_weights import PlainBucket, as_plain
+from models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from models.stored_files import first_difference
 from models.types import InlineBytes, WeightBucket
-from models.weight_files import SharedArena
-from models.weight_transport import received
+from models.weights import gpu_handles
+from models.weights.receiving import received
+from models.weights.weight_files import SharedArena
 
 # r against the sampler differs from 1 where pi_old is the pass's own; plain policy gradients have no r.
 ALGORITHMS = {

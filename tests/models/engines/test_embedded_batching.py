@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.types import Completion, EngineDied, EngineRefused
 
 STOP_TOKEN = 256  # the first after the bytes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from models.engines.endings import Endings
+from models.engines.stop_conditions import Endings
 from models.types import SamplingParams
 
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.causal_lm import load_causal_lm
-from models.engines import weight_loading
-from models.engines.embedded import EmbeddedEngine
-from models.routing import Routers
+from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.lm.causal_lm import load_causal_lm
+from models.lm.expert_routing import Routers
 from models.settings import EmbeddedConfig
 from models.types import Completion, SamplingParams, WeightReceipt, WeightTensor
-from models.weight_sending import ObjectStore
-from models.weight_stream import WeightStream
-from scheduler.continuation import Begun, Continuation
-from scheduler.weight_checks import WeightMismatch, check_receipt
+from models.weights import inbox as weight_loading
+from models.weights.sending import ObjectStore
+from models.weights.stream import WeightStream
+from scheduler.routing.migration import Begun, Continuation
+from scheduler.weights.weight_checks import WeightMismatch, check_receipt
 
 SHAPE = {
     "vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

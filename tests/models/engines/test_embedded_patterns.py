@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.types import Completion, EngineRefused
 
 SHORT = r"Score: (?:1|2|10)"

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.causal_lm import load_causal_lm
-from models.checksums import checksum
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.lm.causal_lm import load_causal_lm
 from models.types import Completion, GroupLink, InlineBytes, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
-from models.weight_sending import TRANSPORTS, ObjectStore
-from models.weight_stream import WeightStream
+from models.weights.checksums import checksum
+from models.weights.sending import TRANSPORTS, ObjectStore
+from models.weights.stream import WeightStream
 
 
 def buckets_of(path: str, dtype: str = "float32", bucket_bytes: int = 8192) -> list[WeightBucket]:

@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from models.engines import sglang_join, sglang_server
-from models.engines.openai import OpenAIEngine
-from models.engines.sglang_http import SglangHttp
+from models.engines.openai.openai_engine import OpenAIEngine
+from models.engines.sglang.http_client import SglangHttp
+from models.engines.sglang.sglang_engine import join as sglang_join
+from models.engines.sglang.sglang_engine import server as sglang_server
 from models.settings import OpenAIConfig
 from models.types import EngineDied, Message, RequestContext, SamplingParams
 

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 import torch
 
-from models.causal_lm import load_causal_lm
-from models.engines.embedded import EmbeddedEngine
-from models.logprobs import chosen_logprobs
-from models.quantize import quantize_matrices
+from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.lm.causal_lm import load_causal_lm
+from models.lm.logprobs import chosen_logprobs
+from models.lm.quantize import quantize_matrices
 from models.settings import EmbeddedConfig
 from models.types import WeightReceipt
-from models.weight_sending import ObjectStore
-from models.weight_stream import WeightStream
+from models.weights.sending import ObjectStore
+from models.weights.stream import WeightStream
 
 PROBE = tuple(range(3, 30))
 

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from models.causal_lm import load_causal_lm
-from models.engines.sglang import SglangEngine
-from models.engines.sglang_http import SglangHttp
-from models.engines.sglang_server import SglangServer, SglangStart
+from models.engines.sglang.http_client import SglangHttp
+from models.engines.sglang.server import SglangServer, SglangStart
+from models.engines.sglang.sglang_engine import SglangEngine
+from models.lm.causal_lm import load_causal_lm
 from models.renderer import Renderer
 from models.settings import SglangConfig
 from models.types import Broadcast, EngineDied, EngineRefused, GroupLink, WeightBucket
-from models.weight_sending import Broadcasts, SafetensorsFiles
-from models.weight_stream import WeightStream
+from models.weights.sending import Broadcasts, SafetensorsFiles
+from models.weights.stream import WeightStream
 
 PYTHON = os.environ.get("GRMPIPE_SGLANG_PYTHON", "")
 pytestmark = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.engines.installed import vllm_missing
-from models.engines.vllm import VllmEngine
+from models.engines.vllm.vllm_engine import VllmEngine
 from models.settings import VllmConfig
 
 pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_miss
 
 ENGINE = """
 import asyncio, os, signal, sys, time
-from models.engines.vllm import VllmEngine
+from models.engines.vllm.vllm_engine import VllmEngine
 from models.settings import VllmConfig
 from models.types import EngineDied, RequestContext, SamplingParams
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from models.engines.installed import vllm_missing
-from models.engines.vllm_options import VllmStart, arguments_of, check_vllm_options
-from models.engines.vllm_requests import Sampled, experts_of
+from models.engines.vllm.options import VllmStart, arguments_of, check_vllm_options
+from models.engines.vllm.vllm_requests import Sampled, experts_of
 from models.settings import VllmConfig
 
 needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))

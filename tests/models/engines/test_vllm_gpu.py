@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from models.causal_lm import load_causal_lm
 from models.engines.installed import vllm_missing
-from models.engines.vllm import VllmEngine
-from models.routing import Routers
+from models.engines.vllm.vllm_engine import VllmEngine
+from models.lm.causal_lm import load_causal_lm
+from models.lm.expert_routing import Routers
 from models.settings import VllmConfig
 from models.types import ModelFiles, WeightBucket
-from models.weight_sending import TRANSPORTS
-from models.weight_stream import WeightStream
+from models.weights.sending import TRANSPORTS
+from models.weights.stream import WeightStream
 
 pytestmark = [
     pytest.mark.gpu,

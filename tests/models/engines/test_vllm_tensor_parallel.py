@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from models.causal_lm import load_causal_lm
 from models.engines.installed import vllm_missing
-from models.engines.vllm import VllmEngine
+from models.engines.vllm.vllm_engine import VllmEngine
+from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
 from models.types import WeightReceipt
-from models.weight_sending import ObjectStore
-from models.weight_stream import WeightStream
+from models.weights.sending import ObjectStore
+from models.weights.stream import WeightStream
 
 pytestmark = [
     pytest.mark.vllm, pytest.mark.long, pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing())),

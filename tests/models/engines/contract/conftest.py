@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import pytest
 from torch import nn
 
-from models.causal_lm import load_causal_lm
-from models.engines.embedded import EmbeddedEngine
+from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.installed import vllm_missing
-from models.engines.sglang import SglangEngine
-from models.engines.sglang_http import SglangHttp
-from models.engines.vllm import VllmEngine
+from models.engines.sglang.http_client import SglangHttp
+from models.engines.sglang.sglang_engine import SglangEngine
+from models.engines.vllm.vllm_engine import VllmEngine
+from models.lm.causal_lm import load_causal_lm
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from models.types import WeightBucket, WeightReceipt
-from models.weight_sending import ObjectStore
-from models.weight_stream import UnshardedBucket
+from models.weights.sending import ObjectStore
+from models.weights.stream import UnshardedBucket
 
 _replay = importlib.util.spec_from_file_location("sglang_replay", Path(__file__).parents[1] / "sglang_replay.py")
 assert _replay is not None and _replay.loader is not None

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.causal_lm import load_causal_lm
-from models.checksums import checksum, tensor_checksums
+from models.lm.causal_lm import load_causal_lm
 from models.types import (
     Broadcast,
     Completion,
@@ -25,8 +24,9 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weight_sending import TRANSPORTS, Broadcasts
-from models.weight_stream import WeightStream
+from models.weights.checksums import checksum, tensor_checksums
+from models.weights.sending import TRANSPORTS, Broadcasts
+from models.weights.stream import WeightStream
 
 NUM_TENSORS = 35  # of the tiny model; its head is tied
 

@@ -1,0 +1,261 @@
+"""From rewards to advantages. Pure; what has no reward isn't here, so it can't be in a baseline.
+
+G: siblings of a group that have a verdict. N: sampled tokens of a rollout. K: its steps. All in float64: in float32 the
+rounding of a mean of equal rewards is as large as the epsilon it is divided by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from grmpipe.algorithm.rewards import Rewards
+from grmpipe.config.train import AlgorithmConfig
+
+ROUNDING = 1e-9  # what sums of equal rewards may differ by
+
+Group = Sequence[Rewards]
+Advantages = list[list[np.ndarray]]  # by group, by sibling, [N]
+
+
+# -- one reward for a rollout, compared within its group -------------------------------------------------------------
+
+
+def center(rewards_G: np.ndarray) -> np.ndarray:
+    """Group-relative advantage without std scaling (Dr.GRPO, arXiv 2503.20783)."""
+    return rewards_G - rewards_G.mean()
+
+
+def standardize(rewards_G: np.ndarray, std: str, min_group_std: float) -> np.ndarray:
+    """Group-relative advantage in units of the group's standard deviation (GRPO, arXiv 2402.03300).
+
+    `min_group_std` is added to the deviation: rewards that differ by much less than it give advantages near 0, and no
+    advantage is above sqrt(G - 1) in size.
+    """
+    spread = rewards_G.std(ddof=1 if std == "sample" else 0)
+    return center(rewards_G) / (spread + min_group_std)
+
+
+def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
+    """Each reward against the mean of the others, G / (G - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
+    return center(rewards_G) * len(rewards_G) / (len(rewards_G) - 1)
+
+
+def best_of_k(rewards_G: np.ndarray, k: int, min_group_std: float) -> np.ndarray:
+    """What a sibling adds to the best of k: the mean of max over the k-subsets that hold it, less the mean over all
+    k-subsets, in units of the deviation over all. With rewards of 0 and 1 that is pass@k training (arXiv 2508.10751).
+
+    Exact, by counting: with rewards in rising order, the j-th is the max of C(j, k - 1) subsets (j from 0). A group
+    with k siblings or fewer has one subset, and no advantages.
+    """
+    size, k = len(rewards_G), min(k, len(rewards_G))
+    order = np.argsort(rewards_G, kind="stable")
+    rising_G = rewards_G[order]
+    as_max_G = np.array([math.comb(j, k - 1) / math.comb(size, k) for j in range(size)])
+    mean = float(as_max_G @ rising_G)
+    spread = math.sqrt(float(as_max_G @ (rising_G - mean) ** 2))
+    # Of the subsets that hold sibling i it is the max of C(i, k - 1), and a later j is of C(j - 1, k - 2).
+    holding = math.comb(size - 1, k - 1)
+    own_G = np.array([math.comb(i, k - 1) / holding for i in range(size)]) * rising_G
+    later_G = np.array([math.comb(j - 1, k - 2) / holding if j > 0 and k > 1 else 0.0 for j in range(size)]) * rising_G
+    with_it_G = own_G + later_G[::-1].cumsum()[::-1] - later_G
+    advantages_G = np.empty(size)
+    advantages_G[order] = (with_it_G - mean) / (spread + min_group_std)
+    return advantages_G
+
+
+# -- rewards within a rollout ----------------------------------------------------------------------------------------
+
+
+def returns(values_K: Sequence[float], gamma: float) -> np.ndarray:
+    """Of each step the rewards from there on: R_k = r_k + gamma R_{k+1}."""
+    returns_K, to_come = np.empty(len(values_K)), 0.0
+    for k in reversed(range(len(values_K))):
+        returns_K[k] = to_come = values_K[k] + gamma * to_come
+    return returns_K
+
+
+def to_come(rewards: Rewards, earned_K: Sequence[float], gamma: float) -> np.ndarray:
+    """Of each step what is earned from there on: the return where rewards add up; where the outcome is a mean of steps,
+    their mean by share. A rollout of more steps has no more to come."""
+    if rewards.shares_K is None:
+        return returns(earned_K, gamma)
+    shared_K = [share * earned for share, earned in zip(rewards.shares_K, earned_K, strict=True)]
+    return returns(shared_K, gamma) / returns(rewards.shares_K, gamma)
+
+
+def stepwise(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """What is to come from step k on against the same of all siblings that have a step k, as GRPO compares outcomes. A
+    step that nobody else has got as far as is compared with nothing: 0."""
+    found = [to_come(rewards, rewards.earned_K.tolist(), algorithm.gamma) for rewards in group]
+    advantages = [np.zeros(len(returns_K)) for returns_K in found]
+    for k in range(max(map(len, found))):
+        there = [sibling for sibling, returns_K in enumerate(found) if len(returns_K) > k]
+        if len(there) > 1:
+            at_step_G = np.array([found[sibling][k] for sibling in there])
+            compared_G = standardize(at_step_G, algorithm.std, algorithm.min_group_std)
+            for sibling, advantage in zip(there, compared_G, strict=True):
+                advantages[sibling][k] = advantage
+    return [rewards.spread(advantages_K) for rewards, advantages_K in zip(group, advantages, strict=True)]
+
+
+def process_grpo(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """GRPO's process supervision (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised
+    together, a token's advantage is the sum of those from its step on; their mean where the outcome is one."""
+    everyone = np.concatenate([rewards.earned_K for rewards in group])
+    normal = standardize(everyone, algorithm.std, algorithm.min_group_std)
+    by_sibling = np.split(normal, np.cumsum([len(rewards.values_K) for rewards in group])[:-1])
+    return [
+        rewards.spread(to_come(rewards, normal_K.tolist(), algorithm.gamma))
+        for rewards, normal_K in zip(group, by_sibling, strict=True)
+    ]
+
+
+def gae(
+    rewards_N: np.ndarray, values_N: np.ndarray, mask_N: np.ndarray, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns from a critic's values: delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam
+    A_{t+1}; the return is A + V, before any whitening (GAE, arXiv 1506.02438).
+
+    Where `mask_N` is 0 (what the environment said) nothing is sampled: V and A of the next sampled token pass through,
+    and both results are 0. A reward there is the sampled token's before it: put it on that one.
+    """
+    rewards, values, mask = (
+        rewards_N.tolist(),
+        values_N.tolist(),
+        mask_N.tolist(),
+    )  # indexing an array is 10 times dearer
+    advantages, next_value, next_advantage = [0.0] * len(rewards), 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        if mask[t]:
+            delta = rewards[t] + gamma * next_value - values[t]
+            next_value, next_advantage = values[t], delta + gamma * lam * next_advantage
+            advantages[t] = next_advantage
+    advantages_N = np.array(advantages)
+    return advantages_N, (advantages_N + values_N) * mask_N
+
+
+def gae_of(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns of a rollout. A critic that was never asked expects nothing: 0, as a new head says."""
+    expected_N = np.zeros(rewards.num_tokens) if rewards.expected_N is None else rewards.expected_N
+    sampled_N = np.ones(rewards.num_tokens)
+    return gae(rewards.by_token(), expected_N, sampled_N, algorithm.gamma, algorithm.gae_lambda)
+
+
+# -- over the whole batch --------------------------------------------------------------------------------------------
+
+
+def whiten(advantages: Advantages, std: str, epsilon: float) -> Advantages:
+    """Zero mean and unit deviation over all sampled tokens of the batch: long rollouts count for more."""
+    everything = np.concatenate([advantages_N for group in advantages for advantages_N in group])
+    if len(everything) < 2:
+        return advantages
+    spread = everything.std(ddof=1 if std == "sample" else 0) + epsilon
+    return [[(advantages_N - everything.mean()) / spread for advantages_N in group] for group in advantages]
+
+
+def reinforce_pp(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """Returns, whitened over the batch (REINFORCE++, arXiv 2501.03262): with a KL in the reward a token's is the
+    outcome less the KL from there on."""
+    raw = [[rewards.spread(returns(rewards.values_K, algorithm.gamma)) for rewards in group] for group in groups]
+    return whiten(raw, algorithm.std, algorithm.min_group_std)
+
+
+def reinforce_pp_baseline(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """Outcomes less their group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+    raw = [over_tokens(group, center(outcomes(group))) for group in groups]
+    return whiten(raw, algorithm.std, algorithm.min_group_std)
+
+
+def gae_raw(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """By a critic's values (GAE, arXiv 1506.02438); groups play no part."""
+    return [[gae_of(rewards, algorithm)[0] for rewards in group] for group in groups]
+
+
+def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """The same, whitened over the batch, as PPO has them."""
+    return whiten(gae_raw(groups, algorithm), algorithm.std, algorithm.min_group_std)
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """`need`: what must be there before it can be asked. One that needs only a group is asked group by group, and its
+    samples are trained while the rest of the batch still rolls out; one that needs the batch waits for all of it.
+
+    `compares`: what of siblings must differ for them to teach anything. `by_token`: a KL in the reward is paid token by
+    token, so that none pays for an earlier one; else by step."""
+
+    need: Literal["group", "batch"]
+    estimate: Callable[[Sequence[Group], AlgorithmConfig], Advantages]
+    compares: Literal["outcomes", "steps"] = "outcomes"
+    by_token: bool = False
+
+
+def outcomes(group: Group) -> np.ndarray:
+    return np.array([rewards.outcome for rewards in group], dtype=np.float64)
+
+
+def over_tokens(group: Group, advantages_G: np.ndarray) -> list[np.ndarray]:
+    """Every token of a rollout gets the rollout's."""
+    return [np.full(rewards.num_tokens, advantage) for rewards, advantage in zip(group, advantages_G, strict=True)]
+
+
+def of_outcomes(compare: Callable[[np.ndarray, AlgorithmConfig], np.ndarray]) -> Estimator:
+    """Compares the outcomes of a group."""
+    return of_groups(lambda group, algorithm: over_tokens(group, compare(outcomes(group), algorithm)))
+
+
+def of_groups(
+    estimate: Callable[[Group, AlgorithmConfig], list[np.ndarray]], compares: Literal["outcomes", "steps"] = "outcomes"
+) -> Estimator:
+    """Looks at one group at a time."""
+    return Estimator(
+        need="group",
+        estimate=lambda groups, algorithm: [estimate(group, algorithm) for group in groups],
+        compares=compares,
+    )
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": of_outcomes(lambda rewards_G, algorithm: standardize(rewards_G, algorithm.std, algorithm.min_group_std)),
+    "dr_grpo": of_outcomes(lambda rewards_G, algorithm: center(rewards_G)),
+    "rloo": of_outcomes(lambda rewards_G, algorithm: leave_one_out(rewards_G)),
+    "pass_at_k": of_outcomes(
+        lambda rewards_G, algorithm: best_of_k(rewards_G, algorithm.pass_k, algorithm.min_group_std)
+    ),
+    "process": of_groups(stepwise, compares="steps"),
+    "process_grpo": of_groups(process_grpo, compares="steps"),
+    "reinforce_pp": Estimator(need="batch", estimate=reinforce_pp, by_token=True),
+    "reinforce_pp_baseline": Estimator(need="batch", estimate=reinforce_pp_baseline),
+    "gae": Estimator(need="batch", estimate=gae_whitened, by_token=True),
+    "gae_raw": Estimator(need="group", estimate=gae_raw, by_token=True),
+}
+
+
+def teaches_nothing(group: Group, algorithm: AlgorithmConfig) -> bool:
+    """Whether its siblings are all alike in what the estimator compares."""
+    if len(group) < 2:
+        return True
+    estimator = ESTIMATORS[algorithm.estimator]
+    if estimator.compares == "outcomes":
+        return float(np.ptp(outcomes(group))) <= ROUNDING
+    (found,) = estimator.estimate([group], algorithm)
+    return all(float(np.abs(advantages_N).max(initial=0.0)) <= ROUNDING for advantages_N in found)
+
+
+def estimate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
+    """Advantages by group, by sibling, per sampled token. Fewer than two siblings have nothing to be compared with."""
+    for group in groups:
+        if len(group) < 2:
+            raise ValueError(
+                f"min_valid_siblings: a baseline needs 2 rewards or more, got {len(group)}; drop the group"
+            )
+    found = ESTIMATORS[algorithm.estimator].estimate(groups, algorithm)
+    return [[np.where(a_N < 0, algorithm.negative_weight * a_N, a_N) for a_N in group] for group in found]

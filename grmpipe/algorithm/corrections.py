@@ -1,0 +1,186 @@
+"""Sampler and trainer don't agree to the last bit: weights that correct for it, figures that watch it. Pure.
+
+mu: the engine's distribution when it sampled. pi_old: the trainer's, of the weights that the update starts from.
+pi_prox: whom the loss's ratio is measured against. w = pi_prox / mu. T: packed tokens, S: samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
+from grmpipe.config.train import AlgorithmConfig
+
+MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a ratio beyond that is a fault, and must not become inf
+BAND_LOG_RATIO = 0.0953  # ln 1.1: a token's probability differs by more than a tenth
+OLDEST_AGE = 5  # and more, under one name
+
+
+def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
+    """log p - log q per token, within +-20."""
+    return (numerator_T - denominator_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+# -- the proximal policy ---------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def interpolated(logprobs_T: Tensor, sampler_logprobs_T: Tensor, ages_T: Tensor) -> Tensor:
+    """log pi_prox between the sampler's and the current, as far as versions have gone but for the last one:
+    log mu + (d - 1) / d (log pi_theta - log mu) at age d, log mu at age 0 (AReaL's log-linear approximation)."""
+    share_T = (ages_T - 1).clamp(min=0).to(logprobs_T.dtype) / ages_T.clamp(min=1)
+    return sampler_logprobs_T + share_T * (logprobs_T - sampler_logprobs_T)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """How far the policy is from who sampled. No gradient goes through it."""
+
+    log_weights_T: Tensor  # log w, within +-20, 0 where nothing is trained
+    log_behind_T: Tensor  # log mu - log pi_theta, 0 where nothing is trained
+    advantages_T: Tensor
+    loss_mask_T: Tensor
+    sample_lengths_S: Tensor
+
+    def product_S(self) -> Tensor:
+        """log of a sample's product of w, within +-20. Beware of lengths: 1.1 a token is 13 780 at 100 tokens."""
+        return sum_by_sample(self.log_weights_T, self.sample_lengths_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@torch.no_grad()
+def measure_drift(
+    proximal_T: Tensor,
+    current_T: Tensor,
+    sampler_T: Tensor,
+    advantages_T: Tensor,
+    loss_mask_T: Tensor,
+    sample_lengths_S: Tensor,
+) -> Drift:
+    return Drift(
+        log_weights_T=log_ratio(proximal_T, sampler_T) * loss_mask_T,
+        log_behind_T=log_ratio(sampler_T, current_T) * loss_mask_T,
+        advantages_T=advantages_T,
+        loss_mask_T=loss_mask_T,
+        sample_lengths_S=sample_lengths_S,
+    )
+
+
+def truncated_importance(drift: Drift, cap: float) -> Tensor:
+    """TIS: min(w, cap) per token."""
+    return drift.log_weights_T.exp().clamp(max=cap)
+
+
+def truncated_sequence(drift: Drift, cap: float) -> Tensor:
+    """Sequence TIS: min(product of w, cap), for all tokens of a sample."""
+    return to_tokens(drift.product_S().exp().clamp(max=cap), drift.sample_lengths_S)
+
+
+def masked_sequence(drift: Drift, cap: float) -> Tensor:
+    """Sequence MIS: the product of w up to the cap, 0 above it."""
+    weights_S = drift.product_S().exp()
+    return to_tokens(weights_S * (weights_S <= cap), drift.sample_lengths_S)
+
+
+def banded(drift: Drift, low: float, high: float) -> Tensor:
+    """w within the band, 0 outside, per token. IcePop has both ends; decoupled PPO (arXiv 2505.24298) the upper one."""
+    weights_T = drift.log_weights_T.exp()
+    return weights_T * ((weights_T >= low) & (weights_T <= high))
+
+
+Correction = Callable[[Drift, AlgorithmConfig], Tensor]
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": lambda drift, algorithm: torch.ones_like(drift.log_weights_T),
+    "tis": lambda drift, algorithm: truncated_importance(drift, algorithm.tis_cap),
+    "sequence_tis": lambda drift, algorithm: truncated_sequence(drift, algorithm.sequence_cap),
+    "sequence_mis": lambda drift, algorithm: masked_sequence(drift, algorithm.sequence_cap),
+    "icepop": lambda drift, algorithm: banded(drift, algorithm.icepop_low, algorithm.icepop_high),
+    "decoupled": lambda drift, algorithm: banded(drift, 0.0, algorithm.decoupled_cap),
+}
+
+
+# -- samples that are not trained ------------------------------------------------------------------------------------
+
+
+def geometric(drift: Drift, low: float, high: float) -> Tensor:
+    """Keep a sample iff low <= exp(mean log w) <= high: a test that doesn't grow with the length."""
+    mean_S = mean_by_sample(drift.log_weights_T, drift.loss_mask_T, drift.sample_lengths_S).exp()
+    return (mean_S >= low) & (mean_S <= high)
+
+
+def veto(drift: Drift, below: float) -> Tensor:
+    """Keep a sample iff no token of it has a w below: the trainer would never have said that."""
+    hits_S = sum_by_sample((drift.log_weights_T.exp() < below).to(drift.loss_mask_T.dtype), drift.sample_lengths_S)
+    return hits_S == 0
+
+
+def off_policy(drift: Drift, delta: float) -> Tensor:
+    """Keep a sample unless A < 0 and mean(log mu - log pi_theta) > delta: what was bad and is unlikely by now teaches
+    nothing more (DeepSeek-V3.2, arXiv 2512.02556). A is the mean over the sample."""
+    behind_S = mean_by_sample(drift.log_behind_T, drift.loss_mask_T, drift.sample_lengths_S)
+    advantage_S = mean_by_sample(drift.advantages_T, drift.loss_mask_T, drift.sample_lengths_S)
+    return ~((advantage_S < 0) & (behind_S > delta))
+
+
+Rejection = Callable[[Drift, AlgorithmConfig], Tensor]  # -> [S] bool: kept
+
+REJECTIONS: dict[str, Rejection] = {
+    "geometric": lambda drift, algorithm: geometric(drift, algorithm.geometric_low, algorithm.geometric_high),
+    "veto": lambda drift, algorithm: veto(drift, algorithm.veto_below),
+    "off_policy": lambda drift, algorithm: off_policy(drift, algorithm.off_policy_delta),
+}
+
+
+def kept(drift: Drift, algorithm: AlgorithmConfig) -> Tensor:
+    """[T]: 1 for the tokens of samples that every rejection keeps, else 0."""
+    if not algorithm.rejections:
+        return torch.ones_like(drift.log_weights_T)
+    kept_S = torch.ones_like(drift.sample_lengths_S, dtype=torch.bool)
+    for name in algorithm.rejections:
+        kept_S &= REJECTIONS[name](drift, algorithm)
+    return to_tokens(kept_S, drift.sample_lengths_S).to(drift.log_weights_T.dtype)
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def mismatch(abs_log_ratios_N: Tensor, area: str = "mismatch") -> dict[str, float]:
+    """|log pi_old - log mu| over N trained tokens: mean, 95th percentile, maximum, share beyond 10 %.
+
+    A mean that grows is numerics or staleness; a maximum alone is one unlucky token; a share near 1 means that the
+    engine has other weights than the learner.
+    """
+    ordered_N = abs_log_ratios_N.double().sort().values
+    if len(ordered_N) == 0:
+        return {}
+    return {
+        f"{area}/mean_nats": ordered_N.mean().item(),
+        f"{area}/p95_nats": ordered_N[int(0.95 * (len(ordered_N) - 1))].item(),
+        f"{area}/max_nats": ordered_N[-1].item(),
+        f"{area}/out_of_band_share": (ordered_N > BAND_LOG_RATIO).double().mean().item(),
+    }
+
+
+def mismatch_by_age(abs_log_ratios_N: Tensor, ages_N: Tensor) -> dict[str, float]:
+    """The same for the tokens of each age: batches trained since they were sampled. And the share that an age has.
+
+    Age 0 is numerics, and keys and values of older weights where an engine keeps them over a push: a mismatch that is
+    large there means that the engine computes something else than the learner. What grows with age is staleness.
+    """
+    figures: dict[str, float] = {}
+    ages_N = ages_N.clamp(0, OLDEST_AGE)
+    for age in range(OLDEST_AGE + 1):
+        of_age_N = ages_N == age
+        if not of_age_N.any():
+            continue
+        area = f"mismatch/age_{age}" if age < OLDEST_AGE else f"mismatch/age_{OLDEST_AGE}_or_more"
+        figures |= mismatch(abs_log_ratios_N[of_age_N], area)
+        figures[f"{area}/token_share"] = of_age_N.double().mean().item()
+    return figures

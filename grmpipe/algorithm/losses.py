@@ -1,0 +1,160 @@
+"""Losses per token, and how tokens add up to the loss of a batch. Pure.
+
+A batch is trained in pieces before its size is known. So a piece's loss is a weighted *sum* over tokens, and the
+optimizer step divides the gradients by the denominator, once, when the batch is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grmpipe.algorithm.corrections import log_ratio
+from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
+from grmpipe.config.train import AlgorithmConfig
+from grmpipe.types import BatchTotals
+
+# -- the policy ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Tokens and what each was worth. T: packed tokens, S: samples."""
+
+    logprobs_T: Tensor  # log pi_theta, with gradient
+    proximal_T: Tensor  # log pi_prox, without
+    advantages_T: Tensor
+    loss_mask_T: Tensor
+    sample_lengths_S: Tensor
+
+    def log_ratio_T(self) -> Tensor:
+        """log r = log pi_theta - log pi_prox."""
+        return log_ratio(self.logprobs_T, self.proximal_T)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    loss_T: Tensor
+    clipped_T: Tensor  # 1 where the clip took the gradient away, or would have
+
+
+def clipped(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> PolicyLoss:
+    """-min(r A, clip(r, 1 - low, 1 + high) A)."""
+    free_T = ratio_T * advantages_T
+    held_T = ratio_T.clamp(1 - low, 1 + high) * advantages_T
+    return PolicyLoss(loss_T=-torch.minimum(free_T, held_T), clipped_T=(held_T < free_T).to(free_T.dtype))
+
+
+def ppo_clip(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+    """PPO's clipped objective (arXiv 1707.06347); two clips: DAPO (arXiv 2503.14476)."""
+    return clipped(scored.log_ratio_T().exp(), scored.advantages_T, clip_low, clip_high)
+
+
+def dual_clip(scored: Scored, clip_low: float, clip_high: float, ratio_cap: float) -> PolicyLoss:
+    """PPO's, and where A < 0 no more than ratio_cap |A|: a bad token that became likely can't rule a batch
+    (arXiv 1912.09729)."""
+    policy = ppo_clip(scored, clip_low, clip_high)
+    most_T = torch.where(scored.advantages_T < 0, -ratio_cap * scored.advantages_T, torch.inf)
+    capped_T = (policy.loss_T > most_T).to(policy.loss_T.dtype)
+    return PolicyLoss(loss_T=torch.minimum(policy.loss_T, most_T), clipped_T=policy.clipped_T.maximum(capped_T))
+
+
+def gspo(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+    """One ratio a sample, s = exp(mean log r), clipped as PPO's (arXiv 2507.18071, eq. 5). Every token of a sample has
+    the sample's loss and the mean of its advantages: aggregate by sequence_mean for the paper's."""
+    mask_T, lengths_S = scored.loss_mask_T, scored.sample_lengths_S
+    ratio_S = mean_by_sample(scored.log_ratio_T(), mask_T, lengths_S).exp()
+    policy = clipped(ratio_S, mean_by_sample(scored.advantages_T, mask_T, lengths_S), clip_low, clip_high)
+    return PolicyLoss(loss_T=to_tokens(policy.loss_T, lengths_S), clipped_T=to_tokens(policy.clipped_T, lengths_S))
+
+
+def gspo_token(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+    """s in value, the token's own gradient, and an advantage for each token (GSPO, eq. 13)."""
+    ratio_S = mean_by_sample(scored.log_ratio_T(), scored.loss_mask_T, scored.sample_lengths_S).exp().detach()
+    own_T = (scored.logprobs_T - scored.logprobs_T.detach()).exp()  # 1
+    ratio_T = to_tokens(ratio_S, scored.sample_lengths_S) * own_T
+    return clipped(ratio_T, scored.advantages_T, clip_low, clip_high)
+
+
+def cispo(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, the gradient isn't lost (arXiv 2506.13585)."""
+    ratio_T = scored.log_ratio_T().exp().detach()
+    held_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    loss_T = -held_T * scored.advantages_T * scored.logprobs_T
+    return PolicyLoss(loss_T=loss_T, clipped_T=(held_T != ratio_T).to(loss_T.dtype))
+
+
+def policy_gradient(scored: Scored) -> PolicyLoss:
+    """-A log pi (REINFORCE)."""
+    loss_T = -scored.advantages_T * scored.logprobs_T
+    return PolicyLoss(loss_T=loss_T, clipped_T=torch.zeros_like(loss_T))
+
+
+Loss = Callable[[Scored, AlgorithmConfig], PolicyLoss]
+
+LOSSES: dict[str, Loss] = {
+    "ppo_clip": lambda scored, algorithm: ppo_clip(scored, algorithm.clip_low, algorithm.clip_high),
+    "dual_clip": lambda scored, algorithm: dual_clip(
+        scored, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip_ratio
+    ),
+    "gspo": lambda scored, algorithm: gspo(scored, algorithm.clip_low, algorithm.clip_high),
+    "gspo_token": lambda scored, algorithm: gspo_token(scored, algorithm.clip_low, algorithm.clip_high),
+    "cispo": lambda scored, algorithm: cispo(scored, algorithm.clip_low, algorithm.clip_high),
+    "policy_gradient": lambda scored, algorithm: policy_gradient(scored),
+}
+
+
+# -- the distance to the reference -----------------------------------------------------------------------------------
+
+
+def k1_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """log pi_theta - log pi_ref: unbiased in value, of either sign."""
+    return log_ratio(logprobs_T, reference_logprobs_T)
+
+
+def k2_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """(log pi_theta - log pi_ref)^2 / 2: biased in value; its gradient is the KL's, on-policy."""
+    return log_ratio(logprobs_T, reference_logprobs_T).square() / 2
+
+
+def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """e^x - x - 1 with x = log pi_ref - log pi_theta: unbiased in value, never below 0."""
+    x_T = log_ratio(reference_logprobs_T, logprobs_T)
+    return x_T.exp() - x_T - 1
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+
+
+# -- from tokens to a batch ------------------------------------------------------------------------------------------
+
+
+def by_token(loss_mask_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
+    """Every trained token counts the same."""
+    return loss_mask_T
+
+
+def by_sequence(loss_mask_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
+    """Every sample counts the same: a trained token weighs 1 / (trained tokens of its sample)."""
+    return loss_mask_T / to_tokens(sum_by_sample(loss_mask_T, sample_lengths_S).clamp(min=1), sample_lengths_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregation:
+    """weigh: (loss_mask_T, sample_lengths_S) -> weights_T. denominator: (totals, max_new_tokens) -> what divides."""
+
+    weigh: Callable[[Tensor, Tensor], Tensor]
+    denominator: Callable[[BatchTotals, int], float]
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token_mean": Aggregation(weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_loss_tokens),
+    "sequence_mean": Aggregation(weigh=by_sequence, denominator=lambda totals, max_new_tokens: totals.num_sequences),
+    # Dr.GRPO: a constant, so that long answers aren't weighed down.
+    "constant": Aggregation(
+        weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_sequences * max_new_tokens
+    ),
+}

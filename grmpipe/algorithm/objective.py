@@ -1,0 +1,89 @@
+"""From the log-probs of a micro-batch to the one number that is back-propagated. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grmpipe.algorithm.corrections import CORRECTIONS, interpolated, kept, log_ratio, measure_drift
+from grmpipe.algorithm.losses import AGGREGATIONS, KL_ESTIMATORS, LOSSES, Scored
+from grmpipe.config.train import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """What each distribution says of each token. T: packed tokens."""
+
+    current_T: Tensor  # with gradient
+    entropy_T: Tensor
+    old_T: Tensor  # of the weights that the update starts from
+    sampler_T: Tensor  # as the engine reported them
+    reference_T: Tensor | None  # of the frozen reference, if there is one
+    ages_T: Tensor  # batches trained since the token was sampled
+
+
+# Whom the ratio of the loss is measured against: log pi_prox, without gradient.
+PROXIMALS: dict[str, Callable[[TokenLogprobs], Tensor]] = {
+    "recomputed": lambda logprobs: logprobs.old_T,
+    "interpolated": lambda logprobs: interpolated(logprobs.current_T, logprobs.sampler_T, logprobs.ages_T),
+    "sampler": lambda logprobs: logprobs.sampler_T,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedLoss:
+    """`total` is weighed for the batch's denominator; `sums` are over trained tokens, one each, for people to read."""
+
+    total: Tensor
+    sums: dict[str, Tensor]
+    abs_log_ratios_N: Tensor  # |log pi_old - log mu| of the N trained tokens
+
+
+def summed_loss(
+    logprobs: TokenLogprobs,
+    advantages_T: Tensor,
+    loss_mask_T: Tensor,
+    sample_lengths_S: Tensor,
+    algorithm: AlgorithmConfig,
+) -> SummedLoss:
+    """sum of weight_t (w_t policy_t + beta kl_t - eta entropy_t); w_t corrects for the sampler and has no gradient.
+
+    What is rejected has w_t = 0, and keeps its place in the batch's denominator.
+    """
+    current_T = logprobs.current_T
+    mask_T = loss_mask_T.to(current_T.dtype)
+    proximal_T = PROXIMALS[algorithm.proximal](logprobs)
+    scored = Scored(
+        logprobs_T=current_T,
+        proximal_T=proximal_T,
+        advantages_T=advantages_T,
+        loss_mask_T=mask_T,
+        sample_lengths_S=sample_lengths_S,
+    )
+    policy = LOSSES[algorithm.loss](scored, algorithm)
+    drift = measure_drift(proximal_T, current_T, logprobs.sampler_T, advantages_T, mask_T, sample_lengths_S)
+    kept_T = kept(drift, algorithm)
+    correction_T = CORRECTIONS[algorithm.correction](drift, algorithm)
+    loss_T = kept_T * correction_T * policy.loss_T
+    watched = {
+        "tokens": torch.ones_like(mask_T),
+        "clip_share": policy.clipped_T,
+        "correction_mean": correction_T,
+        "rejected_share": 1 - kept_T,
+        "entropy_nats": logprobs.entropy_T,
+    }
+    if logprobs.reference_T is not None:
+        kl_T = KL_ESTIMATORS[algorithm.kl_estimator](current_T, logprobs.reference_T)
+        loss_T = loss_T + algorithm.kl_coefficient * kl_T
+        watched["kl_nats"] = kl_T
+    if algorithm.entropy_coefficient > 0:
+        loss_T = loss_T - algorithm.entropy_coefficient * logprobs.entropy_T
+    weights_T = AGGREGATIONS[algorithm.aggregation].weigh(mask_T, sample_lengths_S)
+    return SummedLoss(
+        total=(weights_T * loss_T).sum(),
+        sums={name: (value_T.detach() * mask_T).sum() for name, value_T in watched.items()},
+        abs_log_ratios_N=log_ratio(logprobs.old_T, logprobs.sampler_T).abs()[loss_mask_T > 0],
+    )

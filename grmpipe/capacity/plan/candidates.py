@@ -1,0 +1,334 @@
+"""Which placement is the fastest: candidates, pruned by memory and by the bound, then simulated and ranked. Pure.
+
+What a candidate costs, what it holds in memory and how it fares in simulation come in as functions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from grmpipe.capacity.cost import Costs
+from grmpipe.capacity.lower_bound import StepWork, busiest_core_s, busy_s, chain_s
+from scheduler.devices import GB
+from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
+
+# Up to here every split is tried; beyond, splits come in coarser pieces. By the number of parts: 1081 splits, 1771.
+FINE_SLOTS = {1: 48, 2: 48, 3: 48, 4: 24}
+EVEN = 1.02  # simulated times this close are the same; the smaller bound goes first then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seating:
+    """A role's processes in a pool: `replicas` of `width` slots each."""
+
+    replicas: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """A pool to be: slots of one kind, and who sits there. Several roles share all of its slots."""
+
+    kind: str  # the pool of the configuration whose slots these are
+    slots: int
+    seats: Mapping[str, Seating]
+    elastic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A placement to be judged."""
+
+    rooms: tuple[Room, ...]
+
+    @property
+    def layout(self) -> tuple[tuple[tuple[str, ...], bool], ...]:
+        """Who shares with whom; numbers aside."""
+        return tuple((tuple(room.seats), room.elastic) for room in self.rooms)
+
+    @property
+    def seats(self) -> dict[str, Seating]:
+        return {role: seating for room in self.rooms for role, seating in room.seats.items()}
+
+    def describe(self) -> str:
+        return " | ".join(describe_room(room) for room in self.rooms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be planned.
+
+    kinds:   pools of the configuration that differ in what a slot is, with the slots that there are of each in all.
+    widths:  engine role -> slots per replica that its model can be laid over.
+    costs:   of a candidate's processes.
+    memory:  (role, seating, kind) -> bytes on each of its slots; None where that isn't known.
+    elastic: roles whose engines may take each other's places.
+    replicas: role -> the numbers of its processes that there may be; a role that isn't in it may have any.
+    """
+
+    kinds: Mapping[str, PoolConfig]
+    work: StepWork
+    widths: Mapping[str, Sequence[int]]
+    costs: Callable[[Candidate], Costs]
+    memory: Callable[[str, Seating, str], float | None]
+    elastic: frozenset[str] = frozenset()
+    replicas: Mapping[str, range] = field(default_factory=dict)
+
+    def allows(self, room: Room) -> bool:
+        return all(
+            role not in self.replicas or seating.replicas in self.replicas[role] for role, seating in room.seats.items()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """A candidate with its bound. loads: role -> seconds a step that each of its processes is busy."""
+
+    candidate: Candidate
+    bound_s: float
+    work_s: float  # of the busiest slot, or of the cores that all run on
+    loads: Mapping[str, float]
+    slots_s: tuple[float, ...]  # work of a slot by room, the largest first
+
+    @property
+    def reason(self) -> str:
+        """Why it takes as long as it does."""
+        if self.bound_s > self.work_s:
+            return "one rollout's chain is longer than anybody's work"
+        if self.work_s < self.slots_s[0]:
+            role = max(self.loads, key=lambda role: self.loads[role])
+            alone = self.loads[role] >= self.work_s
+            return f"bound by {role} {self.loads[role]:.3g} s" if alone else "bound by the cores, which all run on"
+        rooms = self.candidate.rooms
+        room = max(rooms, key=lambda room: sum(self.loads[role] for role in room.seats))
+        parts = " + ".join(f"{role} {self.loads[role]:.3g} s" for role in room.seats)
+        return f"bound by {parts}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a simulation says of a candidate."""
+
+    step_s: float
+    busy: Mapping[str, float]  # role -> share of its slots' time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """`predicted` is None where nothing simulates, or time ran out."""
+
+    weighed: Weighed
+    predicted: Predicted | None
+
+    @property
+    def step_s(self) -> float:
+        return self.predicted.step_s if self.predicted else self.weighed.bound_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The best first: those that were simulated, by their time; then the others, by their bound."""
+
+    ranked: tuple[Ranked, ...]
+    num_candidates: int
+    num_too_large: int  # for the memory of their slots
+
+
+def search(
+    question: Question,
+    simulate: Callable[[Candidate], Predicted] | None,
+    max_simulated: int,
+    time_is_up: Callable[[], bool] = lambda: False,
+) -> Ranking:
+    """Raises ValueError when no candidate fits the slots or their memory: it names the role that wants most."""
+    candidates = list(enumerate_candidates(question))
+    fitting = [candidate for candidate in candidates if fits_memory(candidate, question)]
+    if not fitting:
+        raise ValueError(nothing_fits(question, candidates))
+    weighed = sorted((weigh(candidate, question) for candidate in fitting), key=order)
+    ranked = simulated(finalists(weighed, max_simulated), simulate, time_is_up) if simulate else []
+    done = {id(entry.weighed) for entry in ranked}
+    rest = [Ranked(weighed=entry, predicted=None) for entry in weighed if id(entry) not in done]
+    return Ranking(
+        ranked=(*by_time(ranked), *rest),
+        num_candidates=len(candidates),
+        num_too_large=len(candidates) - len(fitting),
+    )
+
+
+# -- candidates ----------------------------------------------------------------------------------------------------
+
+
+def enumerate_candidates(question: Question) -> Iterator[Candidate]:
+    """Every way to share pools, every kind of slot for each, every split of the slots, every width of an engine."""
+    for blocks in partitions(question.work.roles):
+        for kinds in itertools.product(question.kinds, repeat=len(blocks)):
+            for slots in slot_splits(kinds, question.kinds):
+                choices = [
+                    [room for room in rooms_of(kind, num_slots, block, question) if question.allows(room)]
+                    for kind, num_slots, block in zip(kinds, slots, blocks, strict=True)
+                ]
+                for rooms in itertools.product(*choices):
+                    yield Candidate(rooms=rooms)
+
+
+def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Every way to put roles together; separate ones first."""
+    if not roles:
+        yield ()
+        return
+    first, *others = roles
+    for blocks in partitions(others):
+        yield ((first,), *blocks)
+        for index, block in enumerate(blocks):
+            yield (*blocks[:index], (first, *block), *blocks[index + 1 :])
+
+
+def slot_splits(kinds: Sequence[str], pools: Mapping[str, PoolConfig]) -> Iterator[tuple[int, ...]]:
+    """Slots for each block, all slots of a kind in use."""
+    shares = []
+    for kind in dict.fromkeys(kinds):
+        places = [index for index, other in enumerate(kinds) if other == kind]
+        shares.append([dict(zip(places, split, strict=True)) for split in splits(pools[kind].slots, len(places))])
+    for chosen in itertools.product(*shares):
+        merged = {index: slots for share in chosen for index, slots in share.items()}
+        yield tuple(merged[index] for index in range(len(kinds)))
+
+
+def splits(slots: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Ways to split slots into parts of at least one; in pieces of a size where there are many."""
+    yield from splits_by(slots, parts, piece=-(-slots // FINE_SLOTS[parts]))
+
+
+def splits_by(slots: int, parts: int, piece: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (slots,)
+        return
+    for first in range(piece, slots, piece):
+        for others in splits_by(slots - first, parts - 1, piece):
+            yield (first, *others)
+
+
+def rooms_of(kind: str, slots: int, roles: tuple[str, ...], question: Question) -> list[Room]:
+    """A role alone takes any width that divides the slots; roles that share have a process each on every slot."""
+    if len(roles) == 1:
+        (role,) = roles
+        widths = [n for n in question.widths.get(role, (1,)) if slots % n == 0]
+        return [Room(kind=kind, slots=slots, seats={role: Seating(replicas=slots // n, width=n)}) for n in widths]
+    if any(1 not in question.widths.get(role, (1,)) for role in roles):
+        return []
+    shared = Room(kind=kind, slots=slots, seats={role: Seating(replicas=slots, width=1) for role in roles})
+    if question.elastic and set(roles) <= question.elastic:
+        return [shared, replace(shared, elastic=True)]
+    return [shared]
+
+
+def fits_memory(candidate: Candidate, question: Question) -> bool:
+    return all(wanted <= limit for wanted, limit in memory_of(candidate, question))
+
+
+def memory_of(candidate: Candidate, question: Question) -> Iterator[tuple[float, float]]:
+    """Of each room whose slots' memory is known: what its roles hold together on a slot, and what there is."""
+    for room in candidate.rooms:
+        limit = question.kinds[room.kind].memory_gb
+        if limit is not None:
+            held = [question.memory(role, seating, room.kind) for role, seating in room.seats.items()]
+            yield sum(part for part in held if part is not None), limit * GB
+
+
+def nothing_fits(question: Question, candidates: Sequence[Candidate]) -> str:
+    """Why there is no candidate left, by the one that lacks least."""
+    there = ", ".join(f"{pool.slots} of {kind}" for kind, pool in question.kinds.items())
+    if not candidates:
+        return f"placement.pools: no way to seat {', '.join(question.work.roles)} on the slots there are ({there})"
+    nearest = min(candidates, key=lambda one: max(wanted / limit for wanted, limit in memory_of(one, question)))
+    held = [
+        (question.memory(role, seating, room.kind) or 0.0, role, room)
+        for room in nearest.rooms
+        for role, seating in room.seats.items()
+    ]
+    num_bytes, role, room = max(held, key=lambda entry: entry[0])
+    memory_gb = question.kinds[room.kind].memory_gb or 0.0
+    return (
+        f"placement.pools.{room.kind}: no placement fits its slots ({there}): even in the nearest one {role} wants "
+        f"{num_bytes / GB:.3g} of {memory_gb:g} GB a slot; give more slots or larger ones, or lower what {role} holds "
+        "(see task=plan without plan.search)"
+    )
+
+
+# -- weighing ------------------------------------------------------------------------------------------------------
+
+
+def weigh(candidate: Candidate, question: Question) -> Weighed:
+    """The work bound of a candidate; of a synchronous one the chain as well."""
+    costs, seats = question.costs(candidate), candidate.seats
+    loads = {role: busy_s(role, question.work, costs, seats[role].replicas) for role in question.work.roles}
+    slots_s = sorted((sum(loads[role] for role in room.seats) for room in candidate.rooms), reverse=True)
+    work_s = slots_s[0]
+    if costs.cores and all(question.kinds[room.kind].resource == "cpu" for room in candidate.rooms):
+        work_s = busiest_core_s([(loads[role], seats[role].replicas) for role in loads], costs.cores)
+    chain = 0.0 if question.work.max_staleness else chain_s(question.work, costs)
+    return Weighed(candidate=candidate, bound_s=max(work_s, chain), work_s=work_s, loads=loads, slots_s=tuple(slots_s))
+
+
+def order(weighed: Weighed) -> tuple[float, ...]:
+    """By the bound; among equals, by the work of the next busiest: it is what's left to go wrong."""
+    return (weighed.bound_s, *weighed.slots_s)
+
+
+def finalists(weighed: Sequence[Weighed], count: int) -> list[Weighed]:
+    """The best of every layout in turn: the bound doesn't know what sharing costs, and may be wrong between layouts."""
+    taken: Counter[object] = Counter()
+    turns = []
+    for place, entry in enumerate(weighed):
+        layout = entry.candidate.layout
+        turns.append((taken[layout], place, entry))
+        taken[layout] += 1
+    chosen = sorted(turns, key=lambda turn: turn[:2])[:count]
+    return [entry for _, _, entry in sorted(chosen, key=lambda turn: turn[1])]
+
+
+def simulated(
+    entries: Sequence[Weighed], simulate: Callable[[Candidate], Predicted], time_is_up: Callable[[], bool]
+) -> list[Ranked]:
+    """Those that could still win, in the order of their bounds: one whose bound exceeds the best time can't."""
+    ranked: list[Ranked] = []
+    for entry in entries:
+        best = min((done.step_s for done in ranked), default=float("inf"))
+        if entry.bound_s > best or time_is_up():
+            break
+        ranked.append(Ranked(weighed=entry, predicted=simulate(entry.candidate)))
+    return ranked
+
+
+def by_time(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """By simulated time; those within noise of the best by their bound."""
+    best = min((entry.step_s for entry in ranked), default=0.0)
+    near = [entry for entry in ranked if entry.step_s <= best * EVEN]
+    far = [entry for entry in ranked if entry.step_s > best * EVEN]
+    return [*sorted(near, key=lambda e: order(e.weighed)), *sorted(far, key=lambda e: e.step_s)]
+
+
+# -- as a placement ------------------------------------------------------------------------------------------------
+
+
+def placement_of(candidate: Candidate, kinds: Mapping[str, PoolConfig]) -> PlacementConfig:
+    """The `placement` block that seats this candidate. A pool is named for who sits there."""
+    pools, roles = {}, {}
+    for room in candidate.rooms:
+        name = "_and_".join(room.seats)
+        pools[name] = replace(kinds[room.kind], slots=room.slots, elastic=room.elastic)
+        for role, seating in room.seats.items():
+            roles[role] = RoleConfig(pool=name, replicas=seating.replicas, slots_per_replica=seating.width)
+    return PlacementConfig(pools=pools, roles=roles)
+
+
+def describe_room(room: Room) -> str:
+    """As in `learner 4 | policy 2x2 | grm 1`, or `policy+grm 8 elastic`."""
+    if len(room.seats) > 1:
+        return f"{'+'.join(room.seats)} {room.slots}{' elastic' if room.elastic else ''}"
+    ((role, seating),) = room.seats.items()
+    return f"{role} {seating.replicas}{f' x {seating.width} slots' if seating.width > 1 else ''}"

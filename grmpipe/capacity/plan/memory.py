@@ -1,0 +1,266 @@
+"""What each process of a run holds in memory, part by part, and which slots that overfills. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from grmpipe.capacity.plan.candidates import Seating
+from grmpipe.capacity.plan.survey import Sized, Survey
+from grmpipe.config.critic import critic_train
+from grmpipe.config.roles import EngineOptions, engine_config_of, engines_sleep, options_of, shares_engine
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import TrainConfig
+from models.engines.vllm.options import CPU_KV_CACHE_MB
+from models.lm.footprint import BYTES, Footprint, Working
+from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
+from scheduler.devices import GB
+from scheduler.placement import SERVED_ROLES, Placement, PoolConfig, Seat
+
+REMEDIES = {  # of an engine alone on a slot that is too small for it
+    "embedded": "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens",
+    "vllm": "lower engine.vllm.kv_cache_mb, or raise slots_per_replica",
+    "sglang": "lower engine.sglang.mem_fraction, or raise slots_per_replica",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some of a process's memory."""
+
+    what: str
+    num_bytes: float
+    kind: Literal["weights", "state", "kv", "other"] = "other"  # state: gradients, moments, a reference
+
+
+def memory_parts(survey: Survey, role: str) -> list[Part]:
+    """What one process of a role holds at most on each of its slots; empty where the model's size isn't known."""
+    return parts_of(survey, role, survey.seating(role), survey.pool(role))
+
+
+def parts_of(survey: Survey, role: str, seating: Seating, pool: PoolConfig) -> list[Part]:
+    """The same, were the role seated so."""
+    sized = survey.models["policy" if role == "learner" else role]
+    if sized.footprint is None:
+        return []
+    if role == "learner":
+        return learner_parts(survey, sized.footprint, seating.replicas)
+    if role == "critic":
+        return critic_parts(survey, sized.footprint, seating.replicas)
+    return engine_parts(survey, sized, sized.footprint, seating.width if pool.resource == "gpu" else 1, pool)
+
+
+def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> list[Part]:
+    """On each GPU of an engine that several share."""
+    role, options = sized.role, options_of(sized.role, survey.config)
+    engine = engine_config_of(role, survey.config)
+    if isinstance(engine, SglangConfig) and engine.urls:
+        return [Part(what="a client; the server is elsewhere", num_bytes=0.0)]
+    shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
+    weights = footprint.weight_bytes(options.dtype) / num_gpus
+    held = [Part(what=f"weights{shared}", num_bytes=weights, kind="weights")]
+    if options.lora.in_engines:
+        values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
+        held.append(Part(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
+    if isinstance(engine, EmbeddedConfig):
+        rows, tokens = engine.max_batch_rows, sized.context_tokens
+        cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
+        # It grows by copying: for a moment the old one and the new one are held.
+        grown = f"KV of {rows} rows x {tokens} tokens, twice while it grows"
+        return [*held, Part(what=grown, num_bytes=2 * cache, kind="kv")]
+    room = kv_room(engine, pool, weights)
+    if room is None:
+        return held
+    tokens = int(room.num_bytes * num_gpus / footprint.kv_bytes_per_token(options.dtype))
+    return [*held, replace(room, what=f"{room.what}: {tokens} tokens")]
+
+
+def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | None:
+    """What an engine reserves for keys and values on one device; None where that depends on the device's memory."""
+    if isinstance(engine, VllmConfig) and (engine.kv_cache_mb or pool.resource == "cpu"):
+        kv_bytes = (engine.kv_cache_mb or CPU_KV_CACHE_MB) << 20
+        return Part(what="KV, engine.vllm.kv_cache_mb", num_bytes=kv_bytes, kind="kv")
+    if pool.memory_gb is None or pool.resource == "cpu":
+        return None
+    if isinstance(engine, VllmConfig):
+        share, key = engine.memory_share, "engine.vllm.gpu_memory_utilization"
+    else:
+        assert isinstance(engine, SglangConfig)
+        share, key = engine.mem_fraction, "engine.sglang.mem_fraction"
+    left = max(0.0, share * pool.memory_gb * GB - weights)
+    return Part(what=f"KV, what is left of {key}={share:g}", num_bytes=left, kind="kv")
+
+
+def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
+    train, lora = survey.config.train, survey.config.policy.lora
+    working = working_of(train, footprint, frozen=lora.learns)
+    held = adapter_state(survey.config, footprint) if lora.learns else whole_state(survey.config, footprint)
+    shared = f", over {ranks} ranks" if ranks > 1 else ""
+    return [
+        *(replace(part, what=f"{part.what}{shared}", num_bytes=part.num_bytes // ranks) for part in held),
+        Part(what="gathered layers", num_bytes=working.gathered),
+        Part(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
+    ]
+
+
+def working_of(train: TrainConfig, footprint: Footprint, *, frozen: bool = False) -> Working:
+    """While a full micro-batch goes forward and backward."""
+    return footprint.working_bytes(train.dtype, train.micro_batch_tokens, checkpointing=train.recomputes, frozen=frozen)
+
+
+def whole_state(config: RunConfig, footprint: Footprint) -> list[Part]:
+    """Of all ranks together, where all weights learn."""
+    copy = footprint.shard_bytes(1)
+    reference = [Part(what="weights of the reference", num_bytes=copy, kind="state")]
+    return [
+        Part(what="weights", num_bytes=copy, kind="weights"),
+        Part(what="gradients", num_bytes=copy, kind="state"),
+        Part(what="optimizer, two moments", num_bytes=2 * copy, kind="state"),
+        *(reference if config.algorithm.kl_coefficient > 0 else []),
+    ]
+
+
+def adapter_state(config: RunConfig, footprint: Footprint) -> list[Part]:
+    """Of all ranks together, where adapters learn (in float32). Without them the weights are the reference."""
+    copy = 4 * footprint.adapter_parameters(config.policy.lora.rank, config.policy.lora.target_modules)
+    return [
+        Part(what="weights, frozen", num_bytes=footprint.weight_bytes(config.train.dtype), kind="weights"),
+        Part(what="adapters", num_bytes=copy, kind="weights"),
+        Part(what="gradients of the adapters", num_bytes=copy, kind="state"),
+        Part(what="optimizer of the adapters, two moments", num_bytes=2 * copy, kind="state"),
+    ]
+
+
+def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
+    """As of a learner without a reference."""
+    train, shard = critic_train(survey.config.critic, survey.config.train), footprint.shard_bytes(ranks)
+    working = working_of(train, footprint)
+    shared = f", over {ranks} ranks" if ranks > 1 else ""
+    return [
+        Part(what=f"weights{shared}", num_bytes=shard, kind="weights"),
+        Part(what=f"gradients{shared}", num_bytes=shard, kind="state"),
+        Part(what=f"optimizer, two moments{shared}", num_bytes=2 * shard, kind="state"),
+        Part(what="gathered layers", num_bytes=working.gathered),
+        Part(what=f"activations of {train.micro_batch_tokens} tokens", num_bytes=working.activations),
+    ]
+
+
+def memory(parts: Mapping[str, list[Part]]) -> str:
+    """A block: every role's parts."""
+    lines = ["memory per process, on each of its slots, at most, by estimate"]
+    for role, held in parts.items():
+        if not held:
+            lines.append(f"  {role:<8} not known")
+            continue
+        lines.append(f"  {role:<8} {size(sum(part.num_bytes for part in held))}")
+        lines += [f"           {size(part.num_bytes):>8}  {part.what}" for part in held]
+    return "\n".join(lines)
+
+
+def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
+    """A block: what the processes of each slot hold together. Slots alike are told once."""
+    lines: dict[str, list[str]] = {}
+    for name, pool in survey.placement.pools.items():
+        for slot in range(pool.slots):
+            here = [seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots]
+            known = all(parts[seat.role] for seat in here)
+            held = size(held_at_once(survey, name, here, parts)) if known else "not known"
+            limit = f" of {pool.memory_gb:g} GB" if pool.memory_gb else ""
+            roles = (" + ".join(seat.role for seat in here) or "nobody") + by_turns(survey, name)
+            lines.setdefault(f"{name}\0{held}{limit}  {roles}", []).append(str(slot))
+    told = [(key.split("\0"), slots) for key, slots in lines.items()]
+    wide = max(len(f"{name} {spanned(slots)}") for (name, _), slots in told)
+    return "\n".join(
+        ["memory per slot", *(f"  {f'{name} {spanned(slots)}':<{wide}}  {text}" for (name, text), slots in told)]
+    )
+
+
+def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping[str, list[Part]]) -> float:
+    """The most that the processes of a slot hold at any time: who sleeps, or waits on the host, holds less."""
+    placement = survey.placement
+    whole = {seat.role: sum(part.num_bytes for part in parts[seat.role]) for seat in here}
+    sharing = [role for role in placement.time_sharing_roles if role in whole]
+    if "learner" in whole and sharing:
+        kept = {role: kept_asleep(survey, role, parts[role]) for role in sharing}
+        on_gpu = placement.pools[pool].resource == "gpu"
+        weights = sum(part.num_bytes for part in parts["learner"] if part.kind == "weights")
+        at_push, between = (weights, 0.0) if on_gpu else (whole["learner"],) * 2
+        policy = {"policy": whole["policy"]} if "policy" in sharing else {}
+        return max(
+            whole["learner"] + sum(kept.values()),
+            at_push + sum((kept | policy).values()),
+            between + sum(whole[role] for role in sharing),
+        )
+    served = [role for role in SERVED_ROLES if role in whole]
+    if placement.elastic_slots(pool) and one_at_a_time(survey, served):
+        return sum(whole.values()) - sum(whole[role] for role in served) + max(whole[role] for role in served)
+    return sum(whole.values())
+
+
+def kept_asleep(survey: Survey, role: str, parts: Sequence[Part]) -> float:
+    """Of an engine's memory: nothing on a GPU; on a CPU all but what the embedded engine can give back."""
+    if survey.placement.pools[survey.placement.seats[role][0].pool].resource == "gpu":
+        return 0.0
+    lent = "kv" if isinstance(engine_config_of(role, survey.config), EmbeddedConfig) else ""
+    return sum(part.num_bytes for part in parts if part.kind != lent)
+
+
+def by_turns(survey: Survey, pool: str) -> str:
+    """How those of a slot get along that don't hold their memory at the same time."""
+    if survey.placement.pools[pool].time_shared:
+        return ", the learner and the engines by turns"
+    served = [role for role in survey.placement.seats if role in SERVED_ROLES]
+    if not (survey.placement.elastic_slots(pool) and one_at_a_time(survey, served)):
+        return ""
+    one = shares_engine(survey.config, survey.placement)
+    return ", one engine for both roles" if one else ", the engines by turns"
+
+
+def one_at_a_time(survey: Survey, served: Sequence[str]) -> bool:
+    """Does an elastic slot hold the memory of one role's engine only?"""
+    config, placement = survey.config, survey.placement
+    return shares_engine(config, placement) or all(engines_sleep(role, config, placement) for role in served)
+
+
+def everybody(placement: Placement) -> list[Seat]:
+    return [seat for seats in placement.seats.values() for seat in seats]
+
+
+def spanned(slots: list[str]) -> str:
+    return slots[0] if len(slots) == 1 else f"{slots[0]}..{slots[-1]}"
+
+
+def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]:
+    """Slots whose processes want more than the pool's `memory_gb`."""
+    warnings, placement = [], survey.placement
+    for name, pool in placement.pools.items():
+        for slot in range(pool.slots if pool.memory_gb else 0):
+            here = [seat for seat in everybody(placement) if seat.pool == name and slot in seat.slots]
+            wanted = held_at_once(survey, name, here, parts)
+            if pool.memory_gb and wanted > pool.memory_gb * GB:
+                who = ", ".join(seat.name for seat in here)
+                warnings.append(
+                    f"{name} {slot}: {who} may want {size(wanted)} of {pool.memory_gb:g} GB "
+                    f"(placement.pools.{name}.memory_gb); {remedy({seat.role for seat in here}, survey.config)}"
+                )
+    return warnings
+
+
+def remedy(roles: set[str], config: RunConfig) -> str:
+    if len(roles) > 1:
+        return "give the roles pools of their own"
+    (role,) = roles
+    if role == "critic":
+        return "lower critic.micro_batch_tokens, type train.activation_checkpointing=true, or add critic ranks"
+    if role == "learner":
+        return "lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add learner ranks"
+    return REMEDIES[options_of(role, config).engine]
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

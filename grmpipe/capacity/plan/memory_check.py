@@ -1,0 +1,93 @@
+"""Slots that can't hold what their processes certainly will: refused before a run starts. Starts nothing.
+
+Certain are weights, gradients, moments. What depends on lengths (keys and values, activations) is a plan's to warn of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from grmpipe.capacity.plan.memory import Part, everybody, held_at_once, memory_parts, size
+from grmpipe.capacity.plan.shares import shares_of, undecided, with_shares
+from grmpipe.capacity.plan.survey import Sized, Survey, find_devices, with_memory
+from grmpipe.config.run_config import ConfigError
+from grmpipe.validate.data import Data
+from grmpipe.validate.prepare import Prepared
+from models.lm.footprint import footprint_of
+from scheduler.devices import GB
+
+CERTAIN = ("weights", "state")
+
+
+def divide_gpus(prepared: Prepared) -> Prepared:
+    """With the shares of engines that divide a GPU. Raises ConfigError where nothing is left for one of them."""
+    if not any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
+        return prepared
+    survey = survey_of(prepared)
+    shares = shares_of(survey)
+    config = with_shares(prepared.config, shares)
+    for role in undecided(config, survey):
+        pool = survey.placement.seats[role][0].pool
+        raise ConfigError(
+            f"placement.roles.{role}.pool: nothing is left for {role}'s keys and values on the GPUs of pool {pool}, "
+            f"after weights, the learner and its activations; give {role} a pool of its own, lower "
+            f"train.micro_batch_tokens, or set {role}.engine_options.gpu_memory_utilization yourself; task=plan tells "
+            "what is held"
+        )
+    return replace(prepared, config=config)
+
+
+def check_memory(prepared: Prepared) -> None:
+    """Of slots whose memory is known, and models that are here. Raises ConfigError."""
+    placement = with_memory(prepared.placement, find_devices(prepared.config))
+    if prepared.config.cluster.address is not None or not any(pool.memory_gb for pool in placement.pools.values()):
+        return
+    survey = survey_of(prepared)
+    roles = [role for role in survey.placement.seats if role == "learner" or role in survey.models]
+    parts = {role: [part for part in memory_parts(survey, role) if part.kind in CERTAIN] for role in roles}
+    for pool in survey.placement.pools:
+        check_pool(survey, pool, parts)
+
+
+def survey_of(prepared: Prepared) -> Survey:
+    devices = find_devices(prepared.config)
+    return Survey(
+        config=prepared.config,
+        placement=with_memory(prepared.placement, devices),
+        data=Data(train=(), held_out=prepared.held_out),
+        models=sized(prepared),
+        devices=devices,
+        unchecked=(),
+    )
+
+
+def check_pool(survey: Survey, name: str, parts: dict[str, list[Part]]) -> None:
+    pool = survey.placement.pools[name]
+    for slot in range(pool.slots if pool.memory_gb else 0):
+        seats = [seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots]
+        here = [seat for seat in seats if seat.role in parts]
+        held = held_at_once(survey, name, here, parts)
+        if pool.memory_gb and held > pool.memory_gb * GB:
+            each = ", ".join(f"{seat.role} {size(sum(part.num_bytes for part in parts[seat.role]))}" for seat in here)
+            apart = "give the roles pools of their own, " if len(here) > 1 else ""
+            raise ConfigError(
+                f"placement.pools.{name}.memory_gb: {pool.resource} slot {slot} has {pool.memory_gb:g} GB, and those "
+                f"on it hold {size(held)} at once in weights and optimizer alone ({each}); {apart}lay models over more "
+                "slots (replicas of a learner, slots_per_replica of an engine), or take larger ones; "
+                "task=plan tells all that is held"
+            )
+
+
+def sized(prepared: Prepared) -> dict[str, Sized]:
+    """By role; of a model that serves two of them, one footprint."""
+    here = [prepared.policy] + ([prepared.grm] if prepared.grm is not None else [])
+    found = {
+        model.name: Sized(
+            role=model.name, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens
+        )
+        for model in here
+    }
+    if prepared.critic is not None:
+        footprint = footprint_of(prepared.critic.path)
+        found["critic"] = Sized(role="critic", model=None, footprint=footprint, context_tokens=0)
+    return found

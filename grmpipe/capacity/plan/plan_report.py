@@ -1,0 +1,147 @@
+"""What goes where, its memory, the arithmetic of a batch, how long a step takes: text, read off a survey."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+from grmpipe.capacity.lower_bound import DRIVER, busiest_slot_s, busy_s, chain_s
+from grmpipe.capacity.plan.beliefs import profile_of
+from grmpipe.capacity.plan.costs import CostUnknown, Seated, assumptions, costs_of, step_work
+from grmpipe.capacity.plan.memory import memory, memory_parts, overfull_slots, slot_memory
+from grmpipe.capacity.plan.profile import Profile
+from grmpipe.capacity.plan.search import Simulate, find_plans, seconds, table, write_best
+from grmpipe.capacity.plan.shares import shares_of, with_shares
+from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.config.roles import EngineOptions, engine_config_of, options_of, tensor_parallel_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.validate.devices import device_notes
+from grmpipe.validate.engines import served_roles
+from grmpipe.validate.models import Progress
+from models.settings import OpenAIConfig
+from scheduler.placement import describe
+
+MOST_ROLLOUTS = 4096  # of a step that is simulated in passing: seconds
+Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: not of this run
+
+
+def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey, profile: None) -> str:
+    """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
+    survey = survey_run(config, progress)
+    config = with_shares(config, shares_of(survey))
+    survey = replace(survey, config=config)
+    profile = profile_of(survey)
+    simulate = simulator(survey, profile)
+    parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
+    blocks = [
+        describe(survey.placement),
+        engines(survey),
+        memory(parts),
+        slot_memory(survey, parts),
+        arithmetic(survey),
+    ]
+    unchecked = list(survey.unchecked)
+    try:
+        blocks.append(times(survey, profile, simulate))
+    except CostUnknown as error:
+        if config.plan.search:
+            raise
+        unchecked.append(f"how long a step takes: {error}")
+    if config.plan.search:
+        plans = find_plans(survey, profile, simulate)
+        blocks += [table(plans), write_best(plans, config)]
+    footprints = {role: sized.footprint for role, sized in survey.models.items()}
+    noted = device_notes(config, survey.placement, footprints)
+    blocks += listed("warnings", [*overfull_slots(survey, parts), *noted])
+    blocks += listed("not measured", profile.notes if profile else ())
+    blocks += listed("not checked here", unchecked)
+    return "\n\n".join(blocks)
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+
+def engines(survey: Survey) -> str:
+    """Who serves which role, and the options that differ from the engine's defaults."""
+    lines = ["engines"]
+    for role in served_roles(survey.config):
+        kind, engine = options_of(role, survey.config).engine, engine_config_of(role, survey.config)
+        num_gpus = tensor_parallel_of(role, survey.placement) if role in survey.placement.seats else 1
+        where = f", tensor parallel over {num_gpus} GPUs" if num_gpus > 1 else ""
+        if isinstance(engine, OpenAIConfig):
+            where = f": {survey.config.grm.path} at {engine.base_url}"
+        lines.append(f"  {role:<8} {kind}{where}; {changed_options(engine)}")
+    return "\n".join(lines)
+
+
+def changed_options(engine: EngineOptions) -> str:
+    plain = type(engine)()
+    values = {spec.name: getattr(engine, spec.name) for spec in fields(engine)}
+    changed = [f"{name}={value}" for name, value in values.items() if value != getattr(plain, name)]
+    return ", ".join(changed) or "default options"
+
+
+# -- times -----------------------------------------------------------------------------------------------------------
+
+
+def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) -> str:
+    """A block: what a step takes as the roles are placed now. Raises CostUnknown."""
+    work, placement = step_work(survey, profile), survey.placement
+    seated = {role: Seated(seating=survey.seating(role), pool=seats[0].pool) for role, seats in placement.seats.items()}
+    costs = costs_of(survey, profile, seated)
+    loads = {role: busy_s(role, work, costs, where.seating.replicas) for role, where in seated.items()}
+    chain = 0.0 if work.max_staleness else chain_s(work, costs)
+    lines = [f"time of a step ({assumptions(survey, profile)})"]
+    lines += [
+        f"  {role:<8} {seconds(loads[role])} of work for each of {seated[role].seating.replicas}" for role in loads
+    ]
+    if costs.driver_request_s:
+        loads[DRIVER] = busy_s(DRIVER, work, costs, 1)
+        lines.append(
+            f"  {DRIVER:<8} {seconds(loads[DRIVER])} of work, on {costs.cores} cores with all that are on CPUs"
+        )
+    busiest = busiest_slot_s(placement, loads, costs.cores)
+    why = (
+        "the busiest slot's work"
+        if busiest >= chain
+        else "one rollout, its judgements, its update, one after the other"
+    )
+    lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
+    if simulate is not None and work.engines["policy"].requests > MOST_ROLLOUTS:
+        lines.append("  so large a step isn't simulated in passing: type task=simulate")
+    elif simulate is not None:
+        predicted = simulate(placement, costs)
+        shares = ", ".join(f"{role} {share:.0%}" for role, share in predicted.busy.items())
+        lines.append(f"  simulated {seconds(predicted.step_s)}; busy: {shares}")
+    return "\n".join(lines)
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def arithmetic(survey: Survey) -> str:
+    config, num_prompts = survey.config, len(survey.data.train)
+    train, judge = config.train, config.judge
+    rollouts = train.groups_per_batch * train.group_size
+    in_flight = (train.max_staleness + 1) * train.groups_per_batch
+    wanted = train.num_steps * train.groups_per_batch
+    judgements = train.groups_per_batch * judge.judgements_of_group(train.group_size) if config.judged_by_model else 0
+    asked = f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements"
+    if judge.protocol in ("listwise", "pairwise"):
+        asked = f"{judgements} {judge.protocol} judgements"
+    judged = f"{asked}, at most {judgements * judge.max_new_tokens} tokens"
+    return "\n".join([
+        "a step",
+        f"  {train.groups_per_batch} groups x {train.group_size} siblings = {rollouts} rollouts, "
+        f"at most {rollouts * config.rollout.max_new_tokens} tokens",
+        f"  {judged if judgements else 'judged by a rule'}",
+        f"  in flight: at most {in_flight} groups, {in_flight * train.group_size} rollouts "
+        f"(max_staleness {train.max_staleness})",
+        f"the run: {train.num_steps} steps, {wanted} prompts ({wanted / num_prompts:.2f} epochs of {num_prompts}), "
+        f"{len(survey.data.held_out)} held out",
+    ])  # fmt: skip
+
+
+def listed(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
+    """A block, or none where there is nothing to say."""
+    return ["\n".join([title, *(f"  {line}" for line in lines)])] if lines else []

@@ -1,0 +1,248 @@
+"""plan.search: other placements of the slots that a configuration has, ranked; the best as a file that runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grmpipe.capacity.cost import Costs
+from grmpipe.capacity.lower_bound import LEARNING, StepWork
+from grmpipe.capacity.plan.candidates import (
+    Candidate,
+    Predicted,
+    Question,
+    Ranked,
+    Ranking,
+    Seating,
+    placement_of,
+    search,
+)
+from grmpipe.capacity.plan.costs import Seated, costs_of, kv_bytes_of, kv_bytes_per_token, step_work
+from grmpipe.capacity.plan.memory import parts_of
+from grmpipe.capacity.plan.profile import Profile
+from grmpipe.capacity.plan.survey import Survey, pool_with_memory
+from grmpipe.config.roles import engine_config_of, options_of
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import placement_yaml
+from grmpipe.run_dir.directory import HOME
+from grmpipe.validate.engines import SEVERAL_GPUS
+from grmpipe.validate.places import seat_roles
+from models.lm.footprint import Heads, heads_of
+from models.settings import OpenAIConfig, SglangConfig
+from models.types import EngineSpeed
+from scheduler.placement import Placement, PoolConfig, place
+
+WIDTHS = (1, 2, 4, 8)  # GPUs that one model is laid over: within a node
+SHOWN = 10
+NAME = "planned"
+
+Simulate = Callable[[Placement, Costs], Predicted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plans:
+    """What a search came to."""
+
+    ranking: Ranking
+    kinds: Mapping[str, PoolConfig]
+    simulated: int
+
+
+def find_plans(survey: Survey, profile: Profile | None, simulate: Simulate | None) -> Plans:
+    """Raises ConfigError where no placement fits, or where nobody knows what work costs."""
+    plan, kinds = survey.config.plan, slot_kinds(survey)
+    until = time.monotonic() + plan.search_s
+    question = make_question(survey, profile, kinds)
+
+    def try_out(candidate: Candidate) -> Predicted:
+        assert simulate is not None
+        placement = place(placement_of(candidate, kinds), survey.config.roles)
+        return simulate(placement, question.costs(candidate))
+
+    try:
+        ranking = search(
+            question,
+            try_out if simulate else None,
+            plan.max_candidates,
+            time_is_up=lambda: time.monotonic() > until,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return Plans(ranking=ranking, kinds=kinds, simulated=sum(entry.predicted is not None for entry in ranking.ranked))
+
+
+def slot_kinds(survey: Survey) -> dict[str, PoolConfig]:
+    """Pools that hold the same sort of slot are one store of slots."""
+    kinds: dict[str, PoolConfig] = {}
+    for name, configured in survey.config.placement.pools.items():
+        if name not in survey.placement.pools:
+            continue
+        pool = pool_with_memory(configured, survey.devices[name])
+        alike = [
+            kind
+            for kind, other in kinds.items()
+            if (other.resource, other.memory_gb, other.device) == (pool.resource, pool.memory_gb, pool.device)
+        ]
+        if alike:
+            kinds[alike[0]] = replace(kinds[alike[0]], slots=kinds[alike[0]].slots + pool.slots)
+        else:
+            kinds[name] = replace(pool, strategy="PACK", elastic=False, time_shared=False)
+    return kinds
+
+
+def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, PoolConfig]) -> Question:
+    known: dict[tuple[tuple[str, int, int, str], ...], Costs] = {}
+    speeds: dict[tuple[str, int, str], EngineSpeed] = {}
+    held: dict[tuple[str, int, int, str], float | None] = {}
+
+    def memory(role: str, seating: Seating, kind: str) -> float | None:
+        # As of speeds: of an engine, its width counts, not how many there are. Thousands of candidates share the few.
+        key = (role, seating.replicas if role in LEARNING else 0, seating.width, kind)
+        if key not in held:
+            held[key] = memory_of(role, seating, kind, survey, kinds)
+        return held[key]
+
+    def costs(candidate: Candidate) -> Costs:
+        seated = {
+            role: Seated(seating=seating, pool=room.kind)
+            for room in candidate.rooms
+            for role, seating in room.seats.items()
+        }
+        # An engine's speed doesn't depend on how many there are; a learner's does on its ranks.
+        key = tuple(
+            (role, where.seating.replicas if role in LEARNING else 0, where.seating.width, where.pool)
+            for role, where in sorted(seated.items())
+        )
+        if key not in known:
+            known[key] = costs_of(survey, profile, seated, speeds)
+        return known[key]
+
+    work = step_work(survey, profile)
+    return Question(
+        kinds=kinds,
+        work=work,
+        widths={role: widths_of(role, survey) for role in work.engines},
+        costs=costs,
+        memory=memory,
+        elastic=frozenset(work.engines) if len(work.engines) > 1 else frozenset(),
+        replicas=replicas_allowed(survey, work),
+    )
+
+
+def replicas_allowed(survey: Survey, work: StepWork) -> dict[str, range]:
+    """Where a number of processes is given: ranks within this process, servers that run already."""
+    config, allowed = survey.config, dict[str, range]()
+    if config.cluster.kind == "inprocess":
+        allowed |= dict.fromkeys(LEARNING, range(1, 2))
+    for role in work.engines:
+        engine = engine_config_of(role, config)
+        if isinstance(engine, SglangConfig) and engine.urls:
+            allowed[role] = range(len(engine.urls), len(engine.urls) + 1)
+    return allowed
+
+
+def widths_of(role: str, survey: Survey) -> tuple[int, ...]:
+    """GPUs that the role's model can be laid over: they share its heads evenly, and its engine knows how to."""
+    if options_of(role, survey.config).engine not in SEVERAL_GPUS:
+        return (1,)
+    heads = heads_known(role, survey)
+    if heads is None:
+        return (1,)
+    return tuple(n for n in WIDTHS if heads.query % n == 0 and (heads.key % n == 0 or n % heads.key == 0))
+
+
+def heads_known(role: str, survey: Survey) -> Heads | None:
+    shape, model = options_of(role, survey.config).shape, survey.models[role].model
+    if model is not None:
+        return heads_of(model.path)
+    return Heads(query=shape.num_heads, key=shape.num_kv_heads) if shape.declared else None
+
+
+def memory_of(role: str, seating: Seating, kind: str, survey: Survey, kinds: Mapping[str, PoolConfig]) -> float | None:
+    """Bytes on each slot; infinite where weights leave no room for a single row."""
+    pool = kinds[kind]
+    if seating.width > 1 and pool.resource == "cpu":
+        return math.inf
+    parts = parts_of(survey, role, seating, pool)
+    if not parts:
+        return None
+    if role not in LEARNING and (reserved := row_room(role, seating, kind, survey)) is not None and reserved < 1:
+        return math.inf
+    return sum(part.num_bytes for part in parts)
+
+
+def row_room(role: str, seating: Seating, kind: str, survey: Survey) -> float | None:
+    """Rows of full length that an engine's cache holds; None where it isn't bounded, or nothing is known."""
+    engine, config = engine_config_of(role, survey.config), survey.config
+    pool = pool_with_memory(config.placement.pools[kind], survey.devices[kind])
+    bounded = not isinstance(engine, OpenAIConfig) and options_of(role, config).engine in SEVERAL_GPUS
+    joined = isinstance(engine, SglangConfig) and bool(engine.urls)
+    per_token = kv_bytes_per_token(role, survey)
+    if not bounded or joined or not per_token or pool.resource == "cpu" or pool.memory_gb is None:
+        return None
+    most = config.rollout.max_new_tokens if role == "policy" else config.judge.max_new_tokens
+    return kv_bytes_of(role, survey, Seated(seating=seating, pool=kind), seating.width) / (per_token * most)
+
+
+# -- telling -------------------------------------------------------------------------------------------------------
+
+
+def table(plans: Plans) -> str:
+    """A block: the first ten, with busy shares and reasons."""
+    ranking, roles = plans.ranking, list(plans.ranking.ranked[0].weighed.loads)
+    rows = [("", "step", *(f"{role} busy" for role in roles), "placement", "why")]
+    for place_, entry in enumerate(ranking.ranked[:SHOWN], start=1):
+        shares = [f"{share:.0%}" for share in busy_of(entry, roles)]
+        step = seconds(entry.step_s) if entry.predicted else f">= {seconds(entry.step_s)}"
+        rows.append((str(place_), step, *shares, entry.weighed.candidate.describe(), entry.weighed.reason))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(text.ljust(wide) for text, wide in zip(row, widths, strict=True)).rstrip() for row in rows]
+    counted = (
+        f"placements: {ranking.num_candidates} candidates, {ranking.num_too_large} too large for their slots, "
+        f"{plans.simulated} simulated (>=: by the bound alone)"
+    )
+    return "\n".join([counted, *(f"  {line}" for line in lines)])
+
+
+def busy_of(entry: Ranked, roles: list[str]) -> list[float]:
+    if entry.predicted is not None:
+        return [entry.predicted.busy.get(role, 0.0) for role in roles]
+    return [entry.weighed.loads[role] / entry.weighed.bound_s for role in roles]
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s"
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_best(plans: Plans, config: RunConfig) -> str:
+    """A block: the file that holds the best, and how to run it. Raises ConfigError where it can't be written."""
+    best = plans.ranking.ranked[0]
+    directory = plan_directory(config)
+    path = directory / "placement" / f"{NAME}.yaml"
+    placement = placement_of(best.weighed.candidate, plans.kinds)
+    seat_roles(replace(config, placement=placement))  # what a run would refuse isn't written
+    said = f"# {best.weighed.candidate.describe()}: {seconds(best.step_s)} a step, {best.weighed.reason}.\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(said + placement_yaml(placement), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"plan.write: {path} can't be written ({error}); type plan.write=<a directory>") from error
+    experiment = f" +experiment={config.experiment}" if config.experiment != "default" else ""
+    return "\n".join([
+        f"the best is in {path}; to run it",
+        f"  python launch.py --config-dir {directory}{experiment} placement={NAME} <the rest of your overrides>",
+    ])  # fmt: skip
+
+
+def plan_directory(config: RunConfig) -> Path:
+    if config.plan.write:
+        return Path(config.plan.write)
+    return Path(config.run_dir) / "plan" if config.run_dir else HOME / config.experiment / "plan"

@@ -1,0 +1,151 @@
+"""What is known of a run where it is planned: places, data, models by file or by shape. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from grmpipe.capacity.plan.candidates import Seating
+from grmpipe.config.roles import Model, options_of
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.run.critic_parts import find_critic
+from grmpipe.validate.data import Data, read_data
+from grmpipe.validate.engines import check_installed, check_tensor_parallel, window_of
+from grmpipe.validate.models import Progress, find_model
+from grmpipe.validate.places import seat_roles
+from grmpipe.validate.prepare import check_objective
+from grmpipe.validate.seats import check_machine
+from grmpipe.validate.sections import ModelNotHere, section
+from grmpipe.validate.swap import check_swap
+from grmpipe.validate.windows import check_judge, check_policy
+from models.lm.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
+from scheduler.devices import DeviceSpec, device_called, find_device
+from scheduler.placement import Placement, PoolConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """A role's model as far as it is known here: by its files, or by the shape that the configuration declares."""
+
+    role: str
+    model: Model | None  # None: its files aren't here
+    footprint: Footprint | None
+    context_tokens: int  # 0: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """All that a plan is made of. `unchecked` says what only the run's own machines can tell."""
+
+    config: RunConfig
+    placement: Placement
+    data: Data
+    models: Mapping[str, Sized]  # by role: policy, grm, critic
+    devices: Mapping[str, DeviceSpec | None]  # by pool of the configuration; None: nobody says what its slots are
+    unchecked: tuple[str, ...]
+
+    def pool(self, role: str) -> PoolConfig:
+        return self.placement.pools[self.placement.seats[role][0].pool]
+
+    def seating(self, role: str) -> Seating:
+        seats = self.placement.seats[role]
+        return Seating(replicas=len(seats), width=len(seats[0].slots))
+
+
+def survey_run(config: RunConfig, progress: Progress) -> Survey:
+    """The checks of a run; those that need its machines are put off, the others still refuse."""
+    devices = find_devices(config)
+    placement = with_memory(seat_roles(config), devices)
+    data = read_data(config)
+    check_objective(config)
+    unchecked = []
+    for check in (lambda: check_machine(config, placement), lambda: check_installed(config)):
+        try:
+            check()
+        except ConfigError as error:
+            unchecked.append(f"{error}, or run where they are")
+    models: dict[str, Sized] = {}
+    for role in ("policy", "grm"):
+        if role in config.roles:
+            models[role], lacking = size_model(role, config, progress)
+            unchecked += lacking
+            check_heads(models[role], config, placement)
+    if "critic" in config.roles:
+        models["critic"] = size_critic(config, models["policy"], progress)
+    if (policy := models["policy"].model) is not None:
+        check_policy(config, policy, data)
+    if config.judge_is_outside:
+        check_judge(config, None, data)
+    elif "grm" in models and (grm := models["grm"].model) is not None:
+        check_judge(config, grm, data)
+        if policy is not None:
+            check_swap(config, placement, policy, grm)
+    return Survey(
+        config=config, placement=placement, data=data, models=models, devices=devices, unchecked=tuple(unchecked)
+    )
+
+
+def find_devices(config: RunConfig) -> dict[str, DeviceSpec | None]:
+    """By pool: what the configuration says, else what is here."""
+    found: dict[str, DeviceSpec | None] = {}
+    for name, pool in config.placement.pools.items():
+        called = pool.device or (device_here() if pool.resource == "gpu" else "cpu")
+        try:
+            found[name] = find_device(called, config.plan.devices) if called else None
+        except ValueError as error:
+            raise ConfigError(f"placement.pools.{name}.device: {error}") from error
+    return found
+
+
+def device_here() -> str | None:
+    return device_called(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+
+
+def with_memory(placement: Placement, devices: Mapping[str, DeviceSpec | None]) -> Placement:
+    """GPUs have the memory of their kind where the pool doesn't say."""
+    pools = {name: pool_with_memory(pool, devices[name]) for name, pool in placement.pools.items()}
+    return replace(placement, pools=pools)
+
+
+def pool_with_memory(pool: PoolConfig, device: DeviceSpec | None) -> PoolConfig:
+    if pool.memory_gb is not None or device is None or pool.resource == "cpu":
+        return pool
+    return replace(pool, memory_gb=device.memory_gb)
+
+
+def size_model(role: str, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
+    """A model's sizes, and what is not known of it."""
+    shape = options_of(role, config).shape
+    try:
+        model = find_model(role, config, progress, weights=False)
+    except ModelNotHere as error:
+        lacking = [f"{error} (its chat template, and whether prompts fit its window)"]
+        if not shape.declared:
+            lacking.append(f"memory of {role}: declare {role}.shape, as in conf/policy/qwen3_8b.yaml")
+            return Sized(role=role, model=None, footprint=None, context_tokens=0), lacking
+        window = window_of(role, config, shape.context_tokens)
+        return Sized(role=role, model=None, footprint=footprint_of_shape(shape), context_tokens=window), lacking
+    sized = Sized(role=role, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens)
+    return sized, []
+
+
+def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
+    """The trunk of a language model: its own head, of one number, is a little less than what is reckoned."""
+    if config.critic.path is None:
+        return replace(policy, role="critic")
+    if policy.model is None:  # nobody can say whether their tokenizers are one
+        return Sized(role="critic", model=None, footprint=None, context_tokens=0)
+    with section("critic."):
+        found = find_critic(config, policy.model, progress)
+    return replace(policy, role="critic", model=None, footprint=footprint_of(found.path))
+
+
+def check_heads(sized: Sized, config: RunConfig, placement: Placement) -> None:
+    """Can the GPUs of an engine share the model? Of what is known of it here."""
+    shape = options_of(sized.role, config).shape
+    if sized.model is not None:
+        check_tensor_parallel(sized.role, heads_of(sized.model.path), placement)
+    elif shape.declared:
+        check_tensor_parallel(sized.role, Heads(query=shape.num_heads, key=shape.num_kv_heads), placement)

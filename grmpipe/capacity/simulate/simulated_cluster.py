@@ -1,0 +1,312 @@
+"""A run on a virtual clock: the very pipeline, admission, groups, routers, judge and batches; only engines and learner
+take time instead of working, and the pipeline as much as it is said to. Touches no disk and no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from grmpipe.capacity.cost import Costs
+from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY
+from grmpipe.capacity.simulate.driver import SimulatedDriver
+from grmpipe.capacity.simulate.scripts import Writer
+from grmpipe.capacity.simulate.shared_cores import shared_by
+from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
+from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play
+from grmpipe.capacity.simulate.step_bound import GRM, Bound, Needs, bound_of
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from grmpipe.judge.fitness import JudgeFitness
+from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.pipeline.interfaces import Parts, StepReport, Trainer
+from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.run.colocation import TrainerByTurns, begin_turn
+from grmpipe.run.critic_parts import ValuedJournal
+from grmpipe.train.batch_trainer import BatchTrainer
+from grmpipe.train.critic.critic import Critic
+from grmpipe.train.critic.critic_group import CriticGroup
+from grmpipe.train.learner_by_turns import LearnerByTurns
+from grmpipe.train.learner_group import LearnerGroup
+from models.engines.simulated.simulated_engine import SimulatedEngine
+from models.engines.simulated.simulated_pace import SharedDevice
+from models.types import Engine
+from scheduler.events import EventSink, NoEvents
+from scheduler.garbage import seldom_collected
+from scheduler.placement import Placement
+from scheduler.routing.migration import Continuation
+from scheduler.routing.router import Router
+from scheduler.slots.elastic import ElasticPool, ElasticRole
+from scheduler.slots.health import push_to_living
+from scheduler.slots.time_share import SharedRole, TimeShare
+from scheduler.supervise import run_until
+from scheduler.weights.weight_sync import SyncReport, WeightSync
+
+PROBE = (1, 2)
+PRINCIPLES = "principles"  # of a workload's lengths: what a GRM writes ahead of its judgements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One optimizer step. busy_s: seconds of work by role since the beginning, of all its processes together; the
+    driver is one where requests cost it time."""
+
+    ended_s: float
+    step_s: float
+    busy_s: Mapping[str, float]
+    staleness: int  # of its oldest group
+    waits: WaitTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """What came of it. Means are over `settled`: the steps between the filling and the draining of the pipeline.
+
+    busy:  role -> share of the time that its processes worked.
+    """
+
+    steps: tuple[SimulatedStep, ...]
+    settled: range
+    step_s: float
+    busy: Mapping[str, float]
+    bound: Bound
+    max_staleness: int
+    dropped: Mapping[str, int]  # groups by cause
+    failed_judgements: Mapping[str, int]
+    moves: Mapping[str, int]  # of elastic slots
+    waits: WaitTimes  # summed up over `settled`
+
+    @property
+    def times_bound(self) -> float:
+        return self.step_s / self.bound.step_s
+
+
+def simulate(
+    workload: Workload, placement: Placement, costs: Costs, num_steps: int, events: EventSink | None = None
+) -> SimulatedRun:
+    """Runs on a loop of its own, so it can't be called from within one. Repeatable: equal arguments, equal results."""
+    with seldom_collected():
+        return run_virtually(lambda: Simulation(workload, placement, costs, num_steps, events or NoEvents()).run())
+
+
+@dataclass(slots=True)
+class Simulation:
+    """A pipeline with all that stands around it, for one run."""
+
+    workload: Workload
+    placement: Placement
+    costs: Costs
+    num_steps: int
+    events: EventSink
+    engines: dict[str, list[SimulatedEngine]] = field(init=False)
+    devices: dict[str, SharedDevice] = field(init=False)  # by the name of a seat
+    driver: SimulatedDriver = field(init=False)
+    ranks: SimulatedRanks = field(init=False)
+    needs: Needs = field(init=False)
+    critic: Critic | None = field(init=False, default=None)
+    critic_ranks: SimulatedRanks | None = field(init=False, default=None)
+    pipeline: Pipeline = field(init=False)
+    share: TimeShare | None = field(init=False, default=None)  # the turns of the learner's pool
+    steps: list[SimulatedStep] = field(default_factory=list)
+
+    async def run(self) -> SimulatedRun:
+        """On the loop that is running: a virtual one, or a real one for a run in real time."""
+        parts, pools = self.assemble()
+        await parts.push_weights(0)
+        self.pipeline = Pipeline(parts, flow_of(self.workload.config, self.num_steps), self._after_step)
+        if self.share is not None:
+            self.share.stops(self.pipeline.clock)
+        loops = {f"pool {pool.name}": pool.run() for pool in pools}
+        values = {"values": self.critic.valuer.run()} if self.critic is not None else {}
+        await run_until(self.pipeline.run(), **loops, **values)
+        return self._result(pools)
+
+    def assemble(self) -> tuple[Parts, list[ElasticPool]]:
+        """What the pipeline runs on, and the pools whose slots move."""
+        self.devices = shared_devices(self.placement, self.costs.cores)
+        self.driver = SimulatedDriver(self.costs.driver_request_s, self.devices.get(DRIVER))
+        first, *others = self.placement.seats[LEARNER]
+        self.ranks = SimulatedRanks(
+            1 + len(others), self.costs.learner, self.costs.sync_s, self.devices.get(first.name), self.costs.switch_s
+        )
+        self.critic = self._critic()
+        self.engines = {}
+        routers = {role: self._start(role) for role in self.costs.engines}
+        learner = LearnerByTurns(self.ranks)
+        sync = WeightSync(learner, PROBE, self.workload.config.sync)
+        pools = self._elastic_pools(routers, sync)
+        if sharing := self.placement.time_sharing_roles:
+            roles = {
+                role: SharedRole(router=routers[role], sleeps=False, is_pushed_to=role == POLICY) for role in sharing
+            }
+            self.share = TimeShare(first.pool, roles, learner, self.events)
+        self.needs = self._needs()
+        return self._parts(routers, learner, sync), pools
+
+    def _critic(self) -> Critic | None:
+        """The real driver's side of ranks that only take time."""
+        config, speed = self.workload.config, self.costs.critic
+        if speed is None:
+            return None
+        first, *others = self.placement.seats[CRITIC]
+        self.critic_ranks = SimulatedRanks(1 + len(others), speed, 0.0, self.devices.get(first.name))
+        group = CriticGroup(self.critic_ranks, self.events)
+        return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
+
+    # -- putting together ----------------------------------------------------------------------------------------------
+
+    def _start(self, role: str) -> Router:
+        """A role's engines behind the real router."""
+        writer = self._writer(role)
+        engines: dict[str, Engine] = {}
+        self.engines[role] = []
+        for seat in self.placement.seats[role]:
+            device = self.devices.get(seat.name)
+            engine = SimulatedEngine(role, writer, speed=self.costs.engines[role], device=device)
+            self.engines[role].append(engine)
+            engines[seat.name] = engine
+        elastic = self.placement.elastic_slots(self.placement.seats[role][0].pool)
+        interrupted = elastic or role in self.placement.time_sharing_roles
+        continuation = Continuation(decode=writer.decode, seed_after=lambda seed, num_sampled: seed)
+        return Router(role, engines, self.events, continuation if interrupted else None)
+
+    def _writer(self, role: str) -> Writer:
+        config = self.workload.config
+        lengths = self.workload.lengths[role]
+        if role == POLICY:
+            return Writer(lengths=lengths, seed=config.seed)
+        return Writer(
+            lengths=lengths,
+            seed=config.seed,
+            scale=config.judge.scale,
+            boxed=config.judge.parser == "boxed",
+            num_scores=config.judge.responses_shown(config.train.group_size),
+            unparseable_share=config.simulate.unparseable_share,
+            principles=self.workload.lengths.get(PRINCIPLES),
+        )
+
+    def _elastic_pools(self, routers: Mapping[str, Router], sync: WeightSync) -> list[ElasticPool]:
+        pools = []
+        for name in self.placement.pools:
+            if slots := self.placement.elastic_slots(name):
+                roles = {role: self._elastic_role(role, routers[role], sync) for role in next(iter(slots.values()))}
+                balance = self.workload.config.balance
+                pools.append(ElasticPool(name, slots, roles, balance, self.events))
+        return pools
+
+    def _elastic_role(self, role: str, router: Router, sync: WeightSync) -> ElasticRole:
+        """A switch costs what it costs; the policy's newcomer is brought current as in a real run."""
+        switch_s = self.costs.switch_s
+
+        async def bring_current(name: str, engine: Engine, admit: Callable[[], None]) -> None:
+            await asyncio.sleep(switch_s)
+            if role == POLICY:
+                await sync.catch_up(name, engine, admit)
+            else:
+                admit()
+
+        return ElasticRole(router=router, bring_current=bring_current, max_rows=self.costs.engines[role].max_rows)
+
+    def _needs(self) -> Needs:
+        """Rows are bound by the engine, and by what may be in flight."""
+        train, judge = self.workload.config.train, self.workload.config.judge
+        rollouts = (train.max_staleness + 1) * train.groups_per_batch * train.group_size
+        in_flight = {POLICY: rollouts, GRM: rollouts * judge.num_judgements}
+        rows = {
+            role: max(1, min(speed.max_rows, -(-in_flight[role] // len(self.placement.seats[role]))))
+            for role, speed in self.costs.engines.items()
+        }
+        return Needs(self.costs, rows, train.group_size, judge.num_judgements)
+
+    def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> Parts:
+        config = self.workload.config
+        gate = FailureGate(
+            max_failure_rate=config.judge.max_failure_rate,
+            window=config.judge.failure_window,
+            pause_s=config.judge.pause_s,
+        )
+        max_new_tokens, critic = config.rollout.max_new_tokens, self.critic
+        trainer: Trainer = BatchTrainer(learner, config.train, config.algorithm, max_new_tokens, critic)
+        if self.share is not None:
+            trainer = TrainerByTurns(trainer, begin_turn(self.share))
+        return Parts(
+            prompts=self.workload.prompts,
+            too_long=lambda prompt: False,
+            play=make_play(self.workload, routers[POLICY], self.driver),
+            judge=make_judge(self.workload, routers.get(GRM), config.judge.kind, self.driver),
+            watch=JudgeFitness(gate),
+            trainer=trainer,
+            push_weights=functools.partial(self._push, sync, routers[POLICY]),
+            journal=self.needs if critic is None else ValuedJournal(self.needs, critic.valuer),
+            events=self.events,
+        )
+
+    async def _push(self, sync: WeightSync, policy: Router, version: int) -> SyncReport:
+        push = functools.partial(push_to_living, sync, policy, version)
+        return await (push() if self.share is None else self.share.push(push))
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    async def _after_step(self, report: StepReport) -> None:
+        self.needs.close_step(report.step)
+        busy_s = {role: sum(engine.busy_s for engine in engines) for role, engines in self.engines.items()}
+        self.steps.append(
+            SimulatedStep(
+                ended_s=asyncio.get_running_loop().time(),
+                step_s=report.waits.steps_s,
+                busy_s=busy_s | self._learning_busy_s() | self._driver_busy_s(),
+                staleness=max(report.step - 1 - group.version for group in report.groups),
+                waits=report.waits,
+            )
+        )
+
+    def _learning_busy_s(self) -> dict[str, float]:
+        learner = {LEARNER: self.ranks.busy_s}
+        return learner if self.critic_ranks is None else learner | {CRITIC: self.critic_ranks.busy_s}
+
+    def _driver_busy_s(self) -> dict[str, float]:
+        return {DRIVER: self.driver.busy_s} if self.costs.driver_request_s else {}
+
+    def _result(self, pools: Sequence[ElasticPool]) -> SimulatedRun:
+        train = self.workload.config.train
+        settled = settled_steps(len(self.steps), train.max_staleness)
+        inside = [self.steps[index] for index in settled]
+        before = self.steps[settled.start - 1] if settled.start else None
+        began_s = before.ended_s if before else inside[0].ended_s - inside[0].step_s
+        seconds = inside[-1].ended_s - began_s
+        busy_s = {role: busy - (before.busy_s[role] if before else 0.0) for role, busy in inside[-1].busy_s.items()}
+        counts = dict.fromkeys(busy_s, 1) | {role: len(engines) for role, engines in self.engines.items()}
+        return SimulatedRun(
+            steps=tuple(self.steps),
+            settled=settled,
+            step_s=seconds / len(settled),
+            busy={role: busy_s[role] / (seconds * count) if seconds else 0.0 for role, count in counts.items()},
+            bound=bound_of(
+                [self.needs.steps[index + 1] for index in settled], self.placement, self.costs, train.max_staleness
+            ),
+            max_staleness=max(step.staleness for step in self.steps),
+            dropped=dict(self.pipeline.admission.dropped),
+            failed_judgements=dict(self.pipeline.tally.total_so_far().failed),
+            moves={move: count for pool in pools for move, count in pool.moves.items()},
+            waits=functools.reduce(WaitTimes.plus, (step.waits for step in inside)),
+        )
+
+
+def settled_steps(num_steps: int, max_staleness: int) -> range:
+    """Without those in which the pipeline fills and drains: steps overlap with as many as staleness allows."""
+    edge = max_staleness + 1 if max_staleness and num_steps > 2 * (max_staleness + 1) else 0
+    return range(edge, num_steps - edge)
+
+
+def shared_devices(placement: Placement, cores: int) -> dict[str, SharedDevice]:
+    """By the name of a seat, or of the driver: what it shares with others. A process of several GPUs fares as the first
+    of them does."""
+    devices: dict[str, SharedDevice] = {}
+    for shared in shared_by(placement, cores):
+        device = SharedDevice(shared.capacity, shared.turn_cost)
+        devices |= {seat.name: device for seat in shared.seats if seat.name not in devices}
+        if shared.is_host:
+            devices[DRIVER] = device
+    return devices

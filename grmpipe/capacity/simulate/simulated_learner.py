@@ -1,0 +1,131 @@
+"""The ranks of a learner or a critic that only take time. The driver's side of them is the real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from grmpipe.capacity.cost import LearnerSpeed
+from grmpipe.train.scalar.scalar_batch import PackedSequences
+from grmpipe.types import MicroBatch
+from models.engines.simulated.simulated_pace import Pace, SharedDevice
+from models.types import InlineBytes, WeightBucket, WeightTensor
+from models.weights.checksums import checksum
+
+FORWARD_SHARE = 1 / 3  # of forward and backward
+
+
+class SimulatedRanks:
+    """An ActorGroup: all ranks take part in every call, one call at a time.
+
+    device: of rank 0, where others share it; the other ranks fare as it does.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        speed: LearnerSpeed,
+        sync_s: float,
+        device: SharedDevice | None = None,
+        switch_s: float = 0.0,
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._speed = speed
+        self._sync_s = sync_s
+        self._switch_s = switch_s
+        self._device = device or SharedDevice()
+        self._turn = asyncio.Lock()
+        self._pace = Pace()
+        self._pace_changed = asyncio.Event()
+
+    @property
+    def size(self) -> int:
+        return self._num_ranks
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far, pushes of weights included."""
+        return self._pace.worked_s(asyncio.get_running_loop().time())
+
+    async def call(self, rank: int, method: str, *args: object) -> object:
+        return (await self._answer(method, [args] * self._num_ranks))[rank]
+
+    async def call_all(self, method: str, *args: object) -> list[object]:
+        return await self._answer(method, [args] * self._num_ranks)
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple[object, ...]]) -> list[object]:
+        return await self._answer(method, args_by_rank)
+
+    async def close(self) -> None:
+        return None
+
+    def share_changed(self, share: float) -> None:
+        self._pace.turn(asyncio.get_running_loop().time(), share)
+        self._pace_changed.set()
+
+    async def _answer(self, method: str, args_by_rank: Sequence[tuple[object, ...]]) -> list[object]:
+        async with self._turn:
+            match method:
+                case "accumulate":
+                    await self._spend(self._pass_s(args_by_rank))
+                    return [{}] * self._num_ranks
+                case "scores":
+                    await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
+                    return [np.zeros(num_tokens(args[0]), dtype=np.float32) for args in args_by_rank]
+                case "logprobs" | "reference_logprobs":
+                    await self._spend(self._pass_s(args_by_rank) * FORWARD_SHARE)
+                    return [np.full(num_tokens(args[0]), -1.0, dtype=np.float32) for args in args_by_rank]
+                case "step":
+                    await self._spend(self._speed.step_s)
+                    return [{}] * self._num_ranks
+                case "num_buckets":
+                    return [1] * self._num_ranks
+                case "num_fixed_buckets":
+                    return [0] * self._num_ranks
+                case "bucket":
+                    await self._spend(self._sync_s)
+                    return [BUCKET, *[None] * (self._num_ranks - 1)]  # rank 0 sends
+                case "score":
+                    (token_ids,) = args_by_rank[0]
+                    assert isinstance(token_ids, tuple)
+                    return [(-1.0,) * (len(token_ids) - 1)] * self._num_ranks
+                case "reside":  # what a change of engines on a slot takes: as many bytes, about
+                    await self._spend(self._switch_s)
+                    return [0] * self._num_ranks
+                case "discard" | "connect" | "deliver":
+                    return [None] * self._num_ranks
+        raise NotImplementedError(f"a simulated learner doesn't {method}")
+
+    def _pass_s(self, args_by_rank: Sequence[tuple[object, ...]]) -> float:
+        """All wait for the rank with most to do; speeds are those of all together."""
+        return max(num_tokens(args[0]) for args in args_by_rank) * self._num_ranks * self._speed.token_s
+
+    async def _spend(self, work_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        end_s = self._pace.worked_s(clock()) + work_s
+        self._device.occupy(self)
+        try:
+            while (when_s := self._pace.when_s(end_s)) > clock():
+                self._pace_changed.clear()
+                try:
+                    async with asyncio.timeout_at(when_s):
+                        await self._pace_changed.wait()
+                except TimeoutError:
+                    break
+        finally:
+            self._device.vacate(self)
+            self._pace.turn(clock(), 0.0)
+
+
+def num_tokens(micro_batch: object) -> int:
+    assert isinstance(micro_batch, MicroBatch | PackedSequences)
+    return len(micro_batch.token_ids_T)
+
+
+WEIGHTS = np.zeros(4, dtype=np.uint8)
+BUCKET = WeightBucket(
+    tensors=(WeightTensor(name="weights", dtype="float32", shape=(1,), checksum=checksum(WEIGHTS)),),
+    payload=InlineBytes(data=(WEIGHTS,)),
+)

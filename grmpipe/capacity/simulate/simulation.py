@@ -1,0 +1,164 @@
+"""task=simulate: from a configuration to what is simulated, and its files. Starts no engine, needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from grmpipe.capacity.cost import Costs, LearnerSpeed
+from grmpipe.capacity.lower_bound import POLICY
+from grmpipe.capacity.plan.beliefs import profile_of
+from grmpipe.capacity.plan.candidates import Predicted
+from grmpipe.capacity.plan.costs import SAMPLED_PROMPTS, Seated, cores_of, costs_of, lengths_of
+from grmpipe.capacity.plan.profile import Profile
+from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.capacity.simulate.scripts import Lengths, lengths_in, lognormal, measured
+from grmpipe.capacity.simulate.simulated_cluster import simulate
+from grmpipe.capacity.simulate.simulation_report import describe, record_of
+from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.capacity.simulate.step_bound import GRM
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.stream import PromptStream
+from grmpipe.judge.grm import BYTES_PER_TOKEN
+from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.observe.plain_json import plain
+from grmpipe.observe.timeline import Timeline
+from grmpipe.run_dir.directory import HOME, holds_run, new_run_dir
+from grmpipe.validate.models import Progress
+from models.types import Message
+from scheduler.placement import Placement
+
+
+def run_simulation(config: RunConfig, progress: Progress) -> str:
+    """Simulate as placed, write simulation.json and timeline.json, return what to print. Raises ConfigError."""
+    survey = survey_run(config, progress)
+    profile = profile_of(survey)
+    workload, costs = workload_of(survey, profile), stated_or_reckoned(survey, profile)
+    directory = open_directory(config)
+    timeline = Timeline(directory / "timeline.json")
+    run = simulate(workload, survey.placement, costs, config.simulate.steps, timeline)
+    timeline.close()
+    record = json.dumps(plain(record_of(run)), indent=2, ensure_ascii=False)
+    (directory / "simulation.json").write_text(record + "\n", encoding="utf-8")
+    return f"{describe(run, workload, survey.placement)}\n\nfiles in {directory}: simulation.json, timeline.json"
+
+
+def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, Costs], Predicted] | None:
+    """For a plan: how a placement of the same run fares. None where a judge lives outside."""
+    if survey.config.judge_is_outside:
+        return None
+    workload = workload_of(survey, profile)
+
+    def predict(placement: Placement, costs: Costs) -> Predicted:
+        run = simulate(workload, placement, costs, survey.config.plan.steps)
+        return Predicted(step_s=run.step_s, busy=run.busy)
+
+    return predict
+
+
+def workload_of(survey: Survey, profile: Profile | None) -> Workload:
+    """Raises ConfigError where a judge lives outside: nobody here knows its speed."""
+    config = survey.config
+    if config.judge_is_outside:
+        raise ConfigError(
+            "grm.engine: a judge behind an endpoint has no place to be simulated on; type grm.engine=vllm"
+        )
+    roles = [role for role in (POLICY, GRM) if role in config.roles]
+    data = config.data
+    return Workload(
+        config=config,
+        prompts=PromptStream(survey.data.train, seed=config.seed, shuffle=data.shuffle),
+        chars_per_token={role: chars_per_token(role, survey) for role in roles},
+        lengths={role: lengths_for(role, survey, profile) for role in roles},
+    )
+
+
+def chars_per_token(role: str, survey: Survey) -> float:
+    """Of the run's own prompts under its own tokenizer, where that is here."""
+    model = survey.models[role].model
+    if model is None:
+        return BYTES_PER_TOKEN
+    texts = list(sample_texts(role, survey))
+    num_tokens = sum(len(model.renderer.render((Message(role="user", content=text),))) for text in texts)
+    return max(1, sum(map(len, texts))) / num_tokens
+
+
+def sample_texts(role: str, survey: Survey) -> list[str]:
+    judge, prompts = survey.config.judge, survey.data.train[:SAMPLED_PROMPTS]
+    if role == POLICY:
+        return ["\0".join(message.content for message in prompt.messages) for prompt in prompts]
+    template = JudgePrompt.of(judge)
+    return [template.render(prompt, "", principles="") for prompt in prompts]
+
+
+def lengths_for(role: str, survey: Survey, profile: Profile | None) -> Lengths:
+    """Those of an earlier run, else lognormal: by the median that is set, or with the mean that a plan reckons with."""
+    settings = survey.config.simulate
+    if settings.lengths is not None:
+        return measured(lengths_measured(role, settings.lengths))
+    judging = role == GRM
+    sigma = settings.judgement_sigma if judging else settings.rollout_sigma
+    median = settings.judgement_median_tokens if judging else settings.rollout_median_tokens
+    return lognormal(median or lengths_of(role, survey, profile).new_tokens / math.exp(sigma**2 / 2), sigma)
+
+
+def lengths_measured(role: str, run_dir: str) -> list[int]:
+    try:
+        found = lengths_in(Path(run_dir))[role]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"simulate.lengths: the journals of {run_dir} can't be read ({error})") from error
+    if not found:
+        what = "judgements" if role == GRM else "rollouts"
+        raise ConfigError(f"simulate.lengths: {run_dir} holds no {what}; give another run, or simulate.lengths=null")
+    return found
+
+
+def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
+    """`simulate.costs` where they are stated, else what a plan reckons with. Raises ConfigError for half of them."""
+    stated = survey.config.simulate.costs
+    speeds = {POLICY: stated.policy, GRM: stated.grm}
+    roles = [role for role in (POLICY, GRM) if role in survey.config.roles]
+    known = [role for role in roles if speeds[role].stated]
+    if not known and not stated.learner_token_s:
+        seats = survey.placement.seats
+        seated = {role: Seated(seating=survey.seating(role), pool=seats[role][0].pool) for role in seats}
+        return costs_of(survey, profile, seated)
+    for role in roles:
+        if role not in known:
+            raise ConfigError(f"simulate.costs.{role}.step_s: state it too: costs are stated for all roles or for none")
+    if not stated.learner_token_s:
+        raise ConfigError("simulate.costs.learner_token_s: state it too: costs are stated for all roles or for none")
+    return Costs(
+        engines={role: speeds[role].speed() for role in roles},
+        learner=LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s),
+        critic=stated_critic(survey),
+        sync_s=stated.sync_s,
+        switch_s=stated.switch_s,
+        driver_request_s=stated.driver_request_s,
+        cores=cores_of(survey),
+    )
+
+
+def stated_critic(survey: Survey) -> LearnerSpeed | None:
+    stated = survey.config.simulate.costs
+    if not survey.config.critic.enabled:
+        return None
+    if not stated.critic_token_s:
+        raise ConfigError("simulate.costs.critic_token_s: state it too: costs are stated for all roles or for none")
+    return LearnerSpeed(token_s=stated.critic_token_s, step_s=stated.critic_step_s)
+
+
+def open_directory(config: RunConfig) -> Path:
+    """A simulation never writes into a run's files; one of before makes way."""
+    if config.run_dir is not None and holds_run(Path(config.run_dir)):
+        raise ConfigError(f"run_dir: {config.run_dir} holds a run; type another run_dir for its simulation")
+    directory = Path(config.run_dir) if config.run_dir else new_run_dir(HOME / config.experiment / "simulations")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in ("timeline.json", "simulation.json"):
+            (directory / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir: {directory} can't be written to ({error}); type another") from error
+    return directory

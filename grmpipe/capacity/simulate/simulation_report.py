@@ -1,0 +1,92 @@
+"""What a simulated run tells: lines for a person, a record for simulation.json. Pure."""
+
+from __future__ import annotations
+
+import statistics
+
+from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun
+from grmpipe.capacity.simulate.stages import Workload
+from scheduler.placement import Placement
+from scheduler.placement import describe as describe_placement
+
+FULLY_BUSY = 0.95
+
+
+def describe(run: SimulatedRun, workload: Workload, placement: Placement) -> str:
+    config = workload.config
+    rollouts = config.train.groups_per_batch * config.train.group_size
+    judged = f" x {config.judge.num_judgements} judgements" if config.judged_by_model else ""
+    times = [run.steps[index].step_s for index in run.settled]
+    lines = [
+        f"{len(run.steps)} steps of {rollouts} rollouts{judged}, simulated",
+        f"  a step    {seconds(run.step_s)} ({seconds(min(times))} to {seconds(max(times))}), "
+        f"{run.times_bound:.2f} times the bound",
+        f"  bound     {seconds(run.bound.step_s)}: {why_bound(run, config.train.max_staleness)}",
+        *(f"  busy      {role:<8} {share:>4.0%}" for role, share in run.busy.items()),
+        f"  staleness at most {run.max_staleness} (train.max_staleness={config.train.max_staleness})",
+        f"  {bottleneck(run)}",
+    ]
+    for what, counts in (
+        ("groups dropped", run.dropped),
+        ("judgements failed", run.failed_judgements),
+        ("slots moved", run.moves),
+    ):
+        if counts:
+            lines.append(f"  {what}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    return f"{describe_placement(placement)}\n\n" + "\n".join(lines)
+
+
+def why_bound(run: SimulatedRun, max_staleness: int) -> str:
+    bound = run.bound
+    chain_s = bound.chain_s / (max_staleness + 1)
+    if chain_s > bound.busiest_slot_s:
+        over = f" over {max_staleness + 1} steps" if max_staleness else ""
+        return f"the longest chain{over}, {seconds(bound.chain_s)}: a rollout, its judgements, update and push"
+    loads = ", ".join(f"{role} {seconds(load)}" for role, load in bound.loads_s.items())
+    return f"the work of the busiest slot ({loads})"
+
+
+def bottleneck(run: SimulatedRun) -> str:
+    """Who works all the time; where nobody does, what the learner waited for most."""
+    role = max(run.busy, key=lambda role: run.busy[role])
+    waits, total_s = run.waits, run.waits.steps_s
+    waited = {
+        "rollouts": waits.policy_s,
+        "verdicts": waits.judge_s,
+        "the learner (admission held the engines)": waits.batch_s,
+        "weights": waits.weights_s,
+    }
+    what, longest_s = max(waited.items(), key=lambda item: item[1])
+    if run.busy[role] >= FULLY_BUSY or not longest_s:
+        return f"bottleneck: {role}, busy {run.busy[role]:.0%} of the time"
+    return f"bottleneck: {longest_s / total_s:.0%} of the time went by waiting for {what}"
+
+
+def record_of(run: SimulatedRun) -> dict[str, object]:
+    """simulation.json."""
+    times = [run.steps[index].step_s for index in run.settled]
+    return {
+        "step_s": run.step_s,
+        "step_s_median": statistics.median(times),
+        "steps_s": [step.step_s for step in run.steps],
+        "steps_counted": [run.settled.start + 1, run.settled.stop],
+        "busy": dict(run.busy),
+        "bound_s": run.bound.step_s,
+        "loads_s": dict(run.bound.loads_s),
+        "chain_s": run.bound.chain_s,
+        "max_staleness": run.max_staleness,
+        "waits_s": {
+            "policy": run.waits.policy_s,
+            "judge": run.waits.judge_s,
+            "batch": run.waits.batch_s,
+            "weights": run.waits.weights_s,
+        },
+        "groups_dropped": dict(run.dropped),
+        "judgements_failed": dict(run.failed_judgements),
+        "moves": dict(run.moves),
+        "bottleneck": bottleneck(run),
+    }
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s"

@@ -1,0 +1,74 @@
+"""What is simulated, and the stages that do it: the real play and the real judge, attended by a driver that takes time.
+Starts no engine and runs no flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from grmpipe.capacity.lower_bound import POLICY
+from grmpipe.capacity.simulate.driver import AttendedGrm, SimulatedDriver
+from grmpipe.capacity.simulate.scripts import CountingRenderer, Lengths
+from grmpipe.capacity.simulate.step_bound import GRM
+from grmpipe.config.run_config import RunConfig
+from grmpipe.data.stream import PromptStream
+from grmpipe.envs.play import Play, Seat, play
+from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.judge.base import OneByOne
+from grmpipe.judge.generative import GenerativeJudge
+from grmpipe.judge.labels import LabelJudge, rule_of
+from grmpipe.judge.mixed import MixedJudge
+from grmpipe.judge.rule import RuleJudge
+from grmpipe.pipeline.interfaces import FlowConfig
+from grmpipe.types import Judge, Prompt, Rollout
+from models.types import Engine, SamplingParams
+from scheduler.routing.router import Router
+
+NO_WAIT_S = 1e6  # is worth a warning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is to be done, wherever. chars_per_token and lengths: by role; of a GRM only where one judges here."""
+
+    config: RunConfig
+    prompts: PromptStream
+    chars_per_token: Mapping[str, float]
+    lengths: Mapping[str, Lengths]
+
+
+def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
+    """Scripted scores say nothing of signal: no group is dropped for its lack."""
+    flow = FlowConfig.of(config)
+    return replace(flow, num_steps=num_steps, max_no_signal_groups=0, report_wait_s=NO_WAIT_S)
+
+
+def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Play:
+    """The real episode, with a tokenizer that counts."""
+    limits = workload.config.rollout
+    renderer = CountingRenderer(workload.chars_per_token[POLICY])
+    params = SamplingParams(max_new_tokens=limits.max_new_tokens, temperature=limits.temperature)
+
+    async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        await driver.attend()
+        rollout = await play(seat, SingleTurn(prompt), policy, renderer, params, limits.max_turns, on_first_token)
+        await driver.attend()
+        return rollout
+
+    return played
+
+
+def make_judge(workload: Workload, grm: Router | None, kind: str, driver: SimulatedDriver) -> Judge:
+    """The real judge, of a GRM whose critiques are scripted and really parsed."""
+    config = workload.config
+    if kind == "rule":
+        return OneByOne(RuleJudge(config.judge.rule, config.judge.scale))
+    if kind == "label":
+        return OneByOne(LabelJudge(rule_of(config.judge)))
+    if kind == "mixed":
+        mix = config.judge.mix.items()
+        return MixedJudge({name: (make_judge(workload, grm, name, driver), weight) for name, weight in mix})
+    assert grm is not None, "a GRM outside has no place to be simulated on"
+    here = AttendedGrm(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), driver)
+    return GenerativeJudge(here, config.judge, config.seed)

@@ -1,0 +1,162 @@
+"""What a simulated run had to do at least: the work of each role and the longest chain, group by group. Pure.
+
+No overlap beats either. A role's slots can't do its work in less time than all of them busy, with rows as many as there
+can be. And a step that trains tokens at most s versions old takes, over any s + 1 steps in a row, the longest chain of
+what it trains: a rollout, its judgements, the last micro-batch, the update, the push.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+from grmpipe.capacity.cost import Costs
+from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, LEARNING, POLICY, VALUED, busiest_slot_s, is_on_cpu
+from grmpipe.types import JudgeReport, Prompt, Rollout
+from models.types import EngineSpeed
+from scheduler.placement import Placement
+
+GRM = "grm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNeeds:
+    """Of the groups that one step trained. work_s: of all processes of a role together."""
+
+    work_s: Mapping[str, float]
+    chain_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Seconds that a step takes at least, and why: `loads_s` of each process of a role, `chain_s`."""
+
+    step_s: float
+    loads_s: Mapping[str, float]
+    busiest_slot_s: float
+    chain_s: float
+
+
+@dataclass(slots=True)
+class _Needs:
+    """Of a group that hasn't ended."""
+
+    work_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    played_s: dict[int, float] = field(default_factory=dict)  # by sibling
+    chain_s: float = 0.0
+
+
+class Needs:
+    """A Journal that adds up. rows: of a role's engine, as many as can ever be in its batch."""
+
+    def __init__(self, costs: Costs, rows: Mapping[str, int], group_size: int, num_judgements: int) -> None:
+        self.steps: dict[int, StepNeeds] = {}
+        self._costs = costs
+        self._rows = rows
+        self._group_size = group_size
+        self._num_judgements = num_judgements
+        self._open: dict[str, _Needs] = {}
+        self._step: list[_Needs] = []
+
+    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
+        needs = self._open.setdefault(rollout.group_id, _Needs())
+        played_s = 0.0
+        for turn in rollout.turns:
+            speed, asked = self._costs.engines[POLICY], (len(turn.prompt_ids), turn.completion.num_tokens)
+            played_s += alone_s(speed, *asked)
+            needs.work_s[DRIVER] += self._costs.driver_request_s
+            needs.work_s[POLICY] += least_s(speed, *asked, rows=self._rows[POLICY], sharers=self._group_size)
+        needs.played_s[rollout.sibling] = played_s
+        last = rollout.turns[-1]
+        num_tokens = len(last.prompt_ids) + last.completion.num_tokens
+        needs.work_s[LEARNER] += num_tokens * self._costs.learner.token_s
+        if self._costs.critic is not None:
+            needs.work_s[CRITIC] += num_tokens * VALUED * self._costs.critic.token_s
+        needs.chain_s = max(needs.chain_s, played_s)
+
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+        if (needs := self._open.get(rollout.group_id)) is None or GRM not in self._costs.engines:
+            return
+        speed, longest_s = self._costs.engines[GRM], 0.0
+        for judgement in report.judgements:
+            asked = (len(judgement.prompt_ids), judgement.completion.num_tokens)
+            needs.work_s[GRM] += least_s(speed, *asked, rows=self._rows[GRM], sharers=self._num_judgements)
+            longest_s = max(longest_s, alone_s(speed, *asked))
+            needs.work_s[DRIVER] += self._costs.driver_request_s
+        needs.chain_s = max(needs.chain_s, needs.played_s[rollout.sibling] + longest_s)
+
+    def group_ended(
+        self,
+        group_id: str,
+        draw: int,
+        prompt_id: str,
+        outcome: Literal["trained", "dropped"],
+        step: int | None = None,
+        cause: str | None = None,
+        version: int | None = None,
+        early: bool = False,
+    ) -> None:
+        """What was dropped for nothing is no need of any step."""
+        needs = self._open.pop(group_id, None)
+        if needs is not None and outcome == "trained":
+            self._step.append(needs)
+
+    def close_step(self, step: int) -> None:
+        trained, self._step = self._step, []
+        learning = LEARNING if self._costs.critic is not None else (LEARNER,)
+        roles = (*self._costs.engines, *learning, *([DRIVER] if self._costs.driver_request_s else []))
+        work_s = {role: sum(needs.work_s[role] for needs in trained) for role in roles}
+        chain_s = max(needs.chain_s for needs in trained)
+        self.steps[step] = StepNeeds(work_s=work_s, chain_s=chain_s + self._costs.learner.step_s + self._costs.sync_s)
+
+
+def bound_of(steps: Sequence[StepNeeds], placement: Placement, costs: Costs, max_staleness: int) -> Bound:
+    """The least mean time of these steps. Synchronous ones are bound each for itself."""
+    loads = [loads_of(step, placement, costs) for step in steps]
+    busiest = [busiest_slot_s(placement, load, costs.cores) for load in loads]
+    chains = [step.chain_s for step in steps]
+    if max_staleness == 0:
+        step_s = fmean(map(max, zip(busiest, chains, strict=True)))
+    else:
+        step_s = max(fmean(busiest), fmean(chains) / (max_staleness + 1))
+    return Bound(
+        step_s=step_s,
+        loads_s={role: fmean(load[role] for load in loads) for role in loads[0]},
+        busiest_slot_s=fmean(busiest),
+        chain_s=fmean(chains),
+    )
+
+
+def loads_of(step: StepNeeds, placement: Placement, costs: Costs) -> dict[str, float]:
+    """Seconds of work for each process of a role. A push stops the learner and the policy's engines."""
+    loads = {}
+    for role, work_s in step.work_s.items():
+        loads[role] = work_s if role in (*LEARNING, DRIVER) else work_s / len(placement.seats[role])
+    loads[LEARNER] += costs.learner.step_s + costs.sync_s
+    if costs.critic is not None:
+        loads[CRITIC] += costs.critic.step_s
+    paused, pushing = placement.seats[POLICY][0], placement.seats[LEARNER][0]
+    on_cores = costs.cores and is_on_cpu(placement, paused)  # who pauses leaves its core to others
+    if paused.pool != pushing.pool and not on_cores:  # on one slot a push counts once
+        loads[POLICY] += costs.sync_s
+    return loads
+
+
+def alone_s(speed: EngineSpeed, prompt_tokens: int, num_tokens: int) -> float:
+    """A request with an engine of its own."""
+    joining_s = speed.request_s + prompt_tokens * speed.prefill_token_s
+    return joining_s + decode_s(speed, prompt_tokens, num_tokens, rows=1)
+
+
+def least_s(speed: EngineSpeed, prompt_tokens: int, num_tokens: int, *, rows: int, sharers: int) -> float:
+    """A request's part of full batches; of its prompt's prefill, one of those that share it pays."""
+    joining_s = speed.request_s + prompt_tokens * speed.prefill_token_s / sharers
+    return joining_s + decode_s(speed, prompt_tokens, num_tokens, rows=rows)
+
+
+def decode_s(speed: EngineSpeed, prompt_tokens: int, num_tokens: int, *, rows: int) -> float:
+    read = num_tokens * prompt_tokens + num_tokens * (num_tokens - 1) // 2
+    return num_tokens * (speed.step_s / rows + speed.row_s) + read * speed.cached_token_s

@@ -1,0 +1,163 @@
+"""What is wrong with a key that a user typed, and what to type instead. Knows Hydra's words, not Hydra."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+
+from grmpipe.config.run_config import ROLES, RunConfig
+
+NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
+OWN = ("path", "file")  # choices of a group that say: one of my own
+
+
+def explain(error: Exception) -> str:
+    """One readable message for what Hydra or OmegaConf found wrong while composing."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    return next(filter(None, (reading(text) for reading in READINGS)))
+
+
+# -- keys ----------------------------------------------------------------------------------------------------------
+
+
+def known_keys(beside: str = "") -> list[str]:
+    """Every key with a fixed name, sections included; of sections with members of any name, those of `beside`."""
+    keys = []
+    for key, hint in _keys(RunConfig):
+        keys.append(key)
+        if (member := _member_of(hint)) and beside.startswith(f"{key}."):
+            name = beside.removeprefix(f"{key}.").split(".")[0]
+            keys += [inner for inner, _ in _keys(member, f"{key}.{name}.")]
+    return keys
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """The message for a key that doesn't exist: with the nearest that do, or with all that its section has."""
+    if near := nearest(key, known):
+        return f"unknown key {key!r}; did you mean {' or '.join(near)}?"
+    section = key.rpartition(".")[0]
+    beside = [leaf_of(other) for other in known if section and other.rpartition(".")[0] == section]
+    return f"unknown key {key!r}" + (f"; {section} has {', '.join(beside)}" if beside else "")
+
+
+def nearest(key: str, known: Sequence[str]) -> list[str]:
+    """Known keys that may have been meant, the likeliest first."""
+    section, _, leaf = key.rpartition(".")
+    by_likeness = sorted(known, key=lambda other: -difflib.SequenceMatcher(None, key, other).ratio())
+    # The right leaf in the wrong section is the commonest slip of all.
+    if same_leaf := [other for other in by_likeness if leaf_of(other) == leaf]:
+        return same_leaf[:3]
+    beside = [leaf_of(other) for other in known if other.rpartition(".")[0] == section]
+    if close := difflib.get_close_matches(leaf, beside, n=2, cutoff=0.6):
+        return [f"{section}.{name}" if section else name for name in close]
+    return difflib.get_close_matches(key, known, n=2, cutoff=0.8)
+
+
+def leaf_of(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+# -- what Hydra says, read -------------------------------------------------------------------------------------------
+
+
+def no_such_choice(text: str) -> str:
+    """A file that a group of conf/ doesn't have."""
+    found = re.search(r"Could not (?:find|load) '([^']+)'", text)
+    if not found:
+        return ""
+    told = re.search(r"Available options in '([^']+)':\n((?:\t[^\n]*\n?)*)", text)
+    group = told[1] if told else found[1].rpartition("/")[0]
+    name, options = found[1].removeprefix(f"{group}/"), told[2].split() if told else []
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
+    message = f"{group}: there is no {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+    if options:
+        message += f"{' There' if near else '; there'} are {', '.join(options)}"
+    own = [option for option in OWN if option in options]
+    return message + (f"; for one of your own type {group}={own[0]} {group}.path={name}" if own and not near else "")
+
+
+def chosen_twice(text: str) -> str:
+    found = re.search(r"Multiple values for (\S+)\. To override a value use 'override \S+: ([^']+)'", text)
+    return f"{found[1]}: is chosen already; to choose another type {found[1]}={found[2]}, without +" if found else ""
+
+
+def no_assignment(text: str) -> str:
+    found = re.search(r"Error parsing override '([^']*)'\nmissing EQUAL", text)
+    return f"{found[1]}: is not of the form key=value, as +experiment=quickstart is" if found else ""
+
+
+def no_such_member(text: str) -> str:
+    """A member that a section of named ones doesn't have: OmegaConf adds it only together with the section."""
+    missing = "is not in struct" in text or re.search(r"Error merging override \+.* is not a subclass of", text, re.S)
+    typed = re.search(r"(?:To append to your config use|Error merging override) \+{1,2}([^=\s]+)=(.*)", text)
+    if not missing or not typed:
+        return ""
+    key, value = typed.groups()
+    for section in (section for section, hint in _keys(RunConfig) if _member_of(hint)):
+        if key == section:
+            return f"{section}: holds none of that name yet; to add one type '+{section}={value}'"
+        if key.startswith(f"{section}."):
+            names = key.removeprefix(f"{section}.").split(".")
+            if section == "placement.roles" and names[0] not in ROLES:
+                return unknown_key(f"{section}.{names[0]}", [f"{section}.{role}" for role in ROLES])
+            for name in reversed(names):
+                value = f"{{{name}: {value}}}"
+            return f"{section}.{names[0]}: {section} has no {names[0]} yet; to add one type '+{section}={value}'"
+    return ""
+
+
+def not_there_yet(text: str) -> str:
+    """A key of a section whose keys are the user's own."""
+    found = re.search(r"Could not override '([^']+)'", text)
+    for section, hint in _keys(RunConfig) if found else ():
+        own_keys = typing.get_origin(hint) is dict and not _member_of(hint)
+        if found and own_keys and f"{found[1]}.".startswith(f"{section}."):
+            return f"{found[1]}: {section} doesn't hold it yet; to add it type +{found[1]}=..."
+    return ""
+
+
+def no_single_value(text: str) -> str:
+    """A value where there are keys."""
+    found = re.search(r"Error merging override ([^=+\s]+)=.*is not a subclass of \w+\. value: (\S+)", text, re.S)
+    inner = [key for key in known_keys(f"{found[1]}.") if key.rpartition(".")[0] == found[1]] if found else []
+    if not found or not inner:
+        return ""
+    return f"{found[1]}: has keys of its own ({', '.join(map(leaf_of, inner))}); type {inner[0]}={found[2]}"
+
+
+def no_such_key(text: str) -> str:
+    found = re.search(r"Could not override '([^']+)'", text) or re.search(r"full_key: (\S+)", text)
+    if not found or not ("not in" in text or "Key '" in text):
+        return ""
+    return unknown_key(found[1], known_keys(found[1]))
+
+
+def as_it_is(text: str) -> str:
+    """With the key in front, and without what is for Hydra's developers."""
+    found = re.search(r"Could not override '([^']+)'", text) or re.search(r"full_key: (\S+)", text)
+    said = [line.strip() for line in text.splitlines() if line.strip()]
+    useful = list(dict.fromkeys(line for line in said if not line.startswith(NOISE)))
+    return f"{found[1]}: {useful[0]}" if found and useful else " ".join(useful or said)
+
+
+READINGS = (
+    no_such_choice, chosen_twice, no_assignment, no_such_member, not_there_yet, no_single_value, no_such_key, as_it_is,
+)  # fmt: skip
+
+
+def _member_of(hint: object) -> type | None:
+    """Of a section whose members have any names: what each of them is."""
+    inner = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
+
+
+def _keys(cls: type, path: str = "") -> Iterator[tuple[str, object]]:
+    hints = typing.get_type_hints(cls)
+    for spec in dataclasses.fields(cls):
+        hint, key = hints[spec.name], f"{path}{spec.name}"
+        yield key, hint
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from _keys(hint, f"{key}.")

@@ -1,0 +1,98 @@
+"""What may differ between a run and its resumption."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.secrets import is_secret_key, without_secrets
+from grmpipe.observe.redact import SEALED, seal
+
+# A key may change where it changes neither the tokens of a sample nor a verdict on it, nor what the algorithm makes of
+# both: how long and how fast the run learns, how patient it is, what it looks at, and who does the work.
+FREE_ON_RESUME = (
+    "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "balance", "plan",
+    "simulate", "evaluate", "watch",
+    # Who samples may change: every token brings its log-prob and version along.
+    "engine", "policy.engine", "policy.engine_options", "policy.lora.sync", "grm.engine", "grm.engine_options",
+    "grm.lora.sync",
+    # The learning rate is a function of the share of the run that is done.
+    "train.num_steps", "train.lr", "train.warmup_steps", "train.schedule", "train.max_grad_norm",
+    "critic.lr", "critic.lr_warmup_steps", "critic.max_grad_norm", "cotrain.lr",
+    # How a batch is cut, and when it is saved: the same gradients.
+    "train.micro_batch_tokens", "train.shared_prompts", "train.activation_checkpointing", "train.checkpoint_every",
+    "train.async_checkpoints", "train.keep_checkpoints", "train.export_dtype",
+    "critic.micro_batch_tokens", "meta.max_batch_tokens",
+    # Deadlines, pauses, how often is asked again, and how much at once: they decide what fails, never what is said.
+    "judge.timeout_s", "judge.min_tokens_per_s", "judge.reasks", "judge.max_failure_rate", "judge.failure_window",
+    "judge.pause_s", "judge.width", "rollout.max_failure_rate", "rollout.failure_window", "rollout.pause_s",
+    "rollout.group_deadline_s", "rollout.min_tokens_per_s", "rollout.width",
+    # What the alarm listens to.
+    "judge.anchors", "judge.anchor_every", "judge.anchor_min_score_rise", "judge.anchor_min_gold_fall",
+    # Sizes that only a plan reads.
+    "policy.shape", "grm.shape",
+)  # fmt: skip
+# But not, of engines, what decides which prompts fit, or may make another model of the same files.
+ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
+BOUND_ON_RESUME = ("max_context_tokens", "options", "extra_body", "chat_markup")
+UNTOLD = ("resume", "run_dir")  # how the run is called
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A key that a resume changes. Secrets are told by a hash."""
+
+    key: str
+    old: str
+    new: str
+
+
+def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
+    """Keys that differ and may not between a run and its resumption, as `key: old -> new`, without secrets.
+
+    A secret may differ: a key that was rotated makes no other model.
+    """
+    before, after = (dict(_leaves(dataclasses.asdict(config))) for config in (old, new))
+    was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
+    return [
+        f"{key}: {was.get(key)} -> {_as_told(was.get(key), now.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not free_on_resume(key)
+        if was.get(key) != _as_told(was.get(key), now.get(key)) and not _is_secret(key, was.get(key), now.get(key))
+    ]
+
+
+def changes_on_resume(old: RunConfig, new: RunConfig) -> tuple[Change, ...]:
+    """Keys that differ and may."""
+    was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
+    return tuple(
+        Change(key=key, old=str(was.get(key)), new=str(_as_told(was.get(key), now.get(key))))
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != _as_told(was.get(key), now.get(key)) and free_on_resume(key) and key not in UNTOLD
+    )
+
+
+def _is_secret(key: str, *values: object) -> bool:
+    """Numbers under such a name are counts."""
+    return is_secret_key(key) and all(value is None or isinstance(value, str) for value in values)
+
+
+def _as_told(old: object, new: object) -> object:
+    """The new value as a hash, where only a hash is known of the old one."""
+    return seal(new) if isinstance(old, str) and isinstance(new, str) and SEALED.fullmatch(old) else new
+
+
+def free_on_resume(key: str) -> bool:
+    names = key.split(".")
+    under = any(names[: len(free)] == free for free in (section.split(".") for section in FREE_ON_RESUME))
+    return under and not (key.startswith(ENGINE_KEYS) and any(name in BOUND_ON_RESUME for name in names))
+
+
+def _leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value

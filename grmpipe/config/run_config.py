@@ -1,0 +1,298 @@
+"""RunConfig: everything a user can set, by section, and what its sections must agree on. It starts nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+
+from grmpipe.config.capacity import PlanConfig
+from grmpipe.config.cotrain import CotrainConfig
+from grmpipe.config.critic import CriticConfig, check_critic
+from grmpipe.config.data import DataConfig
+from grmpipe.config.evaluation import EvaluateConfig
+from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig
+from grmpipe.config.judge_monitor import WatchConfig
+from grmpipe.config.meta_rm import MetaConfig
+from grmpipe.config.rft import FinetuneConfig
+from grmpipe.config.tracking import TrackingConfig
+from grmpipe.config.train import (
+    AlgorithmConfig,
+    TrainConfig,
+    check_interpolated,
+    check_pass_k,
+    check_replay,
+    check_spread,
+)
+from grmpipe.judge.label_settings import LabelConfig
+from grmpipe.rollout.settings import RolloutConfig
+from grmpipe.simulation.settings import SimulateConfig
+from models.settings import AUTO, ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
+from scheduler.placement import ClusterConfig, PlacementConfig
+from scheduler.slots.balance import BalanceConfig
+from scheduler.slots.health import HealthConfig
+from scheduler.weights.weight_sync import SyncConfig
+
+TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "report", "doctor")
+RESUMES = ("never", "auto")
+ENVS = ("single_turn",)
+ROLES = ("policy", "learner", "grm", "grm_learner", "meta", "critic")  # that a placement may seat
+BY_DEVICE = {True: "bfloat16", False: "float32"}  # what dtype=auto comes to, on a GPU and elsewhere
+ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline", "gae")
+
+
+class ConfigError(ValueError):
+    """A bad configuration, in words a user can act on. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """What the policy acts in."""
+
+    kind: str = "single_turn"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ENVS:
+            raise ValueError(f"kind: unknown env {self.kind!r}; known: {', '.join(ENVS)}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run. Sections are owned, and checked, by the rooms they configure."""
+
+    task: str = "train"
+    experiment: str = "default"
+    seed: int = 0
+    run_dir: str | None = None  # default: runs/<experiment>/<date>_<time>
+    resume: str = "never"  # auto: go on from the run's last checkpoint
+    objective: str = "eval.final.grm_score"  # a path into summary.json; what a sweep maximises
+    policy: ModelConfig = field(default_factory=ModelConfig)
+    grm: ModelConfig = field(default_factory=lambda: ModelConfig(path="tiny://grm"))
+    meta: MetaConfig = field(default_factory=MetaConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    labels: LabelConfig = field(default_factory=LabelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    cotrain: CotrainConfig = field(default_factory=CotrainConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
+
+    def __post_init__(self) -> None:
+        self._choose_by_device()
+        if self.task not in TASKS:
+            raise ValueError(f"task: unknown task {self.task!r}; known: {', '.join(TASKS)}")
+        if self.resume not in RESUMES:
+            raise ValueError(f"resume: unknown value {self.resume!r}; known: {', '.join(RESUMES)}")
+        if not re.fullmatch(r"[\w-][\w.-]*", self.experiment):  # it names a folder under runs/
+            raise ValueError(
+                f"experiment: may hold letters, digits, '_', '-' and, not as the first, '.', got {self.experiment!r}"
+            )
+        check_pass_k(self.algorithm, self.train.group_size)
+        check_replay(self.algorithm, self.train.max_staleness)
+        check_interpolated(self.algorithm, self.train.max_staleness)
+        check_spread(self.algorithm, self.judge.num_judgements)
+        check_critic(self.critic, self.algorithm, self.train)
+        if self.policy.engine not in ENGINES_OF_THE_POLICY:
+            raise ValueError(
+                f"policy.engine: {self.policy.engine} takes no weights and gives no log-probs, so it can't serve a "
+                f"model in training; type policy.engine={' or '.join(ENGINES_OF_THE_POLICY)}"
+            )
+        if self.judge_is_outside and self.grm.path.startswith("tiny://"):
+            raise ValueError(
+                f"grm.path: {self.grm.path} is a model of this project; with grm.engine=openai type the model's name "
+                "at engine.openai.base_url, as in grm.path=gpt-4.1-mini"
+            )
+        if self.judge.structured and self.judged_by_model and self.grm.engine not in ENGINES_WITH_GRAMMAR:
+            raise ValueError(
+                f"judge.structured: {self.grm.engine} can't hold a judgement to a form; "
+                f"type judge.structured=false, or grm.engine={' or '.join(ENGINES_WITH_GRAMMAR)}"
+            )
+
+        for role in self.placement.roles:
+            if role not in ROLES:
+                raise ValueError(f"placement.roles.{role}: there is no such role; known: {', '.join(ROLES)}")
+        self._check_replay()
+        self._check_cotrain()
+        self._check_critic()
+        self._check_lora()
+        self._check_meta()
+        self._check_simulated()
+        if self.judge.kind == "label" or self.cotrain.enabled:
+            self._check_labels()
+        if self.task == "finetune" and self.judge.kind != "label":
+            raise ValueError("task: finetune learns from labelled judgements; type judge=label data.path=... as well")
+
+    def _choose_by_device(self) -> None:
+        """What `auto` and null come to, by where a role sits: below here nobody asks for the device again."""
+        chosen: dict[str, object] = {
+            role: dataclasses.replace(model, dtype=BY_DEVICE[self.on_gpu(role)])
+            for role, model in (("policy", self.policy), ("grm", self.grm))
+            if model.dtype == AUTO
+        }
+        train, on_gpu = self.train, self.on_gpu("learner")
+        if train.dtype == AUTO:
+            train = dataclasses.replace(train, dtype=BY_DEVICE[on_gpu])
+        if train.activation_checkpointing is None:
+            train = dataclasses.replace(train, activation_checkpointing=on_gpu)
+        for name, section in (chosen | {"train": train}).items():
+            object.__setattr__(self, name, section)
+
+    def on_gpu(self, role: str) -> bool:
+        """Does its place have GPUs? A role without one is taken to be on cores."""
+        where = self.placement.roles.get(role)
+        pool = self.placement.pools.get(where.pool) if where is not None else None
+        return pool is not None and pool.resource == "gpu"
+
+    def _check_labels(self) -> None:
+        low, high = self.judge.score_min, self.judge.score_max
+        if not low < self.labels.pass_score <= high:
+            raise ValueError(
+                f"labels.pass_score: must be above judge.score_min = {low} and at most judge.score_max = {high}, "
+                f"got {self.labels.pass_score}"
+            )
+
+    def _check_replay(self) -> None:
+        """Only the learner is there to work."""
+        if self.data.replay is None:
+            return
+        if self.task != "train":
+            raise ValueError(f"data.replay: task={self.task} replays nothing; type task=train, or data.replay=null")
+        alone = "data.replay trains the policy alone"
+        if self.cotrain.enabled:
+            raise ValueError(f"cotrain.enabled: {alone}; type cotrain.enabled=false")
+        if self.critic.enabled:
+            raise ValueError(f"critic.enabled: {alone}; type critic=none algorithm.estimator=grpo")
+
+    def _check_meta(self) -> None:
+        """A vote that asks a meta-RM has one, and something for it to read."""
+        if not self.guided_by_meta:
+            return
+        if self.task in ("plan", "simulate"):
+            raise ValueError(
+                f"judge.vote: task={self.task} knows no meta-RM, whose work is small beside the GRM's; to see the rest "
+                "of the run type judge.vote=mean"
+            )
+        if self.judge_is_outside:
+            raise ValueError(
+                f"judge.vote: {self.judge.vote} asks a meta-RM, which reads the judge's tokens, and an endpoint shows "
+                "none; type judge.vote=mean"
+            )
+        if self.meta.path is None:
+            raise ValueError(
+                f"meta.path: judge.vote={self.judge.vote} asks a meta-RM, and there is none; train one by "
+                "+experiment=train_meta_rm and type meta.path=<its run_dir>/meta, or judge.vote=mean"
+            )
+
+    def _check_lora(self) -> None:
+        """Adapters go to who applies them, and are of a model that learns."""
+        for role, model in (("policy", self.policy), ("grm", self.grm)):
+            if model.lora.in_engines and model.engine != "embedded":
+                raise ValueError(
+                    f"{role}.lora.sync: {model.engine} gets no adapters by themselves; type {role}.lora.sync=merged, "
+                    f"or {role}.engine=embedded"
+                )
+        # Where the judge itself is the policy, its settings are taken from those of the GRM.
+        if self.grm.lora.learns and not (self.cotrain.enabled or self.judge.kind == "label"):
+            raise ValueError(
+                "grm.lora.rank: the GRM doesn't learn in this run; type grm.lora.rank=0, or cotrain.enabled=true"
+            )
+        if self.policy.lora.learns and self.task == "train_meta":
+            raise ValueError("policy.lora.rank: task=train_meta trains a meta-RM, whole; type policy.lora.rank=0")
+
+    def _check_simulated(self) -> None:
+        """A scripted GRM must know how many scores are wanted of it."""
+        if self.task != "simulate":
+            return
+        if self.judge.kind == "own":
+            raise ValueError("judge.kind: task=simulate knows no judge of yours; to see the rest type judge=rule")
+        if self.judged_by_model and self.judge.protocol in ("rubric", "steps"):
+            raise ValueError(
+                f"judge.protocol: task=simulate doesn't know how many scores a judgement by {self.judge.protocol} has; "
+                "to see the rest of the run type judge=pointwise"
+            )
+
+    def _check_cotrain(self) -> None:
+        """A GRM that learns is here, draws its judgements, and is compared within groups."""
+        if not self.cotrain.enabled:
+            return
+        if not self.judged_by_model or self.judge_is_outside:
+            raise ValueError(
+                "cotrain.enabled: there is no GRM of ours to train: judge.kind=generative (or mixed) with a grm.path "
+                "and an engine here has one"
+            )
+        if self.task in ("plan", "simulate"):
+            raise ValueError(
+                f"cotrain.enabled: task={self.task} knows one learner only; to see the rest of the run type "
+                "cotrain.enabled=false"
+            )
+        if self.judge.protocol == "pairwise" and self.cotrain.own_share > 0:
+            raise ValueError(
+                "cotrain.own_share: a judge of pairs can't learn from single rollouts; type cotrain.own_share=0, and "
+                "give rankings as cotrain.data_path"
+            )
+        if not self.judge.temperature > 0:
+            raise ValueError("cotrain.enabled: greedy judgements are all alike; type judge.temperature=1")
+        if self.algorithm.estimator in ESTIMATORS_OF_A_BATCH:
+            raise ValueError(
+                f"algorithm.estimator: {self.algorithm.estimator} compares over a whole batch, whose groups may be "
+                "judged by different versions of a GRM that learns; with cotrain.enabled type algorithm.estimator=grpo"
+            )
+
+    def _check_critic(self) -> None:
+        """It learns beside a policy that is played and judged, by a judge that stays as it is."""
+        if not self.critic.enabled:
+            return
+        if self.task in ("finetune", "train_meta"):
+            raise ValueError(
+                f"critic.enabled: task={self.task} asks no critic; type critic=none algorithm.estimator=grpo"
+            )
+        if self.cotrain.enabled:
+            raise ValueError(
+                "critic.enabled: what a critic expects is by the scale of one judge, and a GRM that learns moves it; "
+                "type critic=none algorithm.estimator=grpo, or cotrain.enabled=false"
+            )
+        if self.data.replay is not None:
+            raise ValueError(
+                "critic.enabled: data.replay trains the policy alone; type critic=none algorithm.estimator=grpo"
+            )
+
+    @property
+    def judged_by_model(self) -> bool:
+        """Is there a GRM, here or outside?"""
+        return self.judge.kind == "generative" or (self.judge.kind == "mixed" and "generative" in self.judge.mix)
+
+    @property
+    def judge_is_outside(self) -> bool:
+        """Does the GRM live behind somebody else's endpoint? It takes no place then, and no files."""
+        return self.judged_by_model and self.grm.engine == "openai"
+
+    @property
+    def guided_by_meta(self) -> bool:
+        """Does the vote ask a meta-RM? One in training guides nobody."""
+        nobody = self.task == "train_meta" or self.data.replay is not None
+        return self.judged_by_model and self.judge.vote in VOTES_WITH_META and not nobody
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that need a place."""
+        if self.data.replay is not None:
+            return ("learner",)
+        seated = self.judged_by_model and not self.judge_is_outside
+        roles = ("policy", "learner", "grm") if seated else ("policy", "learner")
+        asks_critic = self.critic.enabled and self.task != "evaluate"
+        more = {"grm_learner": self.cotrain.enabled, "meta": self.guided_by_meta, "critic": asks_critic}
+        return (*roles, *(role for role, needed in more.items() if needed))

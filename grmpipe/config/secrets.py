@@ -1,0 +1,103 @@
+"""The configuration as it may be written and shown: without secrets. Pure; it writes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.observe.redact import environment_secrets, looks_secret, mask, seal
+
+
+class FromEnvironment(str):
+    """A value that came from the environment. typed: what stands for it in the configuration, as `${oc.env:NAME}`."""
+
+    typed: str
+
+    def __new__(cls, value: str, typed: str = "") -> FromEnvironment:
+        text = super().__new__(cls, value)
+        text.typed = typed
+        return text
+
+
+def noted(value: Any, typed: Any, known: frozenset[str] = frozenset()) -> Any:
+    """Resolved values, those from the environment as FromEnvironment.
+
+    typed: the same before interpolations were resolved. known: values from the environment that others may refer to.
+    """
+    if isinstance(typed, str):
+        if not came_from_environment(value, typed, known):
+            return value
+        return all_noted(value, typed)
+    if isinstance(value, Mapping):
+        return {name: noted(entry, typed[name], known) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [noted(entry, one, known) for entry, one in zip(value, typed, strict=True)]
+    return value
+
+
+def came_from_environment(value: Any, typed: str, known: frozenset[str]) -> bool:
+    if "${" not in typed:
+        return False
+    return "oc.env" in typed or (isinstance(value, str) and any(text in value for text in known))
+
+
+def all_noted(value: Any, typed: str) -> Any:
+    """What one interpolation came to; parts of a mapping or list have no text of their own."""
+    if isinstance(value, Mapping):
+        return {name: all_noted(entry, "") for name, entry in value.items()}
+    if isinstance(value, list):
+        return [all_noted(entry, "") for entry in value]
+    return FromEnvironment(value, typed) if isinstance(value, str) and value else value
+
+
+def texts_from_environment(value: Any) -> frozenset[str]:
+    if isinstance(value, Mapping):
+        return frozenset().union(*(texts_from_environment(entry) for entry in value.values()))
+    if isinstance(value, list):
+        return frozenset().union(*(texts_from_environment(entry) for entry in value))
+    return frozenset({str(value)}) if isinstance(value, FromEnvironment) else frozenset()
+
+
+def plain(value: Any) -> Any:
+    """The same values with plain texts, for whoever takes no subclass of str."""
+    if isinstance(value, Mapping):
+        return {name: plain(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    return str(value) if isinstance(value, FromEnvironment) else value
+
+
+def without_secrets(config: RunConfig, stays_typed: Callable[[str], bool]) -> dict[str, Any]:
+    """Nested values. Texts under secret-looking names, and those from the environment in free-form sections
+    (`extra_body`, `options`), as hashes.
+
+    stays_typed: of which other keys the interpolation is written, not its value.
+    """
+    secrets = environment_secrets()
+
+    def written(value: Any, key: str, free_form: bool) -> Any:
+        if dataclasses.is_dataclass(value):
+            names = (spec.name for spec in dataclasses.fields(value))
+            return {name: written(getattr(value, name), f"{key}.{name}".lstrip("."), False) for name in names}
+        if isinstance(value, Mapping):
+            return {name: written(entry, f"{key}.{name}", True) for name, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [written(entry, key, free_form) for entry in value]
+        if not isinstance(value, str):
+            return value
+        from_environment = isinstance(value, FromEnvironment)
+        if is_secret_key(key) or (from_environment and free_form):
+            return seal(value)
+        if isinstance(value, FromEnvironment) and value.typed and stays_typed(key):
+            return value.typed
+        return mask(str(value), secrets)
+
+    values: dict[str, Any] = written(config, "", False)
+    return values
+
+
+def is_secret_key(key: str) -> bool:
+    """Does any name on the path to a value look like a secret's?"""
+    return any(looks_secret(name) for name in key.split("."))

@@ -1,0 +1,166 @@
+"""YAML and overrides -> RunConfig, and back. The only room that knows OmegaConf."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import TypeVar
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from grmpipe.config.key_errors import unknown_key
+from grmpipe.config.resume_rules import free_on_resume
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.secrets import noted, plain, texts_from_environment, without_secrets
+from scheduler.placement import PlacementConfig
+
+Config = TypeVar("Config")
+ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
+
+
+def schema() -> object:
+    """A mutable twin of RunConfig for Hydra to merge YAML and overrides into, typed key by key."""
+    return _thawed(RunConfig)
+
+
+def build(config: DictConfig) -> RunConfig:
+    """The checked configuration. Raises ConfigError naming the key."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        typed = OmegaConf.to_container(config, resolve=False)
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
+    direct = noted(values, typed)
+    values = noted(values, typed, texts_from_environment(direct))
+    return from_values(RunConfig, typing.cast(Mapping[str, object], values))
+
+
+def from_values(cls: type[Config], values: Mapping[str, object], path: str = "") -> Config:
+    """A (nested) frozen dataclass from plain values. An error of a section's own check gets the section's key."""
+    hints = typing.get_type_hints(cls)
+    known = {spec.name for spec in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise ConfigError(unknown_key(f"{path}{name}", [f"{path}{other}" for other in known]))
+    built = {name: _value(hints[name], value, f"{path}{name}") for name, value in values.items()}
+    try:
+        return cls(**built)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path}{error}") from error
+
+
+def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config:
+    """A section with some of its values replaced, typed and checked as if they had been set there."""
+    known = [spec.name for spec in dataclasses.fields(section)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise ConfigError(unknown_key(f"{path}{name}", [f"{path}{other}" for other in known]))
+    try:
+        old, new = plain(dataclasses.asdict(section)), plain(values)  # type: ignore[call-overload]
+        typed = OmegaConf.merge(OmegaConf.structured(_thawed(type(section))), old, new)
+        merged = OmegaConf.to_container(typed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}{error.full_key}: {str(error).splitlines()[0]}") from error
+    return from_values(type(section), typing.cast(Mapping[str, object], merged), path)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Without secrets (see config_secrets.py)."""
+    return OmegaConf.to_yaml(OmegaConf.create(without_secrets(config, free_on_resume)))
+
+
+def placement_yaml(placement: PlacementConfig) -> str:
+    """The `placement` block alone, as a file of conf/placement/ has it."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(placement))))
+
+
+def read_yaml(path: Path) -> RunConfig:
+    """A run's own config.yaml. What it takes from a variable that isn't set here stays as typed."""
+    try:
+        text = ENVIRONMENT.sub(
+            lambda found: found[0] if found[1] in os.environ else "\\" + found[0], path.read_text("utf-8")
+        )
+        return build(typing.cast(DictConfig, OmegaConf.create(text)))
+    except (ValueError, TypeError, OmegaConfBaseException, YAMLError, OSError) as error:
+        raise ConfigError(f"{path} can't be read: {str(error).splitlines()[0]}") from error
+
+
+def torn_off(path: Path) -> list[str]:
+    """Keys that a run's own config.yaml lacks where its end is cut off; none where it isn't. What can't be read at all
+    is read_yaml's to tell."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        written = OmegaConf.to_container(OmegaConf.create(text))
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError):
+        return []
+    known = list(_keys(dataclasses.asdict(RunConfig())))
+    there = set(_keys(written if isinstance(written, dict) else {}))
+    if known[-1] in there and text.endswith("\n"):
+        return []
+    return [key for key in known if key not in there] or [f"the end of {known[-1]}"]
+
+
+def _keys(values: Mapping[typing.Any, object], path: str = "") -> Iterator[str]:
+    """Dotted, in their order, without sections."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _keys(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def _value(hint: object, value: object, path: str) -> object:
+    """Rebuild dataclasses at any depth of dicts."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return from_values(hint, typing.cast(Mapping[str, object], value), f"{path}.")
+    if typing.get_origin(hint) is dict:
+        inner = typing.get_args(hint)[1]
+        items = typing.cast(Mapping[str, object], value).items()
+        return {key: _value(inner, item, f"{path}.{key}") for key, item in items}
+    return value
+
+
+def _thawed(cls: type) -> type:
+    """OmegaConf makes frozen dataclasses read-only, also for the YAML that is to fill them."""
+    hints = typing.get_type_hints(cls)
+    fields = []
+    for spec in dataclasses.fields(cls):
+        hint, value = _thawed_hint(hints[spec.name]), _default(spec)
+        if dataclasses.is_dataclass(value):
+            fields.append((spec.name, hint, field(default_factory=functools.partial(_fill, hint, value))))
+        else:
+            fields.append((spec.name, hint, field(default_factory=functools.partial(copy.copy, value))))
+    return dataclasses.make_dataclass(cls.__name__, fields)
+
+
+def _default(spec: dataclasses.Field) -> object:
+    if spec.default_factory is not dataclasses.MISSING:
+        return spec.default_factory()
+    return MISSING if spec.default is dataclasses.MISSING else spec.default
+
+
+def _fill(section: object, values: object) -> object:
+    """A thawed section with its owner's defaults; its own sections fill themselves."""
+    plain = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}  # type: ignore[arg-type]
+    return section(**{k: v for k, v in plain.items() if not dataclasses.is_dataclass(v)})  # type: ignore[operator]
+
+
+def _thawed_hint(hint: object) -> object:
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _thawed(hint)
+    if typing.get_origin(hint) is dict:
+        key, value = typing.get_args(hint)
+        return dict[key, _thawed_hint(value)]  # type: ignore[valid-type, misc]
+    return hint

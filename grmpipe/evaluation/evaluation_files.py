@@ -1,0 +1,170 @@
+"""What task=evaluate shows and leaves behind: a table, evaluation.json, judged.jsonl, a picture. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.box import MINIMAL
+from rich.console import Console
+from rich.table import Table
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.scale import Scale
+from grmpipe.evaluation.against_labels import Evaluation, JudgedItem, SubsetResult, outcome_of
+from grmpipe.observe.plain_json import plain
+from grmpipe.types import Failed
+
+NO_PICTURE = "no picture: matplotlib isn't installed; type: pip install matplotlib"
+
+
+def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: Evaluation, scale: Scale) -> dict[str, str]:
+    """name -> what it is."""
+    (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
+    lines = (json.dumps(plain(line_of(one, scale)), ensure_ascii=False) + "\n" for one in judged)
+    (run_dir / "judged.jsonl").write_text("".join(lines), "utf-8")
+    files = {
+        "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
+        "judged.jsonl": "every item with its scores and critiques",
+        "summary.json": "the same in short",
+        "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
+    }
+    if draw(result, run_dir / "accuracy.png"):
+        files["accuracy.png"] = "accuracy over k"
+    return files
+
+
+def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
+    scores = one.verdict_scores(scale)
+    return {
+        "item_id": one.item.item_id,
+        "subset": one.item.subset,
+        "outcome": outcome_of(one.item, scores),
+        "scores": scores,
+        "failed": {i: r.verdict.cause for i, r in enumerate(one.reports) if isinstance(r.verdict, Failed)},
+        "judgements": [
+            {"siblings": judgement.siblings, "scores": judgement.scores, "text": judgement.completion.text}
+            for judgement in one.judgements
+        ],
+        "failures": [{"cause": failure.cause, "detail": failure.detail} for failure in one.failures],
+    }
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+def show(result: Evaluation, config: RunConfig, files: Mapping[str, str], run_dir: Path) -> None:
+    console = Console()
+    console.print(table_of(result))
+    if result.overall.with_meta:
+        console.print(meta_table_of(result))
+    for line in notes_on(result, config):
+        console.print(line, highlight=False, markup=False)
+    console.print(f"files in {run_dir}:", highlight=False)
+    for name, what in files.items():
+        console.print(f"  {name:<16} {what}", highlight=False)
+    if "accuracy.png" not in files and result.overall.by_k:
+        console.print(NO_PICTURE, highlight=False)
+
+
+def table_of(result: Evaluation) -> Table:
+    heads = ("items", "judged", "+-", *(f"k={k}" for k in result.overall.by_k), "tied", "failed")
+    return by_subset(result, "right, in percent of all items: failed and tied ones are not", heads, cells_of)
+
+
+def meta_table_of(result: Evaluation) -> Table:
+    """Beside the other one it would not fit 80 columns."""
+    heads = ("items", *(f"meta@{k}" for k in result.overall.with_meta))
+    return by_subset(result, "the same, by the better half of each vote", heads, meta_cells_of)
+
+
+def by_subset(
+    result: Evaluation, title: str, heads: Sequence[str], cells: Callable[[SubsetResult], Iterator[str]]
+) -> Table:
+    table = Table(title=title, box=MINIMAL, padding=0)
+    table.add_column("subset", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    rows = [*result.subsets.items(), ("overall", result.overall)]
+    for place, (name, subset) in enumerate(rows, start=1):
+        table.add_row(name, *cells(subset), end_section=place == len(rows) - 1)
+    return table
+
+
+def cells_of(subset: SubsetResult) -> Iterator[str]:
+    yield str(subset.judged.num_items)
+    shares = [subset.judged.accuracy, subset.judged.error, *(one.accuracy for one in subset.by_k.values())]
+    yield from map(percent, (*shares, subset.judged.tied_share, subset.judged.failed_share))
+
+
+def meta_cells_of(subset: SubsetResult) -> Iterator[str]:
+    yield str(subset.judged.num_items)
+    yield from (percent(one.accuracy) for one in subset.with_meta.values())
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def notes_on(result: Evaluation, config: RunConfig) -> Iterator[str]:
+    """What the table can't hold, a line each."""
+    yield "judged: by the judge's own verdicts, +- its standard error; a single response is right if it got its label"
+    num_failed = sum(result.failed_judgements.values())
+    if result.num_judgements:
+        yield f"judgements: {result.num_judgements} asked, {num_failed} failed{causes(result.failed_judgements)}"
+    if result.failed_items:
+        yield f"items without a verdict{causes(result.failed_items)}; none of them counts as right"
+    if result.tokens_by_k:
+        costs = ", ".join(f"{tokens:.0f} at k={k}" for k, tokens in result.tokens_by_k.items())
+        yield f"tokens sampled per item: {costs}"
+        yield f"smaller k: subsets of the same judgements, all or {config.evaluate.max_subsets} drawn, voted on again"
+    if result.score_error is not None:
+        yield f"scored responses: the score is {result.score_error:.2f} off the label on average"
+    names = {
+        "score_length_correlation": "score and length (characters), within a prompt: correlation",
+        "label_length_correlation": "label and length, in the data themselves: correlation",
+        "first_place_share": "the first one shown wins: share of comparing judgements",
+        "ties_share": "no single winner: share of comparing judgements",
+        "order_flips_share": "two judgements disagree, the two responses shown in the other order: share",
+        "noise_flips_share": "two judgements disagree, shown in the same order (sampling noise): share",
+    }
+    for name, told in names.items():
+        if name in result.bias:
+            yield f"{told} {result.bias[name]:.2f}"
+    if "order_flips_share" not in result.bias and num_failed < result.num_judgements:
+        yield "order flips: none to measure, this judge compares no two responses in both orders"
+
+
+def causes(counts: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{count} {cause}' for cause, count in sorted(counts.items()))})" if counts else ""
+
+
+# -- the picture ---------------------------------------------------------------------------------------------------
+
+
+def draw(result: Evaluation, path: Path) -> bool:
+    """Accuracy over k, overall and by subset. False where there is nothing to draw, or nothing to draw with."""
+    if not result.overall.by_k:
+        return False
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, subset in result.subsets.items():
+        axes.plot(list(subset.by_k), [one.accuracy for one in subset.by_k.values()], alpha=0.5, lw=1, label=name)
+    for label, by_k, style in (
+        ("overall", result.overall.by_k, "o-"), ("overall, with meta-RM", result.overall.with_meta, "s--")
+    ):  # fmt: skip
+        if by_k:
+            values, errors = [one.accuracy for one in by_k.values()], [one.error for one in by_k.values()]
+            axes.errorbar(list(by_k), values, yerr=errors, fmt=style, color="black", capsize=3, label=label)
+    axes.set(xscale="log", xlabel="judgements per vote (k)", ylabel="accuracy", title="The judge against labels")
+    axes.set_xticks(list(result.overall.by_k), [str(k) for k in result.overall.by_k], minor=False)
+    axes.minorticks_off()
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,0 +1,45 @@
+"""A judge that the user wrote: a class by its dotted path, made with `judge.options`. Judges nothing itself."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.judge.base import OneByOne, RolloutJudge
+from grmpipe.types import Judge
+
+
+def own_judge(config: JudgeConfig) -> Judge:
+    """An instance of `judge.target`: a Judge, which has `open`, or a RolloutJudge, which has `judge`.
+
+    Raises ValueError where the class can't be imported, can't be made, or is neither.
+    """
+    module_name, _, class_name = config.target.rpartition(".")
+    if not module_name:
+        raise ValueError(f"target: {config.target!r} is no dotted path; type it like my_package.my_module.MyJudge")
+    try:
+        made = vars(importlib.import_module(module_name))[class_name]
+    except KeyError as error:
+        raise ValueError(f"target: the module {module_name} has no {class_name}") from error
+    except Exception as error:  # importing runs the user's code
+        raise ValueError(
+            f"target: {module_name} can't be imported ({type(error).__name__}: {error}); install it, or put its folder "
+            "on PYTHONPATH"
+        ) from error
+    if not inspect.isclass(made):
+        raise ValueError(f"target: {config.target} is no class")
+    try:
+        judge = made(**config.options)
+    except Exception as error:  # so does making one
+        raise ValueError(
+            f"options: {config.target} can't be made with {config.options}: {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(judge, Judge):
+        return judge
+    if isinstance(judge, RolloutJudge):
+        return OneByOne(judge)
+    raise ValueError(
+        f"target: {config.target} is no judge: it needs `async def judge(self, prompt, rollout, priority=0)` that "
+        "gives a JudgeReport, or `open(self, prompt, group_id, size)` that gives a Hearing"
+    )

@@ -1,0 +1,145 @@
+"""Labelled work as lessons for a judge in training: what it is asked, and the rule that says whether it judged right.
+
+The prompt is the very one that judging uses; the label stands in its `reference`, in words that the rule reads. Asks
+no model.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.scale import Scale
+from grmpipe.judge.label_settings import LabelConfig
+from grmpipe.judge.parse import PARSERS, Parser
+from grmpipe.judge.prompt import JudgePrompt
+from grmpipe.judge.rule import RULES, Rule
+from grmpipe.judge.verdict import outcome
+from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse, Verdict
+from models.types import Message
+
+PROTOCOLS = ("pointwise", "listwise", "pairwise")
+SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
+BEST_LABEL = re.compile(r"best ([0-9]+) of ([0-9]+)")  # in the order shown, from 1
+RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); what can't be read is wrong, the format earns nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lessons:
+    """Makes lessons of labelled work, as a judge asks about it: of one response, of all at once, or of two."""
+
+    template: JudgePrompt
+    protocol: str
+    labels: LabelConfig
+
+    @staticmethod
+    def under(judge: JudgeConfig, labels: LabelConfig) -> Lessons:
+        """As `judge` asks in a run. Raises ValueError for a template that can't be had."""
+        if judge.protocol not in PROTOCOLS:
+            raise ValueError(
+                f"protocol: labels are of whole responses, and {judge.protocol} judges parts; "
+                f"type judge.protocol={' or '.join(PROTOCOLS)}"
+            )
+        if judge.principles == "ahead":
+            raise ValueError("principles: a lesson is one judgement, principles and all; type judge.principles=inline")
+        return Lessons(template=JudgePrompt.of(judge), protocol=judge.protocol, labels=labels)
+
+    def of(self, items: Sequence[Labelled]) -> tuple[Prompt, ...]:
+        """All that can be asked of each item: of rankings nothing by a judge of one response, of a single response
+        nothing by a judge of two. ValueError where that comes to nothing at all."""
+        lessons = [lesson for item in items for lesson in self._of(item)]
+        if not lessons:
+            wanted, way_out = ("rankings", "pointwise") if self.protocol == "pairwise" else ("scores", "listwise")
+            raise ValueError(
+                f"holds no {wanted}, which a {self.protocol} judge learns from; "
+                f"type judge.protocol={way_out}, with a template and a parser for it"
+            )
+        return tuple(lessons)
+
+    def right_or_wrong(self, lesson_id: str, prompt: Prompt, response: str, *, right: bool) -> Prompt:
+        """Of a response whose truth a rule knows: the judge is to pass it, or not to."""
+        return self._asked(lesson_id, prompt, [response], self._side(right))
+
+    def _of(self, item: Labelled) -> list[Prompt]:
+        if isinstance(item, ScoredResponse):
+            return [] if self.protocol == "pairwise" else [self._scored(item)]
+        best, others = item.best, [index for index in range(len(item.responses)) if index != item.best]
+        if self.protocol == "listwise":
+            return [self._ranked(item.item_id, item, [best, *others])]
+        if self.protocol == "pairwise":
+            return [self._ranked(f"{item.item_id}/{other}", item, [best, other]) for other in others]
+        return []
+
+    def _scored(self, item: ScoredResponse) -> Prompt:
+        exact = self.labels.rule == "exact"
+        label = f"exactly {item.score}" if exact else self._side(item.score >= self.labels.pass_score)
+        return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
+
+    def _ranked(self, lesson_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
+        """In an order of its own, the same in every run."""
+        order = random.Random(lesson_id).sample(shown, len(shown))
+        label = f"best {order.index(item.best) + 1} of {len(order)}"
+        return self._asked(lesson_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
+
+    def _asked(self, lesson_id: str, prompt: Prompt, texts: Sequence[str], label: str, source: str = "") -> Prompt:
+        message = Message(role="user", content=self.template.render(prompt, *texts))
+        return Prompt(prompt_id=lesson_id, messages=(message,), source=source, reference=label)
+
+    def _side(self, right: bool) -> str:
+        return f"{'at least' if right else 'below'} {self.labels.pass_score}"
+
+
+def judged_right(scores: Sequence[float], label: str) -> bool:
+    """Do scores, in the order shown, agree with a label? ValueError for one that isn't of this room."""
+    if match := BEST_LABEL.fullmatch(label):
+        best, count = int(match[1]) - 1, int(match[2])
+        return len(scores) == count and all(scores[best] > s for i, s in enumerate(scores) if i != best)
+    if not (match := SCORE_LABEL.fullmatch(label)):
+        raise ValueError(f"reference {label[:80]!r} is no label of a judgement")
+    (score,), bound = scores, int(match[2])
+    return {"exactly": score == bound, "at least": score >= bound, "below": score < bound}[match[1]]
+
+
+def num_scores(label: str) -> int:
+    """How many scores a judgement gives under this label."""
+    return int(match[2]) if (match := BEST_LABEL.fullmatch(label)) else 1
+
+
+def label_rule(parser: Parser, scale: Scale) -> Rule:
+    """Whether a judgement, as it was written, agrees with its label. One that can't be read doesn't."""
+
+    def is_right(text: str, label: str) -> bool:
+        scores = parser(text, num_scores(label), scale)
+        return not isinstance(scores, str) and judged_right(scores, label)
+
+    return is_right
+
+
+def rule_of(judge: JudgeConfig) -> Rule:
+    """What decides about right and wrong in a run: of answers, or of judgements where a judge is in training."""
+    if judge.kind != "label":
+        return RULES[judge.rule]
+    return label_rule(PARSERS[judge.parser], judge.scale)
+
+
+class LabelJudge:
+    """Judges a judge: +1 where a judgement agrees with its label, -1 where it doesn't, can't be read or was cut."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        assert prompt.reference is not None, f"{prompt.prompt_id}: lessons have labels"
+        right = rollout.status == "finished" and self._rule(rollout.text, prompt.reference)
+        reward, scale = RIGHT if right else WRONG, Scale()
+        verdict = Verdict(
+            rewards=outcome(rollout, reward),
+            score=scale.high if right else scale.low,
+            breakdown={"label": reward},
+            agreement=0.0,
+            num_judgements=1,
+        )
+        return JudgeReport(verdict=verdict)

@@ -1,0 +1,76 @@
+"""Limits on metrics: which are exceeded, and in what words. Pure; pauses and stops nothing itself."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from grmpipe.config.judge_monitor import LimitConfig
+from grmpipe.types import Metrics
+
+OF_CHECKS = (
+    "watch/fooled_share", "watch/fooling_score", "watch/fooling_failed_share", "watch/canary_score",
+    "watch/canary_drift", "watch/canary_drift_abs", "watch/canaries_failed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exceeded:
+    """A limit that a step's metrics broke. `new`: they did not at the last reading."""
+
+    name: str
+    action: str
+    text: str
+    new: bool
+
+
+class Limits:
+    """Reads every step. A metric that a step doesn't have leaves its limit as it was."""
+
+    def __init__(self, limits: Mapping[str, LimitConfig], exceeded: Iterable[str] = ()) -> None:
+        """`exceeded`: by name, before a resume."""
+        self._limits = dict(limits)
+        self._exceeded = set(exceeded) & self._limits.keys()
+        self._never_read = set(self._limits)
+        self._known: set[str] = set()
+
+    def read(self, step: int, metrics: Metrics) -> list[Exceeded]:
+        """Those that this step's metrics break."""
+        self._known |= metrics.keys()
+        found = []
+        for name, limit in self._limits.items():
+            if (value := metrics.get(limit.metric)) is None:
+                continue
+            self._never_read.discard(name)
+            if (told := broken(limit, value)) is None:
+                self._exceeded.discard(name)
+                continue
+            text = f"watch.limits.{name}: at step {step} {limit.metric} is {value:.4g}, {told}"
+            found.append(Exceeded(name=name, action=limit.action, text=text, new=name not in self._exceeded))
+            self._exceeded.add(name)
+        return found
+
+    def metrics(self) -> Metrics:
+        return {f"alarm/{name}": float(name in self._exceeded) for name in self._limits}
+
+    def never_read(self) -> list[str]:
+        """In words: limits on metrics that no step had, but for those of checks that may have been switched off."""
+        told = []
+        for name in sorted(self._never_read):
+            metric = self._limits[name].metric
+            if metric in OF_CHECKS:
+                continue
+            near = difflib.get_close_matches(metric, sorted(self._known), n=1)
+            told.append(
+                f"watch.limits.{name}: no step had the metric {metric}" + (f"; did you mean {near[0]}?" if near else "")
+            )
+        return told
+
+
+def broken(limit: LimitConfig, value: float) -> str | None:
+    if limit.above is not None and value > limit.above:
+        return f"above {limit.above:g}"
+    if limit.below is not None and value < limit.below:
+        return f"below {limit.below:g}"
+    return None

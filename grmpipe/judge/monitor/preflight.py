@@ -1,0 +1,49 @@
+"""A dry judgement: does the judge write anything that its parser reads? Asked of the real GRM before the first step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.judge.written import judge_together
+from grmpipe.types import Failed, FailedJudgement, Judge, JudgeReport, Prompt
+
+NUM_PROMPTS = 4  # with k judgements and a re-ask each: few enough to take no time, enough to be no bad luck
+NUM_SIBLINGS = 2  # the fewest that can be compared
+
+
+async def dry_judgement(judge: Judge, config: JudgeConfig, prompts: Sequence[Prompt]) -> str | None:
+    """Why judging can't work, in words that begin with the key; None where it does, or where nobody can tell.
+
+    A judge that gave no answer at all says nothing about its parser: that is for the run to deal with. What is judged
+    are the prompts' own references, or a plain admission where there is none.
+    """
+    groups = await asyncio.gather(*(tried(judge, prompt) for prompt in prompts[:NUM_PROMPTS]))
+    reports = [report for group in groups for report in group]
+    failures = [failure for report in reports for failure in report.failures]
+    useless = [failure for failure in failures if isinstance(failure, FailedJudgement)]
+    if not useless or len(useless) < len(failures) or any(report.judgements for report in reports):
+        return None
+    return explained(config, useless)
+
+
+async def tried(judge: Judge, prompt: Prompt) -> tuple[JudgeReport, ...]:
+    texts = [prompt.reference or "I don't know."] * NUM_SIBLINGS
+    return await judge_together(judge, prompt, f"dry-{prompt.prompt_id}", texts)
+
+
+def explained(config: JudgeConfig, failures: Sequence[Failed]) -> str:
+    cause, count = Counter(failure.cause for failure in failures).most_common(1)[0]
+    last = [failure for failure in failures if failure.cause == cause][-1]
+    if cause == "truncated":
+        return (
+            f"max_new_tokens: {count} of {len(failures)} dry judgements were cut at {config.max_new_tokens} tokens, "
+            "and none ended; type a larger judge.max_new_tokens, or a template that asks for less"
+        )
+    return (
+        f"parser: {config.parser} could read none of {len(failures)} dry judgements under template {config.template}; "
+        f"{last.detail}; type a judge.template (and its judge.parser) that this GRM can follow, or "
+        "judge.structured=true where its engine has a grammar"
+    )

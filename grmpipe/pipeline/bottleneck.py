@@ -1,0 +1,83 @@
+"""Who held up whom over a run, and what to change: one sentence from its waits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from grmpipe.pipeline.stall_times import WaitTimes
+
+MIN_SHARE = 0.2  # of the time of the steps: less isn't worth a sentence
+MIN_LEAD = 1.25  # over the next longest wait: where two are alike, neither is the bottleneck
+
+Holder = Literal["policy", "judge", "batch", "weights"]
+
+SUBJECTS: Mapping[Holder, str] = {
+    "policy": "rollouts held up the learner for",
+    "judge": "judging held up the learner for",
+    "batch": "the learner held up the engines for",
+    "weights": "the push of weights held up the run for",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What of a run decides which change is possible.
+
+    judge: where judgements are made; None where only a rule judges.
+    """
+
+    judge: Literal["here", "outside"] | None
+    num_judgements: int
+    max_staleness: int
+    rate_limited: bool = False
+    elastic_pools: Mapping[str, str] = field(default_factory=dict)  # role -> the pool whose slots come and go
+
+
+def bottleneck(times: WaitTimes, setup: Setup) -> str | None:
+    """None where nothing dominates."""
+    waits: dict[Holder, float] = {
+        "policy": times.policy_s,
+        "judge": times.judge_s,
+        "batch": times.batch_s,
+        "weights": times.weights_s,
+    }
+    first, second, *_ = sorted(waits, key=lambda name: -waits[name])
+    if not times.steps_s > 0 or waits[first] < MIN_SHARE * times.steps_s or waits[first] < MIN_LEAD * waits[second]:
+        return None
+    share = f"{100 * waits[first] / times.steps_s:.0f} %"
+    return f"{SUBJECTS[first]} {share} of the step time: {', or '.join(advice(first, setup))}"
+
+
+def advice(holder: Holder, setup: Setup) -> list[str]:
+    """What would shorten a wait, each as a key and a direction; the surest first."""
+    changes = {
+        "policy": [more_slots("policy", setup), "lower rollout.max_new_tokens"],
+        "judge": judging(setup),
+        "batch": [more_slots("learner", setup)],
+        "weights": ["train on more groups a step (train.groups_per_batch)", "see sync.transport"],
+    }[holder]
+    if holder in ("policy", "judge", "batch") and setup.max_staleness == 0:
+        changes.append("let rollouts run ahead of training (train.max_staleness=1)")
+    return changes
+
+
+def judging(setup: Setup) -> list[str]:
+    if setup.judge is None:
+        return ["use a faster rule (judge.rule)"]
+    if setup.judge == "here":
+        changes = [more_slots("grm", setup)]
+    elif setup.rate_limited:
+        changes = ["raise engine.openai.requests_per_minute or tokens_per_minute, if the endpoint allows it"]
+    else:
+        changes = ["raise engine.openai.max_connections, if the endpoint allows it"]
+    if setup.num_judgements > 1:
+        return [*changes, "lower judge.num_judgements"]
+    return [*changes, "lower judge.max_new_tokens"]
+
+
+def more_slots(role: str, setup: Setup) -> str:
+    if pool := setup.elastic_pools.get(role):
+        return f"give the elastic pool more slots (placement.pools.{pool}.slots)"
+    return f"give {role} more slots (placement.roles.{role}.replicas)"

@@ -1,0 +1,159 @@
+"""The second learner of a co-training run, put together: the GRM's ranks, its weight sync, what its flow runs on.
+
+Starts processes where it is told to; runs no loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.config.roles import Model, device_of, knows_checkpoint_names, sync_config_of, tensor_parallel_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.envs.play import Play, Seat, play
+from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.pipeline.interfaces import FlowConfig
+from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.types import Prompt, Rollout
+from grmpipe.validate.prepare import Prepared
+from grmpipe.validate.weight_route import transport_of
+from models.types import SamplingParams
+from scheduler.processes.actors import Cluster
+from scheduler.routing.router import Router
+from scheduler.weights.weight_sync import WeightSync
+
+LEARNER = "grm_learner"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainee:
+    """A GRM with an optimizer of its own: what learns, what serves it, and the way between them."""
+
+    model: Model
+    engines: Router
+    learner: LearnerGroup
+    sync: WeightSync
+
+
+async def start_grm_learner(cluster: Cluster, prepared: Prepared, run_dir: Path) -> tuple[LearnerGroup, str] | None:
+    """Its ranks, and how its weights will travel; None where the GRM doesn't learn."""
+    if not prepared.config.cotrain.enabled:
+        return None
+    same_machine = len(cluster.machines(LEARNER) | cluster.machines("grm")) == 1
+    transport = transport_of(
+        prepared.config, prepared.placement, same_machine=same_machine, learner=LEARNER, engines="grm"
+    )
+    spec = grm_learner_spec(prepared, transport, run_dir)
+    ranks = await cluster.start_group(LEARNER, functools.partial(Learner, spec))
+    return LearnerGroup(ranks), transport
+
+
+def trainee(
+    prepared: Prepared, cluster: Cluster, started: tuple[LearnerGroup, str] | None, engines: Router | None
+) -> Trainee | None:
+    """With the probe of its weight sync: the beginning of a question that the GRM is asked."""
+    if started is None:
+        return None
+    assert prepared.grm is not None and engines is not None, "a GRM that learns is served here"
+    (learner, transport), config = started, prepared.config
+    sync = WeightSync(
+        learner,
+        prepared.grm.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],
+        sync_config_of("grm", config),
+        transport=transport,
+        ranks_per_engine=tensor_parallel_of("grm", prepared.placement),
+        new_address=functools.partial(cluster.free_address, LEARNER),
+    )
+    return Trainee(model=prepared.grm, engines=engines, learner=learner, sync=sync)
+
+
+def grm_train(config: RunConfig) -> TrainConfig:
+    """`train`, with what `cotrain` says instead."""
+    cotrain = config.cotrain
+    return dataclasses.replace(
+        config.train,
+        num_steps=num_grm_steps(config),
+        groups_per_batch=cotrain.lessons_per_batch,
+        group_size=cotrain.judgements_per_lesson,
+        min_valid_siblings=2,
+        max_staleness=0,
+        lr=cotrain.lr,
+    )
+
+
+def num_grm_steps(config: RunConfig) -> int:
+    cotrain = config.cotrain
+    return cotrain.warmup_steps + math.ceil(cotrain.grm_steps_per_policy_step * config.train.num_steps)
+
+
+def grm_algorithm(config: RunConfig) -> AlgorithmConfig:
+    """GRPO, as SPCT trains a GRM by rule."""
+    return AlgorithmConfig(kl_coefficient=config.cotrain.kl_coefficient)
+
+
+def grm_learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> LearnerSpec:
+    config = prepared.config
+    assert prepared.grm is not None
+    return LearnerSpec(
+        model_path=prepared.grm.path,
+        train=grm_train(config),
+        algorithm=grm_algorithm(config),
+        max_new_tokens=config.judge.max_new_tokens,
+        device=device_of(LEARNER, prepared.placement),
+        sync_dtype=config.grm.dtype,
+        bucket_bytes=config.sync.bucket_mb << 20,
+        checkpoint_names=knows_checkpoint_names("grm", config),
+        transport=transport,
+        sync_dir=str(run_dir.absolute() / "grm_weights") if transport == "disk" else "",
+        temperature=config.judge.temperature,
+        lora=config.grm.lora,
+        adapter_dir=str(run_dir.absolute() / "grm_adapter"),
+        seed=config.seed,
+    )
+
+
+def grm_flow(config: RunConfig) -> FlowConfig:
+    """Synchronous: lessons are judged by the weights that learn from them."""
+    train = grm_train(config)
+    return FlowConfig(
+        num_steps=train.num_steps,
+        groups_per_batch=train.groups_per_batch,
+        group_size=train.group_size,
+        min_valid_siblings=train.min_valid_siblings,
+        max_staleness=train.max_staleness,
+        group_deadline_s=config.rollout.group_deadline_s + config.judge.timeout_s,
+        play_width=config.judge.width,
+        judge_width=config.judge.width,
+        seed=config.seed,
+        group_prefix="lesson",
+        rollout_max_failure_rate=config.rollout.max_failure_rate,
+        rollout_failure_window=config.rollout.failure_window,
+        rollout_pause_s=config.rollout.pause_s,
+        max_no_signal_groups=int(config.cotrain.max_resampled_batches * train.groups_per_batch),
+        algorithm=grm_algorithm(config),
+    )
+
+
+def grm_play(config: RunConfig, grm: Trainee) -> Play:
+    """One judgement of a lesson, sampled as in judging."""
+    params = SamplingParams(max_new_tokens=config.judge.max_new_tokens, temperature=config.judge.temperature)
+
+    async def judged(seat: Seat, lesson: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        return await play(seat, SingleTurn(lesson), grm.engines, grm.model.renderer, params, 1, on_first_token)
+
+    return judged
+
+
+def grm_too_long(config: RunConfig, grm: Model) -> Callable[[Prompt], bool]:
+    """Whether a lesson leaves no room for a critique in the GRM's window."""
+
+    def check(lesson: Prompt) -> bool:
+        return len(grm.renderer.render(lesson.messages)) + config.judge.max_new_tokens > grm.context_tokens
+
+    return check

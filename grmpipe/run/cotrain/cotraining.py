@@ -1,0 +1,229 @@
+"""A GRM that learns beside the policy: its flow is a second pipeline, whose policy is the judge of the first.
+
+    policy's flow:  prompts -> play -> judge -> train -> push to the policy's engines
+                                |        ^
+                       (own rollouts)    |  a new version: what is judged is broken off, incomplete groups anew
+                                v        |
+    GRM's flow:     lessons -> judge -> rule -> train -> push to the GRM's engines
+
+Holds neither: it ties the two together, and keeps them in step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from grmpipe.envs.play import Play, Seat
+from grmpipe.judge.base import OneByOne
+from grmpipe.judge.labels import LabelJudge, Lessons, label_rule
+from grmpipe.judge.parse import PARSERS
+from grmpipe.judge.rule import RULES
+from grmpipe.observe.recorder import Recorder
+from grmpipe.pipeline.counters import batch_metrics
+from grmpipe.pipeline.interfaces import Cut, Parts, StepReport, Trainer
+from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.training import Interrupted
+from grmpipe.run.cotrain.cotrain_parts import Trainee, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
+from grmpipe.run.cotrain.judging_tasks import LessonStream
+from grmpipe.run.cotrain.pacing import Pace
+from grmpipe.train.batch_trainer import BatchTrainer
+from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
+from grmpipe.validate.prepare import Prepared
+from scheduler.clock import ActiveClock
+from scheduler.events import EventSink
+from scheduler.slots.health import RoleHealth, push_to_living
+from scheduler.supervise import run_until
+from scheduler.weights.weight_sync import SyncReport
+
+FOLDER = "cotrain"  # of the lessons' journals
+T = TypeVar("T")
+
+
+class CoTraining:
+    """Use: make the policy's pipeline of what `joined` gives, then run it `beside` the GRM's."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        grm: Trainee,
+        run_dir: Path,
+        events: EventSink,
+        health: Sequence[RoleHealth],
+        cut: Cut | None,
+    ) -> None:
+        """`health`: of all engines. `cut`: where a resume goes on from; the learner is loaded already."""
+        config = prepared.config
+        self.learner_busy_s = 0.0
+        self._health = health
+        self._config = config
+        self._grm = grm
+        # Its lessons in flight are void: they were the run's own rollouts, and there are newer ones.
+        self._cut = dataclasses.replace(cut or Cut(), version=grm.learner.version, in_flight={})
+        self._events = events
+        self._recorder = Recorder(run_dir / FOLDER)
+        self._pace = Pace(
+            warmup_steps=config.cotrain.warmup_steps,
+            grm_steps_per_policy_step=config.cotrain.grm_steps_per_policy_step,
+        )
+        self._pace.grm_stepped(self._cut.version)
+        self._lessons = LessonStream(
+            Lessons.under(config.judge, config.labels),
+            RULES[config.judge.rule],
+            prepared.lessons,
+            own_share=config.cotrain.own_share,
+            window=config.cotrain.own_window,
+            seed=config.seed,
+        )
+        self._flow: Pipeline | None = None
+        self._metrics: Metrics = {}
+
+    @property
+    def version(self) -> int:
+        """Of the GRM that judges: its completed optimizer steps."""
+        return self._flow.version if self._flow is not None else self._cut.version
+
+    def joined(self, parts: Parts) -> Parts:
+        """The policy's parts, so that its rollouts are lessons as well, and its steps wait for the GRM's."""
+        return dataclasses.replace(
+            parts, play=heard(parts.play, self._lessons), trainer=InStep(parts.trainer, self._pace)
+        )
+
+    async def push(self, version: int) -> SyncReport:
+        """The GRM's weights to all its engines that live, confirmed."""
+        return await push_to_living(self._grm.sync, self._grm.engines, version)
+
+    async def beside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:
+        """Run the GRM's flow until `work`, which runs the policy's, is over. Both stand between two steps then."""
+        self._pace.policy_stepped(policy.version)
+        self._flow = flow = self._make_flow(policy)
+        ended = asyncio.Event()
+
+        async def learn() -> None:
+            try:
+                await flow.run()
+            except Interrupted:
+                await self._grm.learner.discard()
+            finally:
+                ended.set()
+
+        async def judge_for_the_policy() -> T:
+            try:
+                return await work()
+            finally:
+                flow.interrupt()
+                await ended.wait()
+
+        try:
+            return await run_until(judge_for_the_policy(), learn=learn(), warm_up=self._warm_up(policy))
+        finally:
+            self._recorder.close()
+
+    def after_policy_step(self, version: int) -> Metrics:
+        """To be called after each step of the policy. What its line of metrics gains."""
+        self._pace.policy_stepped(version)
+        return {**self._metrics, "grm/version": float(self.version)}
+
+    async def begin_save(self, directory: Path, *, aside: bool) -> Cut:
+        """The GRM's learner, and where its flow stands: between two of its steps, whatever it is doing."""
+        flow = self._flow
+        async with self._grm.learner.held() as version:
+            await self._grm.learner.begin_save(str(directory), aside=aside)
+            return dataclasses.replace(flow.cut() if flow is not None else self._cut, version=version, in_flight={})
+
+    async def _warm_up(self, policy: Pipeline) -> None:
+        """Until then the policy rolls out, and nothing is judged for it."""
+        with policy.producer.judging_hold.held():
+            await self._pace.until_warm()
+
+    def _make_flow(self, policy: Pipeline) -> Pipeline:
+        config, judge = self._config, self._config.judge
+        parts = Parts(
+            prompts=self._lessons,
+            too_long=grm_too_long(config, self._grm.model),
+            play=grm_play(config, self._grm),
+            judge=OneByOne(LabelJudge(label_rule(PARSERS[judge.parser], judge.scale))),
+            watch=Turn(self._pace, self._lessons),
+            trainer=BatchTrainer(self._grm.learner, grm_train(config), grm_algorithm(config)),
+            push_weights=lambda version: policy.producer.change_judge(version, lambda: self.push(version)),
+            journal=self._recorder,
+            events=Lanes(self._events),
+        )
+        flow = Pipeline(parts, grm_flow(config), self._after_step, self._cut)
+        for health in self._health:
+            health.stops(flow.clock)
+        return flow
+
+    async def _after_step(self, report: StepReport) -> None:
+        self.learner_busy_s += report.learner_busy_s
+        self._pace.grm_stepped(report.step)
+        learnt = {name.removeprefix("train/"): value for name, value in report.learner.items()}
+        batch = batch_metrics(report.groups, report.step - 1, grm_algorithm(self._config))
+        self._metrics = {f"grm/{name}": value for name, value in learnt.items()} | {
+            "grm/right_share": (1 + batch["train/reward"]) / 2,
+            "grm/groups_without_signal_share": batch["train/groups_without_signal_share"],
+            "grm/step_s": report.waits.steps_s,
+            "grm/push_s": report.sync.seconds,
+        }
+
+
+def heard(play: Play, lessons: LessonStream) -> Play:
+    """An episode whose end the GRM's lessons hear of."""
+
+    async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        rollout = await play(seat, prompt, on_first_token)
+        lessons.add(prompt, rollout)
+        return rollout
+
+    return played
+
+
+@dataclass(frozen=True, slots=True)
+class InStep:
+    """The policy's trainer, which waits for the GRM's steps that are due before its own."""
+
+    trainer: Trainer
+    pace: Pace
+
+    async def take(self, group: JudgedGroup) -> None:
+        await self.trainer.take(group)
+
+    async def while_waiting(self) -> bool:
+        return await self.trainer.while_waiting()
+
+    async def step(self) -> Metrics:
+        await self.pace.until_policy_may_step()
+        return await self.trainer.step()
+
+    async def discard(self) -> None:
+        await self.trainer.discard()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Lets lessons in when the GRM may step. A rule that judges is always fit."""
+
+    pace: Pace
+    lessons: LessonStream
+
+    def verdict(self, report: JudgeReport) -> None:
+        return None
+
+    async def until_fit(self, clock: ActiveClock) -> None:
+        with clock.paused():
+            await self.lessons.until_usable()
+            await self.pace.until_grm_may_step()
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The GRM's learner and weight sync have lanes of their own."""
+
+    events: EventSink
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        self.events.span(f"grm {lane}", name, start_s, end_s, **args)

@@ -1,0 +1,82 @@
+"""What a GRM that learns beside the policy is asked next: stored lessons, and the run's own rollouts. Judges none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from grmpipe.data.stream import PromptStream
+from grmpipe.judge.labels import Lessons
+from grmpipe.judge.rule import Rule
+from grmpipe.types import Prompt, Rollout
+from models.seeds import derive_seed
+
+Own = tuple[Prompt, Rollout]
+
+
+@dataclass(slots=True)
+class Recent:
+    """The latest rollouts that the rule calls right, and those that it calls wrong."""
+
+    window: int
+    right: deque[Own] = field(init=False)
+    wrong: deque[Own] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.right, self.wrong = deque(maxlen=self.window), deque(maxlen=self.window)
+
+    def of(self, right: bool) -> deque[Own]:
+        return self.right if right else self.wrong
+
+    @property
+    def has_both(self) -> bool:
+        return bool(self.right and self.wrong)
+
+
+class LessonStream:
+    """Draw d is an own rollout as often as `own_share` says, right and wrong ones by turns, else a stored lesson.
+
+    By turns, because a judge that sees more wrong than right learns to say no. Until there are rollouts of both kinds
+    the stored lessons stand in.
+    """
+
+    def __init__(
+        self, lessons: Lessons, rule: Rule, stored: PromptStream | None, *, own_share: float, window: int, seed: int
+    ) -> None:
+        self._lessons = lessons
+        self._rule = rule
+        self._stored = stored
+        self._share = own_share if stored is not None else 1.0
+        self._recent = Recent(window)
+        self._seed = seed
+        self._usable = asyncio.Event()
+        if stored is not None:
+            self._usable.set()
+
+    def add(self, prompt: Prompt, rollout: Rollout) -> None:
+        """A rollout has ended. One whose truth no rule knows teaches nothing here."""
+        if prompt.reference is None or self._share == 0:
+            return
+        try:
+            right = self._rule(rollout.text, prompt.reference)
+        except ValueError:  # a reference that the rule can't read: a rubric, say
+            return
+        self._recent.of(right).append((prompt, rollout))
+        if self._recent.has_both:
+            self._usable.set()
+
+    async def until_usable(self) -> None:
+        """Return once there is something to draw."""
+        await self._usable.wait()
+
+    def at(self, draw: int) -> Prompt:
+        before, own = int(draw * self._share), int((draw + 1) * self._share) > int(draw * self._share)
+        if not (own and self._recent.has_both):
+            assert self._stored is not None, "until_usable was waited for"
+            return self._stored.at(draw - before)
+        right = before % 2 == 0
+        candidates = self._recent.of(right)
+        prompt, rollout = candidates[derive_seed(self._seed, f"lesson {draw}") % len(candidates)]
+        lesson_id = f"{rollout.group_id}/{rollout.sibling}"
+        return self._lessons.right_or_wrong(lesson_id, prompt, rollout.text, right=right)

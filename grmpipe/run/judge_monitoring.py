@@ -1,0 +1,184 @@
+"""Watches the judge beside a run: canaries, fooling replies, its habits, the fit against KL, limits on any metric.
+
+What it finds goes to the metrics and the alarms; a limit may pause judging or stop the run. It trains on nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grmpipe.config.judge_monitor import WatchConfig
+from grmpipe.data.labelled import load_labelled
+from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
+from grmpipe.judge.monitor.adversarial import Bait, fooled
+from grmpipe.judge.monitor.canaries import Canary, drift_of, judge_canaries, with_first_scores
+from grmpipe.judge.monitor.limits import Exceeded, Limits
+from grmpipe.judge.monitor.overoptimization import fit
+from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
+from grmpipe.types import Criterion, Judge, Metrics, Prompt, RankedResponses, Rollout
+from models.types import Message
+
+log = logging.getLogger(__name__)
+
+CANARIES = "canaries.jsonl"
+DRIFT = "canary_drift"
+SCORE, KL, TOKENS = "train/grm_score", "train/kl_nats", "train/response_tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """The judge as the watchman knows it.
+
+    compares: it can't take a response by itself.  frozen: it doesn't learn, so that any drift is an alarm.
+    """
+
+    judge: Judge
+    fitness: JudgeFitness
+    compares: bool
+    frozen: bool
+    scale: tuple[int, int]
+
+
+class Watchman:
+    """`tell` takes an alarm. What it must know after a resume stands in the run's own files."""
+
+    def __init__(self, watched: Watched, config: WatchConfig, run_dir: Path, tell: Callable[[str], None]) -> None:
+        past = list(read_what_can_be(run_dir / "metrics.jsonl"))
+        self._watched = watched
+        self._config = config
+        self._path = run_dir / CANARIES
+        self._tell = tell
+        self._canaries = read_canaries(self._path)
+        self._points = [point for line in past if (point := point_of(line)) is not None]  # sqrt(KL), score
+        self._limits = Limits(config.limits, [name for name in config.limits if was_ringing(past, name)])
+        self._drifting = was_ringing(past, DRIFT)
+        self._exceeded: list[Exceeded] = []
+
+    async def first(self, step: int, seen: Sequence[tuple[Prompt, Rollout]]) -> Metrics:
+        """Before the first step. `seen`: rollouts of the first look; they become canaries unless there are some."""
+        if not self._config.every:
+            return {}
+        if not self._canaries:
+            found = self._find_canaries(seen)
+            self._canaries = with_first_scores(found, await judge_canaries(self._watched.judge, found))
+            write_canaries(self._path, self._canaries)
+        metrics = await self._check(step)
+        self._exceeded = self._limits.read(step, metrics)
+        return metrics | self._limits.metrics()
+
+    async def after_step(self, step: int, metrics: Metrics) -> Metrics:
+        """What a step's metrics gain. `metrics`: all others of it."""
+        told = self._watched.fitness.habits() | self._fitted(metrics)
+        if self._config.every and step % self._config.every == 0:
+            told |= await self._check(step)
+        self._exceeded = self._limits.read(step, metrics | told)
+        return told | self._limits.metrics()
+
+    def act(self, last: bool) -> None:
+        """Sound what was exceeded, once the metrics are on disk. Raises JudgeUnfit to stop the run."""
+        for one in self._exceeded:
+            if one.new:
+                self._tell(one.text)
+            if one.action == "stop":
+                raise JudgeUnfit(one.text)
+            if one.action == "pause":
+                self._watched.fitness.trip(one.text)
+        if last:
+            for text in self._limits.never_read():
+                self._tell(text)
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    async def _check(self, step: int) -> Metrics:
+        metrics = await fooled(self._watched.judge, self._baits())
+        if self._canaries:
+            drift = drift_of(self._canaries, await judge_canaries(self._watched.judge, self._canaries))
+            metrics |= drift.metrics()
+            if self._watched.frozen:
+                self._sound_drift(step, drift.mean, len(drift.differences), drift.is_sure)
+                metrics[f"alarm/{DRIFT}"] = float(self._drifting)
+        log.info("the judge at step %d: %s", step, metrics)
+        return metrics
+
+    def _sound_drift(self, step: int, mean: float, count: int, is_sure: bool) -> None:
+        if is_sure and not self._drifting:
+            self._tell(
+                f"The judge has changed: at step {step} its scores of {count} fixed responses are off by {mean:+.2f} "
+                "on average, under the same seeds, and nothing trains it; is there another model behind it?"
+            )
+        self._drifting = is_sure
+
+    def _baits(self) -> list[Bait]:
+        """The first prompts there are; a judge that compares gets a real response beside the reply."""
+        canaries = self._canaries[: self._config.fooling_prompts]
+        return [Bait(prompt=one.prompt, rival=one.texts[0] if self._watched.compares else None) for one in canaries]
+
+    def _fitted(self, metrics: Metrics) -> Metrics:
+        """Without a reference model there is no KL, and nothing to fit."""
+        if (point := point_of(metrics)) is None:
+            return {}
+        self._points.append(point)
+        start = self._points[0][1]
+        found = fit([(d, score - start) for d, score in self._points])
+        told = {"watch/sqrt_kl": point[0]}
+        if found is None:
+            return told
+        told |= {"watch/fit_alpha": found.alpha, "watch/fit_beta": found.beta}
+        return told if found.peak is None else told | {"watch/peak_sqrt_kl": found.peak}
+
+    def _find_canaries(self, seen: Sequence[tuple[Prompt, Rollout]]) -> tuple[Canary, ...]:
+        count = self._config.canaries
+        if (path := self._config.canaries_path) is not None:
+            items = load_labelled(path, scale=self._watched.scale, num_tiny=2 * count)
+            groups = [(item.prompt, item.responses) for item in items if isinstance(item, RankedResponses)]
+        elif self._watched.compares:
+            groups = []
+        else:
+            groups = [(prompt, (rollout.text,)) for prompt, rollout in seen]
+        if count and not groups:
+            log.info(
+                "no canaries and no fooling replies: no held-out rollouts to take them from; see watch.canaries_path"
+            )
+        return tuple(Canary(prompt=prompt, texts=texts) for prompt, texts in groups[:count])
+
+
+def was_ringing(past: Sequence[Mapping[str, float]], name: str) -> bool:
+    """At the last reading of an alarm: not every line of the metrics has one."""
+    return next((line[f"alarm/{name}"] == 1.0 for line in reversed(past) if f"alarm/{name}" in line), False)
+
+
+def point_of(metrics: Metrics) -> tuple[float, float] | None:
+    """sqrt(KL) of a whole response, and the judge's score. The metric is a mean over tokens."""
+    kl, tokens, score = metrics.get(KL), metrics.get(TOKENS), metrics.get(SCORE)
+    if kl is None or tokens is None or score is None:
+        return None
+    return math.sqrt(max(kl, 0.0) * tokens), score
+
+
+# -- the file ------------------------------------------------------------------------------------------------------
+
+
+def write_canaries(path: Path, canaries: Sequence[Canary]) -> None:
+    """A line each, once: a resume compares with the beginning of the run."""
+    replace_journal(path, [asdict(canary) for canary in canaries])
+
+
+def read_canaries(path: Path) -> tuple[Canary, ...]:
+    return tuple(read_records(path, canary_of))
+
+
+def canary_of(record: dict[str, Any]) -> Canary:
+    asked = record["prompt"]
+    prompt = Prompt(
+        prompt_id=asked["prompt_id"],
+        messages=tuple(Message(**message) for message in asked["messages"]),
+        source=asked["source"],
+        reference=asked["reference"],
+        rubric=tuple(Criterion(**criterion) for criterion in asked["rubric"]),
+    )
+    return Canary(prompt=prompt, texts=tuple(record["texts"]), scores=tuple(record["scores"]))

@@ -1,0 +1,110 @@
+"""All who watch a run, in one place: metrics, journals, timeline, console, W&B. None of them can fail a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.config.resume_rules import free_on_resume
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.secrets import without_secrets
+from grmpipe.observe.console import ConsoleSink
+from grmpipe.observe.jsonl_sink import JsonlSink
+from grmpipe.observe.logs import setup_logging
+from grmpipe.observe.recorder import Recorder
+from grmpipe.observe.report import REPORT, write_report
+from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.observe.timeline import Timeline
+from grmpipe.observe.tracker import Sink, Tracker
+from grmpipe.observe.wandb_sink import WandbSink
+from grmpipe.run_dir.identity import run_id_of
+
+log = logging.getLogger(__name__)
+
+FILES = {
+    REPORT: "the run as a page: open it in a browser",
+    "summary.json": "what the run came to",
+    "metrics.jsonl": "a line a step",
+    "rollouts.jsonl": "every rollout, with token ids and log-probs",
+    "judgements.jsonl": "every judgement, with its critique",
+    "groups.jsonl": "how each group ended",
+    "canaries.jsonl": "fixed responses that show whether the judge stands still",
+    "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
+    "changes.jsonl": "keys that a resume changed",
+    "checkpoints/": "to resume from",
+    "policy/": "the trained policy, a Hugging Face directory",
+    "meta/": "the trained meta-RM: give it as meta.path",
+    "critic/": "the critic that it learned by: give it as critic.path",
+    "grm/": "the GRM, where it learnt too",
+    "adapter/": "what the policy learnt, in peft's own format",
+    "critiques.jsonl": "what became of each lesson, and the critiques to imitate",
+    "cotrain/": "the lessons of the GRM: what it was asked, and what it said",
+    "run.log": "everything else",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observers:
+    """Open from the first look to the summary."""
+
+    tracker: Tracker
+    metrics: JsonlSink
+    recorder: Recorder
+    timeline: Timeline
+    console: ConsoleSink | None
+    wandb: WandbSink
+
+    @staticmethod
+    def open(config: RunConfig, run_dir: Path, wandb_run_id: str | None, *, gauges: bool = True) -> Observers:
+        """`gauges`: whether the console shows each step; what it shows is a policy's."""
+        console = ConsoleSink(config.train.num_steps) if config.tracking.console else None
+        setup_logging(run_dir, console.console if console else None)
+        wandb = WandbSink(config.tracking, run_dir, without_secrets(config, free_on_resume), wandb_run_id)
+        setup_logging(run_dir, console.console if console else None)  # again: W&B brings handlers of its own
+        metrics = JsonlSink(run_dir / "metrics.jsonl")
+        sinks: list[Sink] = [metrics, wandb]
+        return Observers(
+            tracker=Tracker([*sinks, console] if console and gauges else sinks),
+            metrics=metrics,
+            recorder=Recorder(run_dir, run_id_of(run_dir)),
+            timeline=Timeline(run_dir / "timeline.json"),
+            console=console,
+            wandb=wandb,
+        )
+
+    def note(self, text: str) -> None:
+        if self.console:
+            self.console.note(text)
+
+    def tell_changes(self, changes: Sequence[str]) -> None:
+        """What resumes changed of the configuration."""
+        for change in changes:
+            log.info("changed %s", change)
+            self.note(f"changed {change}")
+
+    def alarm(self, text: str) -> None:
+        if self.console:
+            self.console.alarm(text)
+
+    @property
+    def journal_failures(self) -> dict[str, int]:
+        """By file: lines of this process that could not be written. What they held is lost to a resume or a replay."""
+        return {**self.recorder.failures, **{k: v for k, v in self.tracker.failures.items() if k == self.metrics.name}}
+
+    def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
+        """The run's page; some rollouts with their critiques, who held up whom, and where the files are."""
+        write_report(run_dir)
+        if self.console:
+            self.console.print_samples(rows)
+            if bottleneck is not None:
+                self.console.bottleneck(bottleneck)
+            for name, count in self.journal_failures.items():
+                self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will lack them")
+            self.console.print_files(run_dir, {name: what for name, what in FILES.items() if (run_dir / name).exists()})
+
+    def close(self) -> None:
+        self.tracker.close()
+        self.recorder.close()
+        self.timeline.close()

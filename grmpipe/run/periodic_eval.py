@@ -1,0 +1,110 @@
+"""Looks at held-out problems before, during and after the steps; sounds the alarm when the judge is being fooled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from grmpipe.evaluation.held_out import Evaluation, Evaluator
+from grmpipe.judge.monitor.failure_gate import HackingAlarm
+from grmpipe.observe.sample_rows import SampleRow, sample_row
+from grmpipe.run.observers import Observers
+from grmpipe.types import Metrics, Prompt, Rollout
+
+log = logging.getLogger(__name__)
+
+Reading = tuple[int, float, float]  # step, the GRM's score, gold accuracy
+
+
+class Lookout:
+    """The first and the last look are on all held-out problems, those between on the anchors only."""
+
+    def __init__(
+        self, evaluator: Evaluator, alarm: HackingAlarm, observers: Observers, *, anchors: int, every: int
+    ) -> None:
+        self.initial: Metrics = {}
+        self.final: Metrics = {}
+        self.alarms: list[str] = []
+        self.readings: list[Reading] = []
+        self.rows: list[SampleRow] = []  # of the last look
+        self.seen: list[tuple[Prompt, Rollout]] = []  # in it
+        self._evaluator = evaluator
+        self._alarm = alarm
+        self._observers = observers
+        self._anchors = anchors
+        self._every = every
+        self.interrupted = False
+        self._looking: asyncio.Task[Evaluation] | None = None
+        self.ringing = False  # told once, until a look finds nothing
+
+    async def first(self, step: int, beside: Callable[[], Awaitable[Metrics]] | None = None) -> None:
+        """`beside`: what else is measured before the first step, once this has looked; it gets into the same line."""
+        self.initial = await self._look(step, None)
+        self._log(step, named(self.initial) | (await beside() if beside is not None else {}))
+
+    async def after_step(self, step: int, last: bool) -> Metrics:
+        """What a step's metrics gain by a look, if one is due."""
+        if last:
+            self.final = await self._look(step, None)
+            return named(self.final)
+        return named(await self._look(step, self._anchors)) if step % self._every == 0 else {}
+
+    async def last(self, step: int) -> None:
+        """For a run that ended before its last step."""
+        if not self.final:
+            self.final = await self._look(step, None)
+            self._log(step, named(self.final))
+
+    def interrupt(self) -> None:
+        """No more looks; one under way ends now, and counts for nothing."""
+        self.interrupted = True
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        """A look that belongs to no step has a line of its own; without held-out problems there is nothing to say."""
+        if metrics:
+            self._observers.tracker.log(step, metrics)
+
+    def restore(self, initial: Metrics, alarms: tuple[str, ...], readings: tuple[Reading, ...]) -> None:
+        """Go on where a checkpoint left off: the alarm compares with the start of the run, not of the resumption."""
+        self.initial, self.alarms, self.readings = initial, list(alarms), list(readings)
+        for step, score, gold in readings:
+            self.ringing = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold) is not None
+
+    async def _look(self, step: int, limit: int | None) -> Metrics:
+        self._looking = asyncio.create_task(self._evaluator.look(f"held-out-{step}", limit))
+        try:
+            await asyncio.wait([self._looking])
+        finally:
+            self._looking.cancel()
+        if self.interrupted:
+            return {}
+        looked = self._looking.result()
+        self.rows = [
+            sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
+            for one in looked.rollouts
+        ]
+        self.seen = [(one.prompt, one.rollout) for one in looked.rollouts]
+        log.info("held-out at step %d: %s", step, looked.metrics)
+        if {"grm_score", "true_accuracy"} <= looked.metrics.keys():
+            self._sound_alarm(step, looked.metrics["grm_score"], looked.metrics["true_accuracy"])
+        return looked.metrics
+
+    def _sound_alarm(self, step: int, score: float, gold: float) -> None:
+        self.readings.append((step, score, gold))
+        told = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
+        if told is not None and not self.ringing:
+            self.tell(told)
+        self.ringing = told is not None
+
+    def tell(self, alarm: str) -> None:
+        """To the summary, the log and whoever watches."""
+        self.alarms.append(alarm)
+        log.info("alarm: %s", alarm)
+        self._observers.alarm(alarm)
+
+
+def named(metrics: Metrics) -> Metrics:
+    return {f"eval/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,75 @@
+"""The tables of judges, envs and clusters: a new kind is a file, a row here, a YAML and a test."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.judge.base import OneByOne
+from grmpipe.judge.custom import own_judge
+from grmpipe.judge.generative import GenerativeJudge
+from grmpipe.judge.grm import Grm
+from grmpipe.judge.labels import LabelJudge, rule_of
+from grmpipe.judge.meta import MetaScorer
+from grmpipe.judge.mixed import MixedJudge
+from grmpipe.judge.rule import RuleJudge
+from grmpipe.types import Env, Judge, Prompt
+from grmpipe.validate.prepare import Prepared
+from grmpipe.validate.sections import section
+from scheduler.placement import Placement
+from scheduler.processes.actors import Cluster, InProcessCluster
+
+
+def generative_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
+    assert grm is not None
+    return GenerativeJudge(grm, prepared.config.judge, prepared.config.seed, meta, prepared.policy.renderer.decode)
+
+
+def rule_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
+    return OneByOne(RuleJudge(prepared.config.judge.rule, prepared.config.judge.scale))
+
+
+def label_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
+    return OneByOne(LabelJudge(rule_of(prepared.config.judge)))
+
+
+def mixed_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
+    mix = prepared.config.judge.mix
+    return MixedJudge({name: (JUDGES[name](prepared, grm, meta), weight) for name, weight in mix.items()})
+
+
+def users_judge(prepared: Prepared, *_: object) -> Judge:
+    return own_judge(prepared.config.judge)
+
+
+async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:
+    from scheduler.processes.ray_cluster import RayCluster
+
+    with section(""):  # what only the machines of a cluster that is joined can tell is refused as anything else is
+        return await RayCluster.start(config.cluster, placement)
+
+
+async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
+    return InProcessCluster(placement)
+
+
+class MakeJudge(Protocol):
+    """`grm`: what a generative judge asks; `meta`: what guides its vote. None where there is none."""
+
+    def __call__(self, prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None, /) -> Judge: ...
+
+
+JUDGES: dict[str, MakeJudge] = {
+    "generative": generative_judge,
+    "rule": rule_judge,
+    "mixed": mixed_judge,
+    "label": label_judge,
+    "own": users_judge,
+}
+ENVS: dict[str, Callable[[Prompt], Env]] = {"single_turn": SingleTurn}
+CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {
+    "ray": ray_cluster,
+    "inprocess": inprocess_cluster,
+}

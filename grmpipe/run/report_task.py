@@ -1,0 +1,46 @@
+"""task=report: the page of a run that is there already, a crashed or a running one too. Starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import read_yaml
+from grmpipe.observe.report import REPORT, write_report
+from grmpipe.observe.run_files import RunFiles, read_run
+from grmpipe.pipeline.bottleneck import bottleneck
+from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.run.errors import RunFailed
+from grmpipe.run.stats import setup_of
+from grmpipe.run_dir.directory import HOME, holds_run
+
+
+def make_report(config: RunConfig) -> str:
+    """Return where the page is. Raises ConfigError where there is no run, RunFailed where it can't be written."""
+    run_dir = Path(config.run_dir) if config.run_dir else HOME / config.experiment / "latest"
+    if not holds_run(run_dir):
+        raise ConfigError(f"run_dir: {run_dir} holds no run; type run_dir=runs/<experiment>/latest")
+    if not write_report(run_dir, bottleneck_so_far(run_dir)):
+        raise RunFailed(f"{run_dir / REPORT} could not be written; what is said above tells why")
+    return str(run_dir / REPORT)
+
+
+def bottleneck_so_far(run_dir: Path) -> str | None:
+    """Of a run that left no summary."""
+    if (run_dir / "summary.json").exists():
+        return None
+    try:
+        config = read_yaml(run_dir / "config.yaml")
+    except ConfigError:  # of another version: what could be changed isn't known
+        return None
+    return bottleneck(waits_of(read_run(run_dir)), setup_of(config))
+
+
+def waits_of(run: RunFiles) -> WaitTimes:
+    return WaitTimes(
+        policy_s=run.total("wait/policy_s"),
+        judge_s=run.total("wait/judge_s"),
+        batch_s=run.total("wait/batch_s"),
+        weights_s=run.total("wait/weights_s"),
+        steps_s=run.total("time/step_s"),
+    )

@@ -1,0 +1,251 @@
+"""Checked parts -> running parts: processes up, models loaded, who keeps engines alive and current. Runs no loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.config.critic import policy_train
+from grmpipe.config.roles import device_of, engine_config_of, knows_checkpoint_names, sync_config_of, tensor_parallel_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
+from grmpipe.judge.markup import Markup
+from grmpipe.run.colocation import time_share_of
+from grmpipe.run.cotrain.cotrain_parts import Trainee, start_grm_learner, trainee
+from grmpipe.run.critic_parts import start_critic
+from grmpipe.run.engines import Served, elastic_pools, start_routers
+from grmpipe.run.meta_rm import guide_of, start_scorers
+from grmpipe.run.registry import CLUSTERS, JUDGES
+from grmpipe.train.critic.critic import Critic
+from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.learner_by_turns import LearnerByTurns
+from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.offload import LendingLearner
+from grmpipe.types import Judge
+from grmpipe.validate.engines import window_of
+from grmpipe.validate.prepare import Prepared
+from grmpipe.validate.shared_folder import check_shared
+from grmpipe.validate.weight_route import transport_of
+from models.engines.openai.openai_engine import OpenAIEngine
+from models.settings import OpenAIConfig
+from models.types import ChatEngine, Engine
+from scheduler.clock import ActiveClock
+from scheduler.events import EventSink
+from scheduler.placement import Placement
+from scheduler.processes.actors import Cluster
+from scheduler.processes.start_turns import StartsByTurns
+from scheduler.routing.rate_limits import RateLimits
+from scheduler.routing.router import Router
+from scheduler.routing.scorers import ScorerPool
+from scheduler.slots.elastic import ElasticPool
+from scheduler.slots.health import RoleHealth
+from scheduler.slots.time_share import TimeShare
+from scheduler.weights.weight_sync import WeightSync
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """The started parts."""
+
+    cluster: Cluster
+    policy: Router
+    learner: LearnerGroup
+    judge: Judge
+    sync: WeightSync
+    health: tuple[RoleHealth, ...]  # of the roles that have engines here
+    elastic: tuple[ElasticPool, ...]
+    share: TimeShare | None  # the turns of the learner's pool
+    outside: OpenAIEngine | None  # the judge's endpoint
+    scorers: ScorerPool | None  # the meta-RM
+    trainee: Trainee | None  # the GRM, where it learns too
+    critic: Critic | None  # where advantages ask one
+
+    def stops(self, clock: ActiveClock) -> None:
+        """From now on this clock stands still while nobody could answer: a role is out, or the learner has its turn."""
+        for health in self.health:
+            health.stops(clock)
+        if self.share is not None:
+            self.share.stops(clock)
+
+    async def close(self) -> None:
+        if self.outside is not None:
+            await self.outside.close()
+        await self.cluster.shutdown()
+
+
+async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running:
+    """Bring up all processes, those on GPUs of their own at the same time. On failure what was started is ended."""
+    made = await CLUSTERS[prepared.config.cluster.kind](prepared.config, prepared.placement)
+    cluster = StartsByTurns(made, prepared.placement)
+    try:
+        return await start_on(cluster, prepared, events, run_dir)
+    except BaseException:
+        await cluster.shutdown()
+        raise
+
+
+async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_dir: Path) -> Running:
+    config, placement = prepared.config, prepared.placement
+    await check_shared(cluster, run_dir)
+    one_machine = len(cluster.machines("learner") | cluster.machines("policy")) == 1
+    transport = transport_of(config, placement, same_machine=one_machine)
+    spec = learner_spec(config, prepared.policy.path, placement, transport, run_dir)
+    learner, served = await (start_by_turns if placement.time_sharing_roles else start_together)(
+        cluster, prepared, spec, events
+    )
+    grm_ranks = await start_grm_learner(cluster, prepared, run_dir)
+    scorers = await start_scorers(cluster, prepared.meta, config, placement, events)
+    critic = await start_critic(cluster, prepared.critic, config, placement, events)
+    sync = make_sync(prepared, learner, cluster, transport)
+    learns_too = trainee(prepared, cluster, grm_ranks, served.routers.get("grm"))
+    syncs = {"policy": sync} | ({"grm": learns_too.sync} if learns_too is not None else {})
+    outside, clock = outside_engine(config), ActiveClock()
+    upkeep = keep_up(prepared, served, learner, syncs, clock, events)
+    grm = grm_of(prepared, served.routers.get("grm"), outside, events, clock)
+    return Running(
+        cluster=cluster,
+        policy=served.routers["policy"],
+        learner=learner,
+        judge=JUDGES[config.judge.kind](prepared, grm, guide_of(prepared.meta, scorers)),
+        sync=sync,
+        health=upkeep.health,
+        elastic=upkeep.elastic,
+        share=upkeep.share,
+        outside=outside,
+        scorers=scorers,
+        trainee=learns_too,
+        critic=critic,
+    )
+
+
+async def start_together(
+    cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
+) -> tuple[LearnerGroup, Served]:
+    """Learner and engines, all at the same time; on a GPU that they share the learner first."""
+    ranks, served = await asyncio.gather(
+        cluster.start_group("learner", functools.partial(Learner, spec)), start_routers(cluster, prepared, events)
+    )
+    return LearnerGroup(ranks), served
+
+
+async def start_by_turns(
+    cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
+) -> tuple[LearnerGroup, Served]:
+    """The learner first, which then makes room for the engines."""
+    learner = LearnerByTurns(await cluster.start_group("learner", functools.partial(LendingLearner, spec)))
+    await learner.reside("nothing")
+    return learner, await start_routers(cluster, prepared, events)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """Who replaces dead engines, moves slots, and gives the learner its turns."""
+
+    health: tuple[RoleHealth, ...]
+    elastic: tuple[ElasticPool, ...]
+    share: TimeShare | None
+
+
+def keep_up(
+    prepared: Prepared,
+    served: Served,
+    learner: LearnerGroup,
+    syncs: Mapping[str, WeightSync],
+    clock: ActiveClock,
+    events: EventSink,
+) -> Upkeep:
+    """syncs: of the roles that learn. `clock` times the GRM's answers: it stands still while nobody could give any."""
+    bring_current = served.bring_current(syncs)
+    elastic = elastic_pools(prepared, served, bring_current, syncs, events, learner.still)
+    for pool in elastic:
+        bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
+        if "grm" in pool.slots_by_role:
+            pool.stops("grm", clock)
+    share, by_turns = None, prepared.placement.time_sharing_roles
+    if isinstance(learner, LearnerByTurns):
+        share = time_share_of(prepared, served.routers, bring_current, learner, events)
+        bring_current |= {role: functools.partial(share.bring_current, role) for role in by_turns}
+        if "grm" in by_turns:
+            share.stops(clock)
+    config = prepared.config.health
+    health = {
+        role: RoleHealth(role, router, served.restart[role], config, bring_current[role], events)
+        for role, router in served.routers.items()
+    }
+    if "grm" in health:
+        health["grm"].stops(clock)
+    return Upkeep(health=tuple(health.values()), elastic=elastic, share=share)
+
+
+def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, transport: str) -> WeightSync:
+    config = prepared.config
+    log.info("weights go to the policy's engines by %s", transport)
+    return WeightSync(
+        learner,
+        prepared.policy.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],
+        sync_config_of("policy", config),
+        transport=transport,
+        ranks_per_engine=tensor_parallel_of("policy", prepared.placement),
+        new_address=functools.partial(cluster.free_address, "learner"),
+    )
+
+
+def outside_options(config: RunConfig) -> OpenAIConfig:
+    """Of the judge's endpoint, with what its chat template is told."""
+    options = engine_config_of("grm", config)
+    assert isinstance(options, OpenAIConfig)
+    if not config.grm.chat_template_kwargs:
+        return options
+    told = {"chat_template_kwargs": config.grm.chat_template_kwargs}
+    return dataclasses.replace(options, extra_body={**options.extra_body, **told})
+
+
+def outside_engine(config: RunConfig) -> OpenAIEngine | None:
+    """The client of a judge behind an endpoint; None where the judge is here, or a rule."""
+    if not config.judge_is_outside:
+        return None
+    options = outside_options(config)
+    limits = RateLimits(requests_per_minute=options.requests_per_minute, tokens_per_minute=options.tokens_per_minute)
+    return OpenAIEngine(config.grm.path, "grm", options, limits=limits)
+
+
+def grm_of(
+    prepared: Prepared, here: Engine | None, outside: ChatEngine | None, events: EventSink, clock: ActiveClock
+) -> Grm | None:
+    """What a generative judge asks; None where no model judges. `clock` times the answers of one that is here."""
+    if outside is not None:
+        options = engine_config_of("grm", prepared.config)
+        assert isinstance(options, OpenAIConfig)
+        return GrmOutside("grm", outside, window_of("grm", prepared.config, 0), events, Markup(options.chat_markup))
+    if here is None or (model := prepared.grm) is None:
+        return None
+    return GrmHere(model.name, here, model.renderer, model.context_tokens, clock)
+
+
+def learner_spec(
+    config: RunConfig, model_path: str, placement: Placement, transport: str, run_dir: Path
+) -> LearnerSpec:
+    return LearnerSpec(
+        model_path=model_path,
+        train=policy_train(config.critic, config.train),
+        algorithm=config.algorithm,
+        max_new_tokens=config.rollout.max_new_tokens,
+        device=device_of("learner", placement),
+        sync_dtype=config.policy.dtype,
+        bucket_bytes=config.sync.bucket_mb << 20,
+        checkpoint_names=knows_checkpoint_names("policy", config),
+        transport=transport,
+        sync_dir=str(run_dir.absolute() / "weights") if transport == "disk" else "",
+        temperature=config.rollout.temperature,
+        first_version=config.critic.warmup_steps if config.critic.enabled else 0,
+        lora=config.policy.lora,
+        adapter_dir=str(run_dir.absolute() / "adapter"),
+        seed=config.seed,
+    )

@@ -1,0 +1,245 @@
+"""What a run took and came to, resumes included: time by role, and the summary. It changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from grmpipe.config.roles import engine_config_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
+from grmpipe.pipeline.bottleneck import Setup, bottleneck
+from grmpipe.pipeline.counters import Counts
+from grmpipe.pipeline.pipeline import Pipeline
+from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.run.cotrain.cotraining import CoTraining
+from grmpipe.run_dir.run_state import RunState
+from grmpipe.train.critic.critic import Critic
+from grmpipe.types import Metrics
+from models.settings import OpenAIConfig
+from scheduler.placement import SERVED_ROLES, PlacementConfig
+from scheduler.processes.actors import Cluster
+from scheduler.processes.cpu_time import cpu_seconds
+from scheduler.routing.scorers import ScorerPool
+from scheduler.slots.elastic import ElasticPool
+from scheduler.slots.health import RoleHealth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far the flow has come."""
+
+    version: int = 0
+    judging: JudgingSummary = field(default_factory=JudgingSummary)
+    groups: GroupsSummary = field(default_factory=GroupsSummary)
+    max_staleness_trained: int = 0
+    waits: WaitTimes = field(default_factory=WaitTimes)
+
+
+class Accounts:
+    def __init__(self, config: RunConfig) -> None:
+        self.before = Standing()  # where a resume goes on from
+        self.learner_busy_s = 0.0
+        self.cotraining: CoTraining | None = None  # once it is started
+        self.critic: Critic | None = None
+        self.health: tuple[RoleHealth, ...] = ()  # of the engines, once they are started
+        self.elastic: tuple[ElasticPool, ...] = ()
+        self.scorers: ScorerPool | None = None
+        self._grm = "grm" if config.judged_by_model else None
+        self._asks_critic = config.critic.enabled
+        self._setup = setup_of(config)
+        self._began_s = time.monotonic()
+        self._wall_before_s = 0.0
+        self._busy_before_s: Mapping[str, float] = {}
+        self._replaced_before: Mapping[str, int] = {}
+        self._moves_before: Mapping[str, int] = {}
+        self._grm_version_before = 0
+        self.cluster: Cluster | None = None
+        self._roles = config.roles
+        self._cpu_s_at_begin = self._cpu_s()
+
+    @property
+    def since_start_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    @property
+    def wall_s(self) -> float:
+        return round(self._wall_before_s + self.since_start_s, 3)
+
+    def restore(self, state: RunState, groups_per_batch: int) -> None:
+        self._wall_before_s, self._busy_before_s = state.wall_s, state.busy_s
+        self._replaced_before, self._moves_before = state.engines_replaced, state.moves
+        self._grm_version_before = state.grm_cut.version if state.grm_cut is not None else 0
+        self.before = standing_at(state, groups_per_batch)
+
+    @property
+    def grm_version(self) -> int:
+        """Its completed optimizer steps: 0 where it doesn't learn."""
+        return self.cotraining.version if self.cotraining is not None else self._grm_version_before
+
+    @property
+    def engines_replaced(self) -> dict[str, int]:
+        """By role."""
+        replaced = Counter(self._replaced_before)
+        replaced.update({health.role: health.num_replaced for health in self.health})
+        if self.scorers is not None:
+            replaced[self.scorers.role] += self.scorers.num_replaced
+        return dict(replaced)
+
+    @property
+    def moves(self) -> dict[str, int]:
+        """Of elastic slots, by the way they went."""
+        moves = Counter(self._moves_before)
+        for pool in self.elastic:
+            moves.update(pool.moves)
+        return dict(moves)
+
+    def slot_metrics(self) -> Metrics:
+        """How elastic slots stand, and how often they moved; nothing where there are none."""
+        if not self.elastic:
+            return {}
+        slots = Counter[str]()
+        for pool in self.elastic:
+            slots.update(pool.slots_by_role)
+        return {f"slots/{role}": float(count) for role, count in slots.items()} | {
+            "moves/total": float(sum(self.moves.values()))
+        }
+
+    def driver_metrics(self) -> Metrics:
+        """CPU seconds in the step that ends: of this process (the pipeline's, and of what else lives in it), and of
+        each role whose processes are all on this machine."""
+        began_s, now_s = self._cpu_s_at_begin, self._cpu_s()
+        return {f"{name}/cpu_s": max(0.0, now_s[name] - began_s[name]) for name in now_s if name in began_s}
+
+    def step_begins(self) -> None:
+        """What lies between two steps (looks, checkpoints) counts in neither."""
+        self._cpu_s_at_begin = self._cpu_s()
+
+    def _cpu_s(self) -> dict[str, float]:
+        """So far, by role."""
+        ids = {role: self.cluster.process_ids(role) for role in self._roles} if self.cluster is not None else {}
+        return {"driver": time.process_time()} | {role: cpu_seconds(found) for role, found in ids.items() if found}
+
+    def busy_s(self, pipeline: Pipeline | None) -> dict[str, float]:
+        """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""
+        busy: defaultdict[str, float] = defaultdict(float, self._busy_before_s)
+        busy["learner"] += self.learner_busy_s
+        if self.critic is not None:
+            busy["critic"] += self.critic.ranks.busy_s
+        if self.cotraining is not None:
+            busy["grm_learner"] += self.cotraining.learner_busy_s
+        if pipeline is not None:
+            busy["policy"] += pipeline.producer.playing.meter.busy_s
+            if self._grm is not None:
+                busy[self._grm] += pipeline.producer.judging.meter.busy_s
+        return {role: round(seconds, 3) for role, seconds in busy.items()}
+
+    def _versions(self, version: int) -> dict[str, int]:
+        """By model name. Every batch is a step of the critic as well."""
+        versions = {"policy": version}
+        if self._grm is not None:
+            versions[self._grm] = self.grm_version
+        if self._asks_critic:
+            versions["critic"] = version
+        return versions
+
+    def summary(
+        self,
+        status: Status,
+        failure: str | None,
+        pipeline: Pipeline | None,
+        eval_initial: Metrics,
+        eval_final: Metrics,
+        alarms: tuple[str, ...],
+    ) -> Summary:
+        standing = standing_of(pipeline) if pipeline else self.before
+        return Summary(
+            status=status,
+            steps=standing.version,
+            versions=self._versions(standing.version),
+            wall_s=self.wall_s,
+            eval=EvalSummary(initial=eval_initial, final=eval_final),
+            busy_s=self.busy_s(pipeline),
+            judging=standing.judging,
+            groups=standing.groups,
+            max_staleness_trained=standing.max_staleness_trained,
+            engines_replaced=self.engines_replaced,
+            moves=self.moves,
+            bottleneck=bottleneck(standing.waits, self._setup),
+            alarms=alarms,
+            failure=failure,
+        )
+
+
+def setup_of(config: RunConfig) -> Setup:
+    """What can be changed about a run that waits."""
+    judge: Literal["here", "outside"] | None = "here" if config.judged_by_model else None
+    return Setup(
+        judge="outside" if config.judge_is_outside else judge,
+        num_judgements=config.judge.num_judgements,
+        max_staleness=config.train.max_staleness,
+        rate_limited=is_rate_limited(config),
+        elastic_pools=elastic_pools(config.placement),
+    )
+
+
+def elastic_pools(placement: PlacementConfig) -> dict[str, str]:
+    """role -> its pool, where slots change their role."""
+    served = {role: where.pool for role, where in placement.roles.items() if role in SERVED_ROLES}
+    return {role: pool for role, pool in served.items() if pool in placement.pools and placement.pools[pool].elastic}
+
+
+def is_rate_limited(config: RunConfig) -> bool:
+    """Whether limits of ours stand before an outside judge."""
+    if not config.judge_is_outside:
+        return False
+    options = engine_config_of("grm", config)
+    return isinstance(options, OpenAIConfig) and bool(options.requests_per_minute or options.tokens_per_minute)
+
+
+def standing_of(pipeline: Pipeline) -> Standing:
+    ledger = pipeline.admission
+    total = pipeline.tally.total_so_far()
+    return Standing(
+        version=pipeline.version,
+        judging=judging(total),
+        groups=GroupsSummary(
+            submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=len(ledger.in_flight)
+        ),
+        max_staleness_trained=pipeline.consumer.max_staleness_trained,
+        waits=total.waits,
+    )
+
+
+def standing_at(state: RunState, groups_per_batch: int) -> Standing:
+    """Of a run that is resumed and has no pipeline yet: it may fail before it has one."""
+    cut, trained = state.cut, state.cut.version * groups_per_batch
+    total = Counts.restored(state.totals)
+    return Standing(
+        version=cut.version,
+        judging=judging(total),
+        groups=GroupsSummary(
+            submitted=trained + sum(cut.dropped.values()) + len(cut.in_flight),
+            trained=trained,
+            dropped=cut.dropped,
+            in_flight=len(cut.in_flight),
+        ),
+        max_staleness_trained=cut.max_staleness_trained,
+        waits=total.waits,
+    )
+
+
+def judging(total: Counts) -> JudgingSummary:
+    return JudgingSummary(
+        asked=total.asked,
+        counted=total.counted,
+        failed=total.failed,
+        tokens=total.judge_tokens,
+        saved_by_early_stop=total.saved_tokens,
+        early_stop_error=total.audit_error / total.audits if total.audits else None,
+        aborted_sittings=total.aborted,
+        voided_verdicts=total.voided,
+    )

@@ -1,0 +1,201 @@
+"""task=train_meta: a meta-RM learns from labelled judgements which to trust. Samples, trains, measures, exports.
+
+    labelled work -> GRM, k judgements each -> right or wrong by the label -> BCE on a scalar head -> <run_dir>/meta
+
+First the GRM has its slots, then the learner has its own: never both at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from grmpipe.config.roles import ENGINES, Model, device_of, options_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.evaluation.meta_quality import measure
+from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.grm_client import Asker
+from grmpipe.judge.meta_examples import Example, Sampled, Split, batches, sample, write_examples
+from grmpipe.judge.meta_rm import sigmoid
+from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary, written
+from grmpipe.run.errors import RunFailed
+from grmpipe.run.observers import Observers
+from grmpipe.run.registry import CLUSTERS
+from grmpipe.run.signals import ended_by_signals
+from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
+from grmpipe.train.scalar.scalar_learner import ScalarLearner, ScalarLearnerSpec
+from grmpipe.types import Metrics, Prompt
+from grmpipe.validate.shared_folder import check_shared
+from scheduler.placement import Placement
+from scheduler.processes.actors import ActorGroup, Cluster
+from scheduler.routing.router import Router
+from scheduler.supervise import describe_failure
+
+log = logging.getLogger(__name__)
+
+STEPS_PER_NOTE = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaTraining:
+    """A training that may start.
+
+    start_path: the model that gets a head, or goes on with its own.
+    lessons:    what the GRM is asked; `stored` are judgements that need not be sampled.
+    """
+
+    config: RunConfig
+    grm: Model
+    start_path: str
+    lessons: Mapping[Split, Sequence[Prompt]]
+    stored: tuple[Example, ...]
+    sampling: Placement
+    learning: Placement
+
+
+async def train_meta(ready: MetaTraining, run_dir: Path) -> Summary:
+    """Run to an end of any kind. What goes wrong within is not raised: the summary says it."""
+    with ended_by_signals():
+        return await train_meta_to_an_end(ready, run_dir)
+
+
+async def train_meta_to_an_end(ready: MetaTraining, run_dir: Path) -> Summary:
+    observers = Observers.open(ready.config, run_dir, None, gauges=False)
+    run = MetaTrainingRun(ready, run_dir, observers)
+    try:
+        summary = await run.execute()
+    finally:
+        observers.close()
+    summary = written(summary, run_dir / "summary.json")
+    observers.show_end(run_dir, [], None)
+    return summary
+
+
+class MetaTrainingRun:
+    def __init__(self, ready: MetaTraining, run_dir: Path, observers: Observers) -> None:
+        self._ready = ready
+        self._config = ready.config
+        self._run_dir = run_dir
+        self._observers = observers
+        self._began_s = time.monotonic()
+        self._num_steps = 0
+        self._looks: list[Metrics] = []
+        self._sampled = Sampled(examples=ready.stored, failed={}, num_tokens=0)
+
+    async def execute(self) -> Summary:
+        try:
+            if not self._ready.stored:
+                await self._sample()
+            await self._learn()
+        except asyncio.CancelledError:
+            return self._summary("interrupted")
+        except Exception as error:
+            log.exception("the run failed", extra={"file_only": True})
+            return self._summary("failed", describe_failure(error))
+        return self._summary("completed")
+
+    async def _sample(self) -> None:
+        ready, judge = self._ready, self._config.judge
+        num_items = sum(map(len, ready.lessons.values()))
+        self._observers.note(f"the GRM judges {num_items} items, {judge.num_judgements} times each")
+        async with self._cluster(ready.sampling) as cluster:
+            make_engine = ENGINES[options_of("grm", self._config).engine](ready.grm, self._config, ready.sampling)
+            engines = await cluster.start_engines("grm", make_engine)
+            router = Router("grm", engines, self._observers.timeline)
+            grm = GrmHere("grm", router, ready.grm.renderer, ready.grm.context_tokens)
+            asker = Asker(grm, judge, self._config.seed)
+            self._sampled = await sample(asker, ready.lessons, judge.num_judgements)
+        for split in ready.lessons:
+            if len({example.right for example in self._of(split)}) < 2:
+                causes = ", ".join(f"{n} {cause}" for cause, n in self._sampled.failed.items()) or "none failed"
+                raise RunFailed(f"the judgements of {split} are all right or all wrong, or there are none ({causes})")
+        write_examples(self._run_dir / "judgements.jsonl", self._sampled.examples)
+
+    async def _learn(self) -> None:
+        config, train = self._config, self._config.train
+        spec = ScalarLearnerSpec(
+            model_path=self._ready.start_path,
+            tokenizer_path=self._ready.grm.path,
+            train=train,
+            device=device_of("learner", self._ready.learning),
+        )
+        async with self._cluster(self._ready.learning) as cluster:
+            await check_shared(cluster, self._run_dir)
+            learner = await cluster.start_group("learner", functools.partial(ScalarLearner, spec))
+            await self._look(learner)
+            for batch in batches(self._of("train"), train.groups_per_batch, train.num_steps, config.seed):
+                for indices in self._rounds(batch, learner.size):
+                    packed = [(pack_classified([classified(batch[i]) for i in some]),) for some in indices]
+                    await learner.call_each("accumulate", packed)
+                told = cast(list[Metrics], await learner.call_all("step"))[0]
+                self._num_steps += 1
+                self._observers.tracker.log(self._num_steps, told)
+                if self._num_steps % STEPS_PER_NOTE == 0:
+                    self._observers.note(f"step {self._num_steps}/{train.num_steps}  loss {told['train/loss']:.3f}")
+            await self._look(learner)
+            await learner.call_all("export", str(self._run_dir / "meta"))
+
+    async def _look(self, learner: ActorGroup) -> None:
+        """At the held-out judgements, before the first step and after the last."""
+        examples = self._of("held_out")
+        probabilities = [0.0] * len(examples)
+        for indices in self._rounds(examples, learner.size):
+            packed = [pack_classified([classified(examples[i]) for i in some]) for some in indices]
+            answers = await learner.call_each("scores", [(batch,) for batch in packed])
+            for some, batch, scores_T in zip(indices, packed, answers, strict=True):
+                ends = batch.sequence_lengths_S.cumsum() - 1
+                for i, logit in zip(some, cast(np.ndarray, scores_T)[ends], strict=False):  # an idle rank has none
+                    probabilities[i] = sigmoid(float(logit))
+        self._looks.append(measure(examples, probabilities, self._config.judge.k_meta))
+        self._observers.tracker.log(self._num_steps, {f"eval/{name}": x for name, x in self._looks[-1].items()})
+        told = ", ".join(f"{name} {value:.3f}" for name, value in self._looks[-1].items())
+        self._observers.note(f"held out, after {self._num_steps} steps: {told}")
+
+    def _of(self, split: Split) -> list[Example]:
+        return [example for example in self._sampled.examples if example.split == split]
+
+    def _rounds(self, examples: Sequence[Example], world_size: int) -> list[tuple[tuple[int, ...], ...]]:
+        lengths = [len(example.token_ids) for example in examples]
+        return plan_rounds(lengths, self._config.train.micro_batch_tokens, world_size)
+
+    @asynccontextmanager
+    async def _cluster(self, placement: Placement) -> AsyncIterator[Cluster]:
+        cluster = await CLUSTERS[self._config.cluster.kind](self._config, placement)
+        try:
+            yield cluster
+        finally:
+            await cluster.shutdown()
+
+    def _summary(self, status: Status, failure: str | None = None) -> Summary:
+        sampled, looks = self._sampled, self._looks
+        failed = sum(sampled.failed.values())
+        counted = 0 if self._ready.stored else len(sampled.examples)
+        summary = Summary(
+            status=status,
+            steps=self._num_steps,
+            versions={"meta": self._num_steps},
+            wall_s=round(time.monotonic() - self._began_s, 3),
+            eval=EvalSummary(initial=looks[0] if looks else {}, final=looks[1] if len(looks) > 1 else {}),
+            judging=JudgingSummary(
+                asked=counted + failed, counted=counted, failed=sampled.failed, tokens=sampled.num_tokens
+            ),
+            failure=failure,
+        )
+        try:
+            return summary.with_objective(self._config.objective)
+        except ValueError as error:
+            log.info("%s", error)
+            return summary
+
+
+def classified(example: Example) -> Classified:
+    return Classified(token_ids=example.token_ids, right=example.right)

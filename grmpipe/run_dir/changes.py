@@ -1,0 +1,29 @@
+"""changes.jsonl: the keys that resumes of a run changed, and from which step on. Decides nothing about them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from grmpipe.config.resume_rules import Change
+from grmpipe.observe.journal import Journal, read_what_can_be
+
+CHANGES_FILE = "changes.jsonl"
+
+
+def record_changes(run_dir: Path, run_id: str, step: int, changes: Sequence[Change]) -> None:
+    """Raises OSError."""
+    journal = Journal(run_dir / CHANGES_FILE, run_id=run_id)
+    try:
+        for change in changes:
+            told = {"key": change.key, "old": change.old, "new": change.new}
+            journal.append({"step": step, "time": round(time.time(), 3), **told})
+    finally:
+        journal.close()
+
+
+def changes_of(run_dir: Path) -> tuple[str, ...]:
+    """In words, in the order of time."""
+    lines = read_what_can_be(run_dir / CHANGES_FILE)
+    return tuple(f"after step {x.get('step')}: {x.get('key')}: {x.get('old')} -> {x.get('new')}" for x in lines)

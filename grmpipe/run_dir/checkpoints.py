@@ -1,0 +1,146 @@
+"""`checkpoints/` of a run: each published whole or not at all, the newest whole one found again. Knows no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.run_dir.run_state import RunState
+from models.stored_files import StoredFile, first_difference, stored_files, sync_directory, sync_file
+
+STATE_FILE = "run_state.json"
+MANIFEST_FILE = "manifest.json"
+LATEST_FILE = "latest"
+PUBLISHED = re.compile(r"step_(\d+)(?:\.(\d+))?")  # a step that is published again is step_N.1, and so on
+DRAFT_SUFFIX = ".draft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """checkpoint: the newest whole one, None where there is none. damaged: those that were passed over, and why."""
+
+    checkpoint: Path | None
+    damaged: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """`checkpoints/step_N/` of a run, and the file that names the latest one.
+
+    A directory of that name was complete, and on the disk, before it got its name. Anything else in there is nobody's
+    business.
+    """
+
+    directory: Path
+    keep: int
+
+    def draft(self, step: int) -> Path:
+        """An empty directory to write a checkpoint into. What is published of this step stays as it is meanwhile."""
+        there = [_order(path) for path in self._published() if _order(path)[0] == step]
+        name = f"step_{step}.{max(there)[1] + 1}" if there else f"step_{step}"
+        draft = self.directory / f"{name}{DRAFT_SUFFIX}"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        return draft
+
+    def publish(self, draft: Path, state: RunState, files: Sequence[StoredFile]) -> Path:
+        """Make a draft the latest checkpoint: one rename, then that of the file that names it. Older ones go then.
+
+        files: all that was written into it, synced to the disk.
+        """
+        (draft / STATE_FILE).write_text(state.to_json(), encoding="utf-8")
+        _write_manifest(draft, [*files, *stored_files(draft, [STATE_FILE])])
+        for path in (draft / STATE_FILE, draft / MANIFEST_FILE):
+            sync_file(path)
+        for folder in {(draft / file.name).parent for file in files} | {draft}:
+            sync_directory(folder)
+        whole = draft.with_name(draft.name.removesuffix(DRAFT_SUFFIX))
+        draft.rename(whole)
+        sync_directory(self.directory)
+        self._point_at(whole)
+        self._forget_others(whole)
+        return whole
+
+    def find(self) -> Found:
+        """The one that `latest` names if it is whole, else the newest that is."""
+        pointed, damaged = self._pointed()
+        newest_first = sorted(self._published(), key=_order, reverse=True)
+        candidates = [path for path in newest_first if path == pointed]
+        for path in candidates + [path for path in newest_first if path != pointed]:
+            difference = _difference(path)
+            if difference is None:
+                return Found(checkpoint=path, damaged=damaged)
+            damaged += (f"{path.name}: {difference}",)
+        return Found(checkpoint=None, damaged=damaged)
+
+    def load(self, checkpoint: Path) -> RunState:
+        return RunState.from_json((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+
+    def _point_at(self, whole: Path) -> None:
+        pointer = self.directory / f"{LATEST_FILE}{DRAFT_SUFFIX}"
+        pointer.write_text(whole.name, encoding="utf-8")
+        sync_file(pointer)
+        pointer.replace(self.directory / LATEST_FILE)
+        sync_directory(self.directory)
+
+    def _pointed(self) -> tuple[Path | None, tuple[str, ...]]:
+        """Where `latest` points, and what is wrong with it."""
+        try:
+            name = (self.directory / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:  # killed before the first was named
+            return None, ()
+        if not PUBLISHED.fullmatch(name):
+            return None, (f"{LATEST_FILE} names no checkpoint, but {name[:40]!r}",)
+        pointed = self.directory / name
+        return (pointed, ()) if pointed.is_dir() else (None, (f"{LATEST_FILE} names {name}, which is gone",))
+
+    def _published(self) -> list[Path]:
+        return [path for path in _folders(self.directory) if PUBLISHED.fullmatch(path.name)]
+
+    def _forget_others(self, newest: Path) -> None:
+        """Beyond `keep`; and what the newest replaces: the same step, later ones of a lineage that ended, drafts."""
+        step, _ = _order(newest)
+        older = sorted((path for path in self._published() if _order(path)[0] < step), key=_order)
+        replaced = [path for path in self._published() if _order(path)[0] >= step and path != newest]
+        for path in [*older[: max(0, len(older) - self.keep + 1)], *replaced, *self._drafts()]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _drafts(self) -> Iterable[Path]:
+        for path in _folders(self.directory):
+            if path.name.endswith(DRAFT_SUFFIX) and PUBLISHED.fullmatch(path.name.removesuffix(DRAFT_SUFFIX)):
+                yield path
+
+
+def _folders(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+
+
+def _order(published: Path) -> tuple[int, int]:
+    """The step, and how often it had been published before."""
+    match = PUBLISHED.fullmatch(published.name)
+    assert match is not None, "asked of published checkpoints only"
+    return int(match[1]), int(match[2] or 0)
+
+
+def _write_manifest(draft: Path, files: Sequence[StoredFile]) -> None:
+    listed = {"files": [dataclasses.asdict(file) for file in files]}
+    (draft / MANIFEST_FILE).write_text(json.dumps(listed, indent=1), encoding="utf-8")
+
+
+def _difference(checkpoint: Path) -> str | None:
+    """What of a published checkpoint isn't as it was written; None where all is."""
+    try:
+        listed = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
+        files = [StoredFile(**file) for file in listed["files"]]
+    except FileNotFoundError:
+        return f"{MANIFEST_FILE} is missing"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"{MANIFEST_FILE} can't be read ({error})"
+    if STATE_FILE not in {file.name for file in files}:
+        return f"{MANIFEST_FILE} lists no {STATE_FILE}"
+    return first_difference(checkpoint, files)

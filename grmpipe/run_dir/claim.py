@@ -1,0 +1,118 @@
+"""A run's directory, claimed by this process: found or made, locked, with the first files in it. Trains nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import to_yaml
+from grmpipe.run_dir.changes import record_changes
+from grmpipe.run_dir.checkpoints import Checkpoints
+from grmpipe.run_dir.directory import (
+    Place,
+    find_place,
+    holds_run,
+    is_complete,
+    new_run_dirs,
+    point_latest,
+    refusal,
+    run_to_resume,
+)
+from grmpipe.run_dir.identity import RunIdentity, check_inputs, read_identity, run_id_of
+from grmpipe.run_dir.lock import locked
+
+OWNER_ONLY = 0o700  # of a run's directory: it holds what was asked and answered
+
+
+class Claim:
+    """Use as a context: what is claimed is this process's alone until the end of the block.
+
+    A run that is gone on with is locked at once, a new one by `open`, once it is known that it may start.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises ConfigError where the directory can't be had."""
+        self._config = config
+        with ExitStack() as held:  # given back where something is refused
+            if (run_dir := run_to_resume(config)) is not None and not is_complete(run_dir, config):
+                held.enter_context(locked(run_dir))
+            self.place = find_place(config)
+            if self.place.resumed and not self.place.complete:
+                self._check()
+            self._held = held.pop_all()
+
+    def _check(self) -> None:
+        """Of a run that is gone on with."""
+        if (identity := read_identity(self.place.run_dir)) is not None:
+            check_inputs(identity, self._config, self.place.run_dir)
+        run_dir, done, wanted = self.place.run_dir, steps_done(self.place), self._config.train.num_steps
+        if done > wanted:
+            raise ConfigError(f"train.num_steps: {wanted}, and {run_dir} has done {done}; type {done} or more")
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._held.close()
+
+    def open(self) -> Path:
+        """The first things on disk. Returns the run's directory."""
+        try:
+            if not self.place.resumed:
+                self._make()
+            if read_identity(self.place.run_dir) is None:
+                RunIdentity.new(self._config).write(self.place.run_dir)
+            if self.place.changes:
+                self._change()
+            point_latest(self.place.run_dir, self._config)
+        except OSError as error:
+            raise ConfigError(f"run_dir: {self.place.run_dir} can't be written to ({error}); type another") from error
+        return self.place.run_dir
+
+    def _change(self) -> None:
+        """What this resume changes is written down, and holds from here on."""
+        place = self.place
+        record_changes(place.run_dir, run_id_of(place.run_dir), steps_done(place), place.changes)
+        write_config(place.run_dir, self._config)
+
+    def _make(self) -> None:
+        """A directory that no other run has: one without a name of the user's is made under the next free name."""
+        run_dir = self.place.run_dir
+        if self._config.run_dir is None:
+            run_dir = make_first(run_dir)
+        else:
+            run_dir.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
+        self.place = Place(run_dir=run_dir)
+        self._held.enter_context(locked(run_dir))
+        if holds_run(run_dir):  # it was begun since `find_place` looked
+            raise refusal(run_dir)
+        write_config(run_dir, self._config)
+
+
+def write_config(run_dir: Path, config: RunConfig) -> None:
+    draft = run_dir / "config.yaml.tmp"
+    draft.write_text(to_yaml(config), encoding="utf-8")
+    draft.replace(run_dir / "config.yaml")
+
+
+def steps_done(place: Place) -> int:
+    """Where the run goes on."""
+    if place.checkpoint is None:
+        return 0
+    return Checkpoints(directory=place.checkpoint.parent, keep=1).load(place.checkpoint).cut.version
+
+
+def make_first(wanted: Path) -> Path:
+    """The directory of that name, or of the next one that is free."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for path in new_run_dirs(wanted):
+        try:
+            path.mkdir(OWNER_ONLY)
+        except FileExistsError:
+            continue
+        return path
+    raise OSError(f"{wanted} and all names after it are taken")

@@ -1,0 +1,138 @@
+"""Where a run's files go, and whether there is a run to go on with. Looks and names; `point_latest` alone writes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.config.resume_rules import Change, changed_keys, changes_on_resume
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import read_yaml, torn_off
+from grmpipe.run_dir.checkpoints import Checkpoints
+
+HOME = Path("runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A run's directory. resumed: it holds the run already. checkpoint: what to go on from; none: from the beginning.
+    changes: keys that this resume changes. complete: there is nothing left to do.
+
+    notes: what is damaged in there, and what is done about it.
+    """
+
+    run_dir: Path
+    resumed: bool = False
+    checkpoint: Path | None = None
+    changes: tuple[Change, ...] = ()
+    complete: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def find_place(config: RunConfig) -> Place:
+    """A new run never writes into an old one's files; a resumed one never changes what is trained."""
+    named = config.run_dir
+    if (run_dir := run_to_resume(config)) is not None:
+        return resumed(run_dir, config)
+    if named is None:
+        return Place(run_dir=new_run_dir(HOME / config.experiment))
+    if config.resume == "never" and holds_run(Path(named)):
+        raise refusal(Path(named))
+    return Place(run_dir=Path(named))
+
+
+def run_to_resume(config: RunConfig) -> Path | None:
+    """The directory of the run that resume=auto goes on with; None where there is none."""
+    if config.resume != "auto":
+        return None
+    home = HOME / config.experiment
+    latest = home / (home / "latest").resolve().name  # as the run itself called it
+    run_dir = Path(config.run_dir) if config.run_dir else latest
+    return run_dir if holds_run(run_dir) else None
+
+
+def is_complete(run_dir: Path, config: RunConfig) -> bool:
+    """A run that did all its steps is complete until more are wanted of it."""
+    if status_of(run_dir)[0] != "completed":
+        return False
+    return config.task != "train" or config.train.num_steps <= read_yaml(run_dir / "config.yaml").train.num_steps
+
+
+def refusal(run_dir: Path) -> ConfigError:
+    return ConfigError(f"run_dir: {run_dir} holds a run already; type resume=auto to go on with it, or another run_dir")
+
+
+def holds_run(run_dir: Path) -> bool:
+    return (run_dir / "config.yaml").exists()
+
+
+def new_run_dir(home: Path) -> Path:
+    """A name that is free now; whoever makes the directory finds out whether it still is."""
+    wanted = home / datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
+    return next(path for path in new_run_dirs(wanted) if not path.exists())
+
+
+def new_run_dirs(wanted: Path) -> Iterator[Path]:
+    """Names to try, the best one first."""
+    return (wanted if n == 0 else wanted.with_name(f"{wanted.name}_{n}") for n in range(1000))
+
+
+def resumed(run_dir: Path, config: RunConfig) -> Place:
+    """The run at its newest whole checkpoint; one that has none yet starts over."""
+    written = run_dir / "config.yaml"
+    if lacking := torn_off(written):
+        raise ConfigError(
+            f"resume: {written} is torn, or of another version of grmpipe: it lacks {', '.join(lacking[:3])}"
+            f"{' and more' if lacking[3:] else ''}; put a whole one there, or start a new run with resume=never"
+        )
+    old = read_yaml(written)
+    if changed := changed_keys(old, config):
+        raise ConfigError(
+            f"resume: the configuration differs from that of {run_dir}: {'; '.join(changed)}; "
+            "undo it, or start a new run with resume=never"
+        )
+    if is_complete(run_dir, config):
+        return Place(run_dir=run_dir, resumed=True, complete=True)
+    notes = status_of(run_dir)[1]
+    checkpoint, told = checkpoint_of(run_dir)
+    changes = changes_on_resume(old, config)
+    return Place(run_dir=run_dir, resumed=True, checkpoint=checkpoint, changes=changes, notes=notes + told)
+
+
+def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
+    """The newest whole one, and what was passed over for it. Raises ConfigError where all are damaged."""
+    found = Checkpoints(directory=run_dir / "checkpoints", keep=1).find()
+    if not found.damaged:
+        return found.checkpoint, ()
+    damaged = "; ".join(found.damaged)
+    if found.checkpoint is None:
+        raise ConfigError(
+            f"resume: no checkpoint in {run_dir}/checkpoints is whole ({damaged}); put a copy there, or start a new "
+            "run with resume=never and another run_dir"
+        )
+    return found.checkpoint, (f"damaged in {run_dir}/checkpoints: {damaged}; going on from {found.checkpoint.name}",)
+
+
+def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
+    """How the run ended, None for one that runs or was killed; and what is wrong with the file that says it."""
+    summary = run_dir / "summary.json"
+    if not summary.exists():
+        return None, ()
+    try:
+        return str(json.loads(summary.read_text(encoding="utf-8"))["status"]), ()
+    except (ValueError, TypeError, KeyError):
+        return None, (f"{summary} can't be read; the run ends anew from its last checkpoint",)
+
+
+def point_latest(run_dir: Path, config: RunConfig) -> None:
+    """runs/<experiment>/latest -> this run; a run elsewhere has no such link."""
+    home = HOME / config.experiment
+    if run_dir.resolve().parent != home.resolve():
+        return
+    draft = home / f".latest-{os.getpid()}"
+    draft.symlink_to(run_dir.name)
+    draft.replace(home / "latest")

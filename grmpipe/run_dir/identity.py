@@ -1,0 +1,100 @@
+"""run.json: the id of a run, and checksums of the files that decide what it trains. Kept from the first start on."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.prompts import TINY
+from grmpipe.judge.prompt import path_of
+from models.stored_files import checksum_of
+
+IDENTITY_FILE = "run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """run_id: stands in each line of the run's journals. inputs: the key that names a file -> its checksum (xxh3)."""
+
+    run_id: str
+    inputs: Mapping[str, str]
+
+    @staticmethod
+    def new(config: RunConfig) -> RunIdentity:
+        return RunIdentity(run_id=uuid.uuid4().hex[:16], inputs=checksums_of(config))
+
+    def write(self, run_dir: Path) -> None:
+        path = run_dir / IDENTITY_FILE
+        draft = path.with_name(path.name + ".tmp")
+        draft.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+
+def read_identity(run_dir: Path) -> RunIdentity | None:
+    """None for a run of a version that kept none. Raises ConfigError for one that can't be read."""
+    path = run_dir / IDENTITY_FILE
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return RunIdentity(run_id=str(values["run_id"]), inputs=dict(values["inputs"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"resume: {path} can't be read ({error!r}); put it back, remove it to go on without its checks, or start a "
+            "new run with resume=never"
+        ) from error
+
+
+def run_id_of(run_dir: Path) -> str:
+    """Empty where a run has none."""
+    identity = read_identity(run_dir)
+    return identity.run_id if identity is not None else ""
+
+
+def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> None:
+    """Raises ConfigError where a file isn't the one that the run began with: its rollouts answer other prompts then, or
+    were judged by another template. One that is missing is named by whoever opens it."""
+    now = checksums_of(config)
+    changed = [key for key, was in identity.inputs.items() if now.get(key, was) != was]
+    if changed:
+        files = input_files(config)
+        raise ConfigError(
+            f"resume: {'; '.join(f'{key}: {files[key]}' for key in changed)}: not the content that {run_dir} began "
+            "with (by its checksum); put that back, or start a new run with resume=never"
+        )
+
+
+def checksums_of(config: RunConfig) -> dict[str, str]:
+    return {key: checksum_of(path) for key, path in input_files(config).items() if path.is_file()}
+
+
+def input_files(config: RunConfig) -> dict[str, Path]:
+    """The files that decide what is sampled, judged and trained, by key. Models are not among them."""
+    if config.data.replay is not None:  # the other files are not looked at
+        template = config.policy.chat_template
+        return {"policy.chat_template": Path(template)} if template is not None else {}
+    named = {
+        "data.path": config.data.path,
+        "data.eval_path": config.data.eval_path,
+        "cotrain.data_path": config.cotrain.data_path,
+        "policy.chat_template": config.policy.chat_template,
+        "grm.chat_template": config.grm.chat_template,
+    }
+    files = {key: Path(path) for key, path in named.items() if path is not None and not path.startswith(TINY)}
+    if config.judged_by_model or config.judge.kind == "label":
+        templates = {"template": config.judge.template, "principles_template": config.judge.principles_template}
+        for key, template in templates.items():
+            if key == "template" or config.judge.principles == "ahead":
+                files[f"judge.{key}"] = template_file(key, template)
+    return files
+
+
+def template_file(key: str, template: str) -> Path:
+    try:
+        return path_of(key, template)
+    except ValueError:  # it is missing
+        return Path(template)

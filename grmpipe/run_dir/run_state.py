@@ -1,0 +1,141 @@
+"""What a run is between two optimizer steps: saved beside the weights, found again on resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grmpipe.data.stream import EndOfData
+from grmpipe.judge.verdict import only_finite
+from grmpipe.observe.journal import Mark, mark_holds, read_records, replace_journal
+from grmpipe.observe.recorder import (
+    GROUPS,
+    JUDGEMENTS,
+    ROLLOUTS,
+    GroupEnd,
+    RecordedRollout,
+    load_group_ends,
+    load_rollouts,
+    load_verdicts,
+)
+from grmpipe.pipeline.interfaces import KILLED_ENGINES, Cut, Kept, Prompts
+from grmpipe.types import JudgeReport, Metrics, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """One atomic cut. Seeds are derived from names, so there is no random state to keep."""
+
+    cut: Cut
+    wall_s: float  # so far, resumes included
+    eval_initial: Metrics
+    totals: Mapping[str, object]  # the tally's
+    busy_s: Mapping[str, float]
+    alarms: tuple[str, ...] = ()
+    wandb_run_id: str | None = None
+    hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
+    engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
+    moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
+    grm_cut: Cut | None = None  # of the flow of a GRM that learns too
+    journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # by journal: a resume reads what stands behind
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> RunState:
+        values = json.loads(text)
+        cut = values["cut"]
+        cut["in_flight"] = {int(draw): group_id for draw, group_id in cut["in_flight"].items()}
+        values["cut"] = Cut(**cut)
+        if (grm_cut := values.get("grm_cut")) is not None:
+            values["grm_cut"] = Cut(**grm_cut)
+        marks = values.get("journal_marks", {})
+        values["journal_marks"] = {name: Mark(**mark) for name, mark in marks.items()}
+        values["alarms"] = tuple(values["alarms"])
+        values["hacking_readings"] = tuple((int(s), float(a), float(b)) for s, a, b in values["hacking_readings"])
+        return RunState(**values)
+
+
+def find_kept(
+    run_dir: Path, cut: Cut, prompts: Prompts, run_id: str = "", marks: Mapping[str, Mark] | None = None
+) -> dict[int, Kept]:
+    """Finished work in the journals that is valid at a cut, by draw.
+
+    Rollouts sampled by versions up to the cut are kept, with their verdicts; later ones are void, and so are those of
+    another prompt than the draw's. A draw with void work goes on under a new group_id, so that no name stands for two
+    things. run_id: lines of other runs don't count. marks: where in the journals groups begin that haven't ended.
+    """
+    marks = marks or {}
+    recorded: dict[int, list[RecordedRollout]] = {}
+    for line in load_rollouts(run_dir / ROLLOUTS, run_id=run_id, since=marks.get(ROLLOUTS)):
+        if line.draw in cut.in_flight or line.draw >= cut.next_draw:
+            recorded.setdefault(line.draw, []).append(line)
+    wanted = {line.rollout.group_id for lines in recorded.values() for line in lines}
+    verdicts = load_verdicts(run_dir / JUDGEMENTS, run_id=run_id, since=marks.get(JUDGEMENTS))
+    reports = {key: report for key, report in verdicts if key[0] in wanted}
+    kept = {draw: _kept(recorded[draw], reports, cut, _drawn(prompts, draw)) for draw in sorted(recorded)}
+    ends = load_group_ends(run_dir / GROUPS, run_id=run_id, since=marks.get(GROUPS))
+    return kept | {end.draw: Kept(group_id=end.group_id, killed_engines=True) for end in _killers(ends, cut)}
+
+
+def _killers(ends: Iterable[GroupEnd], cut: Cut) -> list[GroupEnd]:
+    """Groups whose requests killed engines: drawn again, they are dropped at once."""
+    drawn_again = (end for end in ends if end.draw in cut.in_flight or end.draw >= cut.next_draw)
+    return [end for end in drawn_again if end.cause == KILLED_ENGINES]
+
+
+def void_group_ends(run_dir: Path, cut: Cut, run_id: str = "", mark: Mark | None = None) -> None:
+    """Take out of groups.jsonl what ended beyond the cut: those draws are in flight again, or not yet drawn.
+
+    mark: where it ended at the cut.
+    """
+    path = run_dir / GROUPS
+    if not path.exists():
+        return
+    if mark is not None and mark_holds(path, mark):
+        with path.open("r+b") as file:
+            file.truncate(mark.offset)
+        return
+    past = [
+        record
+        for end, record in read_records(path, lambda record: (GroupEnd(**record), record))
+        if end.draw < cut.next_draw and end.draw not in cut.in_flight
+    ]
+    replace_journal(path, past, run_id=run_id)
+
+
+def _drawn(prompts: Prompts, draw: int) -> Prompt | None:
+    try:
+        return prompts.at(draw)
+    except EndOfData:
+        return None
+
+
+def _kept(
+    lines: list[RecordedRollout], reports: Mapping[tuple[str, int], JudgeReport], cut: Cut, prompt: Prompt | None
+) -> Kept:
+    valid: dict[int, RecordedRollout] = {}
+    for line in lines:
+        if _newest_version(line) <= cut.version and line.prompt == prompt:
+            valid.setdefault(line.rollout.sibling, line)
+    names = list(dict.fromkeys(line.rollout.group_id for line in lines))
+    renamed = len(valid) < len(lines)
+    group_id = f"{names[0].split('~')[0]}~{len(names)}" if renamed else names[0]
+    return Kept(
+        group_id=group_id,
+        renamed=renamed,
+        rollouts=tuple(dataclasses.replace(valid[sibling].rollout, group_id=group_id) for sibling in sorted(valid)),
+        reports={
+            sibling: report
+            for sibling, line in valid.items()
+            if (report := reports.get((line.rollout.group_id, sibling))) is not None and only_finite(report) is report
+        },
+    )
+
+
+def _newest_version(line: RecordedRollout) -> int:
+    return max(span.version for turn in line.rollout.turns for span in turn.completion.versions)

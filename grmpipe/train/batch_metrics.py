@@ -1,0 +1,57 @@
+"""What a batch came to, over all micro-batches and ranks. Never changes a gradient."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grmpipe.algorithm.corrections import mismatch, mismatch_by_age
+from grmpipe.algorithm.objective import SummedLoss
+from grmpipe.types import BatchTotals, Metrics
+
+# torch 2.11 has it under its older name alone.
+ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+class Meter:
+    """Sums on one rank; a read adds up the ranks. Used for one batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, float] = {}
+        self._ratios_and_ages: list[Tensor] = []  # [N, 2] each
+
+    def add(self, loss: SummedLoss, ages_N: Tensor) -> Metrics:
+        """Take in a micro-batch with the ages of its N trained tokens; returns its sums on this rank."""
+        named = {"loss": loss.total.detach(), **loss.sums}
+        sums = dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        ratios_N = loss.abs_log_ratios_N.detach()
+        self._ratios_and_ages.append(torch.stack([ratios_N, ages_N.to(ratios_N.dtype)], dim=1))
+        return {f"train/{name}_sum": value for name, value in sums.items()}
+
+    def read(self, totals: BatchTotals, denominator: float) -> Metrics:
+        """Means over the batch: the loss as it was optimized, all else per trained token. A collective."""
+        names = sorted(self._sums)
+        summed = torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device=self._device)
+        dist.all_reduce(summed)
+        sums = dict(zip(names, summed.tolist(), strict=True))
+        tokens = sums.pop("tokens")
+        assert tokens == totals.num_loss_tokens, f"{tokens} tokens accumulated, {totals.num_loss_tokens} in the batch"
+        loss = sums.pop("loss") / denominator
+        means = {f"train/{name}": value / tokens for name, value in sums.items()}
+        ratios_N, ages_N = _gather(torch.cat(self._ratios_and_ages)).unbind(1)
+        return {"train/loss": loss, **means, **mismatch(ratios_N), **mismatch_by_age(ratios_N, ages_N)}
+
+
+def _gather(rows_NC: Tensor) -> Tensor:
+    """The rows of all ranks, whose numbers differ: padded with nan to the longest. A row with a nan is no row."""
+    longest = torch.tensor(len(rows_NC), device=rows_NC.device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    padded = rows_NC.new_full((int(longest), rows_NC.shape[1]), torch.nan)
+    padded[: len(rows_NC)] = rows_NC
+    everyone = padded.new_empty(dist.get_world_size() * len(padded), rows_NC.shape[1])
+    ALL_GATHER(everyone, padded)
+    return everyone[~everyone.isnan().any(dim=1)]

@@ -1,0 +1,56 @@
+"""What each token of a rollout costs in distance to the reference, where that is taken off the rewards. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from grmpipe.algorithm.losses import KL_ESTIMATORS
+from grmpipe.train.batching.packer import Round
+from grmpipe.types import MicroBatch, Rollout, TrainingSample
+
+Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [N] by sampled token
+
+
+def rollout_key(rollout: Rollout | TrainingSample) -> tuple[str, int]:
+    return rollout.group_id, rollout.sibling
+
+
+def kl_of_rollouts(
+    rounds: Sequence[Round], references: Sequence[Sequence[np.ndarray]], kl_estimator: str
+) -> dict[tuple[str, int], np.ndarray]:
+    """KL(mu || reference) of what was sampled; mu is who acted, and is known before anything is trained.
+
+    references: of each round, of each rank, log pi_ref over the packed tokens.
+    """
+    by_segment = {
+        (*rollout_key(sample), sample.segment): kl_of_sample(sample, reference_T, kl_estimator)
+        for round_, by_rank in zip(rounds, references, strict=True)
+        for samples, micro_batch, packed_T in zip(round_.samples, round_.micro_batches, by_rank, strict=True)
+        for sample, reference_T in unpacked(samples, micro_batch, packed_T)
+    }
+    found: dict[tuple[str, int], np.ndarray] = {}
+    for (group_id, sibling, _), nats_N in sorted(by_segment.items(), key=lambda item: item[0]):
+        key = (group_id, sibling)
+        found[key] = np.concatenate([found[key], nats_N]) if key in found else nats_N
+    return found
+
+
+def unpacked(
+    samples: Sequence[TrainingSample], micro_batch: MicroBatch, packed_T: np.ndarray
+) -> Iterator[tuple[TrainingSample, np.ndarray]]:
+    """What was said of each token of each sample; 0 of those that it shares: none of them was sampled."""
+    own = np.split(packed_T, micro_batch.sample_lengths_S.cumsum()[:-1])
+    for sample, own_T, num_shared in zip(samples, own, micro_batch.prefix_lengths_S, strict=False):  # nobody: idle
+        yield sample, np.concatenate([np.zeros(num_shared, dtype=packed_T.dtype), own_T])
+
+
+def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: str) -> np.ndarray:
+    """[N], of its sampled tokens. The first token of a sample costs nothing: nothing predicts it."""
+    sampled_T = torch.tensor(sample.loss_mask, dtype=torch.bool)
+    sampler_T = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
+    kl_T = KL_ESTIMATORS[kl_estimator](sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
+    kl_T[0] = 0.0
+    return kl_T[sampled_T].numpy()

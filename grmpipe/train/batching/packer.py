@@ -1,0 +1,186 @@
+"""Samples into rounds of micro-batches, one per rank. Pure: knows lengths, not models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grmpipe.train.batching.bin_packing import deal, fill
+from grmpipe.train.batching.shared_prefix import Family, families_of
+from grmpipe.types import MicroBatch, TrainingSample
+from models.types import ANY_EXPERT
+
+NOT_SAMPLED = -1
+EARLY_SHARE = 0.25  # of a micro-batch: a pass over less costs more than starting it early gains
+PIECES_PER_RANK = 2  # of several: whole groups can't be dealt evenly, and each piece repeats its prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One micro-batch per rank, in rank order: what all ranks pass through the model at the same time.
+
+    samples: of each rank, as they are packed; nothing of them goes to the ranks.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    samples: tuple[tuple[TrainingSample, ...], ...] = ()
+
+
+class Packer:
+    """Collects samples until every rank has a micro-batch's worth. All ranks always take part in a round.
+
+    max_tokens: packed tokens per micro-batch. A longer sample gets a micro-batch of its own.
+    shared: siblings stay together, and what they begin with is packed once.
+    """
+
+    def __init__(self, max_tokens: int, world_size: int, shared: bool = True) -> None:
+        self._max_tokens = max_tokens
+        self._world_size = world_size
+        self._shared = shared
+        self._waiting: list[Family] = []
+
+    def add(self, samples: Sequence[TrainingSample]) -> list[Round]:
+        """Take samples; return the rounds that are full. Siblings that come together are packed together."""
+        self._waiting += families_of(samples, self._shared)
+        rounds = []
+        while num_tokens(self._waiting) >= self._max_tokens * self._world_size:
+            rounds.append(self._next_round())
+        return rounds
+
+    def early(self) -> list[Round]:
+        """What waits, for a learner that has nothing to do; none where that is too little for a pass."""
+        enough = EARLY_SHARE * self._max_tokens * self._world_size
+        return self.flush() if num_tokens(self._waiting) >= enough else []
+
+    def flush(self) -> list[Round]:
+        """The rounds that hold the rest."""
+        rest = self._waiting
+        self.discard()
+        return _dealt(rest, self._max_tokens, self._world_size)
+
+    def discard(self) -> None:
+        """Forget what waits: its batch was dropped."""
+        self._waiting = []
+
+    def _next_round(self) -> Round:
+        """The longest that wait, evenly over the ranks."""
+        pieces = _pieces(self._waiting, self._max_tokens, self._world_size)
+        bins, left_over = fill([piece.load for piece in pieces], self._max_tokens, self._world_size)
+        self._waiting = families_of(_samples(pieces[place] for place in sorted(left_over)), self._shared)
+        return _round([[pieces[place] for place in places] for places in bins])
+
+
+def rounds_of(samples: Sequence[TrainingSample], max_tokens: int, world_size: int, shared: bool = True) -> list[Round]:
+    """All samples at once, evenly over ranks and rounds."""
+    return _dealt(families_of(samples, shared), max_tokens, world_size)
+
+
+def num_tokens(families: Sequence[Family]) -> int:
+    """Packed."""
+    return sum(family.load.tokens for family in families)
+
+
+def _dealt(families: Sequence[Family], max_tokens: int, world_size: int) -> list[Round]:
+    pieces = _pieces(families, max_tokens, world_size)
+    dealt = deal([piece.load for piece in pieces], max_tokens, world_size)
+    return [_round([[pieces[place] for place in places] for places in bins]) for bins in dealt]
+
+
+def _pieces(families: Sequence[Family], max_tokens: int, world_size: int) -> list[Family]:
+    """None fills more than a micro-batch; where ranks wait for each other, no more than a part of a rank's share."""
+    share, limit = num_tokens(families) / world_size, max_tokens
+    if world_size > 1:
+        num_rounds = max(1, math.ceil(share / max_tokens))
+        limit = math.ceil(share / num_rounds / PIECES_PER_RANK)
+    return [piece for family in families for piece in family.split(limit)]
+
+
+def _round(families_by_rank: Sequence[Sequence[Family]]) -> Round:
+    return Round(
+        micro_batches=tuple(pack_families(families) if families else idle() for families in families_by_rank),
+        samples=tuple(_samples(families) for families in families_by_rank),
+    )
+
+
+def _samples(families: Iterable[Family]) -> tuple[TrainingSample, ...]:
+    return tuple(sample for family in families for sample in family.samples)
+
+
+def pack(samples: Sequence[TrainingSample]) -> MicroBatch:
+    """Samples end to end, each with all its tokens."""
+    return pack_families([Family((sample,), 0) for sample in samples])
+
+
+def pack_families(families: Sequence[Family]) -> MicroBatch:
+    """Families end to end: what is shared stands at the start of the first sample, and is the first one's in all that
+    is told of a token. The first token of each family is never trained: nothing predicts it."""
+    samples = _samples(families)
+    prefix_lengths_S = np.array(
+        [family.num_shared * (place > 0) for family in families for place in range(len(family.samples))], dtype=np.int64
+    )
+    lengths_S = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64) - prefix_lengths_S
+    starts_S = lengths_S.cumsum() - lengths_S
+    sizes_F = np.array([len(family.samples) for family in families])
+    position_ids_T = np.arange(lengths_S.sum(), dtype=np.int64) - (starts_S - prefix_lengths_S).repeat(lengths_S)
+
+    def join(columns: Iterable[Sequence[float] | np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+        own = zip(columns, prefix_lengths_S.tolist(), strict=True)
+        return np.concatenate([np.asarray(column[shared:], dtype=dtype) for column, shared in own])
+
+    loss_mask_T = join((sample.loss_mask for sample in samples), np.float32) * (position_ids_T > 0)
+    versions_T = join(map(versions_of, samples), np.int32)
+    assert not (loss_mask_T * (versions_T == NOT_SAMPLED)).any(), "only what was sampled is trained"
+    experts = _experts_of(samples)
+    return MicroBatch(
+        token_ids_T=join((sample.token_ids for sample in samples), np.int64),
+        position_ids_T=position_ids_T,
+        sample_lengths_S=lengths_S,
+        prefix_starts_S=starts_S[sizes_F.cumsum() - sizes_F].repeat(sizes_F),
+        prefix_lengths_S=prefix_lengths_S,
+        loss_mask_T=loss_mask_T,
+        sampler_logprobs_T=join((sample.sampler_logprobs for sample in samples), np.float32),
+        advantages_T=join((sample.advantages for sample in samples), np.float32),
+        versions_T=versions_T,
+        experts_TLK=None if experts is None else join(experts, np.int16),
+    )
+
+
+def versions_of(sample: TrainingSample) -> np.ndarray:
+    """[T] int32: who sampled each token; NOT_SAMPLED where nobody did."""
+    versions_T = np.full(len(sample.token_ids), NOT_SAMPLED, dtype=np.int32)
+    for span in sample.versions:
+        versions_T[span.start : span.end] = span.version
+    return versions_T
+
+
+def idle() -> MicroBatch:
+    """Work for a rank that has none: unequal rounds would leave the others waiting in a collective."""
+    nothing_T = np.zeros(2, dtype=np.float32)
+    return MicroBatch(
+        token_ids_T=np.zeros(2, dtype=np.int64),
+        position_ids_T=np.arange(2, dtype=np.int64),
+        sample_lengths_S=np.array([2], dtype=np.int64),
+        prefix_starts_S=np.zeros(1, dtype=np.int64),
+        prefix_lengths_S=np.zeros(1, dtype=np.int64),
+        loss_mask_T=nothing_T,
+        sampler_logprobs_T=nothing_T,
+        advantages_T=nothing_T,
+        versions_T=np.full(2, NOT_SAMPLED, dtype=np.int32),
+    )
+
+
+def _experts_of(samples: Sequence[TrainingSample]) -> list[np.ndarray] | None:
+    """Of each sample; None where no sample knows any."""
+    known = next((sample.experts_TLK for sample in samples if sample.experts_TLK is not None), None)
+    if known is None:
+        return None
+    unknown_LK = np.full(known.shape[1:], ANY_EXPERT, dtype=np.int16)
+    return [
+        np.broadcast_to(unknown_LK, (len(sample.token_ids), *unknown_LK.shape))
+        if sample.experts_TLK is None
+        else sample.experts_TLK
+        for sample in samples
+    ]

@@ -1,0 +1,168 @@
+"""From a judged group to training samples: which tokens are trained, and what each is worth. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from grmpipe.algorithm.advantages import ESTIMATORS, estimate
+from grmpipe.algorithm.rewards import Rewards, Values, charged_by_token, rewards_of, shaped
+from grmpipe.config.train import AlgorithmConfig
+from grmpipe.train.batching.kl_in_reward import Kl, rollout_key
+from grmpipe.types import BatchTotals, JudgedGroup, Rollout, TrainingSample, Turn, Verdict
+from models.types import ANY_EXPERT, VersionSpan
+
+
+def to_samples(
+    groups: Sequence[JudgedGroup],
+    algorithm: AlgorithmConfig,
+    max_new_tokens: int = 0,
+    kl: Kl | None = None,
+    values: Values | None = None,
+) -> tuple[TrainingSample, ...]:
+    """One sample or more for each sibling that has a verdict. A failed sibling has none and counts nowhere.
+
+    groups:         what is estimated together: one, or the batch where the estimator needs it.
+    max_new_tokens: of a turn; the length penalty is measured from there.
+    kl:             distances to the reference, where they are taken off the rewards.
+    values:         of a critic, where there is one.
+
+    Raises ValueError for a group with fewer than two verdicts.
+    """
+    judged = [judged_siblings(group) for group in groups]
+    rewards = [
+        [earned(rollout, verdict, algorithm, max_new_tokens, kl, values) for rollout, verdict in siblings]
+        for siblings in judged
+    ]
+    return tuple(
+        sample
+        for siblings, advantages in zip(judged, estimate(rewards, algorithm), strict=True)
+        for (rollout, verdict), advantages_N in zip(siblings, advantages, strict=True)
+        for sample in split_rollout(rollout, trust_in(verdict, algorithm.half_weight_spread) * advantages_N)
+    )
+
+
+def earned(
+    rollout: Rollout,
+    verdict: Verdict,
+    algorithm: AlgorithmConfig,
+    max_new_tokens: int = 0,
+    kl: Kl | None = None,
+    values: Values | None = None,
+) -> Rewards:
+    """What advantages and value targets are estimated from: rewards less penalties, and what was expected."""
+    key, by_token = rollout_key(rollout), ESTIMATORS[algorithm.estimator].by_token
+    kl_N = None if kl is None else kl[key]
+    rewards = shaped(rewards_of(rollout, verdict), rollout, algorithm, max_new_tokens, None if by_token else kl_N)
+    if by_token and kl_N is not None:
+        rewards = charged_by_token(rewards, algorithm.kl_coefficient * kl_N)
+    return rewards if values is None else replace(rewards, expected_N=values[key])
+
+
+def trust_in(verdict: Verdict, half_weight_spread: float | None) -> float:
+    """What an advantage is multiplied by: 1 where the judgements agree, 1/2 where they lie `half_weight_spread` apart.
+
+    tau^2 / (tau^2 + sigma^2): the reliability of a measurement of noise sigma, of things that differ by tau.
+    """
+    if half_weight_spread is None:
+        return 1.0
+    return 1 / (1 + (verdict.agreement / half_weight_spread) ** 2)
+
+
+def judged_siblings(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
+    """Those that have a verdict."""
+    return [
+        (rollout, verdict)
+        for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)
+        if isinstance(verdict, Verdict)
+    ]
+
+
+def split_rollout(rollout: Rollout, advantages_N: np.ndarray) -> tuple[TrainingSample, ...]:
+    """A sample per segment. `advantages_N`: of the sampled tokens, turn after turn."""
+    ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
+    by_turn = np.split(advantages_N, ends[:-1])
+    samples, first = [], 0
+    for segment, turns in enumerate(_segments(rollout.turns)):
+        samples.append(_sample(rollout, segment, turns, by_turn[first : first + len(turns)]))
+        first += len(turns)
+    return tuple(samples)
+
+
+def count(samples: Sequence[TrainingSample], oldest_version: int) -> BatchTotals:
+    """The sizes of a batch. A sample without a trained token is no sequence."""
+    trained = [sum(sample.loss_mask[1:]) for sample in samples]  # nothing predicts a first token
+    return BatchTotals(
+        num_loss_tokens=sum(trained),
+        num_sequences=sum(tokens > 0 for tokens in trained),
+        num_groups=len({sample.group_id for sample in samples}),
+        oldest_version=oldest_version,
+    )
+
+
+def without_finite_advantages(samples: Sequence[TrainingSample]) -> list[str]:
+    """The groups that hold a sample whose advantages aren't all finite, in order."""
+    return sorted({sample.group_id for sample in samples if not np.isfinite(sample.advantages).all()})
+
+
+def _segments(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Turns that can be trained as one sequence: each prompt goes on where the turn before it ended.
+
+    A chat template that rewrites history (drops reasoning, say) breaks the chain: such a turn was sampled after other
+    tokens than the ones before it, and starts a segment of its own.
+    """
+    segments: list[list[Turn]] = []
+    so_far: tuple[int, ...] = ()
+    for turn in turns:
+        if segments and turn.prompt_ids[: len(so_far)] == so_far:
+            segments[-1].append(turn)
+        else:
+            segments.append([turn])
+        so_far = turn.prompt_ids + turn.completion.token_ids
+    return segments
+
+
+def _sample(
+    rollout: Rollout, segment: int, turns: Sequence[Turn], advantages_by_turn: Sequence[np.ndarray]
+) -> TrainingSample:
+    token_ids: tuple[int, ...] = ()
+    mask: list[int] = []
+    logprobs: list[float] = []
+    advantages: list[float] = []
+    versions: list[VersionSpan] = []
+    for turn, advantages_N in zip(turns, advantages_by_turn, strict=True):
+        start, sampled = len(turn.prompt_ids), turn.completion
+        mask += [0] * (start - len(token_ids)) + [1] * len(sampled.token_ids)
+        logprobs += [0.0] * (start - len(token_ids)) + list(sampled.logprobs)
+        advantages += [0.0] * (start - len(token_ids)) + advantages_N.tolist()
+        versions += [
+            VersionSpan(model=span.model, version=span.version, start=start + span.start, end=start + span.end)
+            for span in sampled.versions
+        ]
+        token_ids = turn.prompt_ids + sampled.token_ids
+    return TrainingSample(
+        group_id=rollout.group_id,
+        sibling=rollout.sibling,
+        segment=segment,
+        token_ids=token_ids,
+        loss_mask=tuple(mask),
+        sampler_logprobs=tuple(logprobs),
+        advantages=tuple(advantages),
+        versions=tuple(versions),
+        experts_TLK=_experts(turns, len(token_ids)),
+    )
+
+
+def _experts(turns: Sequence[Turn], num_tokens: int) -> np.ndarray | None:
+    """Of each token where it went when it was first fed: a prompt says anew what the turns before it said."""
+    known = [turn.completion.experts_TLK for turn in turns if turn.completion.experts_TLK is not None]
+    if not known:
+        return None
+    experts_TLK = np.full((num_tokens, *known[0].shape[1:]), ANY_EXPERT, dtype=np.int16)
+    num_filled = 0
+    for told in known:
+        experts_TLK[num_filled : len(told)] = told[num_filled:]
+        num_filled = len(told)
+    return experts_TLK

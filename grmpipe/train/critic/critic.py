@@ -1,0 +1,142 @@
+"""The critic's side of a batch, on the driver: values for the policy's advantages, and its own steps on their targets.
+
+A step of the run is one of the critic too: its version is that of the policy, the number of completed batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from grmpipe.algorithm.advantages import gae_of
+from grmpipe.algorithm.rewards import Values
+from grmpipe.algorithm.value_loss import value_quality
+from grmpipe.config.critic import CriticConfig, critic_train
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.kl_in_reward import Kl
+from grmpipe.train.batching.samples import earned, judged_siblings
+from grmpipe.train.batching.splitting import shuffled_parts
+from grmpipe.train.critic.critic_group import CriticGroup
+from grmpipe.train.critic.value_samples import ValuePacker, ValueRound, ValueSample, value_samples
+from grmpipe.train.critic.values import Valuer
+from grmpipe.types import JudgedGroup, Metrics
+
+
+class Critic:
+    """Consumes groups, produces their values, and a step (or a few) at the end of the batch.
+
+    The targets of a group are known when it is judged: its gradients are accumulated while the rest of the batch still
+    rolls out and the policy's learner works, unless there are several updates on a batch.
+    """
+
+    def __init__(
+        self,
+        ranks: CriticGroup,
+        config: CriticConfig,
+        train: TrainConfig,
+        algorithm: AlgorithmConfig,
+        max_new_tokens: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """`max_new_tokens`: of a turn; needed where long answers are penalised. `seed`: as of the policy's batch."""
+        max_tokens = critic_train(config, train).micro_batch_tokens
+        self.ranks = ranks
+        self.valuer = Valuer(
+            ranks, max_tokens=max_tokens, groups_per_batch=train.groups_per_batch, group_size=train.group_size
+        )
+        self._config = config
+        self._algorithm = algorithm
+        self._max_new_tokens = max_new_tokens
+        self._seed = seed
+        self._max_tokens = max_tokens
+        self._updates = config.updates(algorithm, train)
+        self._packer = ValuePacker(max_tokens, ranks.size)
+        self._samples: list[ValueSample] = []
+        self._passes: list[asyncio.Task[None]] = []  # of the open batch, under way or done
+        self._waited_s = 0.0
+        self._num_ahead = 0  # groups of the open batch whose values were there when they were taken
+        self._num_taken = 0
+
+    @property
+    def version(self) -> int:
+        """Completed batches."""
+        return self.ranks.version // self._updates
+
+    @property
+    def learns_alone(self) -> bool:
+        """In the first steps of a run the critic learns, and the policy stays as it is."""
+        return self.version < self._config.warmup_steps
+
+    async def take(self, group: JudgedGroup, kl: Kl | None) -> Values:
+        """A judged group enters the batch. Returns its values; its passes go on by themselves."""
+        self._num_taken += 1
+        self._num_ahead += self.valuer.knows(group)
+        began_s = asyncio.get_running_loop().time()
+        values = await self.valuer.values_of(group)
+        self._waited_s += asyncio.get_running_loop().time() - began_s
+        samples = self._targets(group, kl, values)
+        self._samples += samples
+        if self._updates == 1:
+            self._pass(self._packer.add(samples))
+        return values
+
+    async def step(self) -> Metrics:
+        """End the batch. Values that are asked for meanwhile are those of the next."""
+        quality = value_quality(*self._values_and_returns())
+        self.valuer.rest()
+        try:
+            metrics = await (self._several_updates() if self._updates > 1 else self._one_update())
+        finally:
+            told = self._close_batch()
+        return {**metrics, **quality, **told}
+
+    async def discard(self) -> None:
+        """Drop the open batch: gradients, samples and all."""
+        await asyncio.gather(*self._passes, return_exceptions=True)
+        self._close_batch()
+        await self.ranks.discard()
+
+    def _targets(self, group: JudgedGroup, kl: Kl | None, values: Values) -> list[ValueSample]:
+        samples = []
+        for rollout, verdict in judged_siblings(group):
+            rewards = earned(rollout, verdict, self._algorithm, self._max_new_tokens, kl, values)
+            _, returns_N = gae_of(rewards, self._algorithm)
+            assert rewards.expected_N is not None
+            samples += value_samples(rollout, rewards.expected_N, returns_N)
+        return samples
+
+    def _pass(self, rounds: list[ValueRound]) -> None:
+        self._passes += [asyncio.create_task(self.ranks.accumulate(round_)) for round_ in rounds]
+
+    async def _one_update(self) -> Metrics:
+        self._pass(self._packer.flush())
+        await asyncio.gather(*self._passes)
+        return await self.ranks.step()
+
+    async def _several_updates(self) -> Metrics:
+        """Split by groups, at random; the metrics are the last update's."""
+        metrics: Metrics = {}
+        ids = {sample.group_id for sample in self._samples}
+        for chosen in shuffled_parts(ids, self._updates, self._seed, self.version):
+            packer = ValuePacker(self._max_tokens, self.ranks.size)
+            samples = [sample for sample in self._samples if sample.group_id in chosen]
+            for round_ in packer.add(samples) + packer.flush():
+                await self.ranks.accumulate(round_)
+            metrics = await self.ranks.step()
+        return metrics
+
+    def _values_and_returns(self) -> tuple[np.ndarray, np.ndarray]:
+        """[N] each, over the tokens of the batch that have a target."""
+        trained_T = np.concatenate([np.asarray(sample.loss_mask, dtype=bool) for sample in self._samples])
+        columns = ([sample.values for sample in self._samples], [sample.returns for sample in self._samples])
+        values_T, returns_T = (np.concatenate([np.asarray(column) for column in some]) for some in columns)
+        return values_T[trained_T], returns_T[trained_T]
+
+    def _close_batch(self) -> Metrics:
+        told = {"critic/wait_s": self._waited_s, "critic/valued_ahead_share": self._num_ahead / max(1, self._num_taken)}
+        self._packer.discard()
+        self._samples, self._passes = [], []
+        self._waited_s, self._num_ahead, self._num_taken = 0.0, 0, 0
+        self.valuer.resume()
+        return told

@@ -1,0 +1,51 @@
+"""The critic on one rank: values, gradients of value losses, optimizer steps. Knows no reward, group or queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grmpipe.algorithm.value_loss import value_loss
+from grmpipe.train.critic.value_samples import ValueBatch
+from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.scalar.scalar_rank import ScalarRank, ScalarSpec
+from grmpipe.types import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSpec(ScalarSpec):
+    """All that a rank needs to build its critic. value_clip: in reward units; None clips nothing."""
+
+    value_clip: float | None
+
+
+class CriticLearner(ScalarRank):
+    """One rank. Its methods are collectives: all ranks call the same ones in the same order.
+
+    scores() gives values; accumulate() goes forward and backward on a batch, step() ends what they make up.
+    """
+
+    def __init__(self, spec: CriticSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        super().__init__(spec, rank, world_size, init_method)
+        self._clip = spec.value_clip
+
+    def accumulate(self, batch: ValueBatch) -> None:
+        """Add the gradient of this batch's summed loss."""
+        weights_T = self._here(batch.weights_T)
+        loss_T, clipped_T = value_loss(
+            self._forward(batch), self._here(batch.values_T), self._here(batch.returns_T), self._clip
+        )
+        loss = (weights_T * loss_T).sum()
+        loss.backward()
+        self._count(value_loss=loss, clip_share=(weights_T * clipped_T).sum(), weight=weights_T.sum())
+
+    def step(self) -> Metrics:
+        """Divide what was accumulated by its tokens over all ranks, clip, update.
+
+        Raises NonFiniteGradients, on all ranks, with the batch discarded.
+        """
+        try:
+            means, told = self._update()
+        except NonFiniteGradients as error:
+            raise NonFiniteGradients(error.norm, "critic.lr") from None
+        learnt = {f"critic/{name}": value for name, value in means.items()}
+        return learnt | {f"critic/{name.removeprefix('train/')}": value for name, value in told.items()}

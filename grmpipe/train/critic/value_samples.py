@@ -1,0 +1,151 @@
+"""What a critic reads and learns from: sequences with values and returns, packed in rounds. Pure: knows no model.
+
+The head's number at token t is about the token after it: the value of the state in which that one is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grmpipe.train.batching.samples import split_rollout
+from grmpipe.train.scalar.scalar_batch import PackedSequences, plan_rounds
+from grmpipe.types import Rollout, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueSample:
+    """A stretch of tokens. Entry t belongs to token_ids[t]: the value before it was sampled, the return from it on.
+
+    loss_mask: 1 on sampled tokens but the first of all: nothing stands before it that a value could be of.
+    """
+
+    group_id: str
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    values: tuple[float, ...]
+    returns: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueBatch(PackedSequences):
+    """Sequences, and what the head is to say of them. Entry t is what the head says at token t."""
+
+    values_T: np.ndarray  # float32, of the critic that the batch began with
+    returns_T: np.ndarray  # float32
+    weights_T: np.ndarray  # float32, 0 where it may say anything
+
+
+ValueRound = tuple[ValueBatch, ...]  # one per rank
+SequenceRound = tuple[PackedSequences, ...]
+NOTHING = (0, 0)  # token ids of an idle rank
+
+
+# -- asking ------------------------------------------------------------------------------------------------------------
+
+
+def sequences_of(rollout: Rollout) -> tuple[TrainingSample, ...]:
+    """Its segments, as they are trained."""
+    return split_rollout(rollout, np.zeros(rollout.num_sampled_tokens))
+
+
+def pack_sequences(sequences: Sequence[tuple[int, ...]]) -> PackedSequences:
+    """Token ids end to end. A rank without any gets idle work: unequal rounds would leave the others waiting."""
+    sequences = sequences or [NOTHING]
+    lengths_S = np.array([len(token_ids) for token_ids in sequences], dtype=np.int64)
+    return PackedSequences(
+        token_ids_T=np.concatenate([np.asarray(token_ids, dtype=np.int64) for token_ids in sequences]),
+        position_ids_T=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths_S]),
+        sequence_lengths_S=lengths_S,
+    )
+
+
+def values_of_samples(
+    samples: Sequence[TrainingSample], scores: Sequence[np.ndarray]
+) -> dict[tuple[str, int], np.ndarray]:
+    """From what the head says at each token of each sample, in the order of segments. A first token has no state
+    before it: 0."""
+    found: dict[tuple[str, int], list[np.ndarray]] = {}
+    for sample, scores_T in zip(samples, scores, strict=True):
+        before_T = np.concatenate([[0.0], scores_T[:-1].astype(np.float64)])
+        sampled_T = np.asarray(sample.loss_mask, dtype=bool)
+        found.setdefault((sample.group_id, sample.sibling), []).append(before_T[sampled_T])
+    return {key: np.concatenate(by_segment) for key, by_segment in found.items()}
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+def value_samples(rollout: Rollout, values_N: np.ndarray, returns_N: np.ndarray) -> list[ValueSample]:
+    """Both numbers laid over the tokens of each segment."""
+    by_values, by_returns = split_rollout(rollout, values_N), split_rollout(rollout, returns_N)
+    return [
+        ValueSample(
+            group_id=rollout.group_id,
+            token_ids=valued.token_ids,
+            loss_mask=(0, *valued.loss_mask[1:]),
+            values=valued.advantages,
+            returns=returned.advantages,
+        )
+        for valued, returned in zip(by_values, by_returns, strict=True)
+    ]
+
+
+def pack_values(samples: Sequence[ValueSample]) -> ValueBatch:
+    """Samples end to end; what belongs to a token stands where the head speaks of it, one token before."""
+    packed = pack_sequences([sample.token_ids for sample in samples])
+    return ValueBatch(
+        token_ids_T=packed.token_ids_T,
+        position_ids_T=packed.position_ids_T,
+        sequence_lengths_S=packed.sequence_lengths_S,
+        values_T=_one_before([sample.values for sample in samples]),
+        returns_T=_one_before([sample.returns for sample in samples]),
+        weights_T=_one_before([sample.loss_mask for sample in samples]),
+    )
+
+
+def _one_before(columns: Sequence[Sequence[float]]) -> np.ndarray:
+    """[T] float32: of each sample its entries from the second on, and 0 at the last token."""
+    shifted = [np.asarray([*column[1:], 0.0], dtype=np.float32) for column in columns]
+    return np.concatenate(shifted) if shifted else np.zeros(len(NOTHING), dtype=np.float32)
+
+
+class ValuePacker:
+    """Collects samples until every rank has a batch's worth; all ranks take part in every round.
+
+    max_tokens: packed tokens per batch. A longer sample gets one of its own.
+    """
+
+    def __init__(self, max_tokens: int, world_size: int) -> None:
+        self._max_tokens = max_tokens
+        self._world_size = world_size
+        self._waiting: list[ValueSample] = []
+
+    def add(self, samples: Sequence[ValueSample]) -> list[ValueRound]:
+        """Take samples; return the rounds that are full."""
+        self._waiting += samples
+        rounds = []
+        while sum(len(sample.token_ids) for sample in self._waiting) >= self._max_tokens * self._world_size:
+            rounds.append(self._take(self._plan()[0]))  # the heaviest come first
+        return rounds
+
+    def flush(self) -> list[ValueRound]:
+        """The rounds that hold the rest."""
+        rounds = []
+        while self._waiting:
+            rounds.append(self._take(self._plan()[0]))
+        return rounds
+
+    def discard(self) -> None:
+        self._waiting = []
+
+    def _plan(self) -> list[tuple[tuple[int, ...], ...]]:
+        return plan_rounds([len(sample.token_ids) for sample in self._waiting], self._max_tokens, self._world_size)
+
+    def _take(self, indices_by_rank: tuple[tuple[int, ...], ...]) -> ValueRound:
+        taken = {index for indices in indices_by_rank for index in indices}
+        round_ = tuple(pack_values([self._waiting[index] for index in indices]) for indices in indices_by_rank)
+        self._waiting = [sample for index, sample in enumerate(self._waiting) if index not in taken]
+        return round_

@@ -1,0 +1,80 @@
+"""The learner on one rank, on a device that it has only by turns: what of its state lies there. Trains as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
+from models.lm.offload import LentMemory, free_bytes
+from models.types import Residence, WeightBucket
+
+
+class LendingLearner(Learner):
+    """Between its turns its state waits on the host: weights, the optimizer's moments, the reference. Gradients are
+    gone by then: no turn ends within a batch."""
+
+    def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        super().__init__(spec, rank, world_size, init_method)
+        self._lent_weights = LentMemory()
+        self._lent_rest = LentMemory()
+
+    def accumulate(self, micro_batch: MicroBatch, old: OldPass | None = None) -> Metrics:
+        self._assert_has_all()
+        return super().accumulate(micro_batch, old)
+
+    def step(self, totals: BatchTotals) -> Metrics:
+        self._assert_has_all()
+        return super().step(totals)
+
+    def save(self, directory: str) -> None:
+        self._assert_has_all()
+        super().save(directory)
+
+    def begin_save(self, directory: str) -> None:
+        self._assert_has_all()
+        super().begin_save(directory)
+
+    def bucket(self, index: int) -> WeightBucket | None:
+        self._assert_has_weights()
+        return super().bucket(index)
+
+    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        self._assert_has_weights()
+        return super().score(token_ids)
+
+    def reside(self, residence: Residence) -> int:
+        """Returns the bytes that became free on the device; on a CPU everything is on the host anyway, and stays."""
+        if self._device.type == "cpu":
+            return 0
+        before = free_bytes(self._device)
+        self.lay_out(residence)
+        return free_bytes(self._device) - before
+
+    def lay_out(self, residence: Residence) -> None:
+        """Take back first, lend then."""
+        if residence != "nothing":
+            self._lent_weights.take_back()
+        if residence == "everything":
+            self._lent_rest.take_back()
+        if residence != "everything" and not self._lent_rest.is_lent:
+            self._lent_rest.lend(self._state_but_weights())
+        if residence == "nothing" and not self._lent_weights.is_lent:
+            self._lent_weights.lend([*self._model.parameters(), *self._model.buffers()])
+
+    def _assert_has_weights(self) -> None:
+        assert not self._lent_weights.is_lent, "the learner's weights wait on the host"
+
+    def _assert_has_all(self) -> None:
+        self._assert_has_weights()
+        assert not self._lent_rest.is_lent, "the optimizer's state waits on the host"
+
+    def _state_but_weights(self) -> Iterator[Tensor]:
+        """What a push can do without."""
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        if self._reference is not None:
+            yield from self._reference.parameters()
+            yield from self._reference.buffers()

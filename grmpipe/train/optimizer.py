@@ -1,0 +1,64 @@
+"""One optimizer step on a sharded model: gradients divided, checked, clipped, applied. Knows no loss."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from grmpipe.config.train import TrainConfig
+from grmpipe.types import Metrics
+
+
+class NonFiniteGradients(ArithmeticError):
+    """The gradient norm is inf or nan. The batch was discarded, the weights are as they were."""
+
+    def __init__(self, norm: float, lr_key: str = "train.lr", group_ids: tuple[str, ...] = ()) -> None:
+        """`group_ids`: of groups whose advantages aren't finite, where that is the cause."""
+        super().__init__(norm, lr_key, group_ids)
+        self.norm = norm
+        self.lr_key = lr_key
+        self.group_ids = group_ids
+
+    def __str__(self) -> str:
+        told = f"the gradient norm is {self.norm}"
+        if self.group_ids:
+            few = ", ".join(self.group_ids[:8]) + (", ..." if len(self.group_ids) > 8 else "")
+            return (
+                f"{told}, for the advantages of {len(self.group_ids)} groups are not finite ({few}): no step was made; "
+                "look at their rewards in judgements.jsonl, or at what is taken off them (KL, a critic's values)"
+            )
+        return f"{told}: training diverged, no step was made; try a lower {self.lr_key}"
+
+
+def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
+    """Of what learns: frozen parameters have no moments."""
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=train.lr,
+        betas=(train.adam_betas[0], train.adam_betas[1]),
+        weight_decay=train.weight_decay,
+        fused=True,
+    )
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, factor: float, rate: float, max_grad_norm: float
+) -> Metrics:
+    """Multiply the gradients by `factor`, clip them, make a step at this learning rate. A collective.
+
+    Raises NonFiniteGradients, on all ranks, without a step.
+    """
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = (clipped.full_tensor() if isinstance(clipped, DTensor) else clipped).item()
+    if not math.isfinite(norm):
+        raise NonFiniteGradients(norm)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return {"train/grad_norm": norm, "train/lr": rate}

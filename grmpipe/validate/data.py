@@ -1,0 +1,134 @@
+"""Prompts that a run may train on and look at: read, told apart, and fit for its judge. Trains nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.labelled import load_labelled
+from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
+from grmpipe.data.stream import PromptStream
+from grmpipe.judge.labels import Lessons, rule_of
+from grmpipe.types import Prompt
+from grmpipe.validate.sections import section
+
+log = logging.getLogger(__name__)
+
+
+HELD_OUT_OF = {"tiny://train": "tiny://held_out", "tiny://judgements": "tiny://judgements_held_out"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Prompts to train on and prompts to look at; none is both."""
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+
+
+def read_data(config: RunConfig) -> Data:
+    """Prompts of both kinds; what the judge and the rule can't do without is there."""
+    with section("data.path: "):
+        prompts = prompts_at(config, config.data.path, config.data.num_prompts)
+    with section("data.eval_path: "):
+        held_out = load_held_out(config)
+    train, num_shared = disjoint(prompts, held_out)
+    if not train:
+        raise ConfigError(f"data.path: every prompt of {config.data.path} is in data.eval_path as well; give others")
+    if num_shared:
+        log.warning("%d prompts are in the held-out set as well: they are not trained", num_shared)
+    check_amount(config, len(train))
+    if config.judge.kind == "rule" or "rule" in config.judge.mix:
+        with section("data.path: "):
+            check_references(config, config.data.path, train)
+    return Data(train=train, held_out=held_out)
+
+
+def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
+    """What the policy is asked: prompts, or labelled work in the judge's own prompt where a judge is in training."""
+    if config.judge.kind != "label":
+        return load_prompts(path, num_tiny_prompts=count)
+    return lessons_at(config, path, count)
+
+
+def lessons_at(config: RunConfig, path: str, count: int, held_out: Sequence[Prompt] = ()) -> tuple[Prompt, ...]:
+    """Of labelled work, without that on a prompt which is held out."""
+    judge = config.judge
+    with section("judge."):
+        lessons = Lessons.under(judge, config.labels)
+    items = load_labelled(path, scale=(judge.score_min, judge.score_max), num_tiny=count)
+    known = {asked(prompt) for prompt in held_out}
+    kept = [item for item in items if asked(item.prompt) not in known]
+    if not kept:
+        raise ValueError(f"every prompt of {path} is in data.eval_path as well; give others")
+    if len(kept) < len(items):
+        log.warning("%d lessons of %s are about held-out prompts: they are not trained", len(items) - len(kept), path)
+    return lessons.of(kept)
+
+
+def stored_lessons(config: RunConfig, data: Data) -> PromptStream | None:
+    """Of cotrain.data_path. Without it the policy's own prompts must say what is right."""
+    cotrain = config.cotrain
+    with section("judge."):
+        Lessons.under(config.judge, config.labels)
+    if cotrain.data_path is not None:
+        with section("cotrain.data_path: "):
+            lessons = lessons_at(config, cotrain.data_path, cotrain.num_items, data.held_out)
+        return PromptStream(lessons, seed=config.seed)
+    if not any(rulable(config, prompt) for prompt in data.train):
+        raise ConfigError(
+            f"cotrain.data_path: is null, and of no prompt in {config.data.path} can the rule {config.judge.rule} tell "
+            "right answers from wrong ones; give labelled judgements, or prompts with a reference"
+        )
+    return None
+
+
+def rulable(config: RunConfig, prompt: Prompt) -> bool:
+    try:
+        check_reference(config, prompt)
+    except ValueError:
+        return False
+    return True
+
+
+def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
+    path = config.data.eval_path
+    if path == "auto":
+        path = HELD_OUT_OF.get(config.data.path)
+    if path is None:
+        return ()
+    count = config.data.num_eval_prompts
+    prompts = prompts_at(config, path, count)[:count]
+    check_references(config, path, [prompt for prompt in prompts if prompt.reference is not None])
+    return prompts
+
+
+def check_references(config: RunConfig, path: str, prompts: Sequence[Prompt]) -> None:
+    """Can the rule work with those of the prompts at `path`? Raises ValueError, which names the file and the line."""
+    for prompt in prompts:
+        try:
+            check_reference(config, prompt)
+        except ValueError as error:
+            raise ValueError(f"{place_of(path, prompt)}: {error}") from error
+
+
+def check_reference(config: RunConfig, prompt: Prompt) -> None:
+    """Can the rule work with it? Raises ValueError."""
+    if prompt.reference is None:
+        raise ValueError(
+            f"the prompt has no reference, and the rule {config.judge.rule} judges by it; "
+            "add the field reference, or type judge=generative"
+        )
+    rule_of(config.judge)("", prompt.reference)
+
+
+def check_amount(config: RunConfig, num_prompts: int) -> None:
+    """Is there a batch in it?"""
+    epochs, batch = config.data.max_epochs, config.train.groups_per_batch
+    if epochs is not None and epochs * num_prompts < batch:
+        raise ConfigError(
+            f"data.max_epochs: {epochs} x {num_prompts} prompts fill no batch of train.groups_per_batch={batch}; "
+            f"type train.groups_per_batch={epochs * num_prompts} or less, or data.max_epochs=null"
+        )

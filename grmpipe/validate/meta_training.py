@@ -1,0 +1,97 @@
+"""All that can be known of task=train_meta, and refused, before anything starts. Writes nothing, starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from grmpipe.config.roles import Model
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.judge.meta_examples import Example, Split, read_examples
+from grmpipe.run.meta_rm import shared_window
+from grmpipe.run.train_meta_rm import MetaTraining
+from grmpipe.types import Prompt
+from grmpipe.validate.data import HELD_OUT_OF, lessons_at
+from grmpipe.validate.engines import check_installed
+from grmpipe.validate.models import Progress, find_model
+from grmpipe.validate.seats import check_machine
+from grmpipe.validate.sections import section
+from models.hub import find_files
+from models.lm.packed_check import check_packable
+from models.lm.scalar_head import outline_scalar_head
+from models.tiny.resolve import resolve_model
+from scheduler.placement import Placement, place
+
+
+def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaTraining:
+    """Every refusal is a ConfigError that names the key and what to type."""
+    check_task(config)
+    sampling, learning = (seat(config, role) for role in ("grm", "learner"))
+    stored = read_stored(config)
+    lessons = {} if stored else read_lessons(config)
+    check_installed(config)
+    grm = find_model("grm", config, progress)
+    return MetaTraining(
+        config=config,
+        grm=grm,
+        start_path=find_start(config, grm, progress),
+        lessons=lessons,
+        stored=stored,
+        sampling=sampling,
+        learning=learning,
+    )
+
+
+def check_task(config: RunConfig) -> None:
+    if config.judge.kind != "generative" or config.judge_is_outside:
+        raise ConfigError(
+            "judge.kind: task=train_meta samples a GRM of ours; type judge.kind=generative, and a grm.engine that "
+            "isn't openai"
+        )
+    if config.resume != "never":
+        raise ConfigError(
+            "resume: task=train_meta starts anew; what it sampled is kept: type resume=never and "
+            "meta.judgements=<its run_dir>/judgements.jsonl"
+        )
+
+
+def seat(config: RunConfig, role: str) -> Placement:
+    with section(""):
+        placement = place(config.placement, (role,))
+    check_machine(config, placement)
+    return placement
+
+
+def read_stored(config: RunConfig) -> tuple[Example, ...]:
+    if config.meta.judgements is None:
+        return ()
+    with section("meta.judgements: "):
+        return read_examples(Path(config.meta.judgements))
+
+
+def read_lessons(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
+    """Labelled work to train on and to measure on; none is in both."""
+    held_out_path = HELD_OUT_OF.get(config.data.path) if config.data.eval_path == "auto" else config.data.eval_path
+    if held_out_path is None:
+        raise ConfigError("data.eval_path: labelled work that isn't trained on must tell what was learnt; give a file")
+    with section("data.path: "):
+        train = lessons_at(config, config.data.path, config.data.num_prompts)
+    with section("data.eval_path: "):
+        held_out = lessons_at(config, held_out_path, config.data.num_eval_prompts)
+    asked = {lesson.messages for lesson in held_out}
+    return {"train": [lesson for lesson in train if lesson.messages not in asked], "held_out": held_out}
+
+
+def find_start(config: RunConfig, grm: Model, progress: Progress) -> str:
+    """The directory that training starts from: the GRM, or what reads the same tokens."""
+    if config.meta.start_path is None:
+        directory = grm.path
+    else:
+        with section("meta.start_"):
+            directory = find_files(resolve_model(config.meta.start_path, progress), weights=True)
+    with section("meta.start_"):
+        check_packable(outline_scalar_head(directory), directory)
+        window = shared_window(directory, config, grm)
+        if window < grm.context_tokens:
+            raise ValueError(f"path: its window of {window} tokens is smaller than the GRM's ({grm.context_tokens})")
+    return directory

@@ -1,0 +1,116 @@
+"""All that can be known of a run, and refused, before anything starts. Writes nothing, starts nothing.
+
+Every refusal is a ConfigError that names the key and what to type.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+
+from grmpipe.config.roles import Model, tensor_parallel_of
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.data.stream import PromptStream
+from grmpipe.evaluation.held_out import EVAL_METRICS
+from grmpipe.judge.custom import own_judge
+from grmpipe.judge.labels import rule_of
+from grmpipe.judge.rule import Rule
+from grmpipe.observe.summary import Summary
+from grmpipe.run.critic_parts import CriticModel, find_critic
+from grmpipe.run.meta_rm import MetaModel, find_meta
+from grmpipe.types import Prompt
+from grmpipe.validate.data import read_data, stored_lessons
+from grmpipe.validate.engines import check_installed, check_rule_installed, check_tensor_parallel
+from grmpipe.validate.expert_routing import check_routing
+from grmpipe.validate.lora import check_lora_targets, check_peft
+from grmpipe.validate.models import Progress, check_learns, find_model
+from grmpipe.validate.places import seat_roles
+from grmpipe.validate.seats import check_machine
+from grmpipe.validate.sections import section
+from grmpipe.validate.swap import check_swap
+from grmpipe.validate.weights import check_weight_names
+from grmpipe.validate.windows import check_judge, check_policy
+from models.lm.footprint import heads_of
+from scheduler.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that may start."""
+
+    config: RunConfig
+    policy: Model
+    grm: Model | None
+    prompts: PromptStream
+    held_out: tuple[Prompt, ...]
+    placement: Placement
+    meta: MetaModel | None = None  # guides the vote
+    lessons: PromptStream | None = None  # stored ones, for a GRM that learns beside the policy
+    critic: CriticModel | None = None  # what advantages ask
+
+    @property
+    def is_right(self) -> Rule:
+        """The rule that training never sees (unless the user makes it the judge)."""
+        return rule_of(self.config.judge)
+
+
+def prepare(config: RunConfig, progress: Progress) -> Prepared:
+    """Seat roles, read data, find models, and see that they fit each other."""
+    placement = seat_roles(config)
+    check_machine(config, placement)
+    check_installed(config)
+    check_rule_installed(config)
+    check_peft(config)
+    data = read_data(config)
+    check_objective(config)
+    policy = find_model("policy", config, progress)
+    grm = find_model("grm", config, progress) if "grm" in config.roles else None
+    meta = None
+    if grm is not None and "meta" in config.roles:
+        with section("meta."):
+            meta = find_meta(config, grm, progress)
+    critic = None
+    if "critic" in config.roles:
+        with section("critic."):
+            critic = find_critic(config, policy, progress)
+    if config.task != "evaluate":
+        for learning in (policy, grm) if grm is not None and config.cotrain.enabled else (policy,):
+            check_learns(learning)
+    for model in (policy, grm) if grm is not None else (policy,):
+        check_lora_targets(model, config)
+        check_weight_names(model, config)
+        if tensor_parallel_of(model.name, placement) > 1:
+            check_tensor_parallel(model.name, heads_of(model.path), placement)
+    check_swap(config, placement, policy, grm)
+    check_policy(config, policy, data)
+    check_routing(config, policy, placement)
+    if config.judged_by_model:
+        check_judge(config, grm, data)
+    if config.judge.kind == "own":
+        with section("judge."):
+            own_judge(config.judge)
+    prompts = PromptStream(data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs)
+    return Prepared(
+        config=config,
+        policy=policy,
+        grm=grm,
+        prompts=prompts,
+        held_out=data.held_out,
+        placement=placement,
+        meta=meta,
+        lessons=stored_lessons(config, data) if config.cotrain.enabled else None,
+        critic=critic,
+    )
+
+
+def check_objective(config: RunConfig) -> None:
+    """Is it a number that summary.json can hold? Whether it will is known at the end."""
+    looks = [f"eval.{when}.{name}" for when in ("initial", "final") for name in EVAL_METRICS]
+    first = config.objective.split(".")[0]
+    known = config.objective in looks if first == "eval" else first in {spec.name for spec in fields(Summary)}
+    if not known:
+        near = difflib.get_close_matches(config.objective, looks, n=1) or looks[-2:-1]
+        raise ConfigError(
+            f"objective: {config.objective!r} is no number of summary.json; did you mean {near[0]}? "
+            f"Of eval there are {', '.join(looks)}"
+        )

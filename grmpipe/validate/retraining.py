@@ -1,0 +1,79 @@
+"""All that can be known of a replay, and refused, before anything starts. Writes nothing, starts nothing.
+
+Every refusal is a ConfigError that names the key and what to type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grmpipe.config.roles import Model
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
+from grmpipe.validate.engines import check_slots
+from grmpipe.validate.models import Progress, check_learns, find_model
+from grmpipe.validate.seats import check_machine
+from grmpipe.validate.sections import section
+from scheduler.placement import Placement, PlacementConfig, place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedReplay:
+    """A replay that may start."""
+
+    config: RunConfig
+    policy: Model
+    placement: Placement
+    recorded: RecordedRun
+
+
+def prepare_replay(config: RunConfig, progress: Progress) -> PreparedReplay:
+    """Seat the learner, open the recorded run, find the policy, and see that they fit each other."""
+    with section(""):
+        placement = place(without_turns(config.placement), config.roles)
+    check_slots("learner", config, placement)
+    check_machine(config, placement)
+    assert config.data.replay is not None
+    with section("data.replay: "):
+        recorded = open_recorded(Path(config.data.replay))
+    check_sizes(config, recorded)
+    policy = find_model("policy", config, progress)
+    check_learns(policy)
+    check_tokens(config, policy, recorded)
+    return PreparedReplay(config=config, policy=policy, placement=placement, recorded=recorded)
+
+
+def without_turns(placement: PlacementConfig) -> PlacementConfig:
+    """The learner has its slots to itself, whoever else it shares them with in other runs."""
+    pools = {name: replace(pool, time_shared=False) for name, pool in placement.pools.items()}
+    return replace(placement, pools=pools)
+
+
+def check_sizes(config: RunConfig, recorded: RecordedRun) -> None:
+    for key, wanted, held in (
+        ("group_size", config.train.group_size, recorded.group_size),
+        ("groups_per_batch", config.train.groups_per_batch, recorded.groups_per_batch),
+    ):
+        if wanted != held:
+            raise ConfigError(f"train.{key}: {wanted}, and {recorded.rollouts} has {held}; type train.{key}={held}")
+    if recorded.max_staleness > config.train.max_staleness:
+        raise ConfigError(
+            f"train.max_staleness: {config.train.max_staleness}, and {recorded.rollouts} has groups that were trained "
+            f"{recorded.max_staleness} versions old; type train.max_staleness={recorded.max_staleness}"
+        )
+
+
+def check_tokens(config: RunConfig, policy: Model, recorded: RecordedRun) -> None:
+    """Are the recorded ids this model's? By the first batch: its prompts come out as they went in."""
+    with section("data.replay: "):
+        first = recorded.batch(1)
+    for group in first:
+        sent = group.rollouts[0].turns[0].prompt_ids
+        sampled = [i for one in group.rollouts for turn in one.turns for i in turn.completion.token_ids]
+        if max(*sent, *sampled) >= policy.renderer.vocab_size or policy.renderer.render(group.prompt.messages) != sent:
+            raise ConfigError(
+                f"policy.path: the tokenizer or the chat template of {config.policy.path} is another than that of "
+                f"{recorded.rollouts}: it writes prompt {group.prompt.prompt_id} in other ids; give the policy that "
+                "the recorded run started from"
+            )

@@ -1,0 +1,44 @@
+"""Roles and pools by the configuration alone and against this machine's slots, before slow imports. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.validate.sections import section
+from scheduler.placement import NodeCapacity, Placement, check_capacity, place
+
+SEATING_TASKS = ("train", "finetune", "plan", "simulate")  # that seat all roles of the run
+RUNNING_TASKS = ("train", "finetune")  # and on this machine
+SHARED_CORES = 1 << 20  # of one process: as many threads as one likes
+
+
+def check_seats(config: RunConfig) -> None:
+    """Refuses at once what needs no look at a model. Raises ConfigError."""
+    if config.task not in SEATING_TASKS or config.data.replay is not None:
+        return
+    placement = seats_of(config)
+    if config.task in RUNNING_TASKS:
+        check_machine(config, placement)
+
+
+def seats_of(config: RunConfig) -> Placement:
+    with section(""):
+        return place(config.placement, config.roles)
+
+
+def check_machine(config: RunConfig, placement: Placement) -> None:
+    """Does this machine have the slots? A cluster that is joined is asked when it is joined."""
+    if config.cluster.address is not None:
+        return
+    cores = SHARED_CORES if config.cluster.kind == "inprocess" else os.cpu_count() or 1
+    wants_gpus = any(pool.resource == "gpu" for pool in placement.pools.values())
+    with section(""):
+        here = NodeCapacity(name="this machine", cpus=cores, gpus=gpus_here() if wants_gpus else 0)
+        check_capacity(placement, [here])
+
+
+def gpus_here() -> int:
+    import torch  # seconds: only where somebody wants a GPU
+
+    return torch.cuda.device_count()

@@ -1,0 +1,17 @@
+"""Whether the machines of a joined cluster see the run's folder, which ranks write into. Starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grmpipe.config.run_config import ConfigError
+from scheduler.processes.actors import Cluster
+
+
+async def check_shared(cluster: Cluster, run_dir: Path) -> None:
+    """Raises ConfigError. Else checkpoints and exports would go to as many folders as there are machines."""
+    if told := await cluster.strangers_to(run_dir):
+        raise ConfigError(
+            f"run_dir: the machines of cluster.address don't share {run_dir} ({'; '.join(told)}), and ranks write "
+            "checkpoints and exports there; type run_dir=<a folder that all of them see>"
+        )

@@ -1,0 +1,316 @@
+"""The running batch: rows join, take steps together and leave. One thread owns it; it never waits.
+
+A row that joins has keys and values for all of its tokens but the last, which the next step feeds: so joining,
+copying from a sibling and prefilling again after a sync are the same thing, and sampling happens in one place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.engines.embedded.decoder import Decoder
+from models.engines.embedded.grammar import Grammar, Held
+from models.engines.embedded.kv_slots import KvSlots
+from models.engines.embedded.prompt_packing import groups_of_like_length
+from models.engines.embedded.sampling import draw, uniforms
+from models.engines.stop_conditions import Endings
+from models.types import Completion, FinishReason, SamplingParams, VersionSpan
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """Requests with one prompt. Running members can give newcomers the prompt's keys and values."""
+
+    prompt_ids: tuple[int, ...]
+    num_members: int = 0
+    running: list[Row] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request and what was sampled for it. `index` is its place in the batch while it runs."""
+
+    family: Family
+    params: SamplingParams
+    priority: int
+    arrival: int
+    index: int = -1
+    prompt_epoch: int = -1  # of the weights that made the prompt's keys and values
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
+    finish_reason: FinishReason | None = None
+    held: Held | None = None  # to a pattern
+    experts_TLK: np.ndarray | None = None  # of all tokens that were fed, once it has left; None where none are noted
+
+    @property
+    def position(self) -> int:
+        """Of the last token, which waits to be fed."""
+        return len(self.family.prompt_ids) + len(self.token_ids) - 1
+
+    @property
+    def cached_ids(self) -> Sequence[int]:
+        return [*self.family.prompt_ids, *self.token_ids][:-1]
+
+    @property
+    def pending_id(self) -> int:
+        return self.token_ids[-1] if self.token_ids else self.family.prompt_ids[-1]
+
+    def __lt__(self, other: Row) -> bool:
+        return (self.priority, self.arrival) < (other.priority, other.arrival)
+
+
+@dataclass(slots=True, kw_only=True)
+class Columns:
+    """The running rows as tensors, remade when the rows change. `top_p_B` is None where no row asks for it."""
+
+    pending_B: Tensor
+    positions_B: Tensor
+    seeds_B: Tensor
+    temperature_B: Tensor
+    top_p_B: Tensor | None
+
+    @staticmethod
+    def of(rows: Sequence[Row], device: torch.device) -> Columns:
+        top_p = [row.params.top_p for row in rows]
+        return Columns(
+            pending_B=torch.tensor([row.pending_id for row in rows], device=device),
+            positions_B=torch.tensor([row.position for row in rows], device=device),
+            seeds_B=torch.tensor([row.params.seed for row in rows], device=device),
+            temperature_B=torch.tensor([row.params.temperature for row in rows], device=device),
+            top_p_B=torch.tensor(top_p, device=device) if min(top_p) < 1 else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What a step brought about. A row may be in both."""
+
+    begun: tuple[Row, ...]  # sampled their first token
+    finished: tuple[Row, ...]
+
+
+class Batch:
+    """Rows by (priority, arrival), at most `max_rows` at once, at most `prefill_tokens` joining in one step."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        slots: KvSlots,
+        endings: Endings,
+        model_name: str,
+        seed: int,
+        max_rows: int,
+        prefill_tokens: int,
+        grammar: Grammar | None = None,
+    ) -> None:
+        self.version = 0
+        self.num_sampled_tokens = 0
+        self.num_prefilled_tokens = 0
+        self._decoder, self._slots, self._endings = decoder, slots, endings
+        self._model_name, self._seed = model_name, seed
+        self._grammar = grammar
+        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
+        self._arrivals = itertools.count()
+        self._families: dict[tuple[int, ...], Family] = {}
+        self._waiting: list[Row] = []  # sorted
+        self._running: list[Row] = []
+        self._columns: Columns | None = None
+        self._weights_epoch = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(self, prompt_ids: tuple[int, ...], params: SamplingParams, priority: int) -> Row:
+        family = self._families.setdefault(prompt_ids, Family(prompt_ids))
+        family.num_members += 1
+        row = Row(family, params, priority, next(self._arrivals))
+        if params.pattern is not None:
+            assert self._grammar is not None
+            row.held = Held.to(params.pattern, self._grammar)
+        insort(self._waiting, row)
+        return row
+
+    def abort(self, row: Row) -> None:
+        """End a row now, with what it has."""
+        if row.index >= 0:
+            self._drop_running([row])
+        else:
+            self._waiting.remove(row)
+        self._finish(row, "abort")
+
+    def step(self) -> Changes:
+        """Let rows join, sample a token for every row, let those that are done leave."""
+        self._join()
+        token_ids, logprobs = self._sample()
+        self.num_sampled_tokens += len(token_ids)
+        begun, finished = [], []
+        for row, token_id, logprob in zip(self._running, token_ids, logprobs, strict=True):
+            row.token_ids.append(token_id)
+            row.logprobs.append(logprob)
+            if row.held is not None:
+                row.held.advance(token_id)
+            if len(row.token_ids) == 1:
+                begun.append(row)
+            row.finish_reason = self._endings.finish_reason(row.token_ids, row.params)
+            if row.finish_reason is not None:
+                finished.append(row)
+        if finished:
+            self._drop_running(finished)
+            for row in finished:
+                self._finish(row, row.finish_reason)
+        return Changes(begun=tuple(begun), finished=tuple(finished))
+
+    def weights_changed(self) -> None:
+        """Cached keys and values of running rows are those of older weights: no newcomer may copy them."""
+        self._weights_epoch += 1
+
+    def adopt(self, version: int, recompute: bool) -> None:
+        """Tokens sampled from now on are this version's. `recompute` prefills the running rows again."""
+        self.version = version
+        for row in self._running:
+            row.version_starts.append((version, len(row.token_ids)))
+        if recompute:
+            with self._slots.experts_kept():
+                for some in _within_budget(self._running, self._prefill_tokens):
+                    self._prefill(some)
+
+    def completion(self, row: Row) -> Completion:
+        assert row.finish_reason is not None
+        return Completion(
+            token_ids=tuple(row.token_ids),
+            logprobs=tuple(row.logprobs),
+            text=self._endings.text(row.token_ids, row.params.stop),
+            finish_reason=row.finish_reason,
+            versions=self._version_spans(row),
+            experts_TLK=row.experts_TLK,
+        )
+
+    def _version_spans(self, row: Row) -> tuple[VersionSpan, ...]:
+        starts = row.version_starts or [(self.version, 0)]
+        ends = [start for _, start in starts[1:]] + [len(row.token_ids)]
+        spans: list[VersionSpan] = []
+        for (version, start), end in zip(starts, ends, strict=True):
+            if spans and spans[-1].version == version:
+                start = spans.pop().start
+            spans.append(VersionSpan(model=self._model_name, version=version, start=start, end=end))
+        return tuple(span for span in spans if span.start < span.end) or tuple(spans[-1:])
+
+    def _sample(self) -> tuple[list[int], list[float]]:
+        rows = self._running
+        if self._columns is None:
+            self._columns = Columns.of(rows, self._slots.shape.device)
+        columns = self._columns
+        num_attended = 1 + max(row.position for row in rows)
+        logits_BV = held_back(rows, self._decoder.decode(columns.pending_B, columns.positions_B, num_attended))
+        uniforms_B = uniforms(columns.seeds_B ^ self._seed, columns.positions_B)
+        token_ids_B, logprobs_B = draw(logits_BV, columns.temperature_B, columns.top_p_B, uniforms_B)
+        columns.pending_B = token_ids_B
+        columns.positions_B = columns.positions_B + 1
+        return token_ids_B.tolist(), logprobs_B.tolist()
+
+    def _join(self) -> None:
+        """Newcomers in their order, while there are rows and budget. The first is never over budget."""
+        budget = self._prefill_tokens
+        joining: list[Row] = []
+        to_prefill: list[Row] = []
+        while self._waiting and len(self._running) + len(joining) < self._max_rows:
+            row = self._waiting[0]
+            if self._donor(row) is None:
+                budget -= len(row.family.prompt_ids)
+                if budget < 0 and joining:
+                    break
+                to_prefill.append(row)
+            row.index = len(self._running) + len(joining)
+            row.prompt_epoch = self._weights_epoch
+            row.version_starts.append((self.version, 0))
+            row.family.running.append(row)
+            joining.append(self._waiting.pop(0))
+        if joining:
+            self._make_room(joining)
+            self._prefill(to_prefill)
+            self._copy_from_siblings([row for row in joining if row not in to_prefill])
+            self._running += joining
+            self._columns = None
+
+    def _donor(self, row: Row) -> Row | None:
+        """A sibling whose prompt was cached under the present weights, or is about to be in this step."""
+        return next((other for other in row.family.running if other.prompt_epoch == self._weights_epoch), None)
+
+    def _make_room(self, joining: Sequence[Row]) -> None:
+        longest = max(len(row.family.prompt_ids) + row.params.max_new_tokens for row in joining)
+        self._slots.reserve(len(self._running) + len(joining), max(longest, self._slots.tokens_per_row))
+
+    def _prefill(self, rows: Sequence[Row]) -> None:
+        """One forward pass for rows of about one length: a long prompt must not pad the short ones."""
+        for row in rows:
+            row.prompt_epoch = self._weights_epoch
+        rows = [row for row in rows if row.position > 0]
+        for group in groups_of_like_length([row.position for row in rows]):
+            self._decoder.prefill([rows[i].cached_ids for i in group], [rows[i].index for i in group])
+        self.num_prefilled_tokens += sum(row.position for row in rows)
+
+    def _copy_from_siblings(self, rows: Sequence[Row]) -> None:
+        if rows:
+            donors = [self._donor(row) for row in rows]
+            sources = [donor.index for donor in donors if donor is not None]
+            self._slots.copy(sources, [row.index for row in rows], max(row.position for row in rows))
+
+    def _drop_running(self, leaving: Sequence[Row]) -> None:
+        """Rows at the end move into the places that become free, so that the rest stays compact."""
+        num_left = len(self._running) - len(leaving)
+        for row in leaving:
+            row.experts_TLK = self._slots.read_experts(row.index, row.position)
+            row.family.running.remove(row)
+            self._running[row.index].index = -1
+        movers = [row for row in self._running[num_left:] if row.index >= 0]
+        holes = [index for index, row in enumerate(self._running[:num_left]) if row.index < 0]
+        if movers:
+            self._slots.copy([row.index for row in movers], holes, max(row.position for row in movers))
+        for row, hole in zip(movers, holes, strict=True):
+            row.index = hole
+            self._running[hole] = row
+        del self._running[num_left:]
+        self._columns = None
+
+    def _finish(self, row: Row, reason: FinishReason | None) -> None:
+        row.finish_reason = reason
+        row.family.num_members -= 1
+        if row.family.num_members == 0:
+            del self._families[row.family.prompt_ids]
+
+
+def held_back(rows: Sequence[Row], logits_BV: Tensor) -> Tensor:
+    """Tokens that would leave a row's pattern at -inf: log-probs are those of what is left."""
+    held = [(index, row.held.allowed_V()) for index, row in enumerate(rows) if row.held is not None]
+    if not held:
+        return logits_BV
+    forbidden_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
+    for index, allowed_V in held:
+        forbidden_BV[index] = ~allowed_V.to(logits_BV.device)
+    return logits_BV.masked_fill(forbidden_BV, -torch.inf)
+
+
+def _within_budget(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+    """Cut into stretches whose cached tokens fit the budget, or of a single row."""
+    stretches: list[list[Row]] = []
+    left = 0
+    for row in rows:
+        left -= row.position
+        if left < 0 or not stretches:
+            stretches.append([])
+            left = tokens - row.position
+        stretches[-1].append(row)
+    return stretches

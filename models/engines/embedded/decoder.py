@@ -1,0 +1,175 @@
+"""What the running batch needs of a model: prefill prompts, decode one token a row. Samples nothing.
+
+B: rows that decode, N: prompts, T: positions, Q: query positions, G: KV heads, D: head, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from models.engines.embedded.fused_decoder import FusedDecoder
+from models.engines.embedded.kv_slots import KvShape, KvSlots
+from models.lm.expert_routing import Routers, RoutingShape
+
+PROBE = ((5, 3, 8, 2, 9, 4, 6), (7, 1, 3, 3))  # two lengths: masks and positions are put to the test
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
+
+
+class Decoder(Protocol):
+    """The running rows are the first rows of the slots."""
+
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Keys and values of whole prompts, into these rows. None is empty."""
+        ...
+
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
+        """Feed each row one token at its position; logits_BV of what comes next. No position reaches num_attended."""
+        ...
+
+
+class ModuleDecoder:
+    """Any causal LM of transformers with full attention, called as it is with the slots as its cache.
+
+    Notes the experts of each token that is fed, where the slots have room for them.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: KvSlots) -> None:
+        self._model = model
+        self._routers = None if slots.shape.routing is None else Routers.of(model)
+        self._slots = slots
+        self._layers = [SlotLayer(slots, index) for index in range(slots.shape.num_layers)]
+        self._cache = Cache(layers=[*self._layers])
+
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        device, longest = self._slots.shape.device, max(len(prompt) for prompt in prompts)
+        token_ids_NQ = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+        positions_Q = torch.arange(longest, device=device)
+        causal_QQ = positions_Q[:, None] >= positions_Q
+        rows_N = torch.tensor(rows, device=device)
+        places_NQ = rows_N[:, None] * self._slots.tokens_per_row + positions_Q
+        self._call(token_ids_NQ, positions_Q.expand_as(token_ids_NQ), places_NQ, rows_N, causal_QQ)
+
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
+        num_rows, device = len(token_ids_B), token_ids_B.device
+        places_B = torch.arange(num_rows, device=device) * self._slots.tokens_per_row + positions_B
+        seen_B11T = (torch.arange(num_attended, device=device) <= positions_B[:, None])[:, None, None]
+        return self._call(token_ids_B[:, None], positions_B[:, None], places_B, slice(num_rows), seen_B11T)[:, 0]
+
+    def _call(
+        self, token_ids_NQ: Tensor, positions_NQ: Tensor, places: Tensor, rows: slice | Tensor, seen_NHQT: Tensor
+    ) -> Tensor:
+        num_rows, num_queries = token_ids_NQ.shape
+        seen_NHQT = seen_NHQT.expand(num_rows, 1, num_queries, -1)
+        for layer in self._layers:
+            layer.aim(places.flatten(), rows, seen_NHQT.shape[-1])
+        if self._routers is None:
+            return self._logits(token_ids_NQ, positions_NQ, seen_NHQT)
+        with self._routers.recorded() as recording:
+            logits = self._logits(token_ids_NQ, positions_NQ, seen_NHQT)
+        self._slots.write_experts(places.flatten(), recording.experts_TLK)
+        return logits
+
+    def _logits(self, token_ids_NQ: Tensor, positions_NQ: Tensor, seen_NHQT: Tensor) -> Tensor:
+        logits = self._model(
+            input_ids=token_ids_NQ,
+            position_ids=positions_NQ,
+            attention_mask=seen_NHQT,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        assert isinstance(logits, Tensor)
+        return logits
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer of a transformers cache that writes where it was aimed, and shows those rows."""
+
+    def __init__(self, slots: KvSlots, index: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._slots, self._index = slots, index
+
+    def aim(self, places_P: Tensor, rows: slice | Tensor, num_attended: int) -> None:
+        self._places_P, self._rows, self._num_attended = places_P, rows, num_attended
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        kv_NQ2GD = torch.stack([key_states, value_states], 1).permute(0, 3, 1, 2, 4)
+        self._slots.write(self._index, self._places_P, kv_NQ2GD.flatten(0, 1).flatten(1))
+        return self._slots.read(self._index, self._rows, self._num_attended)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        return None
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._num_attended, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # every call brings its own positions and mask
+
+    def get_max_length(self) -> int:
+        return self._slots.tokens_per_row
+
+
+@torch.no_grad()
+def open_decoder(
+    model: PreTrainedModel, max_rows: int, max_tokens: int, note_experts: bool = False
+) -> tuple[Decoder, KvSlots]:
+    """The fastest decoder whose logits equal the model's own; ValueError where there is none, and for `note_experts`
+    of a model without."""
+    expected_NV = torch.stack([model(torch.tensor([ids], device=model.device)).logits[0, -1] for ids in PROBE])
+    shape = _measure_kv_shape(model, Routers.of(model).shape if note_experts else None)
+    kinds: list[type[FusedDecoder] | type[ModuleDecoder]] = [ModuleDecoder]
+    if FusedDecoder.supports(model):
+        kinds.insert(0, FusedDecoder)
+    for kind in kinds:
+        slots = KvSlots(shape, max(max_rows, len(PROBE)), max(max_tokens, *map(len, PROBE)))
+        decoder = kind(model, slots)
+        if _probe_error(decoder, slots, expected_NV) <= PROBE_TOLERANCE[shape.dtype]:
+            return decoder, slots
+    raise ValueError(_unfit(model, "its logits differ when it decodes from a cache"))
+
+
+def _probe_error(decoder: Decoder, slots: KvSlots, expected_NV: Tensor) -> float:
+    """Of the largest logit: how far off a prefill and a step of decoding are."""
+    longest = max(len(ids) for ids in PROBE)
+    slots.reserve(len(PROBE), longest)
+    decoder.prefill([ids[:-1] for ids in PROBE], range(len(PROBE)))
+    last_N = torch.tensor([ids[-1] for ids in PROBE], device=expected_NV.device)
+    positions_N = torch.tensor([len(ids) - 1 for ids in PROBE], device=expected_NV.device)
+    error_NV = decoder.decode(last_N, positions_N, longest).float() - expected_NV.float()
+    return float(error_NV.abs().max() / expected_NV.float().abs().max().clamp_min(1e-6))
+
+
+def _measure_kv_shape(model: PreTrainedModel, routing: RoutingShape | None) -> KvShape:
+    """From the cache that the model itself fills; configs name heads in too many ways."""
+    cache = model(torch.tensor([PROBE[0]], device=model.device), use_cache=True).past_key_values
+    if not isinstance(cache, DynamicCache):
+        raise ValueError(_unfit(model, "it keeps something else than keys and values"))
+    keys_and_values: list[Tensor] = []
+    for layer in cache.layers:
+        if type(layer) is not DynamicLayer:
+            raise ValueError(_unfit(model, "not all of its layers have full attention"))
+        assert layer.keys is not None and layer.values is not None
+        keys_and_values += [layer.keys, layer.values]
+    _, num_kv_heads, _, head_dim = keys_and_values[0].shape
+    if any(states.shape != keys_and_values[0].shape for states in keys_and_values):
+        raise ValueError(_unfit(model, "keys and values of its layers differ in shape"))
+    return KvShape(
+        num_layers=len(cache.layers),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=keys_and_values[0].dtype,
+        device=model.device,
+        routing=routing,
+    )
+
+
+def _unfit(model: PreTrainedModel, why: str) -> str:
+    return f"engine: embedded can't run a {type(model).__name__}: {why}; give another model or engine"

@@ -1,0 +1,217 @@
+"""The engine in torch, in our own process: async calls from any event loop, one thread that steps the batch.
+
+    generate, abort, pause, load_bucket, ...  -> [commands] -> thread: commands between steps, then a step, again
+    completions, receipts, first tokens       <- call_soon_threadsafe <-
+
+What the thread owns is the worker; callers only ever post commands to it. So a pause is an ordinary command: when it
+runs, no token is being sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from models.engines.context_limit import Window
+from models.engines.embedded.calls import Answer, Command, Waiter, copy_of
+from models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
+from models.engines.embedded.grammar import parsed
+from models.renderer import Renderer
+from models.settings import EmbeddedConfig, LoraConfig
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    GroupLink,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+    ignore_first_token,
+)
+
+T = TypeVar("T")
+
+
+class EmbeddedEngine:
+    """Continuous batching for any causal LM with full attention, on the CPU or one GPU.
+
+    Deadlines are the callers': they cancel. Raises ValueError for a model that it can't run.
+
+    seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
+    version: of the weights in `model_path`.
+    lora: adapters that pushes bring, where they aren't merged into the weights before.
+    note_experts: completions carry the experts of their tokens; for a mixture of experts only.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        model_name: str,
+        config: EmbeddedConfig,
+        dtype: str = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+        chat_template: str | None = None,
+        version: int = 0,
+        lora: LoraConfig | None = None,
+        note_experts: bool = False,
+    ) -> None:
+        renderer = Renderer.load(model_path, chat_template)
+        self.model_name = model_name
+        self._window = Window.of(model_name, renderer, config.max_context_tokens)
+        self._worker = EmbeddedWorker(
+            model_path,
+            model_name,
+            renderer,
+            config,
+            self._window.tokens,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            version=version,
+            lora=lora,
+            note_experts=note_experts,
+        )
+        self._closing = False
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._death: EngineDied | None = None
+        self._death_lock = threading.Lock()  # no command may slip in after the last ones were failed
+        self._thread = threading.Thread(target=self._work, name=f"engine-{model_name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        return self._worker.version
+
+    def stats(self) -> EngineStats:
+        return self._worker.stats()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        """Sample one completion. A request_id that is in flight already gets that request's answer."""
+        ids = tuple(prompt_ids)
+        self._refuse_what_cannot_run(ids, params)
+        waiter = Waiter(Answer[Completion](), on_first_token)
+        self._post(Command(partial(self._worker.submit, ids, params, context, waiter), waiter.answer.fail))
+        try:
+            return await waiter.answer.future
+        except asyncio.CancelledError:
+            with contextlib.suppress(EngineDied):
+                self._post(Command(partial(self._worker.give_up, context.request_id, waiter), lambda error: None))
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        await self._do(partial(self._worker.abort, request_id))
+
+    async def pause(self) -> None:
+        await self._do(partial(self._worker.set_paused, True))
+
+    async def resume(self) -> None:
+        await self._do(partial(self._worker.set_paused, False))
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        """Raises RuntimeError where not paused, ConnectionError where the group doesn't come together in time."""
+        await self._do(partial(self._worker.begin, link))
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        """Raises ValueError naming a tensor that doesn't fit (nothing is loaded), RuntimeError where not paused."""
+        await self._do(partial(self._worker.load, bucket))
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        return await self._do(partial(self._worker.commit, version))
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        ids = tuple(token_ids)
+        self._window.check_text(ids)
+        return await self._do(partial(self._worker.score, ids))
+
+    async def sleep(self) -> int:
+        """Raises RuntimeError where requests are in flight, or not paused. On a CPU the weights stay: they are on the
+        host already."""
+        return await self._do(self._worker.sleep)
+
+    async def wake(self) -> None:
+        """Paused yet."""
+        await self._do(self._worker.wake)
+
+    def close(self) -> None:
+        """End the thread; whoever still waits gets EngineDied. Blocks for a step at most."""
+        with self._death_lock:
+            if self._death is None:
+                self._commands.put(Command(self._close, lambda error: None))
+        self._thread.join()
+
+    async def _do(self, function: Callable[[], T]) -> T:
+        answer = Answer[T]()
+
+        def run() -> None:
+            try:
+                answer.give(function())
+            except Exception as error:
+                answer.fail(error)  # the caller's mistake; the engine lives on
+
+        self._post(Command(run, answer.fail))
+        return await answer.future
+
+    def _post(self, command: Command) -> None:
+        with self._death_lock:
+            if self._death is not None:
+                raise EngineDied(str(self._death)) from self._death.__cause__
+            self._commands.put(command)
+
+    def _refuse_what_cannot_run(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
+        self._window.check_request(prompt_ids, params)
+        if params.pattern is not None:
+            try:
+                parsed(params.pattern)
+            except ValueError as error:
+                raise EngineRefused(str(error)) from error
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        try:
+            while not self._closing:
+                self._run_commands()
+                if self._worker.has_work and not self._closing:
+                    self._worker.step()
+        except BaseException as error:
+            died = EngineDied(f"the engine of {self.model_name} crashed: {error!r}")
+            died.__cause__ = error
+            self._die(died)
+        else:
+            self._die(EngineDied(f"the engine of {self.model_name} was closed"))
+
+    def _run_commands(self) -> None:
+        """All that have come; waits for one where there is nothing else to do."""
+        while not self._closing:
+            try:
+                command = self._commands.get(block=not self._worker.has_work)
+            except queue.Empty:
+                return
+            command.run()
+
+    def _close(self) -> None:
+        self._closing = True
+        self._worker.close()
+
+    def _die(self, death: EngineDied) -> None:
+        with self._death_lock:
+            self._death = death
+        self._worker.fail_all(death)
+        while not self._commands.empty():
+            self._commands.get().fail(copy_of(death))

@@ -1,0 +1,205 @@
+"""What the thread of an embedded engine owns: model, batch, tickets, inbox. Called from that thread alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from models.engines.embedded.batch import Batch, Row
+from models.engines.embedded.calls import Ticket, Waiter, copy_of
+from models.engines.embedded.decoder import open_decoder
+from models.engines.embedded.grammar import Grammar
+from models.engines.stop_conditions import Endings
+from models.lm.causal_lm import load_causal_lm
+from models.lm.logprobs import chosen_logprobs
+from models.lm.lora import add_adapters
+from models.lm.offload import LentMemory, free_bytes
+from models.lm.quantize import quantize_matrices
+from models.renderer import Renderer
+from models.settings import EmbeddedConfig, LoraConfig
+from models.types import EngineDied, GroupLink, RequestContext, SamplingParams, WeightBucket, WeightReceipt
+from models.weights.inbox import WeightInbox
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine did since it started. Waiting and running are of the moment."""
+
+    busy_s: float  # in steps: prefilling and decoding
+    sampled_tokens: int
+    prefilled_tokens: int
+    finished: int
+    waiting: int
+    running: int
+
+
+class EmbeddedWorker:
+    """Batches requests over steps; between two of them it takes weights, scores, sleeps. See EmbeddedEngine, its door.
+
+    Only `version` and `stats` may be read from elsewhere.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        model_name: str,
+        renderer: Renderer,
+        config: EmbeddedConfig,
+        context_tokens: int,
+        *,
+        dtype: str,
+        device: str,
+        seed: int,
+        version: int,
+        lora: LoraConfig | None,
+        note_experts: bool,
+    ) -> None:
+        self.paused = False
+        self._config = config
+        self._model = load_causal_lm(model_path, dtype, device)
+        if lora is not None and lora.in_engines:
+            add_adapters(self._model, lora, dtype)
+        decoder, slots = open_decoder(self._model, config.max_batch_rows, context_tokens, note_experts)
+        self._quantize()
+        endings = Endings(renderer.decode, renderer.stop_token_ids)
+        grammar = Grammar(renderer.decode, renderer.num_token_ids, renderer.stop_token_ids, renderer.vocab_size)
+        self._batch = Batch(
+            decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step, grammar
+        )
+        self._batch.version = version
+        self._slots = slots
+        self._inbox = WeightInbox(self._model, self._model.device)
+        self._lent_weights = LentMemory()
+        self._tickets: dict[str, Ticket] = {}
+        self._tickets_by_row: dict[Row, Ticket] = {}
+        self._asleep = False
+        self._busy_s = 0.0
+        self._num_finished = 0
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self._batch.version
+
+    def stats(self) -> EngineStats:
+        batch = self._batch
+        return EngineStats(
+            busy_s=self._busy_s,
+            sampled_tokens=batch.num_sampled_tokens,
+            prefilled_tokens=batch.num_prefilled_tokens,
+            finished=self._num_finished,
+            waiting=batch.num_waiting,
+            running=batch.num_running,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return not self.paused and self._batch.num_waiting + self._batch.num_running > 0
+
+    def step(self) -> None:
+        started_s = time.perf_counter()  # a duration: no event loop's clock is at hand here
+        changes = self._batch.step()
+        self._busy_s += time.perf_counter() - started_s
+        for row in changes.begun:
+            for waiter in self._tickets_by_row[row].waiters:
+                waiter.tell_first_token()
+        for row in changes.finished:
+            self._answer(self._tickets_by_row[row])
+
+    def submit(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, context: RequestContext, waiter: Waiter
+    ) -> None:
+        ticket = self._tickets.get(context.request_id)
+        if ticket is None:
+            row = self._batch.submit(prompt_ids, params, context.priority)
+            ticket = Ticket(context.request_id, row)
+            self._tickets[context.request_id] = self._tickets_by_row[row] = ticket
+        elif ticket.row.token_ids:
+            waiter.tell_first_token()
+        ticket.waiters.append(waiter)
+
+    def give_up(self, request_id: str, waiter: Waiter) -> None:
+        ticket = self._tickets.get(request_id)
+        if ticket is not None and waiter in ticket.waiters:
+            ticket.waiters.remove(waiter)
+            if not ticket.waiters:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        ticket = self._tickets.get(request_id)
+        if ticket is not None:
+            self._batch.abort(ticket.row)
+            self._answer(ticket)
+
+    def _answer(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.request_id], self._tickets_by_row[ticket.row]
+        self._num_finished += 1
+        completion = self._batch.completion(ticket.row)
+        for waiter in ticket.waiters:
+            waiter.answer.give(completion)
+
+    def set_paused(self, paused: bool) -> None:
+        if not paused:
+            self._refuse_in_its_sleep()
+        self.paused = paused
+
+    def sleep(self) -> int:
+        if self._tickets or not self.paused:
+            raise RuntimeError("only a paused engine without requests may sleep")
+        if self._asleep:
+            return 0
+        device = self._model.device
+        free_before = free_bytes(device)
+        kv_bytes = self._slots.give_up()
+        if device.type == "cuda":
+            self._lent_weights.lend([*self._model.parameters(), *self._model.buffers()])
+        self._asleep = True
+        return free_bytes(device) - free_before if device.type == "cuda" else kv_bytes
+
+    def wake(self) -> None:
+        self._lent_weights.take_back()
+        self._asleep = False
+
+    def _refuse_in_its_sleep(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: wake it first")
+
+    def begin(self, link: GroupLink | None) -> None:
+        self._refuse_in_its_sleep()
+        if not self.paused:
+            raise RuntimeError("a push of weights may only begin on a paused engine")
+        self._inbox.begin(link)
+
+    def load(self, bucket: WeightBucket) -> None:
+        if not self.paused:
+            raise RuntimeError("weights may only be loaded into a paused engine")
+        self._inbox.load(bucket)
+        self._batch.weights_changed()
+
+    def commit(self, version: int) -> WeightReceipt:
+        self._quantize()
+        self._batch.adopt(version, self._config.recompute_kv_on_sync)
+        return WeightReceipt(version=version, checksums=self._inbox.collect_checksums())
+
+    def _quantize(self) -> None:
+        """Checksums are of what came: only the probe sees what is sampled from."""
+        if self._config.quantize != "none":
+            quantize_matrices(self._model, self._config.quantize)
+
+    def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        self._refuse_in_its_sleep()
+        token_ids_1T = torch.tensor([token_ids], device=self._model.device)
+        logits_TV = self._model(token_ids_1T, use_cache=False).logits[0]
+        logprobs_T, _ = chosen_logprobs(logits_TV[:-1], token_ids_1T[0, 1:])
+        return tuple(logprobs_T.tolist())
+
+    def fail_all(self, death: EngineDied) -> None:
+        """Nobody who waits gets another answer."""
+        for ticket in self._tickets.values():
+            for waiter in ticket.waiters:
+                waiter.answer.fail(copy_of(death))
+
+    def close(self) -> None:
+        self._inbox.close()

@@ -1,0 +1,266 @@
+"""The Llama and Qwen family by hand: fused projections, few calls a layer. Shares its weights with the module.
+
+B: rows that decode, P: packed prompt tokens, C: hidden, H: query heads, G: KV heads, D: head, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from models.engines.embedded.kv_slots import KvSlots
+from models.engines.embedded.prompt_packing import PackedPrompts
+from models.lm.lora import low_rank_of
+
+FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+# Their angles are a function of the position alone; "dynamic" and "longrope" look at the length as well.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+Attend = Callable[[Tensor], Tensor]  # rotated qkv_PC -> attended heads [P, H * D]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Those of several linear layers on one input, as one. R: their ranks together, O: outputs of all layers."""
+
+    a_RC: Tensor
+    b_OR: Tensor  # in blocks: an adapter's own columns, its layer's own rows
+    scale: float
+
+    @staticmethod
+    def of(*modules: Any) -> Adapters | None:
+        """None where no layer has any."""
+        outputs = [len(module.weight) for module in modules]
+        found = [(sum(outputs[:i]), low) for i, module in enumerate(modules) if (low := low_rank_of(module))]
+        if not found:
+            return None
+        a_RC = share_storage([low_rank.a_RI for _, low_rank in found])
+        b_OR = a_RC.new_zeros(sum(outputs), len(a_RC))
+        column = 0
+        for row, low_rank in found:
+            height, width = low_rank.b_OR.shape
+            block = b_OR[row : row + height, column : column + width]
+            block.copy_(low_rank.b_OR.data)
+            low_rank.b_OR.data = block
+            column += width
+        return Adapters(a_RC=a_RC, b_OR=b_OR, scale=found[0][1].scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    weight: Tensor
+    bias: Tensor | None
+    adapters: Adapters | None
+
+    @staticmethod
+    def of(*modules: Any) -> Linear:
+        """Several linear layers on one input, as one."""
+        biases = [module.bias for module in modules if module.bias is not None]
+        assert len(biases) in (0, len(modules))
+        adapters = Adapters.of(*modules)
+        weight = share_storage([module.weight for module in modules])
+        return Linear(weight=weight, bias=share_storage(biases) if biases else None, adapters=adapters)
+
+    def __call__(self, x_PC: Tensor) -> Tensor:
+        out_PO = F.linear(x_PC, self.weight, self.bias)
+        if (beside := self.adapters) is None:
+            return out_PO
+        return out_PO.addmm_(F.linear(x_PC, beside.a_RC), beside.b_OR.t(), alpha=beside.scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    weight: Tensor
+    epsilon: float
+
+    @staticmethod
+    def of(module: Any) -> Norm:
+        return Norm(weight=module.weight.data, epsilon=module.variance_epsilon)
+
+    def __call__(self, x_PC: Tensor) -> Tensor:
+        return F.rms_norm(x_PC, x_PC.shape[-1:], self.weight, self.epsilon)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorm:
+    """Qwen3's norms of queries and keys in one call. Row 0 of the weight is the queries', row 1 the keys'."""
+
+    weight_2D: Tensor
+    kind_of_head: Tensor  # [H + G] of 0 and 1
+    epsilon: float
+
+    @staticmethod
+    def of(attention: Any, num_heads: int, num_kv_heads: int) -> HeadNorm | None:
+        if not hasattr(attention, "q_norm"):  # Llama has none
+            return None
+        weight = share_storage([attention.q_norm.weight, attention.k_norm.weight])
+        kinds = torch.tensor([0] * num_heads + [1] * num_kv_heads, device=weight.device)
+        return HeadNorm(weight_2D=weight.view(2, -1), kind_of_head=kinds, epsilon=attention.q_norm.variance_epsilon)
+
+    def __call__(self, heads_PHD: Tensor) -> Tensor:
+        normed_PHD = F.rms_norm(heads_PHD, heads_PHD.shape[-1:], None, self.epsilon)
+        return normed_PHD * self.weight_2D[self.kind_of_head]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    before_attention: Norm
+    qkv: Linear
+    head_norm: HeadNorm | None
+    out: Linear
+    before_mlp: Norm
+    gate_up: Linear
+    down: Linear
+
+    @staticmethod
+    def of(layer: Any, num_heads: int, num_kv_heads: int) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return Layer(
+            before_attention=Norm.of(layer.input_layernorm),
+            qkv=Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            head_norm=HeadNorm.of(attention, num_heads, num_kv_heads),
+            out=Linear.of(attention.o_proj),
+            before_mlp=Norm.of(layer.post_attention_layernorm),
+            gate_up=Linear.of(mlp.gate_proj, mlp.up_proj),
+            down=Linear.of(mlp.down_proj),
+        )
+
+    def mlp(self, x_PC: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.before_mlp(x_PC)).chunk(2, -1)
+        return x_PC + self.down(F.silu(gate).mul_(up))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Angles:
+    """Rotary angles (arXiv 2104.09864) by position. The sine's first half is negated: rotating is then a roll."""
+
+    cos_TD: Tensor
+    sin_TD: Tensor
+
+    @staticmethod
+    def of(rotary: nn.Module, num_positions: int, dtype: torch.dtype, device: torch.device) -> Angles:
+        positions_1T = torch.arange(num_positions, device=device)[None]
+        cos_1TD, sin_1TD = rotary(torch.empty(0, dtype=dtype, device=device), positions_1T)
+        half = sin_1TD.shape[-1] // 2
+        return Angles(cos_TD=cos_1TD[0], sin_TD=torch.cat([-sin_1TD[0, :, :half], sin_1TD[0, :, half:]], -1))
+
+    def at(self, positions_P: Tensor) -> Angles:
+        """For one position a token, broadcast over its heads."""
+        return Angles(cos_TD=self.cos_TD[positions_P][:, None], sin_TD=self.sin_TD[positions_P][:, None])
+
+    def rotate(self, heads_PHD: Tensor) -> Tensor:
+        rolled_PHD = heads_PHD.roll(heads_PHD.shape[-1] // 2, -1)
+        return torch.addcmul(heads_PHD * self.cos_TD, rolled_PHD, self.sin_TD)
+
+
+class FusedDecoder:
+    """A Decoder for models that `supports` accepts.
+
+    Fused weights are the storage that the module's parameters are slices of: loading the parameters loads these.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: KvSlots) -> None:
+        self._slots = slots
+        self._num_heads, self._num_kv_heads = model.config.num_attention_heads, slots.shape.num_kv_heads
+        trunk: Any = model.model
+        self._rotary = trunk.rotary_emb
+        self._angles = Angles.of(self._rotary, 1, slots.shape.dtype, slots.shape.device)
+        self._embedding = trunk.embed_tokens.weight.data
+        self._layers = [Layer.of(layer, self._num_heads, self._num_kv_heads) for layer in trunk.layers]
+        self._norm = Norm.of(trunk.norm)
+        head: Any = model.lm_head
+        self._head = head.weight.data
+
+    @staticmethod
+    def supports(model: PreTrainedModel) -> bool:
+        if type(model) not in FAMILY:
+            return False
+        rotary: Any = model.model.rotary_emb
+        return rotary.rope_type in ROPE_TYPES and model.config.hidden_act == "silu"
+
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        packed = PackedPrompts.of(prompts, rows, self._slots.tokens_per_row, self._slots.shape.device)
+        angles = self._angles_at(packed.positions_P)
+        x_PC = F.embedding(packed.token_ids_P, self._embedding)
+        for index, layer in enumerate(self._layers[:-1]):
+            x_PC = self._attention(layer, x_PC, angles, partial(self._attend_prompts, packed, index))
+            x_PC = layer.mlp(x_PC)
+        # Nothing reads what the last layer says of a prompt: its keys and values are all that is needed.
+        qkv_PC = self._rotated_qkv(self._layers[-1], x_PC, angles)
+        self._slots.write(len(self._layers) - 1, packed.places_P, self._keys_and_values(qkv_PC))
+
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
+        slots, num_rows = self._slots, len(token_ids_B)
+        angles = self._angles_at(positions_B)
+        places_B = torch.arange(num_rows, device=token_ids_B.device) * slots.tokens_per_row + positions_B
+        seen_BT = torch.arange(num_attended, device=token_ids_B.device) <= positions_B[:, None]
+        mask_B11T = torch.where(seen_BT, 0.0, -torch.inf).to(slots.shape.dtype)[:, None, None]
+
+        def attend(index: int, qkv_BC: Tensor) -> Tensor:
+            slots.write(index, places_B, self._keys_and_values(qkv_BC))
+            keys_BGTD, values_BGTD = slots.read(index, slice(num_rows), num_attended)
+            # The query heads of a KV head stand in for query positions: no key or value is repeated.
+            query_BGQD = self._queries(qkv_BC).unflatten(1, (self._num_kv_heads, -1))
+            out_BGQD = F.scaled_dot_product_attention(query_BGQD, keys_BGTD, values_BGTD, attn_mask=mask_B11T)
+            return out_BGQD.flatten(1)
+
+        x_BC = F.embedding(token_ids_B, self._embedding)
+        for index, layer in enumerate(self._layers):
+            x_BC = self._attention(layer, x_BC, angles, partial(attend, index))
+            x_BC = layer.mlp(x_BC)
+        return F.linear(self._norm(x_BC), self._head)
+
+    def _attention(self, layer: Layer, x_PC: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        return x_PC + layer.out(attend(self._rotated_qkv(layer, x_PC, angles)))
+
+    def _rotated_qkv(self, layer: Layer, x_PC: Tensor, angles: Angles) -> Tensor:
+        qkv_PC = layer.qkv(layer.before_attention(x_PC))
+        heads_PHD = qkv_PC.unflatten(1, (self._num_heads + 2 * self._num_kv_heads, -1))[:, : -self._num_kv_heads]
+        normed_PHD = heads_PHD if layer.head_norm is None else layer.head_norm(heads_PHD)
+        heads_PHD.copy_(angles.rotate(normed_PHD))
+        return qkv_PC
+
+    def _queries(self, qkv_PC: Tensor) -> Tensor:
+        return qkv_PC.unflatten(1, (self._num_heads + 2 * self._num_kv_heads, -1))[:, : self._num_heads]
+
+    def _keys_and_values(self, qkv_PC: Tensor) -> Tensor:
+        return qkv_PC[:, self._num_heads * self._slots.shape.head_dim :]
+
+    def _attend_prompts(self, packed: PackedPrompts, index: int, qkv_PC: Tensor) -> Tensor:
+        self._slots.write(index, packed.places_P, self._keys_and_values(qkv_PC))
+        keys_NGTD, values_NGTD = self._slots.read(index, packed.rows_N, packed.longest)
+        out_NHTD = F.scaled_dot_product_attention(
+            packed.pad(self._queries(qkv_PC)).transpose(1, 2),
+            keys_NGTD,
+            values_NGTD,
+            is_causal=True,
+            enable_gqa=self._num_heads != self._num_kv_heads,
+        )
+        return packed.unpad(out_NHTD.transpose(1, 2)).flatten(1)
+
+    def _angles_at(self, positions_P: Tensor) -> Angles:
+        if len(self._angles.cos_TD) < self._slots.tokens_per_row:
+            shape = self._slots.shape
+            self._angles = Angles.of(self._rotary, self._slots.tokens_per_row, shape.dtype, shape.device)
+        return self._angles.at(positions_P)
+
+
+def share_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor, of which the parameters become slices: memory is held once, and loading them loads it."""
+    shared = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, shared.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return shared

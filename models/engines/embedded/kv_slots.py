@@ -1,0 +1,121 @@
+"""What tokens left in a running batch (keys, values, experts), a slot per row, grown by doubling. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.lm.expert_routing import RoutingShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What one token leaves in the cache: `num_layers` times a key and a value for each of `num_kv_heads`.
+
+    routing: of a mixture whose experts are noted; they lie beside keys and values, and go where those go.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    routing: RoutingShape | None = None
+
+
+class KvSlots:
+    """One tensor [N, R, T, 2, G, D]. N: layers, R: rows, T: token positions, 2: key and value, G: KV heads, D: head.
+
+    Attention reads the first rows as they lie, so that the running rows must stay compact: `copy` moves them.
+    """
+
+    def __init__(self, shape: KvShape, max_rows: int, max_tokens: int) -> None:
+        self.shape = shape
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self.kv_NRT2GD = self._allocate(0, 0)
+        self.experts_RTLK = self._allocate_experts(0, 0)
+
+    @property
+    def tokens_per_row(self) -> int:
+        return self.kv_NRT2GD.shape[2]
+
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Make room for this many rows of this many tokens. What is held stays, views taken before are void."""
+        assert num_rows <= self._max_rows and num_tokens <= self._max_tokens
+        rows, tokens = self.kv_NRT2GD.shape[1:3]
+        if num_rows <= rows and num_tokens <= tokens:
+            return
+        grown = self._allocate(_grow(rows, num_rows, self._max_rows), _grow(tokens, num_tokens, self._max_tokens))
+        grown[:, :rows, :tokens] = self.kv_NRT2GD
+        self.kv_NRT2GD = grown
+        more = self._allocate_experts(*grown.shape[1:3])
+        if more is not None and self.experts_RTLK is not None:
+            more[:rows, :tokens] = self.experts_RTLK
+        self.experts_RTLK = more
+
+    def give_up(self) -> int:
+        """Hold nothing any more; returns the bytes that this frees. Rows grow anew."""
+        num_bytes = self.kv_NRT2GD.untyped_storage().nbytes()
+        self.kv_NRT2GD = self._allocate(0, 0)
+        self.experts_RTLK = self._allocate_experts(0, 0)
+        return num_bytes
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
+        """The first tokens of the source rows, to the target rows. A row may be copied to many."""
+        kv = self.kv_NRT2GD
+        kv[:, list(targets), :num_tokens] = kv[:, list(sources), :num_tokens]
+        if self.experts_RTLK is not None:
+            self.experts_RTLK[list(targets), :num_tokens] = self.experts_RTLK[list(sources), :num_tokens]
+
+    def write(self, layer: int, places_P: Tensor, keys_and_values_PC: Tensor) -> None:
+        """One key-and-value (C = 2 G D) for each place, which is row * tokens_per_row + position."""
+        self.kv_NRT2GD[layer].flatten(0, 1).flatten(1).index_copy_(0, places_P, keys_and_values_PC)
+
+    def read(self, layer: int, rows: slice | Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, G, num_tokens, D]: views for a slice, copies for an index."""
+        kv_RT2GD = self.kv_NRT2GD[layer, rows, :num_tokens]
+        return kv_RT2GD[:, :, 0].transpose(1, 2), kv_RT2GD[:, :, 1].transpose(1, 2)
+
+    def write_experts(self, places_P: Tensor, experts_PLK: Tensor) -> None:
+        """Where each of these tokens went; places as in `write`."""
+        assert self.experts_RTLK is not None
+        self.experts_RTLK.flatten(0, 1).index_copy_(0, places_P, experts_PLK.to(self.experts_RTLK.dtype))
+
+    def read_experts(self, row: int, num_tokens: int) -> np.ndarray | None:
+        """A copy [num_tokens, L, K]; None where none are noted."""
+        if self.experts_RTLK is None:
+            return None
+        return self.experts_RTLK[row, :num_tokens].cpu().numpy().copy()
+
+    @contextmanager
+    def experts_kept(self) -> Iterator[None]:
+        """Tokens that are fed again in here keep the experts of the first time."""
+        held = None if self.experts_RTLK is None else self.experts_RTLK.clone()
+        yield
+        if held is not None:
+            self.experts_RTLK = held
+
+    def _allocate_experts(self, num_rows: int, num_tokens: int) -> Tensor | None:
+        shape, routing = self.shape, self.shape.routing
+        if routing is None:
+            return None
+        size = (num_rows, num_tokens, len(routing.layers), routing.top_k)
+        return torch.zeros(size, dtype=routing.dtype, device=shape.device)
+
+    def _allocate(self, num_rows: int, num_tokens: int) -> Tensor:
+        shape = self.shape
+        # Zeros, not garbage: a masked NaN is still a NaN.
+        return torch.zeros(
+            (shape.num_layers, num_rows, num_tokens, 2, shape.num_kv_heads, shape.head_dim),
+            dtype=shape.dtype,
+            device=shape.device,
+        )
+
+
+def _grow(held: int, needed: int, most: int) -> int:
+    return held if needed <= held else min(max(needed, 2 * held), most)

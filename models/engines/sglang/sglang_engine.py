@@ -1,0 +1,262 @@
+"""An SGLang server as an engine of ours, one of our own or one that runs already: async calls over HTTP.
+
+    generate, abort -> sglang_generation: a stream of /generate per request -> Completion
+    pause .. commit -> /pause_generation (in_place or retract), sglang_weights: the server's own calls
+    a server that is gone -> EngineDied, for whoever waits and whoever comes
+
+Weights under kept requests: with `recompute_kv_on_sync` the server takes its requests back and drops all cached keys
+and values. Without it kept requests go on with theirs, and a new namespace of the prefix cache keeps newcomers from
+ever taking them; requests that have not begun are taken back and asked again under it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from models.engines.context_limit import Window
+from models.engines.sglang.generation import SglangGeneration
+from models.engines.sglang.http_client import SglangHttp
+from models.engines.sglang.join import check_joined, key_of
+from models.engines.sglang.memory import used_gpu_bytes
+from models.engines.sglang.server import SglangServer, SglangStart
+from models.engines.sglang.sglang_requests import scores_of, scoring_body
+from models.engines.sglang.sglang_weights import SglangWeights
+from models.engines.stop_conditions import Endings
+from models.lm.causal_lm import outline_causal_lm
+from models.renderer import Renderer
+from models.settings import SglangConfig
+from models.types import (
+    Completion,
+    GroupLink,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+    ignore_first_token,
+)
+
+CONFIRM_EVERY_S = 30.0
+
+
+class SglangEngine:
+    """Any model that SGLang serves. Bound to the event loop that first asks it; see `start` and `join`.
+
+    Needs SGLang 0.5.23 or later: version spans, sessions of weights.
+    """
+
+    def __init__(
+        self,
+        http: SglangHttp,
+        model_path: str,
+        model_name: str,
+        config: SglangConfig,
+        *,
+        renderer: Renderer,
+        server_version: str,
+        device: str = "cpu",
+        seed: int = 0,
+        version: int = 0,
+        incremental: bool = True,
+        same_machine: bool = False,
+        served_path: str | None = None,
+        server: SglangServer | None = None,
+    ) -> None:
+        """server_version: how the server names its weights, which are our `version`. incremental: its events hold the
+        new tokens only. same_machine: it can open our files. served_path: the model that it must go on to name (None:
+        nobody else can change it). server: to be ended with the engine."""
+        self.model_name = model_name
+        self.version = version
+        self._http, self._server = http, server
+        self._config, self._device = config, device
+        self._window = Window.of(model_name, renderer, config.max_context_tokens)
+        # One that quantises may hold the same after a small step, and a CPU has no checksums.
+        tells_parameters = device != "cpu" and not config.options.get("quantization")
+        self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine, tells_parameters)
+        self._generation = SglangGeneration(
+            http,
+            model_name,
+            Endings(renderer.decode, renderer.stop_token_ids),
+            stop_token_ids=renderer.stop_token_ids,
+            vocab_size=renderer.vocab_size,
+            seed=seed,
+            incremental=incremental,
+            versions={server_version: version},
+        )
+        self._served_path, self._confirmed_at = served_path, -CONFIRM_EVERY_S
+
+    @classmethod
+    def start(
+        cls,
+        model_path: str,
+        model_name: str,
+        config: SglangConfig,
+        dtype: str = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+        chat_template: str | None = None,
+        version: int = 0,
+        tensor_parallel: int = 1,
+    ) -> SglangEngine:
+        """A server of our own, which dies with us. Blocks until it answers (tens of seconds).
+
+        Raises ValueError for a model or option that can't be had, RuntimeError with the server's last words.
+        """
+        renderer = Renderer.load(model_path, chat_template)
+        server = SglangServer(
+            SglangStart(
+                model_path=model_path,
+                config=config,
+                context_tokens=Window.of(model_name, renderer, config.max_context_tokens).tokens,
+                dtype=dtype,
+                device=device,
+                seed=seed,
+                version=version,
+                tensor_parallel=tensor_parallel,
+            )
+        )
+        return cls(
+            SglangHttp(server.url, server.key, server.post_mortem),
+            model_path,
+            model_name,
+            config,
+            renderer=renderer,
+            server_version=str(version),
+            device=device,
+            seed=seed,
+            version=version,
+            incremental=bool(config.options.get("incremental-streaming-output", True)),
+            same_machine=True,
+            server=server,
+        )
+
+    @classmethod
+    def join(
+        cls,
+        url: str,
+        model_path: str,
+        model_name: str,
+        config: SglangConfig,
+        seed: int = 0,
+        chat_template: str | None = None,
+        version: int = 0,
+    ) -> SglangEngine:
+        """A server that runs already, for this run alone: it goes on, with the weights that it was started with.
+
+        Raises ValueError naming engine.sglang.urls where it isn't the one that `model_path` is for.
+        """
+        renderer = Renderer.load(model_path, chat_template)
+        key = key_of(config)
+        window = Window.of(model_name, renderer, config.max_context_tokens)
+        joined = check_joined(url, key, model_path, window.tokens, config.api_key_env)
+        return cls(
+            SglangHttp(url, key),
+            model_path,
+            model_name,
+            config,
+            renderer=renderer,
+            server_version=joined.version,
+            device="elsewhere",
+            seed=seed,
+            version=version,
+            incremental=joined.incremental,
+            served_path=joined.model_path,
+        )
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Of finished requests: prompt tokens that no prefix cache held."""
+        return self._generation.num_prefilled
+
+    def process_ids(self) -> list[int]:
+        """Of the server, if it is ours: the head of a process group."""
+        return [self._server.process_id] if self._server is not None else []
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        """Sample one completion. A request_id that is in flight already gets that request's answer."""
+        ids = tuple(prompt_ids)
+        self._http.refuse_the_dead()
+        self._window.check_request(ids, params)
+        await self._confirm_model()
+        return await self._generation.generate(ids, params, context, on_first_token)
+
+    async def abort(self, request_id: str) -> None:
+        await self._generation.abort(request_id)
+
+    async def pause(self) -> None:
+        self._generation.hold()
+        mode = "retract" if self._config.recompute_kv_on_sync else "in_place"
+        await self._http.post("/pause_generation", {"mode": mode})
+        # The answer came before the scheduler had it; what the scheduler answers comes after.
+        await self._http.get("/server_info")
+
+    async def resume(self) -> None:
+        """Weights of a push that wasn't committed are as far as it came."""
+        await self._http.post("/continue_generation", {})
+        self._generation.go_on()
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        """Raises RuntimeError where not paused, ConnectionError where the group doesn't come together."""
+        self._refuse_the_unpaused()
+        await self._weights.begin(link)
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        """Raises ValueError naming a tensor that doesn't fit, ConnectionError where a broadcast broke off."""
+        self._refuse_the_unpaused()
+        await self._weights.load(bucket)
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        """Raises RuntimeError where the server then says another version."""
+        receipt = await self._weights.commit(version)
+        self.version = version
+        self._served_path = None  # a file's folder by now; from here on the version tells
+        recompute = self._config.recompute_kv_on_sync
+        self._generation.adopt(version, forget_prompts=not recompute)
+        if recompute:
+            await self._http.post("/flush_cache", {})
+        return receipt
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        ids = tuple(token_ids)
+        self._window.check_text(ids)
+        return scores_of(await self._http.post("/generate", scoring_body(ids)))
+
+    async def sleep(self) -> int:
+        """Raises RuntimeError where not paused, or with requests in flight: the server would crash on it."""
+        if not (self._generation.paused and self._generation.idle):
+            raise RuntimeError("only a paused engine without requests can sleep")
+        before = await used_gpu_bytes() if self._device == "cuda" else 0
+        await self._http.post("/release_memory_occupation", {})
+        return max(0, before - await used_gpu_bytes()) if self._device == "cuda" else 0
+
+    async def wake(self) -> None:
+        await self._http.post("/resume_memory_occupation", {})
+
+    def close(self) -> None:
+        """End a server of ours; leave another one alone. Who still waits gets EngineDied."""
+        self._http.die(f"was closed with the engine of {self.model_name}")
+        if self._server is not None:
+            self._server.forget()
+
+    async def _confirm_model(self) -> None:
+        """A server that others look after may be another one by now, under the same URL."""
+        now = asyncio.get_running_loop().time()
+        if self._served_path is None or now - self._confirmed_at < CONFIRM_EVERY_S:
+            return
+        served = (await self._http.get("/model_info")).get("model_path")
+        if served != self._served_path:
+            raise RuntimeError(
+                f"engine.sglang.urls: the server at {self._http.url} was joined for {self._served_path!r}, and serves "
+                f"{served!r} now"
+            )
+        self._confirmed_at = now
+
+    def _refuse_the_unpaused(self) -> None:
+        if not self._generation.paused:
+            raise RuntimeError("weights may only be sent to a paused engine")

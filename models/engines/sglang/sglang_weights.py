@@ -1,0 +1,220 @@
+"""A push of weights to one SGLang server, by its own calls: broadcasts and files. Never its pickled tensors.
+
+begin:  leave what an earlier push left open; join the group, open a session (broadcasts only)
+load:   /update_weights_from_distributed or /update_weights_from_disk, a bucket each
+commit: close the session, name the version, ask for it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from models.engines.sglang.http_client import SglangHttp, within
+from models.engines.sglang.sglang_applied import digests_of, unapplied
+from models.lm.checkpoint_names import CheckpointNames
+from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
+from models.weights.receiving import checksums_of, received
+from models.weights.weight_files import folders_of_shared_memory, held_folder
+
+log = logging.getLogger(__name__)
+GRACE_S = 5.0  # the server's own timeout comes first, and says more
+
+
+class SglangWeights:
+    """Knows what the server takes from the model's outline, under the names of checkpoints: it knows no others, and
+    drops them without a word.
+
+    same_machine: the server can open our files.
+    tells_parameters: it may be asked for checksums of its own parameters, which it computes on a GPU only.
+    """
+
+    def __init__(
+        self, http: SglangHttp, outline: PreTrainedModel, same_machine: bool, tells_parameters: bool = False
+    ) -> None:
+        self._http = http
+        self._tells_parameters = tells_parameters
+        self._before: dict[str, tuple[str, ...]] = {}  # checksums of the server's parameters
+        self._sent: dict[str, str] = {}  # since `begin`
+        self._last_sent: dict[str, str] = {}
+        self._same_machine = same_machine
+        self._shapes, self._held = CheckpointNames(outline).taken()
+        self._link: GroupLink | None = None
+        self._open = self._stuck = False
+        self._checksums: dict[str, str] = {}
+
+    async def begin(self, link: GroupLink | None) -> None:
+        """Raises ConnectionError where the group doesn't come together, EngineDied where an old one still holds the
+        server: it knows no timeout but torch's, of half an hour."""
+        self._checksums = {}
+        await self._refuse_the_stuck()
+        await self._close_session()
+        if self._sent:  # a push that broke off left some of its tensors
+            self._sent, self._last_sent, self._before = {}, {}, {}
+        self._before = self._before or await self._parameters()
+        if link != self._link:
+            await self._leave()
+        if link is not None:
+            await self._join(link)
+            await self._open_session()
+
+    async def load(self, bucket: WeightBucket) -> None:
+        """Raises ValueError naming a tensor that doesn't fit, ConnectionError where a broadcast broke off."""
+        try:
+            self._sent |= {tensor.name: tensor.checksum for tensor in bucket.tensors}
+            for tensor in bucket.tensors:
+                self._refuse_what_does_not_fit(tensor.name, tensor.shape)
+            if isinstance(bucket.payload, Broadcast):
+                await self._receive(bucket)
+            else:
+                await self._load_file(bucket)
+        except BaseException:
+            await self._leave()  # the sender would wait for us until its timeout
+            raise
+
+    async def commit(self, version: int) -> WeightReceipt:
+        """What came since `begin`. Raises RuntimeError where the server says another version."""
+        await self._close_session()
+        name = str(version)
+        await self._http.post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
+        told = str((await self._http.get("/model_info")).get("weight_version"))
+        if told != name:
+            raise RuntimeError(f"weights: version {name} was sent to SGLang at {self._http.url}, and it says {told}")
+        collected, self._checksums = self._checksums, {}
+        after = await self._parameters()
+        missing = unapplied(self._sent, self._last_sent, self._before, after)
+        self._before, self._last_sent, self._sent = after, {**self._last_sent, **self._sent}, {}
+        return WeightReceipt(version=version, checksums=collected, unapplied=missing)
+
+    async def _parameters(self) -> dict[str, tuple[str, ...]]:
+        """Checksums of the server's own; empty where it tells none."""
+        if not self._tells_parameters:
+            return {}
+        try:
+            return digests_of(await self._http.post("/weights_checker", {"action": "checksum"}))
+        except EngineRefused as error:
+            log.warning("SGLang at %s can't tell its weights, so pushes rest on the probe: %s", self._http.url, error)
+            self._tells_parameters = False
+            return {}
+
+    async def _join(self, link: GroupLink) -> None:
+        if self._link == link:
+            return
+        body = {
+            "master_address": link.address,
+            "master_port": link.port,
+            "rank_offset": link.rank,
+            "world_size": link.world_size,
+            "group_name": link.name,
+            "backend": link.backend,
+        }
+        try:
+            await within(link.meeting_timeout_s + GRACE_S, lambda: self._http.post("/init_weights_update_group", body))
+        except EngineRefused as error:
+            raise ConnectionError(f"weights: {error}") from None
+        self._link = link
+
+    async def _leave(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            body = {"group_name": link.name}
+            try:
+                await within(GRACE_S, lambda: self._http.post("/destroy_weights_update_group", body))
+            except ConnectionError:
+                self._stuck = True
+            except EngineRefused:
+                pass  # the server never joined
+
+    async def _refuse_the_stuck(self) -> None:
+        if self._stuck:
+            try:
+                await within(GRACE_S, lambda: self._http.get("/server_info"))
+            except ConnectionError:
+                raise self._http.die("hangs in a broadcast whose sender sends nothing") from None
+            self._stuck = False
+
+    async def _open_session(self) -> None:
+        try:
+            await self._http.post("/begin_weight_update", {})
+        except EngineRefused:  # one is open: of a run that ended in the midst of a push
+            await self._http.post("/end_weight_update", {})
+            await self._http.post("/begin_weight_update", {})
+        self._open = True
+
+    async def _close_session(self) -> None:
+        if self._open:
+            self._open = False
+            await self._http.post("/end_weight_update", {})
+
+    async def _receive(self, bucket: WeightBucket) -> None:
+        link = self._link
+        if link is None:
+            raise ConnectionError("weights: a bucket comes by broadcast, and no group was joined since it last broke")
+        body = {
+            "names": [self._held[tensor.name] for tensor in bucket.tensors],
+            "dtypes": [tensor.dtype for tensor in bucket.tensors],
+            "shapes": [list(tensor.shape) for tensor in bucket.tensors],
+            "group_name": link.name,
+            "flush_cache": False,
+        }
+        first = f"weights: {bucket.tensors[0].name!r} and what follows"
+        try:
+            await within(link.timeout_s + GRACE_S, lambda: self._http.post("/update_weights_from_distributed", body))
+        except ConnectionError as error:
+            raise ConnectionError(f"{first}: {error}") from None
+        except EngineRefused as error:
+            raise (ConnectionError if "Failed to receive" in str(error) else ValueError)(f"{first}: {error}") from None
+        self._checksums |= {tensor.name: "" for tensor in bucket.tensors}
+
+    async def _load_file(self, bucket: WeightBucket) -> None:
+        """SGLang loads whatever lies in a folder: one with these tensors alone."""
+        in_file = isinstance(bucket.payload, SafetensorsFile)
+        if not (in_file or self._same_machine):
+            raise ValueError(
+                f"sync.transport: an SGLang server elsewhere takes no {type(bucket.payload).__name__}; "
+                "set disk, gloo or nccl"
+            )
+        with held_folder(_place_for(bucket), "sglang") as folder:
+            checksums = await asyncio.to_thread(_fill, folder, bucket, self._held)
+            body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
+            try:
+                await self._http.post("/update_weights_from_disk", body)
+            except EngineRefused as error:
+                raise ValueError(f"weights: {bucket.tensors[0].name!r} and what follows: {error}") from None
+        self._checksums |= checksums
+
+    def _refuse_what_does_not_fit(self, name: str, shape: tuple[int, ...]) -> None:
+        held = self._shapes.get(name)
+        if held is None:
+            raise ValueError(f"weights: the engine's model has no tensor {name!r}; is it the same architecture?")
+        if held != shape:
+            raise ValueError(f"weights: {name!r} came as {shape}, the engine holds {held}")
+
+
+def _place_for(bucket: WeightBucket) -> Path:
+    """A file that is somewhere already stays there: its folder is one that the server can open too."""
+    if isinstance(bucket.payload, SafetensorsFile):
+        return Path(bucket.payload.path).absolute().parent
+    return folders_of_shared_memory()[0]
+
+
+def _fill(folder: Path, bucket: WeightBucket, held_under: Mapping[str, str]) -> dict[str, str]:
+    """One file of the bucket's tensors, a tied tensor under its first name. Returns their checksums."""
+    file = bucket.payload.path if isinstance(bucket.payload, SafetensorsFile) else None
+    with received(bucket) as tensors:
+        checksums = checksums_of(tensors)
+        copied = file is None or any(held_under[tensor.name] != tensor.name for tensor, _ in tensors)
+        inside = folder / "model.safetensors"
+        if copied:
+            held = {held_under[tensor.name]: value.contiguous() for tensor, value in tensors}
+            save_file(held, inside)
+        else:
+            assert file is not None
+            folder.chmod(0o755)  # the server may be another user's
+            inside.symlink_to(Path(file).absolute())
+    return checksums

@@ -1,0 +1,286 @@
+"""An engine that only takes time: scripted answers at a given speed, by the loop's clock. For tests and simulation.
+
+Everything else is real: requests batch, queue by priority and are kept over a pause, prompts are cached, versions go to
+spans, received weights are hashed. An event of the loop is a change of the batch, never a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from models.engines.simulated.simulated_batch import Batch, Row
+from models.engines.simulated.simulated_pace import Pace, SharedDevice
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    EngineSpeed,
+    FinishReason,
+    GroupLink,
+    InlineBytes,
+    RequestContext,
+    SamplingParams,
+    VersionSpan,
+    WeightBucket,
+    WeightReceipt,
+    ignore_first_token,
+)
+from models.weights.checksums import checksum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """One scripted answer: its ids and text."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason = "stop"
+
+
+# What is answered. It may raise EngineRefused, or EngineDied for a request that kills.
+Author = Callable[[Sequence[int], SamplingParams, RequestContext], Script]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A request that has no answer yet."""
+
+    row: Row
+    script: Script
+    answer: asyncio.Future[Completion]
+    on_first_token: Callable[[], None]
+
+
+class SimulatedEngine:
+    """Answers by `author`, as fast as `speed` says; without one, each row at `tokens_per_s`, however many there are.
+    Every token's log-prob is -1.
+
+    device: where the engine shares its device with other processes.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        author: Author,
+        *,
+        speed: EngineSpeed | None = None,
+        tokens_per_s: float = 1e4,
+        version: int = 0,
+        prefix_cache: bool = True,
+        device: SharedDevice | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.version = version
+        self.num_finished = 0
+        self._author = author
+        self._batch = Batch(speed or rows_apart(tokens_per_s), prefix_cache=prefix_cache)
+        self._pace = Pace()
+        self._device = device
+        self._share = 1.0  # of the device
+        self._occupies = False
+        self._paused = False
+        self._pending: dict[str, Pending] = {}
+        self._by_row: dict[Row, Pending] = {}
+        self._timer: asyncio.Handle | None = None
+        self._timer_s = 0.0  # kept here: a timer of uvloop, which Ray's actors may run on, needn't tell
+        self._versions: list[tuple[int, int]] = [(0, version)]  # after which step which version samples
+        self._checksums: dict[str, str] = {}
+        self._death: str | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far, on a device of its own."""
+        return self._pace.worked_s(asyncio.get_running_loop().time())
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        script = self._author(prompt_ids, params, context)
+        self._check_alive()
+        if not script.token_ids:
+            return self._completion(script, (), 0)
+        row = Row(
+            prompt=hash(tuple(prompt_ids)),
+            prompt_tokens=len(prompt_ids),
+            num_tokens=len(script.token_ids),
+            priority=context.priority,
+            listens=on_first_token is not ignore_first_token,
+        )
+        if not self._batch.can_ever_hold(row):
+            raise EngineRefused(f"{row.prompt_tokens} + {row.num_tokens} tokens exceed the cache of the engine")
+        pending = Pending(
+            row=row,
+            script=script,
+            answer=asyncio.get_running_loop().create_future(),
+            on_first_token=on_first_token,
+        )
+        self._pending[context.request_id] = self._by_row[row] = pending
+        self._batch.add(row, self._worked_s())
+        self._reckon()
+        try:
+            return await pending.answer
+        except asyncio.CancelledError:
+            self._end_early(pending)
+            raise
+        finally:
+            if self._pending.get(context.request_id) is pending:
+                del self._pending[context.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        self._check_alive()
+        if (pending := self._pending.get(request_id)) is not None:
+            self._end_early(pending)
+
+    async def pause(self) -> None:
+        """The step under way is kept, too: it goes on where it stopped."""
+        self._paused = True
+        self._reckon()
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._reckon()
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        if not self._paused:
+            raise RuntimeError("a push of weights may only begin on a paused engine")
+        self._checksums = {}
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        """Takes bytes within the bucket only: on a virtual clock nothing may wait for other processes."""
+        if not self._paused:
+            raise RuntimeError("weights may only be loaded into a paused engine")
+        if not isinstance(bucket.payload, InlineBytes):
+            raise ValueError(f"sync.transport: a simulated engine takes object_store only, not {bucket.payload!r}")
+        for tensor, data in zip(bucket.tensors, bucket.payload.data, strict=True):
+            self._checksums[tensor.name] = checksum(data)
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        self.version = version
+        self._versions.append((self._batch.steps_by(self._worked_s()), version))
+        self._batch.forget_prompts()
+        receipt = WeightReceipt(version=version, checksums=self._checksums)
+        self._checksums = {}
+        return receipt
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        self._check_alive()
+        return (-1.0,) * (len(token_ids) - 1)
+
+    def die(self, reason: str) -> None:
+        """From now on every request fails, those in flight at once."""
+        self._death = reason
+        for pending in self._by_row.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(EngineDied(reason))
+        self._by_row.clear()
+        self._reckon()
+
+    def share_changed(self, share: float) -> None:
+        """The device has more or fewer processes that are busy."""
+        self._share = share
+        if self._occupies:
+            self._reckon()
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _worked_s(self) -> float:
+        return self._pace.worked_s(asyncio.get_running_loop().time())
+
+    def _reckon(self) -> None:
+        """Something changed: how fast it goes now, and when the batch changes next."""
+        loop = asyncio.get_running_loop()
+        goes = self._death is None and not self._paused and not self._batch.empty
+        self._occupy(goes)
+        self._pace.turn(loop.time(), self._share if goes else 0.0)
+        when_s = self._pace.when_s(self._batch.next_change_s())
+        if self._timer is not None and self._timer_s != when_s:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and goes:
+            self._timer, self._timer_s = loop.call_at(when_s, self._change), when_s
+
+    def _occupy(self, goes: bool) -> None:
+        if self._device is None or goes == self._occupies:
+            return
+        self._occupies = goes
+        if goes:
+            self._device.occupy(self)
+        else:
+            self._device.vacate(self)
+
+    def _change(self) -> None:
+        self._timer = None
+        change = self._batch.change()
+        for row in change.begun:
+            if (pending := self._by_row.get(row)) is not None:
+                pending.on_first_token()
+        for row in change.finished:
+            if (pending := self._by_row.pop(row, None)) is not None:
+                self._answer(pending, row.num_tokens)
+        self._reckon()
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDied(self._death)
+
+    def _end_early(self, pending: Pending) -> None:
+        if self._by_row.pop(pending.row, None) is not None:
+            self._answer(pending, self._batch.remove(pending.row, self._worked_s()))
+            self._reckon()
+
+    def _answer(self, pending: Pending, num_tokens: int) -> None:
+        self.num_finished += 1
+        if not pending.answer.done():
+            pending.answer.set_result(
+                self._completion(pending.script, self._spans(pending.row, num_tokens), num_tokens)
+            )
+
+    def _completion(self, script: Script, spans: tuple[VersionSpan, ...], num_tokens: int) -> Completion:
+        whole = num_tokens == len(script.token_ids)
+        return Completion(
+            token_ids=script.token_ids if whole else script.token_ids[:num_tokens],
+            logprobs=minus_ones(num_tokens),
+            text=script.text if whole else "",
+            finish_reason=script.finish_reason if whole else "abort",
+            versions=spans or (VersionSpan(model=self.model_name, version=self.version, start=0, end=0),),
+        )
+
+    def _spans(self, row: Row, num_tokens: int) -> tuple[VersionSpan, ...]:
+        """Which version sampled which tokens: by the steps that the row was in the batch."""
+        spans: list[VersionSpan] = []
+        start = 0
+        for joined, left in row.stays:
+            first = bisect_right(self._versions, joined, key=lambda change: change[0]) - 1
+            for index in range(first, len(self._versions)):
+                until = self._versions[index + 1][0] if index + 1 < len(self._versions) else left
+                end = min(start + min(until, left) - joined, num_tokens)
+                if end > start:
+                    version, begin = self._versions[index][1], start
+                    if spans and spans[-1].version == version:
+                        begin = spans.pop().start
+                    spans.append(VersionSpan(model=self.model_name, version=version, start=begin, end=end))
+                start, joined = max(start, end), min(until, left)
+                if joined >= left:
+                    break
+        return tuple(spans)
+
+
+def rows_apart(tokens_per_s: float) -> EngineSpeed:
+    """Every row at the same speed, however many there are."""
+    return EngineSpeed(step_s=1 / tokens_per_s, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=1 << 30)
+
+
+@lru_cache(maxsize=1 << 14)
+def minus_ones(count: int) -> tuple[float, ...]:
+    """Shared by all completions of a length: 100 000 in flight would not fit otherwise."""
+    return (-1.0,) * count

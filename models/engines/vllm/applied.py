@@ -1,0 +1,115 @@
+"""What a push did to the parameters that vLLM samples from, in one of its workers: which tensors went into which of
+them, and whether these changed. Loads nothing.
+
+A tensor counts as taken when a parameter's weight loader was called with it. A parameter that took a tensor of other
+bytes than the push before must have other bytes as well, unless its layer quantises what it gets.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.model_executor.model_loader.reload import layerwise
+
+from models.engines.vllm.vllm_weights import Applied
+from models.weights.checksums import tensor_checksums
+
+Named = tuple[str, Tensor]
+UNQUANTIZED = "Unquantized"  # so begin the names of vLLM's methods that keep a weight's own type
+
+
+class Application:
+    """Watches pushes into one worker's model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: dict[str, str] = {}  # of parameters
+        self._last_sent: dict[str, str] = {}
+        self._parameters: dict[int, str] = {}  # those that weights are loaded into, by identity
+        self._holders: dict[str, set[str]] = {}
+        self._unseen: set[str] = set()  # tensors that were merged with others before a parameter took them
+
+    def begin(self) -> None:
+        """Before vLLM takes its parameters apart."""
+        self._before = self._before or self._digests()
+        self._holders, self._unseen = {}, set()
+
+    def broke_off(self) -> None:
+        """Some parameters may have new bytes: what was sent before says nothing about them."""
+        self._before, self._last_sent = {}, {}
+
+    def read_from_files(self) -> None:
+        """The parameters no longer come from what was sent."""
+        self._last_sent = {}
+
+    @contextmanager
+    def watched(self, tensors: Iterable[Named]) -> Iterator[Iterator[Named]]:
+        """Hand these tensors to vLLM's loader within the block."""
+        names: dict[int, str] = {}
+        under_way: list[str] = []
+
+        def handed() -> Iterator[Named]:
+            for name, tensor in tensors:
+                names[_storage(tensor)] = name
+                under_way.append(name)
+                yield name, tensor
+
+        parameters = {
+            id(parameter): f"{module_name}.{name}"
+            for module_name, module in self._model.named_modules()
+            for name, parameter in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        }
+        merged = False
+        count: Callable[..., Any] = layerwise.get_numel_loaded
+
+        def seen(loader: Callable[..., Any], arguments: inspect.BoundArguments) -> Any:
+            nonlocal merged
+            values = list(arguments.arguments.values())
+            sources = [names[_storage(v)] for v in values if isinstance(v, Tensor) and _storage(v) in names]
+            merged = merged or not sources
+            into = next((parameters[id(v)] for v in values if id(v) in parameters), "")
+            for name in sources or under_way[-1:]:
+                self._holders.setdefault(name, set()).update({into} - {""})
+            return count(loader, arguments)
+
+        layerwise.get_numel_loaded = seen
+        try:
+            yield handed()
+        finally:
+            layerwise.get_numel_loaded = count
+        if merged:  # nobody can say of which tensors
+            self._unseen |= set(under_way)
+
+    def end(self, sent: Mapping[str, str]) -> Applied:
+        """After vLLM put its parameters together again. `sent`: name -> checksum of what came."""
+        after = self._digests()
+        changed = {parameter for parameter, digest in after.items() if self._before.get(parameter) != digest}
+        comparable = after.keys() & self._before.keys() - self._quantized()
+        last = self._last_sent
+        others = {name for name, checksum in sent.items() if checksum and last.get(name, checksum) != checksum}
+        moved = {name for name, holders in self._holders.items() if holders & changed}
+        still = {name for name in others - moved if (held := self._holders.get(name)) and held <= comparable}
+        self._before, self._last_sent = after, {**last, **sent}
+        return Applied(taken=sorted(self._holders.keys() | self._unseen), still=sorted(still), moved=sorted(moved))
+
+    def _digests(self) -> dict[str, str]:
+        """Not of what a CPU's kernel holds in a form of its own, beside a parameter without elements."""
+        tensors = {name: tensor for name, tensor in self._model.named_parameters() if tensor.numel()}
+        return dict(zip(tensors, tensor_checksums(list(tensors.values())), strict=True))
+
+    def _quantized(self) -> set[str]:
+        """Parameters whose bytes may stay when what they are made of changes a little."""
+        return {
+            f"{module_name}.{name}"
+            for module_name, module in self._model.named_modules()
+            if not type(getattr(module, "quant_method", None)).__name__.startswith((UNQUANTIZED, "NoneType"))
+            for name, _ in module.named_parameters(recurse=False)
+        }
+
+
+def _storage(tensor: Tensor) -> int:
+    return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()

@@ -1,0 +1,198 @@
+"""What vLLM is told when an engine starts: its arguments and its environment. Imports vLLM only to start one."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from models.engines.installed import vllm_missing
+from models.engines.vllm.pressure import PressureGauge
+from models.settings import VllmConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+WORKER_EXTENSION = "models.engines.vllm.vllm_worker.WeightReceiver"
+WEIGHT_BACKEND = "grmpipe"
+OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with the one whose engine they are
+CPU_KV_CACHE_MB = 256
+CPU_STEP_TOKENS = 4096
+CPU_BLOCK_SIZE = 32  # tokens; vLLM's own 128 for CPUs shares no prompt shorter than that
+FIRST_AND_LAST = 1 << 30  # tokens per output: the first one at once, the rest at the end
+
+# Arguments of vLLM that we set, and the key to use instead.
+INSTEAD = {
+    "model": "policy.path or grm.path",
+    "dtype": "policy.dtype or grm.dtype",
+    "seed": "seed",
+    "max_num_seqs": "engine.vllm.max_batch_rows",
+    "max_model_len": "engine.vllm.max_context_tokens",
+    "kv_cache_memory_bytes": "engine.vllm.kv_cache_mb",
+    "gpu_memory_utilization": "engine.vllm.gpu_memory_utilization",
+    "enforce_eager": "engine.vllm.enforce_eager",
+    "enable_prefix_caching": "engine.vllm.prefix_caching",
+    "enable_sleep_mode": "engine.vllm.sleep_mode",
+    "enable_return_routed_experts": "algorithm.routing_replay",
+    "tensor_parallel_size": "placement.roles.<role>.slots_per_replica",
+    "data_parallel_size": "placement.roles.<role>.replicas",
+}
+# Arguments that make vLLM an engine of ours: other values would break it.
+FIXED = (
+    "tokenizer", "served_model_name", "skip_tokenizer_init", "distributed_executor_backend", "logprobs_mode",
+    "scheduling_policy", "scheduler_cls", "stream_interval", "generation_config", "worker_cls",
+    "worker_extension_cls", "weight_transfer_config", "disable_log_stats", "enable_log_requests",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmStart:
+    """What an engine is made of. `context_tokens` is its window: prompt and new tokens together."""
+
+    model_path: str
+    config: VllmConfig
+    context_tokens: int
+    dtype: str
+    device: str
+    tensor_parallel: int
+    takes_weights: bool
+    note_experts: bool = False  # of a mixture's tokens; its Model Runner V2 can, which needs a GPU
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+
+def check_vllm_options(config: VllmConfig) -> None:
+    """Raises ValueError, naming the key, for an option that vLLM doesn't have or that we set. Takes no seconds."""
+    known = argument_names()
+    for name in config.options:
+        key = f"engine.vllm.options.{name}"
+        if name in INSTEAD:
+            raise ValueError(f"{key}: is set by {INSTEAD[name]}; use that key instead")
+        if name in FIXED:
+            raise ValueError(f"{key}: this engine depends on a value of its own; leave it out")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)
+            raise ValueError(f"{key}: vLLM has no such argument; the nearest one is {nearest[0]!r} (AsyncEngineArgs)")
+
+
+@cache
+def argument_names() -> frozenset[str]:
+    """The fields of vLLM's AsyncEngineArgs, read from its source: importing it takes six seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise ValueError(f"engine: {vllm_missing()}")
+    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    return frozenset(
+        field.target.id
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
+    )
+
+
+def arguments_of(start: VllmStart) -> dict[str, Any]:
+    """For AsyncEngineArgs; the user's own come last."""
+    config = start.config
+    kv_cache_mb = config.kv_cache_mb or (CPU_KV_CACHE_MB if start.on_cpu else 0)
+    arguments: dict[str, Any] = {
+        "model": start.model_path,
+        "dtype": start.dtype,
+        "max_model_len": start.context_tokens,
+        "max_num_seqs": config.max_batch_rows,
+        "kv_cache_memory_bytes": kv_cache_mb << 20 or None,
+        "gpu_memory_utilization": config.memory_share,
+        "enforce_eager": config.enforce_eager or start.on_cpu,
+        "enable_prefix_caching": config.prefix_caching,
+        "enable_sleep_mode": config.sleep_mode and not start.on_cpu,  # no CPU has it
+        "tensor_parallel_size": start.tensor_parallel,
+        # Not Ray: an actor of ours has the slot's devices already.
+        "distributed_executor_backend": "mp" if start.tensor_parallel > 1 else "uni",
+        "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
+        "scheduling_policy": "priority",
+        "stream_interval": FIRST_AND_LAST,
+        "generation_config": "vllm",  # no sampling defaults of the model's
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    if start.takes_weights:
+        arguments["weight_transfer_config"] = {"backend": WEIGHT_BACKEND}
+    if start.note_experts:
+        arguments["enable_return_routed_experts"] = True
+    if start.on_cpu:
+        arguments["block_size"] = CPU_BLOCK_SIZE
+        # A seeded request whose prompt comes in pieces ends vLLM's core: a CPU's generator has no offset to set back.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(CPU_STEP_TOKENS, start.context_tokens)
+    return arguments | config.options
+
+
+def environment_of(start: VllmStart) -> dict[str, str]:
+    """For vLLM's processes."""
+    environment = {
+        OWNER_PID: str(os.getpid()),
+        # On a CPU vLLM warns of what we choose ourselves.
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if start.on_cpu else "WARNING"),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::FutureWarning"),  # of vLLM's own imports
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
+    }
+    if start.on_cpu:
+        environment |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are the scheduler's to give
+            "OMP_NUM_THREADS": str(start.config.cpu_threads),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the engine core itself hold the model: a process less
+        }
+    return environment
+
+
+def start_async_llm(start: VllmStart, gauge: PressureGauge) -> AsyncLLM:
+    """Blocks for seconds. The gauge hears how vLLM stands; nothing else of its statistics is kept. This process's
+    environment is left as it was found."""
+    if missing := vllm_missing():
+        raise ValueError(f"engine: {missing}")
+    check_vllm_options(start.config)
+    with _environment(environment_of(start)):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        vllm_config = AsyncEngineArgs(**arguments_of(start)).create_engine_config()
+        if start.on_cpu:
+            _check_heads(vllm_config.model_config.get_head_size(), start.model_path)
+        return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[gauge.make_logger], disable_log_stats=True)
+
+
+def _check_heads(head_size: int, model_path: str) -> None:
+    """vLLM itself would die of the first request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size not in sizes:
+        raise ValueError(
+            f"engine: vLLM on a CPU runs attention heads of {', '.join(map(str, sizes))} only; those of {model_path!r} "
+            f"have {head_size}; use engine=embedded"
+        )
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """vLLM writes to it as well (LD_PRELOAD, say), for its children: ours shall not inherit that."""
+    kept = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)

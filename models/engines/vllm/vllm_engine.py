@@ -1,0 +1,367 @@
+"""vLLM's AsyncLLM as an engine of ours: async calls on one event loop; vLLM's core and its model have a process.
+
+    generate, abort    -> a ticket per request_id -> AsyncLLM.generate, first and last output -> Completion
+    pause .. commit    -> pause_generation(keep), the weight-transfer calls, the version of every token from vLLM
+    a dead core        -> EngineDied, for whoever waits and whoever comes
+
+Weights under kept requests: with `recompute_kv_on_sync` all cached keys and values go when a push begins. Without it
+kept requests go on with theirs, and a new salt of the prefix cache keeps newcomers from ever taking them; requests
+that have not begun are taken back and asked again under that salt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from models.engines.context_limit import Window
+from models.engines.stop_conditions import Endings
+from models.engines.vllm.options import VllmStart, check_vllm_options
+from models.engines.vllm.process import VllmProcess
+from models.engines.vllm.vllm_requests import (
+    Sampled,
+    Ticket,
+    experts_of,
+    finish_reason_of,
+    refuse_what_cannot_run,
+    sampling_of,
+    scores_of,
+    scoring_of,
+    spans_of,
+)
+from models.engines.vllm.vllm_weights import as_plain, hearing, unapplied
+from models.lm.causal_lm import outline_causal_lm
+from models.lm.expert_routing import Routers
+from models.renderer import Renderer
+from models.settings import VllmConfig
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    GroupLink,
+    Pressure,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+    ignore_first_token,
+)
+from models.weights.weight_files import SharedArena
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["VllmEngine", "check_vllm_options"]
+
+FIRST_OF_ALL = -(1 << 62)  # a priority
+
+
+class VllmEngine:
+    """Any model that vLLM runs, on a CPU or the GPUs of a slot. Bound to the event loop that first asks it.
+
+    Blocks while vLLM starts (seconds to minutes). Raises ValueError for options and models that can't be had.
+
+    seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
+    version: of the weights in `model_path`.
+    takes_weights: False saves what only a push needs.
+    note_experts: completions carry the experts of their tokens; for a mixture of experts on a GPU only.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        model_name: str,
+        config: VllmConfig,
+        dtype: str = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+        chat_template: str | None = None,
+        version: int = 0,
+        tensor_parallel: int = 1,
+        takes_weights: bool = True,
+        note_experts: bool = False,
+    ) -> None:
+        renderer = Renderer.load(model_path, chat_template)
+        self.model_name = model_name
+        self.version = version
+        self.prefilled_tokens = 0  # of finished requests: prompt tokens that no prefix cache held
+        self._config, self._seed, self._takes_weights = config, seed, takes_weights
+        self._window = Window.of(model_name, renderer, config.max_context_tokens)
+        self._stop_token_ids = renderer.stop_token_ids
+        self._endings = Endings(renderer.decode, renderer.stop_token_ids)
+        self._expert_layers = Routers.of(outline_causal_lm(model_path)).shape.layers if note_experts else ()
+        self._tickets: dict[str, Ticket] = {}
+        self._answers: set[asyncio.Task[Completion]] = set()
+        self._scores = itertools.count()
+        self._prefix_salt = 0
+        self._paused = self._updating = False
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._ready: asyncio.Task[None] | None = None
+        self._arena = SharedArena()  # for bytes that come inline
+        start = VllmStart(
+            model_path=model_path,
+            config=config,
+            context_tokens=self._window.tokens,
+            dtype=dtype,
+            device=device,
+            tensor_parallel=tensor_parallel,
+            takes_weights=takes_weights,
+            note_experts=note_experts,
+        )
+        self._process = VllmProcess(start, model_name)
+        self._call, self._ask_workers = self._process.call, self._process.ask_workers
+        self._refuse_the_dead = self._process.refuse_the_dead
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        return self._process.llm
+
+    async def pressure(self) -> Pressure:
+        """As of vLLM's last step."""
+        return self._process.gauge.pressure
+
+    def process_ids(self) -> list[int]:
+        """Of vLLM's engine core, which holds the model or starts the workers that do."""
+        return self._process.ids
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        """Sample one completion. A request_id that is in flight already gets that request's answer."""
+        self._refuse_the_dead()
+        ids = tuple(prompt_ids)
+        self._window.check_request(ids, params)
+        refuse_what_cannot_run(params)
+        ticket = self._tickets.get(context.request_id)
+        if ticket is None:
+            ticket = Ticket(context.request_id, ids, params, context.priority)
+            self._tickets[ticket.request_id] = ticket
+            ticket.answer = asyncio.create_task(self._answer(ticket))
+            self._answers.add(ticket.answer)  # the loop itself holds tasks weakly
+            ticket.answer.add_done_callback(self._let_go)
+        elif ticket.begun:
+            on_first_token()
+        assert ticket.answer is not None
+        ticket.listeners.append(on_first_token)
+        ticket.num_waiters += 1
+        try:
+            return await asyncio.shield(ticket.answer)
+        except asyncio.CancelledError:
+            if ticket.num_waiters == 1 and not ticket.answer.done():
+                await self._abort(ticket)
+            raise
+        finally:
+            ticket.num_waiters -= 1
+            ticket.listeners.remove(on_first_token)
+
+    async def abort(self, request_id: str) -> None:
+        self._refuse_the_dead()
+        ticket = self._tickets.get(request_id)
+        if ticket is not None:
+            await self._abort(ticket)
+
+    async def pause(self) -> None:
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Weights of a push that wasn't committed are as far as it came."""
+        if self._updating:
+            await self._drop_update()
+        await self._call(self._llm.resume_generation())
+        self._paused = False
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        """Raises RuntimeError where not paused, or for an engine without `takes_weights`."""
+        self._refuse_the_dead()
+        if not (self._paused and self._takes_weights):
+            raise RuntimeError("weights may only be sent to a paused engine that was made to take them")
+        await self._drop_update()
+        await self._disown_cached_prompts()
+        await self._join(link)
+        await self._call(self._llm.start_weight_update())
+        self._updating = True
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        """Raises ValueError naming a tensor that doesn't fit: nothing of its bucket is loaded, the push is over."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._refuse_the_dead()
+        if not self._updating:
+            raise RuntimeError("begin_weights comes before load_bucket")
+        with self._worker_drops_what_fails():
+            request = WeightTransferUpdateRequest(update_info=as_plain(bucket, self._arena))
+            await self._call(self._llm.update_weights(request))
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        checksums: dict[str, str] = {}
+        missing: tuple[str, ...] = ()
+        if self._updating:
+            with self._worker_drops_what_fails():
+                await self._call(self._llm.finish_weight_update(weight_version=str(version)))
+            self._updating = False
+            reports = await self._ask_workers("take_report")
+            checksums = reports[0][0]  # of tensor rank 0; all get the same tensors
+            missing = unapplied(checksums, (applied for _, applied in reports))
+        else:
+            await self._call(self._llm.update_weight_version(str(version)))
+        self.version = version
+        return WeightReceipt(version=version, checksums=checksums, unapplied=missing)
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        self._refuse_the_dead()
+        ids = tuple(token_ids)
+        self._window.check_text(ids)
+        if self._paused:
+            raise RuntimeError("a paused engine scores nothing")
+        return await self._call(self._score(ids)) if len(ids) > 1 else ()
+
+    async def sleep(self) -> int:
+        self._refuse_the_dead()
+        if self._tickets or not self._paused:
+            raise RuntimeError("only a paused engine without requests may sleep")
+        before = await self._ask_workers("free_device_bytes")
+        self._awake.clear()
+        await self._call(self._llm.sleep(level=1, mode="keep"))
+        after = await self._ask_workers("free_device_bytes")
+        return max(0, sum(after) - sum(before))
+
+    async def wake(self) -> None:
+        await self._call(self._llm.wake_up())
+        await self.pause()  # waking vLLM also lets it go on
+        self._awake.set()
+
+    def close(self) -> None:
+        """End vLLM's processes; whoever still waits gets EngineDied. Blocks for seconds at most."""
+        self._process.close()
+        self._arena.close()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def _answer(self, ticket: Ticket) -> Completion:
+        from vllm.exceptions import VLLMClientError, VLLMServerError
+
+        try:
+            await self._prepare()
+            sampled = await self._sample(ticket)
+            while ticket.renewed and sampled.finish_reason == "abort" and not ticket.aborted:
+                sampled = await self._sample(ticket)
+        except VLLMServerError as error:
+            raise self._process.death() from error
+        except (VLLMClientError, ValueError) as error:
+            raise EngineRefused(f"vLLM refuses the request: {error}") from error
+        finally:
+            self._forget(ticket)
+        self.prefilled_tokens += len(ticket.prompt_ids) - sampled.num_cached_tokens
+        return self._completion(ticket, sampled)
+
+    def _let_go(self, answer: asyncio.Task[Completion]) -> None:
+        self._answers.discard(answer)
+        if not answer.cancelled():
+            answer.exception()  # one that nobody waits for any more is no news
+
+    async def _sample(self, ticket: Ticket) -> Sampled:
+        """One attempt. Its first step, up to vLLM's list of requests, doesn't wait: no abort can slip in before."""
+        from vllm.inputs.engine import tokens_input
+
+        if ticket.aborted:
+            return Sampled(finish_reason="abort")
+        ticket.renewed = False
+        sampled = Sampled()
+        prompt = tokens_input(list(ticket.prompt_ids), cache_salt=str(self._prefix_salt))
+        sampling = sampling_of(ticket.params, self._seed, self._stop_token_ids)
+        async for output in self._llm.generate(prompt, sampling, ticket.request_id, priority=ticket.priority):
+            sampled.add(output)
+            if sampled.token_ids:
+                ticket.begin()
+        return sampled
+
+    def _completion(self, ticket: Ticket, sampled: Sampled) -> Completion:
+        return Completion(
+            token_ids=tuple(sampled.token_ids),
+            logprobs=tuple(sampled.logprobs),
+            text=self._endings.text(sampled.token_ids, ticket.params.stop),
+            finish_reason=finish_reason_of(sampled),
+            versions=spans_of(sampled, self.model_name, self.version),
+            experts_TLK=experts_of(sampled, self._expert_layers),
+        )
+
+    async def _abort(self, ticket: Ticket) -> None:
+        ticket.aborted = True
+        self._forget(ticket)  # who asks again under its name, asks anew
+        with contextlib.suppress(EngineDied):  # then its waiters hear of that
+            await self._call(self._llm.abort(ticket.request_id))
+
+    def _forget(self, ticket: Ticket) -> None:
+        if self._tickets.get(ticket.request_id) is ticket:
+            del self._tickets[ticket.request_id]
+
+    async def _score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        """vLLM computes prompts that it scores anew: no cached prefix is read."""
+        from vllm.inputs.engine import tokens_input
+
+        await self._prepare()
+        # vLLM keeps a place for a new token: a prompt that fills the window is scored without its last one.
+        prompt, last = (ids, ()) if len(ids) < self._window.tokens else (ids[:-1], ids[-1:])
+        tokens = tokens_input(list(prompt), cache_salt=str(self._prefix_salt))
+        name = f"score-{next(self._scores)}"
+        async for output in self._llm.generate(tokens, scoring_of(last), name, priority=FIRST_OF_ALL):
+            return scores_of(output, last)
+        raise AssertionError("vLLM ended a request without an output")
+
+    async def _disown_cached_prompts(self) -> None:
+        """From now on no request may read keys and values of the weights that are about to go."""
+        if self._config.recompute_kv_on_sync:
+            await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+            return
+        self._prefix_salt += 1
+        waiting = [ticket for ticket in self._tickets.values() if not (ticket.begun or ticket.aborted)]
+        for ticket in waiting:
+            ticket.renewed = True
+        await self._call(self._llm.abort([ticket.request_id for ticket in waiting]))
+
+    # -- vLLM's processes ------------------------------------------------------------------------------------------
+
+    async def _prepare(self) -> None:
+        """Once, when the loop runs: what vLLM asks its core before a first request, and the name of its weights."""
+        if self._ready is None:
+            self._ready = asyncio.create_task(self._introduce())
+        await asyncio.shield(self._ready)
+        if not self._awake.is_set():
+            await self._call(self._awake.wait())
+
+    async def _introduce(self) -> None:
+        await self._call(self._llm.get_supported_tasks())
+        if await self._call(self._llm.get_weight_version()) == "default":
+            await self._call(self._llm.update_weight_version(str(self.version)))
+
+    async def _join(self, link: GroupLink | None) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        if link is None:
+            await self._call(self._llm.shutdown_weight_transfer_engine())
+            return
+        with hearing():
+            await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(link))))
+
+    @contextlib.contextmanager
+    def _worker_drops_what_fails(self) -> Iterator[None]:
+        try:
+            with hearing():
+                yield
+        except Exception:
+            self._updating = False
+            raise
+
+    async def _drop_update(self) -> None:
+        await self._ask_workers("drop_update")
+        self._updating = False

@@ -1,0 +1,129 @@
+"""Buckets and errors in the plain forms that cross to vLLM's worker and back. Needs neither vLLM nor a model."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypedDict
+
+from models.types import (
+    Broadcast,
+    CudaHandles,
+    InlineBytes,
+    ModelFiles,
+    Payload,
+    SafetensorsFile,
+    SharedMemory,
+    WeightBucket,
+    WeightTensor,
+)
+from models.weights.arena import room_for, views
+from models.weights.receiving import received
+from models.weights.weight_files import SharedArena
+
+ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "ConnectionError": ConnectionError}
+TOLD = re.compile(r"<<(\w+)>>(.*)<<end>>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainBucket:
+    """A bucket of numbers, strings and bytes: what msgpack carries. The payload is its kind and its value."""
+
+    tensors: list[dict[str, Any]]
+    payload: tuple[str, str | bytes]
+
+    def restored(self) -> WeightBucket:
+        tensors = tuple(WeightTensor(**tensor | {"shape": tuple(tensor["shape"])}) for tensor in self.tensors)
+        return WeightBucket(tensors=tensors, payload=_restored(*self.payload))
+
+
+def as_plain(bucket: WeightBucket, arena: SharedArena) -> dict[str, Any]:
+    """For PlainBucket. Bytes that come inline are copied to `arena`, where they lie until the next bucket's."""
+    payload = _in_shared_memory(bucket, arena) if isinstance(bucket.payload, InlineBytes) else bucket.payload
+    return {"tensors": [asdict(tensor) for tensor in bucket.tensors], "payload": _plain(payload)}
+
+
+def _in_shared_memory(bucket: WeightBucket, arena: SharedArena) -> SharedMemory:
+    with received(bucket) as tensors:
+        dtypes, shapes = [tensor.dtype for _, tensor in tensors], [tensor.shape for _, tensor in tensors]
+        room = views(arena.reserve(room_for(dtypes, shapes)), dtypes, shapes)
+        for target, (_, source) in zip(room, tensors, strict=True):
+            target.copy_(source)
+    return SharedMemory(path=arena.path)
+
+
+def _plain(payload: Payload) -> tuple[str, str | bytes]:
+    match payload:
+        case SharedMemory(path=path) | SafetensorsFile(path=path) | ModelFiles(path=path):
+            return type(payload).__name__, path
+        case CudaHandles(handles=handles):
+            return "CudaHandles", pickle.dumps(handles)  # to a process of our own, over vLLM's private socket
+        case Broadcast():
+            return "Broadcast", ""
+    raise AssertionError(f"{type(payload).__name__} doesn't cross")
+
+
+def _restored(kind: str, value: str | bytes) -> Payload:
+    if isinstance(value, bytes):
+        return CudaHandles(handles=pickle.loads(value))
+    paths: dict[str, Payload] = {
+        "SharedMemory": SharedMemory(path=value),
+        "SafetensorsFile": SafetensorsFile(path=value),
+        "ModelFiles": ModelFiles(path=value),
+        "Broadcast": Broadcast(),
+    }
+    return paths[kind]
+
+
+class Applied(TypedDict):
+    """What one worker saw of a push, as it crosses to the engine's process.
+
+    taken: tensors that went into a parameter of this worker.
+    still: of these, the ones that changed since the last push and all of whose parameters did not.
+    moved: the ones of whose parameters one changed.
+    """
+
+    taken: list[str]
+    still: list[str]
+    moved: list[str]
+
+
+def under_sent_names(applied: Applied, own_names: Mapping[str, str]) -> Applied:
+    """The same by the names that tensors came under: sent name -> the name that vLLM knows it by."""
+
+    def sent(names: Iterable[str]) -> list[str]:
+        known = set(names)
+        return [name for name, own in own_names.items() if own in known]
+
+    return Applied(taken=sent(applied["taken"]), still=sent(applied["still"]), moved=sent(applied["moved"]))
+
+
+def unapplied(sent: Iterable[str], workers: Iterable[Applied]) -> tuple[str, ...]:
+    """Tensors that no worker took, or that changed while what holds them changed in none: each holds a part."""
+    seen = list(workers)
+    taken, still, moved = (set().union(*(w[key] for w in seen)) for key in ("taken", "still", "moved"))
+    return tuple(sorted((set(sent) - taken) | (still - moved)))
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """In the worker. Of an error vLLM brings home the words alone: they tell its kind as well."""
+    try:
+        yield
+    except tuple(ERRORS.values()) as error:
+        kind = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
+        raise RuntimeError(f"<<{kind}>>{error}<<end>>") from error
+
+
+@contextmanager
+def hearing() -> Iterator[None]:
+    """At home: raises the error that a worker told of."""
+    try:
+        yield
+    except Exception as error:
+        if told := TOLD.search(str(error)):
+            raise ERRORS[told[1]](told[2]) from error
+        raise

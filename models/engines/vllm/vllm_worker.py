@@ -1,0 +1,304 @@
+"""What runs in vLLM's worker processes: weights come in by our payloads and go in by vLLM's layerwise reload.
+
+vLLM imports this module because it is named as `worker_extension_cls`. Nothing here touches requests or caches.
+
+A layer's weights may come in several buckets; vLLM holds them back until the layer is whole. A layer of which only
+some came (q of q, k, v) gets the rest from what it holds, so that a push may leave tensors out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+
+from models.engines.vllm.applied import Application
+from models.engines.vllm.options import OWNER_PID, WEIGHT_BACKEND
+from models.engines.vllm.vllm_weights import Applied, PlainBucket, telling, under_sent_names
+from models.lm.causal_lm import outline_causal_lm
+from models.lm.checkpoint_names import CheckpointNames
+from models.types import GroupLink, ModelFiles, WeightTensor
+from models.weights.process_group import BroadcastGroup
+from models.weights.receiving import checksums_of, received
+
+Kernels = dict[UnquantizedFusedMoEMethod, FusedMoEKernel | None]
+
+
+class Inbox(WeightTransferEngine):
+    """The receiving end of a push, one per worker."""
+
+    init_info_cls = GroupLink
+    update_info_cls = PlainBucket
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.checksums: dict[str, str] = {}
+        self._group = BroadcastGroup(device, get_tensor_model_parallel_rank())
+        self._taken = Taken.of(vllm_config.model_config.model)
+        self._sent: set[str] = set()
+        self._application = Application(model)
+        self.applied: Applied | None = None
+        self._kernels: Kernels = {}
+
+    def init_transfer_engine(self, init_info: GroupLink) -> None:
+        with telling():
+            self._group.join(init_info)
+
+    def start_weight_update(self) -> None:
+        self.drop()
+        self._application.begin()
+        self._kernels = take_expert_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """All of a bucket or, with the name of the tensor that doesn't fit, nothing; the update is over then."""
+        with telling():
+            try:
+                self.receive_weights(self.parse_update_info(update_info))
+            except BaseException:
+                self._group.leave()  # the sender would wait for us until its timeout
+                self.drop()
+                raise
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: PlainBucket) -> None:
+        bucket = update_info.restored()
+        if isinstance(bucket.payload, ModelFiles):
+            self._load(self._stored(bucket.payload.path))
+            self._application.read_from_files()
+            return
+        names = [self._taken.own_name(tensor) for tensor in bucket.tensors]
+        self._sent |= set(names)
+        with received(bucket, self._group) as tensors:
+            checksums = checksums_of(tensors)
+            # Copies: vLLM may hold them back until a later bucket, when the sender's memory is used again.
+            own = [tensor.to(self.device, copy=True) for _, tensor in tensors]
+        with self._application.watched(zip(names, own, strict=True)) as handed:
+            self._load(handed)
+        self.checksums |= checksums
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        with telling():
+            try:
+                if not self._taken.all_in(self._sent):
+                    fill_up(self.model)
+                finalize_layerwise_reload(self.model, self.model_config)
+            except BaseException:
+                self.drop()
+                raise
+        repack_heads(self.model)
+        put_back(self._kernels)
+        own = {name: self._taken.own_names.get(name, name) for name in self.checksums}
+        applied = self._application.end({own[name]: checksum for name, checksum in self.checksums.items()})
+        self.applied = under_sent_names(applied, own)
+        self._sent = set()
+
+    def drop(self) -> None:
+        """Forget a push that wasn't finished: layers that were waiting for the rest of theirs get back what they had.
+
+        Left as it is, its tensors would be taken for the next push's.
+        """
+        if self._sent:
+            self._application.broke_off()
+        self.checksums, self._sent, self.applied = {}, set(), None
+        for layer in self.model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+        put_back(self._kernels)
+
+    def shutdown(self) -> None:
+        self._group.leave()
+
+    def _stored(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        """A model's files, as vLLM itself reads them when it starts."""
+        model = copy(self.model_config)
+        model.model, model.revision = path, None
+        loader = get_model_loader(self.vllm_config.load_config)
+        if not isinstance(loader, DefaultModelLoader):
+            raise ValueError(
+                f"engine.vllm.options.load_format: {type(loader).__name__} reads no files of another model"
+            )
+        yield from loader.get_all_weights(model, self.model)
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        under_way: list[str] = []
+
+        def pairs() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                under_way.append(name)
+                yield name, tensor
+
+        try:
+            with disable_mtp_completeness_check():
+                self.model.load_weights(pairs())
+        except Exception as error:
+            raise ValueError(f"weights: vLLM can't load {under_way[-1:]}: {error!r}") from error
+
+
+class Taken:
+    """The tensors that a model takes: by name, with their shapes. A tied tensor has all its names."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], own_names: Mapping[str, str]) -> None:
+        self._shapes, self.own_names = shapes, own_names
+
+    @staticmethod
+    def of(model_path: str) -> Taken:
+        """As checkpoints of the model have them; where transformers hasn't the model, vLLM's own loader has the only
+        word."""
+        try:
+            model = outline_causal_lm(model_path)
+        except ValueError:
+            return Taken({}, {})
+        return Taken(*CheckpointNames(model).taken())
+
+    def own_name(self, tensor: WeightTensor) -> str:
+        """Under which vLLM knows it. Raises ValueError for what doesn't fit."""
+        if not self._shapes:
+            return tensor.name
+        shape = self._shapes.get(tensor.name)
+        if shape is None:
+            raise ValueError(f"weights: the engine's model has no tensor {tensor.name!r}; is it the same architecture?")
+        if shape != tensor.shape:
+            raise ValueError(f"weights: {tensor.name!r} came as {tensor.shape}, the engine holds {shape}")
+        return self.own_names[tensor.name]
+
+    def all_in(self, names: Iterable[str]) -> bool:
+        return bool(self.own_names) and set(self.own_names.values()) <= set(names)
+
+
+class WeightReceiver:
+    """Methods that the worker gets besides its own, for `collective_rpc`."""
+
+    weight_transfer_engine: Inbox
+    _weight_update_active: bool
+    device: torch.device
+
+    def take_report(self) -> tuple[dict[str, str], Applied | None]:
+        """The checksums of what came with the last push, and what this worker's parameters show of it."""
+        inbox = self.weight_transfer_engine
+        checksums, inbox.checksums = inbox.checksums, {}
+        return checksums, inbox.applied
+
+    def drop_update(self) -> None:
+        self.weight_transfer_engine.drop()
+        self._weight_update_active = False
+
+    def free_device_bytes(self) -> int:
+        """As the device tells it; 0 for a CPU, whose memory is everybody's."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+
+def fill_up(model: nn.Module) -> None:
+    """Layers of which only some tensors came get the others from what they hold."""
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        came, whole = info.load_numel, info.load_numel_total or 0
+        if 0 < came < whole and info.kernel_tensors is not None and not is_deferred_attention_layer(layer):
+            _fill_up_layer(layer, info)
+
+
+def _fill_up_layer(layer: nn.Module, info: LayerReloadingInfo) -> None:
+    method = getattr(layer, "quant_method", None)
+    if not (method is None or isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))):
+        raise ValueError(
+            f"weights: only some tensors of a {type(layer).__name__} came, and vLLM keeps it in a form of its own "
+            f"({type(method).__name__}); send all of them (sync.delta=false)"
+        )
+    assert info.kernel_tensors is not None
+    held, _ = info.kernel_tensors
+    materialize_layer(layer, info)
+    for name, tensor in held.items():
+        target = layer.get_parameter(name)
+        target.data.copy_(tensor if tensor.shape == target.shape else _unpacked(layer, tensor, target))
+
+
+def _unpacked(layer: nn.Module, packed: Tensor, like: Tensor) -> Tensor:
+    """A weight that vLLM keeps for its CPU kernel only: what the kernel makes of the identity is its transpose."""
+    identity = torch.eye(like.shape[1], dtype=like.dtype)
+    return layer.cpu_linear(identity, packed, None).t()  # type: ignore[operator]
+
+
+def repack_heads(model: nn.Module) -> None:
+    """On a CPU a head's kernel has a copy of its weight; of a head that is tied nobody else renews it."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and layer.weight.device.type == "cpu":
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def take_expert_kernels(model: nn.Module) -> Kernels:
+    """On a CPU experts have a packed form of their own, which vLLM makes only of a layer whose kernel is new."""
+    methods = {
+        layer.quant_method
+        for layer in model.modules()
+        if isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+        if layer.w13_weight.device.type == "cpu"
+    }
+    kernels = {method: method.moe_kernel for method in methods}
+    for method in methods:
+        method.moe_kernel = None
+    return kernels
+
+
+def put_back(kernels: Kernels) -> None:
+    """Of layers that nothing came for."""
+    for method, kernel in kernels.items():
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+    kernels.clear()
+
+
+def end_with(owner_pid: int) -> None:
+    """A killed owner can't end its children: without this they would keep their memory and devices."""
+    core_pid = os.getppid()
+
+    def wait() -> None:
+        select.select([os.pidfd_open(owner_pid)], [], [])
+        if core_pid != owner_pid:
+            os.kill(core_pid, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="owner", daemon=True).start()
+
+
+def _set_up_process() -> None:
+    WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, Inbox)
+    torch.cpu._init_amx()  # without the kernel's leave the first bfloat16 product dies of SIGILL
+    # It warns of every layer that nothing came for: tied heads, and whatever a push leaves out.
+    logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
+    if OWNER_PID in os.environ and hasattr(os, "pidfd_open"):
+        end_with(int(os.environ[OWNER_PID]))
+
+
+_set_up_process()

@@ -1,0 +1,137 @@
+"""Causal language models: loading one, and log-probs of packed samples. Never generates."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from models.hub import is_hub_name
+from models.lm.logprobs import chosen_logprobs
+from models.lm.packed_attention import PACKED_ATTENTION
+from models.lm.packing import Packing, Prefixes
+
+HeadKind = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
+ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained sets the process-wide default device and dtype meanwhile
+
+
+def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """The model in a Hugging Face directory (or of a hub name), in eval mode. Raises ValueError for anything else."""
+    return loaded(AutoModelForCausalLM, path, read_config(path), dtype, device)
+
+
+def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
+    """The same model without its numbers, on the meta device: to be sharded first and filled then."""
+    return outlined(AutoModelForCausalLM, read_config(path), dtype)
+
+
+def loaded(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, device: str) -> PreTrainedModel:
+    """A model of this kind with packed attention, in eval mode. Raises ValueError for weights that can't be read."""
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with ONE_LOAD_AT_A_TIME:
+            model = kind.from_pretrained(
+                path,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=PACKED_ATTENTION,
+                local_files_only=Path(path).is_dir(),
+            )
+    except OSError as error:
+        raise ValueError(f"path: the weights in {path!r} can't be loaded: {error}") from error
+    nn.Module.to(model, device)
+    return model.eval()
+
+
+def outlined(kind: HeadKind, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+    """As `loaded`, without numbers and on the meta device."""
+    with ONE_LOAD_AT_A_TIME, torch.device("meta"):
+        model = kind.from_config(config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION)
+    return model.eval()
+
+
+def read_config(path: str) -> PreTrainedConfig:
+    """Of a family that has causal language models. Raises ValueError for anything else."""
+    local = Path(path).is_dir()
+    # Anything else would be looked up on the hub, with retries that take most of a minute.
+    if not local and not is_hub_name(path):
+        raise ValueError(f"path: no directory {path!r}; give a Hugging Face directory (config.json, *.safetensors)")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=local)
+    except OSError as error:
+        raise ValueError(f"path: {path!r} holds no model: {error}") from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"path: {path!r} holds a {config.model_type!r} model, which is no causal language model")
+    return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLogprobs:
+    """Entry t is the log-prob of token t given what precedes it in its own sample, and the entropy of that draw.
+
+    0 at the first token of each sample that has no prefix, and wherever `wanted_T` said no.
+    """
+
+    logprobs_T: Tensor
+    entropy_T: Tensor  # zeros unless asked for
+
+
+def packed_logprobs(
+    model: nn.Module,
+    token_ids_T: Tensor,
+    position_ids_T: Tensor,
+    sample_lengths_S: Tensor,
+    prefixes: Prefixes | None = None,
+    *,
+    want_entropy: bool = False,
+    entropy_gradient: bool = True,
+    wanted_T: Tensor | None = None,
+    temperature: float = 1.0,
+) -> PackedLogprobs:
+    """One forward pass over samples packed end to end, without padding in the linear layers. T: tokens, S: samples.
+
+    A sample that goes on from a prefix has position ids that go on from there as well; what its first token is compared
+    with is what the head says at the prefix's last. `wanted_T` (bool) names the tokens that matter: only theirs pass
+    through the output head. Works under autograd, FSDP2 and activation checkpointing: the root module is called once,
+    everywhere.
+    """
+    not_first_T = position_ids_T > 0
+    targets_R = (not_first_T if wanted_T is None else not_first_T & wanted_T).nonzero().squeeze(-1)
+    packing = Packing(sample_lengths_S, prefixes)
+    before_R = packing.before_T[targets_R]
+    logits_RV = packed_logits(model, token_ids_T, position_ids_T, packing, logits_to_keep=before_R)
+    logprobs_R, entropy_R = chosen_logprobs(
+        logits_RV, token_ids_T[targets_R], want_entropy, entropy_gradient, temperature=temperature
+    )
+    zeros_T = logprobs_R.new_zeros(len(token_ids_T))
+    return PackedLogprobs(
+        logprobs_T=zeros_T.index_copy(0, targets_R, logprobs_R),
+        entropy_T=zeros_T.index_copy(0, targets_R, entropy_R),
+    )
+
+
+def packed_logits(
+    model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, packing: Packing, **options: Tensor
+) -> Tensor:
+    """[T, ..]: what the head gives at each token, or at those that the `options` of the model's forward pass keep."""
+    return model(
+        input_ids=token_ids_T[None],
+        position_ids=position_ids_T[None],
+        # A mask of four dimensions is taken as prepared: no T x T mask gets built. Packed attention needs none.
+        attention_mask=token_ids_T.new_empty((1, 1, 1, 1)),
+        use_cache=False,
+        packing=packing,
+        **options,
+    ).logits[0]

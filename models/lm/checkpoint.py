@@ -1,0 +1,194 @@
+"""Checkpoints: sharded ones that any number of ranks can load, and Hugging Face directories. Knows no run.
+
+What doesn't learn isn't saved: it is as it was loaded, and a run goes on from the same files.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
+
+from models.lm.checkpoint_metadata import SafeReader
+from models.lm.lora import merged_state, save_adapters
+from models.lm.parallelize import group_for_files
+from models.settings import LoraConfig
+from models.stored_files import StoredFile, stored_files, sync_directory
+
+# A lone rank's state is all there is, and torch warns of that each time.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
+
+SHARD_SIZE = "5GB"  # of an export, at most
+COPIED_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja",
+    "generation_config.json",
+)  # fmt: skip
+
+
+class ShardedSave:
+    """Each rank writes its shards; at most one save is under way. The schedule is a function of `version`, so that is
+    its state."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._written: Future[tuple[StoredFile, ...]] = Future()
+
+    def begin(
+        self, directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int, aside: bool
+    ) -> None:
+        """A collective. aside: the state is copied to the host, and written from there while training goes on; else it
+        is written when this returns."""
+        state = {"version": torch.tensor(version), **_state(model, optimizer, version)}
+        if aside:
+            stager = DefaultStager(StagingOptions(False, False, False, False))
+            copied = cast(dict[str, Any], stager.stage(state))
+            self._written = self._thread.submit(_write, directory, copied)
+        else:
+            self._written = Future()
+            self._written.set_result(_write(directory, state))
+
+    def files(self) -> tuple[StoredFile, ...] | None:
+        """What this rank wrote, synced to the disk; None while it writes. Raises OSError that names rank and cause."""
+        return self._written.result() if self._written.done() else None
+
+
+def save_sharded(
+    directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int
+) -> tuple[StoredFile, ...]:
+    """Write, and return what this rank wrote. A collective. Raises OSError that names the rank and its cause."""
+    save = ShardedSave()
+    save.begin(directory, model, optimizer, version, aside=False)
+    written = save.files()
+    assert written is not None, "nothing was left to be written"
+    return written
+
+
+def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
+    """Fill model and optimizer in place from a checkpoint of any number of ranks; return its version. A collective.
+
+    Raises ValueError that names the rank and its cause.
+    """
+    if not (Path(directory) / ".metadata").is_file():
+        raise ValueError(f"resume: {directory!r} holds no checkpoint of a learner (no .metadata)")
+    saved, told = torch.tensor(0), f"resume: {directory} can't be read"
+    with _in_words(ValueError, told):
+        dcp.load({"version": saved}, storage_reader=SafeReader(directory))
+    version = int(saved)
+    optimizer.zero_grad()  # open gradients would keep torch from laying out the optimizer's state
+    state = _state(model, optimizer, version)
+    with _in_words(ValueError, told):
+        dcp.load(state, storage_reader=SafeReader(directory))
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # of what learns, all is there
+    if version > 0:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    else:
+        optimizer.state.clear()
+    return version
+
+
+def export_hf(
+    directory: str,
+    model: PreTrainedModel,
+    source: str,
+    lora: LoraConfig | None = None,
+    adapter_dir: str = "",
+    *,
+    dtype: str | None = None,
+    exact: Sequence[str] = (),
+) -> None:
+    """A Hugging Face directory with this model's weights and the tokenizer of `source`, the directory it came from.
+
+    A collective for as long as weights are gathered; then rank 0 writes, and nobody waits for it in a process group.
+    Adapters are merged into it, and written to `adapter_dir` in peft's format.
+
+    dtype: of the files; None: as in `source`. exact: submodules that keep the type they have.
+    """
+    kind = getattr(torch, dtype) if dtype is not None else _dtype_of(source, model)
+    merges = lora is not None and lora.learns
+    weights = _gathered(model, None if merges else kind, exact)
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    if lora is not None and lora.learns:
+        save_adapters(adapter_dir, model, weights, lora)
+        weights = {name: _cast(tensor, kind) for name, tensor in merged_state(model, weights).items()}
+    model.save_pretrained(directory, state_dict=weights, max_shard_size=SHARD_SIZE)
+    model.config.dtype = str(kind).removeprefix("torch.")  # transformers wrote that of the model in memory
+    model.config.save_pretrained(directory)
+    for pattern in COPIED_FILES:
+        for file in Path(source).glob(pattern):
+            shutil.copy(file, directory)
+
+
+def _dtype_of(source: str, model: PreTrainedModel) -> torch.dtype:
+    """Of a model's files, as their config.json says; the model's own where it doesn't."""
+    told = AutoConfig.from_pretrained(source).dtype
+    return told if isinstance(told, torch.dtype) else model.dtype
+
+
+def _gathered(model: PreTrainedModel, dtype: torch.dtype | None, exact: Sequence[str]) -> dict[str, Tensor]:
+    """Whole tensors on rank 0's host, cast before they travel; nothing on other ranks. A collective."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    weights: dict[str, Tensor] = {}
+    for name, tensor in cast(dict[str, Tensor], get_model_state_dict(model)).items():
+        kept = dtype is None or any(name.startswith(f"{module}.") for module in exact)
+        held = tensor.detach() if kept else _cast(tensor.detach(), dtype)
+        whole = held.full_tensor() if isinstance(held, DTensor) else held
+        if first:
+            weights[name] = whole.cpu()
+    return weights
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _in_words(kind: type[Exception], told: str) -> Iterator[None]:
+    """Torch tells failures of any rank to all of them, by what is no Exception and holds everybody's tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank = min(error.failures)
+        cause, _ = error.failures[rank]
+        raise kind(f"{told}: rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+def _write(directory: str, state: dict[str, Any]) -> tuple[StoredFile, ...]:
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    rank = 0 if alone else dist.get_rank()
+    with _in_words(OSError, f"{directory} can't be written"):
+        dcp.save(state, storage_writer=FileSystemWriter(directory), process_group=group_for_files(), no_dist=alone)
+    sync_directory(Path(directory))
+    names = [path.name for path in Path(directory).glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
+    return stored_files(Path(directory), sorted(names))
+
+
+def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:
+    """Before the first step there is no optimizer state. Asked for it, torch makes one up by a step that counts."""
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    learned = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in frozen}
+    state: dict[str, Any] = {"model": learned}
+    if version > 0:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state

@@ -1,0 +1,80 @@
+"""Names and shapes that a model's tensors have in a checkpoint. transformers holds some of them fused (the experts of a
+mixture) or under other names; serving engines know those of checkpoints. Never sends a tensor, never reads a file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+from models.lm.causal_lm import outlined
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class CheckpointNames:
+    """By transformers' own conversion of a family, a tensor at a time: nobody ever needs a second one for it.
+
+    Follows from the configuration alone, so that all ranks and all receivers agree.
+    """
+
+    def __init__(self, outline: PreTrainedModel) -> None:
+        """Raises ValueError for a family whose tensors can't be converted one by one."""
+        self._outline = outline
+        conversions = get_model_conversion_mapping(outline, add_legacy=False)
+        # What may stand before all names isn't of the family: it is another way to save the same model.
+        self._same = all(isinstance(conversion, PrefixChange) for conversion in conversions)
+        self._refuse_what_needs_several()
+
+    @staticmethod
+    def of(config: PreTrainedConfig) -> CheckpointNames:
+        return CheckpointNames(outlined(AutoModelForCausalLM, copy.deepcopy(config), "float32"))
+
+    def converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """A whole tensor of the model, as the checkpoint has it: one or, of fused experts, many; views where it can."""
+        return {name: tensor} if self._same else revert_weight_conversion(self._outline, {name: tensor})
+
+    def shapes(self, name: str, shape: Sequence[int]) -> Shapes:
+        """Name -> shape of what `converted` makes of a tensor. Computes nothing."""
+        converted = self.converted(name, torch.empty(tuple(shape), device="meta"))
+        return {name: tuple(tensor.shape) for name, tensor in converted.items()}
+
+    def taken(self) -> tuple[Shapes, dict[str, str]]:
+        """What an engine started from such a checkpoint takes: shapes by name, and the name that each is held under.
+        A tied tensor has all its names, and is held under its first."""
+        first = {id(parameter): name for name, parameter in self._outline.named_parameters()}
+        shapes: Shapes = {}
+        held: dict[str, str] = {}
+        for name, tensor in self._outline.state_dict(keep_vars=True).items():
+            own, under = (self.shapes(n, tensor.shape) for n in (name, first.get(id(tensor), name)))
+            shapes |= own
+            held |= dict(zip(own, under, strict=True))
+        return shapes, held
+
+    def _refuse_what_needs_several(self) -> None:
+        if self._same:
+            return
+        state: Mapping[str, Tensor] = self._outline.state_dict()
+        try:
+            alone = [entry for name, tensor in state.items() for entry in self.shapes(name, tensor.shape).items()]
+            whole = revert_weight_conversion(self._outline, dict(state))
+        except Exception as error:
+            raise _refusal(self._outline, f"{error!r}") from error
+        expected = [(name, tuple(tensor.shape)) for name, tensor in whole.items()]
+        if sorted(alone) != sorted(expected):
+            different = min((Counter(alone) - Counter(expected)) + (Counter(expected) - Counter(alone)))
+            raise _refusal(self._outline, f"{different[0]!r} is made of several")
+
+
+def _refusal(outline: PreTrainedModel, why: str) -> ValueError:
+    return ValueError(
+        f"engine: the weights of a {outline.config.model_type!r} model can't be sent tensor by tensor under the names "
+        f"of its checkpoints ({why}); type engine=embedded"
+    )

@@ -1,0 +1,179 @@
+"""How large a model is, from its sizes alone: weights, KV cache, learner, activations. Loads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models.lm.logprobs import CHUNK_LOGITS
+from models.lm.parallelize import decoder_layers
+from models.settings import ModelShape
+
+LIVE_PIECES = 3  # float32 pieces of the logits while one of them goes backward: itself, its softmax, its gradient
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Working:
+    """Bytes at one moment: weights of others gathered here with their gradients, and what backward waits for."""
+
+    gathered: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Sizes of one copy of a decoder. `num_root_parameters`: those of no layer, the embedding and the output head.
+    `linear_widths`: inputs and outputs together of the blocks' linear layers, by name, over all blocks."""
+
+    num_parameters: int
+    num_root_parameters: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    query_width: int  # query heads x head dim
+    kv_width: int  # key heads x head dim
+    vocab_size: int
+    linear_widths: Mapping[str, int]
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.num_parameters * BYTES[dtype]
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        return 2 * self.num_layers * self.kv_width * BYTES[dtype]
+
+    def learner_state_bytes(self, num_ranks: int, *, reference: bool = False) -> int:
+        """Of one rank: float32 weights, gradients and Adam's two moments, and the reference's weights, all sharded."""
+        return self.shard_bytes(num_ranks) * (4 + reference)
+
+    def shard_bytes(self, num_ranks: int) -> int:
+        """A float32 copy of all parameters over the ranks: weights, gradients, either moment, the reference."""
+        return self.num_parameters * 4 // num_ranks
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
+        """Of low-rank adapters beside these layers; no targets: beside all."""
+        return rank * sum(width for name, width in self.linear_widths.items() if not targets or name in targets)
+
+    def working_bytes(
+        self, dtype: str, num_tokens: int, *, checkpointing: bool = False, frozen: bool = False
+    ) -> Working:
+        """What a rank holds at most, besides its state, while a micro-batch goes forward and backward.
+
+        The largest of three moments: backward passes the head (logits and their gradient), a layer (which is computed
+        again, with `checkpointing`), and ends (the root's gradient). FSDP2 keeps the root gathered all the time, and
+        reduces gradients in float32. `frozen`: gathered weights get no gradient.
+        """
+        width, learns = BYTES[dtype], not frozen
+        layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
+        head = self.vocab_size * self.hidden_size * width
+        root = self.num_root_parameters * width
+        kept = num_tokens * self._kept_values(checkpointing) * width
+        logits = num_tokens * (4 * self.hidden_size + 2 * self.vocab_size) * width
+        pieces = LIVE_PIECES * 4 * min(CHUNK_LOGITS, num_tokens * self.vocab_size)
+        again = num_tokens * self._layer_values * width if checkpointing else 0
+        moments = (
+            Working(gathered=root + learns * head, activations=kept + logits + pieces),
+            Working(
+                gathered=root + learns * head + 2 * layer * width + learns * layer * (width + 4),
+                activations=kept + again,
+            ),
+            Working(gathered=root + learns * self.num_root_parameters * 4, activations=0),
+        )
+        return max(moments, key=lambda moment: moment.total)
+
+    def activation_bytes_per_token(self, dtype: str, *, checkpointing: bool = False) -> int:
+        """What backward needs of forward, counted on a Llama-like layer with a fused attention.
+
+        A layer keeps 9 values per hidden unit, 5 per query and key unit, 4 per unit of the MLP; with checkpointing
+        all layers keep their input, and one the rest. The head keeps its norm and the logits, and gets as large a
+        gradient. The float32 pieces of the logits are left out: they are small, whatever the batch.
+        """
+        once = self._layer_values if checkpointing else 0
+        return (self._kept_values(checkpointing) + once + 4 * self.hidden_size + 2 * self.vocab_size) * BYTES[dtype]
+
+    def _kept_values(self, checkpointing: bool) -> int:
+        """Of a token, from forward to backward, in all layers."""
+        return self.num_layers * (self.hidden_size if checkpointing else self._layer_values)
+
+    @property
+    def _layer_values(self) -> int:
+        """Of a token, in one layer that is computed."""
+        return 9 * self.hidden_size + 5 * (self.query_width + self.kv_width) + 4 * self.intermediate_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """What tensor parallelism divides."""
+
+    query: int
+    key: int
+
+
+def heads_of(path: str) -> Heads:
+    """Of a model directory."""
+    text = AutoConfig.from_pretrained(path).get_text_config()
+    return Heads(
+        query=text.num_attention_heads, key=getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    )
+
+
+def footprint_of(path: str) -> Footprint:
+    """Of a model directory. Raises OSError when there is no config at `path`."""
+    config = AutoConfig.from_pretrained(path)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    # Not every architecture names these.
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    widths: dict[str, int] = {}
+    for layer in decoder_layers(model):
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                last = name.rpartition(".")[2]
+                widths[last] = widths.get(last, 0) + module.in_features + module.out_features
+    return Footprint(
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_root_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        query_width=text.num_attention_heads * head_dim,
+        kv_width=kv_heads * head_dim,
+        vocab_size=text.vocab_size,
+        linear_widths=widths,
+    )
+
+
+def footprint_of_shape(shape: ModelShape) -> Footprint:
+    """Of a declared shape: a decoder with a gated MLP and without biases (Llama, Qwen, Mistral)."""
+    query_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = 2 * shape.hidden_size * (query_width + kv_width) + 3 * shape.hidden_size * shape.intermediate_size
+    norms = 2 * shape.hidden_size
+    root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+    beside = {
+        **dict.fromkeys(("q_proj", "o_proj"), query_width),
+        **dict.fromkeys(("k_proj", "v_proj"), kv_width),
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.intermediate_size),
+    }
+    return Footprint(
+        num_parameters=root + shape.num_layers * (layer + norms) + shape.hidden_size,
+        num_root_parameters=root,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        query_width=query_width,
+        kv_width=kv_width,
+        vocab_size=shape.vocab_size,
+        linear_widths={name: shape.num_layers * (shape.hidden_size + width) for name, width in beside.items()},
+    )

@@ -1,0 +1,213 @@
+"""Low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685): the only room that knows peft. Trains nothing.
+
+    h = W x + scale * B (A x),  scale = alpha / rank
+
+B begins at 0, so that a model with new adapters says what it said before. Frozen weights stay what they were loaded as.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
+
+from models.lm.causal_lm import outline_causal_lm
+from models.lm.parallelize import CAUSAL_LM, Architecture, decoder_layers
+from models.settings import INSTALL_PEFT, LoraConfig
+from models.weights.stream import Outgoing, Piece, pieces_of, unshard
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+
+ADAPTER = "default"  # peft's own name for an only adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """What stands beside one linear layer. R: rank, I: inputs, O: outputs."""
+
+    a_RI: nn.Parameter
+    b_OR: nn.Parameter
+    scale: float
+
+    @property
+    def change_OI(self) -> Tensor:
+        """What it adds to the layer's weight. Whole tensors, or B in rows on several ranks and A whole on each."""
+        a_RI, b_OR = self.a_RI.detach(), self.b_OR.detach()
+        if isinstance(a_RI, DTensor):
+            a_RI = a_RI.redistribute(placements=[Replicate()] * a_RI.device_mesh.ndim)
+        return self.scale * (b_OR @ a_RI)
+
+
+def peft_missing() -> str | None:
+    """What to type where peft isn't installed; None: it is."""
+    try:
+        importlib.metadata.version("peft")
+    except importlib.metadata.PackageNotFoundError:
+        return f"peft is not installed; type `{INSTALL_PEFT}`"
+    return None
+
+
+def targets_of(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Names of the linear layers that get adapters, without what stands before their last dot; all within the blocks
+    where the configuration names none. Raises ValueError naming one that isn't there."""
+    there = {
+        name.rpartition(".")[2]
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    unknown = [name for name in lora.target_modules if name not in there]
+    if unknown or not there:
+        raise ValueError(
+            f"lora.target_modules: no block of this {type(model).__name__} has a linear layer "
+            f"{unknown[0] if unknown else ''!r}; there are: {', '.join(sorted(there)) or 'none'}"
+        )
+    return sorted(lora.target_modules or there)
+
+
+def check_targets(path: str, lora: LoraConfig) -> None:
+    """Raises ValueError where the model at `path` can't have such adapters. Reads no weights, needs no peft."""
+    targets_of(outline_causal_lm(path), lora)
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int = 0) -> PreTrainedModel:
+    """New adapters of `dtype` in a model, which is frozen. Its modules get other names: see `plain_name`.
+
+    `seed`: of A, the same on all ranks."""
+    from peft import inject_adapter_in_model
+
+    config = _peft_config(model, lora, targets_of(model, lora))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, ADAPTER)
+    for _, low_rank in adapters(model):
+        for parameter in (low_rank.a_RI, low_rank.b_OR):
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    return model.eval()
+
+
+def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Architecture:
+    """Causal language models with new adapters; what is frozen is held in a type of its own."""
+
+    def load(path: str, dtype: str) -> PreTrainedModel:
+        return add_adapters(CAUSAL_LM.load(path, frozen_dtype), lora, dtype, seed)
+
+    def outline(path: str, dtype: str) -> PreTrainedModel:
+        return add_adapters(CAUSAL_LM.outline(path, frozen_dtype), lora, dtype, seed)
+
+    return Architecture(load=load, outline=outline)
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
+    """By the name of the linear layer that they stand beside, in the order of the model; none in a plain one."""
+    for name, module in model.named_modules():
+        if (low_rank := low_rank_of(module)) is not None:
+            yield name, low_rank
+
+
+def low_rank_of(module: Any) -> LowRank | None:
+    """None of a plain layer."""
+    if not hasattr(module, "lora_A"):  # peft's layers are no class of ours, and it may not be installed
+        return None
+    return LowRank(
+        a_RI=module.lora_A[ADAPTER].weight, b_OR=module.lora_B[ADAPTER].weight, scale=float(module.scaling[ADAPTER])
+    )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was loaded: what a KL is measured against. For passes that no backward follows.
+
+    By the scale alone: peft's own switch takes `requires_grad` from the adapters, behind the back of FSDP2.
+    """
+    layers: list[Any] = [module for module in model.modules() if low_rank_of(module) is not None]
+    scales = [layer.scaling[ADAPTER] for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling[ADAPTER] = 0.0
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling[ADAPTER] = scale
+
+
+# -- weights out ---------------------------------------------------------------------------------------------------
+
+
+def plain_name(name: str) -> str:
+    """As the tensor is called in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def outgoing(model: nn.Module, lora: LoraConfig, dtype: str) -> Outgoing:
+    """What a push sends: adapters under peft's names, or what they stand beside with their change added, under the
+    names of the plain model; in that case what has no adapters goes along once, and is fixed from then on."""
+    low_ranks = {f"{name}.base_layer.weight": low_rank for name, low_rank in adapters(model)}
+    trained = {id(p) for low_rank in low_ranks.values() for p in (low_rank.a_RI, low_rank.b_OR)}
+    if lora.sync == "adapters":
+        return Outgoing(changing=[piece for piece in pieces_of(model, dtype) if id(piece.tensor) in trained])
+    held: torch.dtype = getattr(torch, dtype)
+    fixed, changing = [], []
+    for piece in pieces_of(model, dtype):
+        plain = plain_name(piece.name)
+        if (low_rank := low_ranks.get(piece.name)) is not None:
+            merged = partial(_merged, piece.tensor, low_rank, held)
+            changing.append(Piece(name=plain, tensor=piece.tensor, unsharded=merged))
+        elif id(piece.tensor) not in trained:
+            fixed.append(Piece(name=plain, tensor=piece.tensor, unsharded=piece.unsharded))
+    return Outgoing(changing=changing, fixed=fixed)
+
+
+def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A whole state dict of a model with adapters as one of the plain model. Sums are in the adapters' type."""
+    plain = dict(state)
+    for name, low_rank in adapters(model):
+        a_RI, b_OR = (plain.pop(f"{name}.lora_{which}.{ADAPTER}.weight") for which in "AB")
+        key = f"{name}.base_layer.weight"
+        plain[key] = plain[key].to(a_RI.dtype) + low_rank.scale * (b_OR @ a_RI)
+    return {plain_name(name): tensor for name, tensor in plain.items()}
+
+
+def save_adapters(directory: str, model: PreTrainedModel, state: Mapping[str, Tensor], lora: LoraConfig) -> None:
+    """peft's own format, from a whole state dict of the model."""
+    kept = {
+        f"base_model.model.{key.replace(f'.{ADAPTER}.', '.')}": state[key].contiguous()
+        for name, _ in adapters(model)
+        for key in (f"{name}.lora_A.{ADAPTER}.weight", f"{name}.lora_B.{ADAPTER}.weight")
+    }
+    config = _peft_config(model, lora, sorted({name.rpartition(".")[2] for name, _ in adapters(model)}))
+    config.inference_mode = True
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(directory)
+    save_file(kept, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _peft_config(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -> PeftConfig:
+    from peft import LoraConfig as PeftConfig
+    from peft import TaskType
+
+    return PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number does
+        lora_dropout=0.0,
+        target_modules=targets,
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=model.config.name_or_path,
+    )
+
+
+@torch.no_grad()
+def _merged(weight: Tensor, low_rank: LowRank, dtype: torch.dtype) -> Tensor:
+    """W + scale * B A, whole. On several ranks each adds its own rows, and what is cast is gathered."""
+    return unshard(weight.detach().to(low_rank.a_RI.dtype) + low_rank.change_OI, dtype)

@@ -1,0 +1,131 @@
+"""Causal attention within packed samples, as transformers calls it. Holds no weights.
+
+T: packed tokens, H: query heads, G: key heads, D: head size, N, Q, K: as in models/lm/packing.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from models.lm.packing import Packing, Rows
+
+PACKED_ATTENTION = "packed_sdpa"
+VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 doesn't
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """[1, H, T, D] in, [1, T, H, D] out. Each query sees its sample's prefix, and its own tokens up to itself.
+
+    Without a `packing` this is transformers' own SDPA, so that the model still works as any other.
+    """
+    if packing is None:
+        if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+            raise ValueError(f"path: {type(module).__name__} doesn't tell its attention where packed samples end")
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    for unsupported in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(unsupported) is not None:
+            raise ValueError(f"path: packed attention has no {unsupported}, which {type(module).__name__} needs")
+    if sliding_window is None and _slides(module):
+        raise ValueError(f"path: {type(module).__name__} tells packed attention nothing of its sliding_window")
+    query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    varlen = on_gpu(query) and query.dtype in (torch.bfloat16, torch.float16)
+    attend = _varlen if varlen else _padded
+    return attend(query_THD, key_TGD, value_TGD, packing, scaling, sliding_window)[None], None
+
+
+def _slides(module: nn.Module) -> bool:
+    """Has the layer a window that hides some of the model's context, by its config?"""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)  # as transformers' all have
+    window = getattr(config, "sliding_window", None)
+    if config is None or window is None or layer is None or window >= config.max_position_embeddings:
+        return False
+    layer_types = getattr(config, "layer_types", None)
+    return layer_types is None or layer_types[layer] == "sliding_attention"
+
+
+def _varlen(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """Flash attention over the packed tokens as they lie. Where a sample has more keys than queries, its last query
+    sees its last key: causal masks and windows are aligned there."""
+    keys = packing.keys
+    if keys.places_K is not None:
+        key_TGD, value_TGD = key_TGD[keys.places_K], value_TGD[keys.places_K]
+    grouped = query_THD.shape[1] != key_TGD.shape[1]
+    if grouped and not VARLEN_KNOWS_GROUPS:
+        key_TGD, value_TGD = (_to_every_head(x, query_THD.shape[1]) for x in (key_TGD, value_TGD))
+    attend = functools.partial(varlen_attn, enable_gqa=True) if grouped and VARLEN_KNOWS_GROUPS else varlen_attn
+    out = attend(
+        query_THD.contiguous(),
+        key_TGD.contiguous(),
+        value_TGD.contiguous(),
+        packing.starts_S1,
+        keys.starts_S1,
+        packing.max_length,
+        keys.max_length,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _padded(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """SDPA on padded copies, of samples of about the same length at a time.
+
+    On a GPU each query head gets its keys: no fused kernel for float32 knows groups, and the other one holds the scores
+    of all heads, gigabytes a layer.
+    """
+    num_heads = query_THD.shape[1]
+    if on_gpu(query_THD):
+        key_TGD, value_TGD = (_to_every_head(x, num_heads) for x in (key_TGD, value_TGD))
+
+    def attend(rows: Rows) -> Tensor:
+        seen_NQK = rows.seen_NQK(window)
+        out_NHQD = F.scaled_dot_product_attention(
+            query_THD[rows.queries_NQ].transpose(1, 2),
+            key_TGD[rows.keys_NK].transpose(1, 2),
+            value_TGD[rows.keys_NK].transpose(1, 2),
+            attn_mask=None if seen_NQK is None else seen_NQK[:, None],
+            is_causal=seen_NQK is None,
+            scale=scaling,
+            enable_gqa=num_heads != key_TGD.shape[1],
+        )
+        return out_NHQD.transpose(1, 2).flatten(0, 1)
+
+    return torch.cat([attend(rows) for rows in packing.rows])[packing.slots_T]
+
+
+def on_gpu(states: Tensor) -> bool:
+    return states.is_cuda
+
+
+def _to_every_head(states_TGD: Tensor, num_heads: int) -> Tensor:
+    """[T, H, D]: keys or values of a group, for each of its query heads."""
+    return states_TGD.repeat_interleave(num_heads // states_TGD.shape[1], dim=1)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

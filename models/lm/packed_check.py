@@ -1,0 +1,138 @@
+"""Whether a model sees each packed sample by itself: refused by its outline, probed with its weights. Trains nothing.
+
+Packed attention keeps samples apart in attention alone. A recurrent or convolutional layer runs over their borders, and
+a window or a choice of keys that stands in a mask alone is lost: log-probs are wrong then, and no error says so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from models.lm.causal_lm import outline_causal_lm, packed_logprobs
+from models.lm.packing import Prefixes
+from models.lm.scalar_head import HEAD, packed_scores
+
+WORKS = "models of full and sliding attention can be trained: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, ..."
+ATTENTIONS = ("full_attention", "sliding_attention")
+# Settings under which a query sees other keys than its sample's, or its window's: of the mask or the kernel alone.
+SPARSE = ("attention_chunk_size", "index_topk", "index_topk_blocks", "keep_window_size", "attn_logit_softcapping")
+WINDOW_IN_MASK_ALONE = ("phimoe", "qwen2_moe")
+LAYERS_KEEP_OPTIONS = ("moshi", "nemotron", "stablelm")  # to themselves: their attention is told nothing of packing
+
+PREFIX, FIRST, SECOND = (5, 3, 8, 2, 9), (4, 6, 3, 7, 5, 8), (7, 1, 3, 6, 2, 9, 4)
+PROBE_TOLERANCE, PROBE_TOLERANCE_16BIT = 1e-3, 0.1  # mean nats, or share of a hidden state's length
+
+
+def check_trainable(path: str) -> None:
+    """Raises ValueError (`path: ...`) where the model there can't be trained on packed samples. Reads no weights."""
+    try:
+        outline = outline_causal_lm(path)
+    except ValueError as error:
+        raise error if str(error).startswith("path: ") else _refused(path, str(error)) from error
+    except (AttributeError, ImportError, KeyError, TypeError) as error:  # a class that knows no such attention
+        raise _refused(path, f"transformers can't build it with packed attention ({error!r})") from error
+    check_packable(outline, path)
+
+
+def check_packable(model: PreTrainedModel, path: str) -> None:
+    """The same of an outline, with whatever head."""
+    if (why := unpackable(model)) is not None:
+        raise _refused(path, why)
+
+
+def _refused(path: str, why: str) -> ValueError:
+    return ValueError(f"path: {path!r} can't be trained: {why}; {WORKS}")
+
+
+def unpackable(model: PreTrainedModel) -> str | None:
+    """Why its samples can't be packed; None where nothing speaks against it."""
+    config = model.config.get_text_config()
+    if (why := _unpackable_config(config)) is not None:
+        return why
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            return f"{name} ({type(module).__name__}) runs over the borders of packed samples"
+        if getattr(module, "is_causal", True) is False:
+            return f"{name} ({type(module).__name__}) isn't causal"
+    return None
+
+
+def _unpackable_config(config: PreTrainedConfig) -> str | None:
+    kind = config.model_type
+    others = sorted({str(one) for one in getattr(config, "layer_types", None) or ()} - {*ATTENTIONS})
+    if others:
+        return f"{kind!r} models have layers of {', '.join(others)}, which packed samples leak through"
+    for key in SPARSE:
+        if getattr(config, key, None) is not None:
+            return f"packed attention has no {key} ({getattr(config, key)} in its config.json)"
+    if kind in LAYERS_KEEP_OPTIONS:
+        return f"the layers of {kind!r} models don't tell their attention where packed samples end"
+    if kind in WINDOW_IN_MASK_ALONE and window_of_layers(config) is not None:
+        return f"packed attention isn't told the sliding_window of {kind!r} models"
+    return None
+
+
+def window_of_layers(config: PreTrainedConfig) -> int | None:
+    """That of its layers which have one; None where none hides a token of the model's context."""
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
+    return window if slides and window is not None and window < config.max_position_embeddings else None
+
+
+# -- with its weights ------------------------------------------------------------------------------------------------
+
+
+def probe_logprobs(model: PreTrainedModel, device: torch.device, dtype: str) -> None:
+    """A short sample packed behind another, and going on from a prefix of that, against itself alone as transformers
+    calls the model. Three passes, a collective; the caller sees to it that none has a gradient.
+
+    Raises ValueError (`path: ...`) where log-probs are off by more than rounding explains, in the mean.
+    """
+    sample_T = torch.tensor(PREFIX + SECOND, device=device)
+    logits_TV = model(input_ids=sample_T[None], use_cache=False).logits[0, :-1]
+    alone_T = logits_TV.float().log_softmax(-1).gather(-1, sample_T[1:, None]).squeeze(-1)
+    for num_shared in (0, len(PREFIX)):
+        packed = packed_logprobs(model, *_behind_another(num_shared, device)).logprobs_T[-len(SECOND) :]
+        off = float((packed - alone_T[-len(SECOND) :]).abs().mean())
+        _refuse_above(tolerance_of(dtype), off, "nats", num_shared, model)
+
+
+def probe_scores(model: PreTrainedModel, device: torch.device, dtype: str) -> None:
+    """The same by what a scalar head reads, for a new head says 0 whatever it reads; off by a share of its length."""
+    read: list[Tensor] = []
+    hook = model.get_submodule(HEAD).register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][0].detach()))
+    try:
+        model(input_ids=torch.tensor([PREFIX + SECOND], device=device), use_cache=False)
+        packed_scores(model, *_behind_another(0, device)[:3])
+    finally:
+        hook.remove()
+    alone_TD, packed_TD = (hidden_TD[-len(SECOND) :].float() for hidden_TD in read)
+    off = float((packed_TD - alone_TD).norm() / alone_TD.norm())
+    _refuse_above(tolerance_of(dtype), off, "of a hidden state", 0, model)
+
+
+def tolerance_of(dtype: str) -> float:
+    return PROBE_TOLERANCE_16BIT if dtype in ("bfloat16", "float16") else PROBE_TOLERANCE
+
+
+def _behind_another(num_shared: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Prefixes]:
+    """Token ids, positions, lengths and prefixes: PREFIX + FIRST, then PREFIX + SECOND but for what it shares."""
+    first, own = PREFIX + FIRST, (PREFIX + SECOND)[num_shared:]
+    positions = (*range(len(first)), *range(num_shared, num_shared + len(own)))
+    prefixes = Prefixes(
+        starts_S=torch.tensor([0, 0], device=device), lengths_S=torch.tensor([0, num_shared], device=device)
+    )
+    ids_T, positions_T = torch.tensor(first + own, device=device), torch.tensor(positions, device=device)
+    return ids_T, positions_T, torch.tensor([len(first), len(own)], device=device), prefixes
+
+
+def _refuse_above(tolerance: float, off: float, unit: str, num_shared: int, model: PreTrainedModel) -> None:
+    if off <= tolerance:
+        return
+    how = "that goes on from another's prompt" if num_shared else "packed behind another"
+    raise ValueError(
+        f"path: {type(model).__name__} computes a sample {how} otherwise than by itself: off by {off:.2g} {unit}, "
+        f"where rounding explains {tolerance}; training would learn from wrong log-probs; {WORKS}"
+    )

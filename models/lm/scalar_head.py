@@ -1,0 +1,109 @@
+"""A language model's trunk with a head of one number: per token (a critic), or at the last one (a meta-RM).
+
+Its files are Hugging Face's own for token classification with one label. Never generates.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+from models.lm.causal_lm import load_causal_lm, loaded, outlined, packed_logits, read_config
+from models.lm.packing import Packing
+
+HEAD = "score"
+# A sequence classifier has the same trunk and the same head, but for a bias, and reads it at the last token.
+PER_TOKEN, PER_SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
+
+
+def load_scalar_head(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """The model of a directory that holds one, in eval mode. The head computes in float32 whatever `dtype` is."""
+    return finished(loaded(AutoModelForTokenClassification, path, scalar_config(path), dtype, device), path)
+
+
+def start_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
+    """To be trained: the model of a directory that holds one, or the trunk of a causal language model with a new head.
+
+    A new head is all zeros: whatever it reads it says 0, which is a probability of one half.
+    """
+    if has_head(read_config(path)):
+        return load_scalar_head(path, dtype)
+    model = outline_scalar_head(path, dtype)
+    setattr(model, model.base_model_prefix, load_causal_lm(path, dtype).base_model)
+    head = head_of(model, path).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.zero_()
+    return model
+
+
+def outline_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
+    """What `start_scalar_head` gives, without its numbers, on the meta device."""
+    config = read_config(path)
+    config = scalar_config(path) if has_head(config) else with_one_label(config, path)
+    return finished(outlined(AutoModelForTokenClassification, config, dtype), path)
+
+
+def scalar_config(path: str) -> PreTrainedConfig:
+    """The config of a model with a head of one number. Raises ValueError for any other: reads no weights."""
+    config = read_config(path)
+    kind = (config.architectures or ["a model without architectures"])[0]
+    if not has_head(config):
+        raise ValueError(
+            f"path: {path!r} holds {kind}, which has no scalar head; give the directory `meta` of a run of "
+            "+experiment=train_meta_rm, or any model for token or sequence classification with one label"
+        )
+    if config.num_labels != 1:
+        raise ValueError(
+            f"path: the head of {path!r} ({kind}) gives {config.num_labels} numbers, and a scalar head gives one "
+            "(num_labels in config.json); give a model with one label"
+        )
+    config.token_classification_bias = kind.endswith(PER_TOKEN)
+    return config
+
+
+def has_head(config: PreTrainedConfig) -> bool:
+    """Does the directory hold a classifier, with however many labels?"""
+    return any(name.endswith((PER_TOKEN, PER_SEQUENCE)) for name in config.architectures or ())
+
+
+def with_one_label(config: PreTrainedConfig, path: str) -> PreTrainedConfig:
+    if config.model_type not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
+        raise ValueError(f"path: transformers has no scalar head for {config.model_type!r} models ({path!r})")
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    config.token_classification_bias = True
+    return config
+
+
+def head_of(model: nn.Module, path: str = "") -> nn.Linear:
+    head = model.get_submodule(HEAD) if isinstance(model, GenericForTokenClassification) else None
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"path: {type(model).__name__} ({path!r}) has no head that reads the trunk alone")
+    return head
+
+
+def finished(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    head = head_of(model, path)
+    head.to(torch.promote_types(head.weight.dtype, torch.float32))  # values less than 1 % apart are one in bf16
+    head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(head.weight.dtype),))
+    head.register_forward_hook(lambda _, inputs, output: output.clone())  # FSDP2 warns of outputs that are views
+    return model
+
+
+def packed_scores(model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
+    """[T]: the head's number at each token, of what its sample holds up to there. T: packed tokens, S: samples.
+
+    One forward pass over samples packed end to end, under autograd, FSDP2 and activation checkpointing alike.
+    """
+    return packed_logits(model, token_ids_T, position_ids_T, Packing(sample_lengths_S))[:, 0]
+
+
+def last_of_samples(values_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
+    """[S]: the value at each sample's last token."""
+    return values_T[sample_lengths_S.cumsum(0) - 1]

@@ -1,0 +1,70 @@
+"""Received weight buckets into a model, in place, by Hugging Face name. Never sends, never casts on the way in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from models.types import GroupLink, WeightBucket, WeightTensor
+from models.weights.process_group import BroadcastGroup
+from models.weights.receiving import checksums_of, received
+
+
+class WeightInbox:
+    """Loads buckets and remembers, until they are collected, the checksums of what the model then holds."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._group = BroadcastGroup(device)
+        self._checksums: dict[str, str] = {}
+
+    def begin(self, link: GroupLink | None) -> None:
+        """A push begins: what an unfinished one brought counts no more. Joins its group, leaves an older one."""
+        self._checksums = {}
+        self._group.join(link)
+
+    def load(self, bucket: WeightBucket) -> None:
+        """All of a bucket or, with a ValueError that names the tensor, nothing. A tied weight has both its names."""
+        try:
+            held = self._model.state_dict()
+            targets = [_held_tensor(held, tensor) for tensor in bucket.tensors]
+            with received(bucket, self._group) as tensors:
+                applied = [
+                    (announced, _applied(target, source))
+                    for target, (announced, source) in zip(targets, tensors, strict=True)
+                ]
+                checksums = checksums_of(applied)
+        except BaseException:
+            self._group.leave()  # the sender would wait for us until its timeout
+            raise
+        self._checksums |= checksums
+
+    def collect_checksums(self) -> dict[str, str]:
+        """Of all tensors since the push began."""
+        collected, self._checksums = self._checksums, {}
+        return collected
+
+    def close(self) -> None:
+        self._group.leave()
+
+
+def _applied(target: Tensor, source: Tensor) -> Tensor:
+    """What the model holds now, in the type and on the device where its source came: its bytes are the source's.
+
+    The source itself, where the model's type or device keeps the bytes from coming back: it is compared here then.
+    """
+    target.copy_(source)
+    if target.device == source.device and torch.promote_types(source.dtype, target.dtype) == target.dtype:
+        return target.to(source.dtype)
+    if torch.equal(target, source.to(target.device, target.dtype)):
+        return source
+    return target.to(source.device, source.dtype)
+
+
+def _held_tensor(held: dict[str, Tensor], tensor: WeightTensor) -> Tensor:
+    target = held.get(tensor.name)
+    if target is None:
+        raise ValueError(f"weights: the engine's model has no tensor {tensor.name!r}; is it the same architecture?")
+    if tuple(target.shape) != tensor.shape:
+        raise ValueError(f"weights: {tensor.name!r} came as {tensor.shape}, the engine holds {tuple(target.shape)}")
+    return target

@@ -1,0 +1,158 @@
+"""The process group that carries broadcasts of weights: one sender, ranks that come and go. Not torch's default group.
+
+A receiver made by torch itself (SGLang's `init_custom_process_group`: a TCPStore at the link's address under
+`PrefixStore(name)`, then `torch.distributed.broadcast(tensor, src=0, group=...)`) meets ours on the wire. Ours stay out
+of torch's registry: sender and receiver may share a process, and leaving one group touches no other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.rendezvous import address_towards, store_at
+from models.types import GroupLink
+from models.weights.arena import Arena
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+class _Backend(Protocol):
+    """What torch's gloo and nccl groups can do; its type stubs don't say."""
+
+    def broadcast(self, tensor: Tensor, root: int, timeout: timedelta) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+
+class BroadcastGroup:
+    """One member's end. Joining under a new name leaves the old group; who fails leaves, so that the others hear of it.
+
+    Errors are ConnectionErrors, at the latest after the link's timeouts; a new group can be joined after any of them.
+    """
+
+    def __init__(self, device: torch.device | None = None, local_rank: int = 0) -> None:
+        """device: where tensors are received (nccl: this process's GPU). local_rank: within an engine of several."""
+        self._device = device or torch.device("cpu")
+        self._local_rank = local_rank
+        self._link: GroupLink | None = None
+        self._backend: _Backend | None = None
+        self._arena = Arena(torch.device("cpu"))
+        self._connected = False  # NCCL connects its members in the first broadcast
+
+    @property
+    def name(self) -> str | None:
+        """Of the group joined, if any."""
+        return self._link.name if self._link is not None else None
+
+    def join(self, link: GroupLink | None) -> None:
+        """Blocks until all members are there. None leaves; a name that is joined already stays joined."""
+        if link is not None and link.name == self.name:
+            return
+        self.leave()
+        if link is None:
+            return
+        try:
+            self._backend = _meet(link, link.rank + self._local_rank, self._device)
+        except (RuntimeError, OSError) as error:
+            raise ConnectionError(
+                f"weights: rank {link.rank + self._local_rank} of {link.world_size} could not join the group "
+                f"{link.name!r} at {link.address}:{link.port} within {link.meeting_timeout_s:g} s: {_plain(error)}"
+            ) from None
+        self._link, self._connected = link, False
+        self._arena = Arena(self._device if link.backend == "nccl" else torch.device("cpu"))
+
+    def leave(self) -> None:
+        """Close the connections: whoever waits on them fails now."""
+        backend, link, self._backend, self._link = self._backend, self._link, None, None
+        self._arena = Arena(torch.device("cpu"))
+        if backend is not None and link is not None and link.backend == "nccl":
+            backend.abort()  # not shutdown: that waits for what hangs
+
+    def send(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Rank 0: to all members, in order. Blocks until they took it."""
+        self._broadcast(names, tensors, "sending")
+
+    def receive(
+        self, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor]:
+        """What rank 0 sends, in order. The memory is used again for the next call."""
+        tensors = self._arena.take(dtypes, shapes)
+        self._broadcast(names, tensors, "receiving")
+        return tensors
+
+    def _broadcast(self, names: Sequence[str], tensors: Sequence[Tensor], what: str) -> None:
+        link = self._link
+        if self._backend is None or link is None:
+            raise ConnectionError("weights: a bucket comes by broadcast, and no group was joined since it last broke")
+        timeouts_s = [
+            link.timeout_s if self._connected or index else link.meeting_timeout_s for index in range(len(tensors))
+        ]
+        failed = _failure(self._backend, tensors, timeouts_s)
+        if failed is not None:
+            index, reason = failed
+            if self._link is link:  # a caller that had given up may have joined another since
+                self.leave()
+            raise ConnectionError(
+                f"weights: {what} {names[index]!r} in the group {link.name!r} of {link.world_size} failed: {reason}"
+            )
+        self._connected = True
+
+
+def _failure(backend: _Backend, tensors: Sequence[Tensor], timeouts_s: Sequence[float]) -> tuple[int, str] | None:
+    """Broadcast all, one after another; which one failed, and why.
+
+    One at a time: what is queued behind a failed one would keep connections open until its own timeout. An answer and
+    no exception: its traceback would keep the backend, and so the connections, alive.
+    """
+    for index, (tensor, timeout_s) in enumerate(zip(tensors, timeouts_s, strict=True)):
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            backend.broadcast(tensor, 0, timeout).wait(timeout)
+        except RuntimeError as error:
+            return index, _plain(error)
+    return None
+
+
+def _meet(link: GroupLink, rank: int, device: torch.device) -> _Backend:
+    timeout = timedelta(seconds=link.meeting_timeout_s)
+    store: dist.Store = store_at(link.address, link.port, rank, link.world_size, timeout)
+    store.set_timeout(timeout)
+    # The prefixes that torch's own groups get: see `_new_process_group_helper`.
+    for prefix in (link.name, f"{link.name}/", "cuda/" if link.backend == "nccl" else "cpu/"):
+        store = dist.PrefixStore(prefix, store)
+    if link.backend == "nccl":
+        return _nccl(store, rank, link.world_size, timeout, device)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    # By itself gloo listens where the host's name points to: the address on the way to the sender is enough.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(link.address, link.port))]
+    return cast(_Backend, dist.ProcessGroupGloo(store, rank, link.world_size, options))
+
+
+def _nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> _Backend:
+    """A group whose waits raise: by itself NCCL's watchdog ends the whole process after a timeout."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"  # read once, while the group is made
+    try:
+        with torch.cuda.device(device):
+            return cast(_Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
+
+
+def _plain(error: Exception) -> str:
+    """What happened, without torch's source lines before it and its advice after it."""
+    said = str(error).partition("This is typically")[0].rpartition("] ")[2].strip()
+    return said.partition("\n")[0] or repr(error)

@@ -1,0 +1,162 @@
+"""A model, sharded or not, as a stream of unsharded tensors in buckets. Never keeps them, never sends them anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from models.lm.checkpoint_names import CheckpointNames
+
+BUCKETS_PER_PUSH = 256  # where the bucket's size goes by the model's
+SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnshardedBucket:
+    """A bucket on its way out: which tensors it holds is known, they themselves are unsharded as they are asked for.
+
+    On several ranks they come in the type that travels; on one rank they may be the parameters themselves, in their
+    own type: whoever keeps one copies and casts it.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    tensors: Iterator[Tensor]
+
+    def drain(self) -> None:
+        """Take part in what is left of the collective, and keep nothing."""
+        for _ in self.tensors:
+            pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One tensor of a push: its name there, what has its shape, and how it becomes whole (a collective)."""
+
+    name: str
+    tensor: Tensor
+    unsharded: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """What a push sends. An engine needs what is fixed once."""
+
+    changing: Sequence[Piece]
+    fixed: Sequence[Piece] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A piece as it is sent: under the names of a checkpoint it may be several tensors."""
+
+    piece: Piece
+    shapes: dict[str, Shape]
+    names: CheckpointNames | None
+
+    def tensors(self) -> Iterator[Tensor]:
+        whole = self.piece.unsharded()
+        if self.names is None:
+            yield whole
+            return
+        converted = self.names.converted(self.piece.name, whole)
+        yield from (converted[name] for name in self.shapes)
+
+
+class WeightStream:
+    """Buckets of about `bucket_bytes` of tensors, in the order of the model; those of fixed tensors first.
+
+    A tied head is left out: it is the embedding, which the receiver ties as well.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: str,
+        bucket_bytes: int,
+        outgoing: Outgoing | None = None,
+        names: CheckpointNames | None = None,
+    ) -> None:
+        """bucket_bytes: 0: by the size of the model. outgoing: where that isn't the model, whole and as it stands.
+        names: those of checkpoints, for engines that know no others; by itself the model's own."""
+        pieces = outgoing or Outgoing(changing=list(pieces_of(model, dtype)))
+        itemsize = getattr(torch, dtype).itemsize
+        num_bytes = itemsize * sum(piece.tensor.numel() for piece in (*pieces.fixed, *pieces.changing))
+        size = bucket_bytes or bucket_bytes_for(num_bytes)
+        fixed, changing = (
+            list(_plan([_sent(piece, names) for piece in some], itemsize, size))
+            for some in (pieces.fixed, pieces.changing)
+        )
+        self.num_fixed_buckets = len(fixed)
+        self._buckets = [*fixed, *changing]
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    def unsharded(self, index: int) -> UnshardedBucket:
+        """One bucket, a whole tensor at a time. A collective: every rank takes all its tensors, or drains it."""
+        bucket = self._buckets[index]
+        return UnshardedBucket(
+            names=tuple(name for sent in bucket for name in sent.shapes),
+            shapes=tuple(shape for sent in bucket for shape in sent.shapes.values()),
+            tensors=(tensor for sent in bucket for tensor in sent.tensors()),
+        )
+
+
+def bucket_bytes_for(num_bytes: int) -> int:
+    """Every bucket has a fixed cost, and two of them take memory: few buckets of a large model, small ones of a small
+    one."""
+    return max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, num_bytes // BUCKETS_PER_PUSH))
+
+
+def pieces_of(model: nn.Module, dtype: str) -> Iterator[Piece]:
+    """All of a model, as it stands."""
+    for name, tensor in _tensors(model):
+        yield Piece(name=name, tensor=tensor, unsharded=partial(unshard, tensor, getattr(torch, dtype)))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters (each once, however often it is tied) and what else a checkpoint of the model holds."""
+    yield from model.named_parameters()
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _sent(piece: Piece, names: CheckpointNames | None) -> _Sent:
+    own = {piece.name: tuple(piece.tensor.shape)}
+    return _Sent(piece=piece, shapes=names.shapes(piece.name, piece.tensor.shape) if names else own, names=names)
+
+
+def _plan(pieces: Sequence[_Sent], itemsize: int, bucket_bytes: int) -> Iterator[list[_Sent]]:
+    """Fill a bucket until the next piece doesn't fit. A larger piece gets a bucket of its own."""
+    bucket: list[_Sent] = []
+    filled = 0
+    for sent in pieces:
+        size = sent.piece.tensor.numel() * itemsize
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(sent)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def unshard(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A collective. Already in `dtype` where there are several ranks."""
+    held = tensor.detach()
+    if not isinstance(held, DTensor):
+        return held
+    if held.device_mesh.size() == 1:
+        return held.to_local()
+    cast = held.to(dtype)  # before gathering: half the traffic for bf16
+    assert isinstance(cast, DTensor)
+    return cast.full_tensor()

@@ -1,0 +1,190 @@
+"""The far end of a RemoteEngine: serves any Engine to another process, in batches. Starts no process itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from models.types import (
+    Completion,
+    Engine,
+    EngineDied,
+    EngineRefused,
+    GroupLink,
+    Pressure,
+    RequestContext,
+    SamplingParams,
+    Sleeper,
+    WeightBucket,
+    WeightReceipt,
+)
+from scheduler.processes.actors import Closable, EngineFactory
+from scheduler.processes.unix_rpc import LineEnd
+from scheduler.routing.concurrency import Gauged
+
+T = TypeVar("T")
+COLLECT_S = 20.0  # without news; a caller that hears nothing for longer knows that this process hangs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A call of `generate`. The ticket names the call; a request_id may come twice."""
+
+    ticket: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    context: RequestContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Nobody waits for this call any more."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """End a request; its call is answered with what there is."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    ticket: int
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    ticket: int
+    error: Exception
+
+
+Message = Request | Cancel | Abort
+Notice = FirstToken | Finished | Failure
+
+
+class EngineHost:
+    """An async actor: every method runs on one event loop, so that no control call queues behind `collect`."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._notices: list[Notice] = []
+        self._news = asyncio.Event()
+        self._line = LineEnd(lambda method, *args: getattr(self, method)(*args))
+
+    async def process_id(self) -> int:
+        return os.getpid()
+
+    async def open_line(self) -> str:
+        """A way for these calls beside the actor's own; where to connect to it, once."""
+        return await self._line.listen()
+
+    async def start(self, make_engine: EngineFactory, rank: int) -> None:
+        """Blocks the loop while the model loads: nothing else is asked of a host before."""
+        self._engine = make_engine(rank)
+
+    async def close(self) -> None:
+        """Let the engine end what it started: threads, processes, servers."""
+        engine, self._engine = self._engine, None
+        if isinstance(engine, Closable):
+            engine.close()
+
+    async def deliver(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if isinstance(message, Request):
+                self._take_on(message)
+            elif isinstance(message, Abort):
+                await asyncio.sleep(0)  # a request of the same batch must have reached the engine
+                await self.engine.abort(message.request_id)
+            elif message.ticket in self._running:
+                self._running[message.ticket].cancel()
+
+    async def collect(self) -> list[Notice]:
+        """Wait for news, then return all there is; nothing, where none comes for COLLECT_S. One collector at a time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(COLLECT_S):
+                await self._news.wait()
+        self._news.clear()
+        notices, self._notices = self._notices, []
+        return notices
+
+    async def pause(self) -> None:
+        await _told(self.engine.pause())
+
+    async def resume(self) -> None:
+        await _told(self.engine.resume())
+
+    async def begin_weights(self, link: GroupLink | None) -> None:
+        await _told(self.engine.begin_weights(link))
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        await _told(self.engine.load_bucket(bucket))
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        return await _told(self.engine.commit_weights(version))
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return await _told(self.engine.score(token_ids))
+
+    async def pressure(self) -> Pressure | None:
+        """None where the engine can't tell."""
+        return await _told(self.engine.pressure()) if isinstance(self.engine, Gauged) else None
+
+    async def sleep(self) -> int:
+        return await _told(cast(Sleeper, self.engine).sleep())
+
+    async def wake(self) -> None:
+        await _told(cast(Sleeper, self.engine).wake())
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "start comes first"
+        return self._engine
+
+    def _take_on(self, request: Request) -> None:
+        task = asyncio.create_task(self._answer(request))
+        self._running[request.ticket] = task
+        task.add_done_callback(lambda _: self._running.pop(request.ticket))  # also of a task that never began
+
+    async def _answer(self, request: Request) -> None:
+        ticket = request.ticket
+        try:
+            completion = await self.engine.generate(
+                request.prompt_ids, request.params, request.context, lambda: self._tell(FirstToken(ticket=ticket))
+            )
+            self._tell(Finished(ticket=ticket, completion=completion))
+        except Exception as error:
+            self._tell(Failure(ticket=ticket, error=_portable(error)))
+
+    def _tell(self, notice: Notice) -> None:
+        self._notices.append(notice)
+        self._news.set()
+
+
+async def _told(answer: Awaitable[T]) -> T:
+    try:
+        return await answer
+    except Exception as error:
+        raise _portable(error) from None
+
+
+def _portable(error: Exception) -> Exception:
+    """Errors that callers tell apart travel as they are; any other as its traceback (it may not be picklable)."""
+    for kind in (EngineDied, EngineRefused, ValueError, ConnectionError):
+        if isinstance(error, kind):
+            return error if type(error) is kind else kind(str(error))
+    return RuntimeError("the engine raised:\n" + "".join(traceback.format_exception(error)))

@@ -1,0 +1,207 @@
+"""One process of ours under Ray: how it is called, how it ends, why it died. Places nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+import os
+import threading
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from models.types import WeightBucket
+from scheduler.placement import Seat
+from scheduler.processes.actors import ActorDied, Closable, MemberFactory, free_port
+from scheduler.processes.call_limits import CallLimits
+from scheduler.processes.unix_rpc import Line, LineBroken, LineEnd, RemoteTraceback
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LOG_LINES = 8  # of a dead process, in its report
+CAUSE_GRACE_S = 2.0  # a dead rank makes its peers fail first: wait for the death itself
+ENDED = "its process was ended by the run"
+CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started; then they are killed
+
+
+class MemberHost:
+    """An actor that holds one member of a group. All that is asked of the member is done on one thread, in the order of
+    asking: ranks that are asked the same things meet in the same collectives."""
+
+    def __init__(self) -> None:
+        self._member: object = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="member")
+        self._line = LineEnd(self._answer)
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def open_line(self) -> str:
+        """As of an EngineHost; on a loop of its own."""
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="line", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(self._line.listen(), loop).result()
+
+    def node_address(self) -> str:
+        return ray.util.get_node_ip_address()
+
+    def free_port(self, host: str) -> int:
+        return free_port(host)
+
+    def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
+        self._member = self._thread.submit(make_member, rank, world_size, init_method).result()
+
+    def ask(self, method: str, *args: object) -> object:
+        return self._asked(method, *args).result()
+
+    def close(self) -> None:
+        if isinstance(self._member, Closable):
+            self._thread.submit(self._member.close).result()
+
+    def _asked(self, method: str, *args: object) -> Future[object]:
+        return self._thread.submit(lambda: operator.methodcaller(method, *args)(self._member))
+
+    async def _answer(self, method: str, *args: Any) -> object:
+        if method == "ask":
+            return await asyncio.wrap_future(self._asked(*args))
+        return await asyncio.to_thread(getattr(self, method), *args)
+
+
+class BucketStore:
+    """Puts a bucket into the object store once, however many engines take it one after another."""
+
+    def __init__(self) -> None:
+        self._last: tuple[WeightBucket, object] | None = None
+
+    def put(self, bucket: WeightBucket) -> object:
+        if self._last is None or self._last[0] is not bucket:
+            self._last = (bucket, ray.put(bucket))
+        return self._last[1]
+
+
+class RayActor:
+    """One actor on its seat: calls it, and says why it died."""
+
+    def __init__(self, seat: Seat, handle: ActorHandle, store: BucketStore, limits: CallLimits) -> None:
+        self.name = seat.name
+        self._limits = limits
+        self.process_id = 0
+        self._handle = handle
+        self._store = store
+        self._line: Line | None = None
+        self._death: str | None = None  # why; from then on Ray is asked nothing of it, for Ray itself may be gone
+
+    async def open_line(self) -> None:
+        """Calls take a socket from now on instead of Ray. Only to a process of this machine."""
+        try:
+            self._line = await Line.connect(cast(str, await self._call_by_ray("open_line")), self.name)
+        except OSError as error:  # a folder for temporary files whose path is too long for a socket's, say
+            log.warning("%s: calls go by Ray, no socket could be had: %s", self.name, error)
+
+    async def call(self, method: str, *args: object) -> object:
+        """Raises what the method raised, or ActorDied. A process that doesn't answer in time is ended: it counts as
+        dead."""
+        try:
+            async with asyncio.timeout(self._limits.of(method, args)) as limit:
+                return await self._call(method, *args)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self.kill(self._limits.words(method, args))
+            raise ActorDied(self.name, str(self._death)) from None
+
+    async def _call(self, method: str, *args: object) -> object:
+        if self._death is not None:
+            raise ActorDied(self.name, self._death)
+        if self._line is None or any(isinstance(arg, ray.ObjectRef) for arg in args):  # those are Ray's to fetch
+            return await self._call_by_ray(method, *args)
+        try:
+            return await self._line.call(method, *args)
+        except LineBroken:
+            if self._death is None:
+                await self._call_by_ray("process_id")  # raises, with the cause, where the process is gone
+                self.kill("its process lived on, but the connection to it broke")
+            raise ActorDied(self.name, str(self._death)) from None
+
+    async def _call_by_ray(self, method: str, *args: object) -> object:
+        try:
+            return await getattr(self._handle, method).remote(*args)
+        except RayTaskError as error:
+            raise error.cause from RemoteTraceback(f"in {self.name}:\n{error}")
+        except RayActorError as error:
+            self.kill(self._reason(error))  # what can't be reached must not come back
+            raise ActorDied(self.name, str(self._death)) from None
+
+    def share(self, bucket: WeightBucket) -> object:
+        return self._store.put(bucket)
+
+    async def wait_until_up(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.process_id = cast(int, await self.call("process_id"))
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self.name}: its process did not start within {timeout_s:.0f} s; "
+                "set cluster.start_timeout_s higher if this machine is slow"
+            ) from None
+        log.info("%s runs in process %d", self.name, self.process_id)
+
+    async def close(self) -> None:
+        """End it in good order where it can be had, else at once."""
+        with suppress(Exception):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.call("close")
+        self.kill()
+
+    def kill(self, why: str = ENDED) -> None:
+        """Once. Ray ends its process group: whatever it started goes with it."""
+        if self._death is not None:
+            return
+        self._death = why
+        if self._line is not None:
+            self._line.close()
+        ray.kill(self._handle, no_restart=True)
+
+    def _reason(self, error: RayActorError) -> str:
+        """Ray's own cause, then the last lines of the process if its log lies on this machine."""
+        told = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        # Ray's text wraps the detail in ids before it and general advice after it.
+        detail = told.partition("Worker exit detail: ")[2].partition("Some common causes")[0].strip() or told
+        lines = _last_lines(self.process_id)
+        tail = "".join(f"\n  | {line}" for line in lines) or " none"
+        return f"process {self.process_id} is gone (killed, out of memory, or crashed). Ray: {detail} Last lines:{tail}"
+
+
+async def first_cause(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """All answers in order, or the first failure; a death counts as first if it shows up right after."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in done if task.exception() is not None]
+        if failed and pending:
+            await asyncio.wait(pending, timeout=CAUSE_GRACE_S)
+            failed += [task for task in pending if task.done() and task.exception() is not None]
+        failed.sort(key=lambda task: not isinstance(task.exception(), ActorDied))
+        return [task.result() for task in failed or tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _last_lines(process_id: int) -> list[str]:
+    """The end of a worker's stderr; nothing for a process of another machine."""
+    node = ray._private.worker.global_worker.node
+    if node is None:
+        return []
+    for path in Path(node.get_logs_dir_path()).glob(f"worker-*-{process_id}.err"):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in lines if line.strip() and not line.startswith(":")][-LOG_LINES:]
+    return []

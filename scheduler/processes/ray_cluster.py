@@ -1,0 +1,254 @@
+"""Ray: pools as placement groups, roles as actors in them. With ray_actor.py and ray_start.py all that calls Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from models.types import Engine
+from scheduler.placement import ClusterConfig, Placement, Seat, check_capacity
+from scheduler.processes.actors import LOOPBACK, ActorGroup, EngineFactory, MemberFactory
+from scheduler.processes.call_limits import CallLimits
+from scheduler.processes.engine_host import EngineHost
+from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, first_cause
+from scheduler.processes.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of
+from scheduler.processes.remote_engine import RemoteEngine
+
+
+class RayGroup:
+    """Members of one class, a process each."""
+
+    def __init__(self, actors: Sequence[RayActor]) -> None:
+        self._actors = actors  # by rank; the cluster puts another in the place of one that it makes anew
+
+    @property
+    def size(self) -> int:
+        return len(self._actors)
+
+    async def call(self, rank: int, method: str, *args: object) -> object:
+        return await self._actors[rank].call("ask", method, *args)
+
+    async def call_all(self, method: str, *args: object) -> list[object]:
+        return await self.call_each(method, [args] * self.size)
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple[object, ...]]) -> list[object]:
+        assert len(args_by_rank) == self.size, f"{len(args_by_rank)} arguments for {self.size} ranks"
+        return await first_cause(
+            [actor.call("ask", method, *args) for actor, args in zip(self._actors, args_by_rank, strict=True)]
+        )
+
+    async def close(self) -> None:
+        for actor in self._actors:
+            actor.kill()
+
+
+class RayCluster:
+    """The pools of a placement, reserved. Ends the Ray that it started itself, and only that."""
+
+    def __init__(self, config: ClusterConfig, placement: Placement, owns_ray: bool) -> None:
+        self._config = config
+        self._placement = placement
+        self._owns_ray = owns_ray
+        self._pools: dict[str, PlacementGroup] = {}
+        self._groups: dict[str, list[RayActor]] = {}
+        self._member_factories: dict[str, MemberFactory] = {}
+        self._engines: dict[str, RayActor] = {}
+        self._factories: dict[str, EngineFactory] = {}
+        self._num_restarts = 0
+        self._roles_here: dict[str, bool] = {}  # whether all its processes are on the driver's machine
+        self._store = BucketStore()
+
+    @classmethod
+    async def start(cls, config: ClusterConfig, placement: Placement) -> RayCluster:
+        """Start or join Ray and reserve the pools; what can't be had is a ValueError before anything is reserved."""
+        owns_ray = not ray.is_initialized()
+        if owns_ray:
+            # Not in another thread, though it blocks for seconds: Ray's servers die with the thread that started them.
+            init_ray(config)
+        cluster = cls(config, placement, owns_ray)
+        try:
+            check_capacity(placement, nodes_of_ray())
+            await asyncio.to_thread(cluster._reserve_pools)
+        except BaseException:
+            await cluster.shutdown()
+            raise
+        return cluster
+
+    async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
+        seats = self._placement.seats[role]
+        actors = [self._create(seat, MemberHost, max_concurrency=1) for seat in seats]
+        self._groups[role] = actors
+        self._member_factories[role] = make_member
+        await self._until_up(actors)
+        init_method = await _meeting_place(actors) if len(actors) > 1 else None
+        await first_cause(
+            [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
+        )
+        for seat, actor in zip(seats, actors, strict=True):
+            await self._open_line(seat, actor)
+        return RayGroup(actors)
+
+    async def restart_member(self, role: str, rank: int) -> None:
+        members = self._groups[role]  # the group's own list: it calls whoever stands there
+        members[rank].kill()
+        self._num_restarts += 1
+        seat = self._placement.seats[role][rank]
+        actor = members[rank] = self._create(seat, MemberHost, max_concurrency=1)
+        await self._until_up([actor])
+        await actor.call("make", self._member_factories[role], rank, len(members), None)
+        await self._open_line(seat, actor)
+
+    async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
+        self._factories[role] = make_engine
+        engines = await first_cause([self._start_engine(seat) for seat in self._placement.seats[role]])
+        return {seat.name: engine for seat, engine in zip(self._placement.seats[role], engines, strict=True)}
+
+    async def restart_engine(self, role: str, name: str) -> Engine:
+        (seat,) = (seat for seat in self._placement.seats[role] if seat.name == name)
+        self._engines[name].kill()
+        self._num_restarts += 1
+        return await self._start_engine(seat)
+
+    def machines(self, role: str) -> frozenset[str]:
+        return frozenset(self._node_of(seat) for seat in self._placement.seats[role])
+
+    def process_ids(self, role: str) -> list[int]:
+        seats = [seat.name for seat in self._placement.seats.get(role, ())]
+        actors = [*self._groups.get(role, []), *(self._engines[name] for name in seats if name in self._engines)]
+        if actors and role not in self._roles_here:  # asking Ray at every step would be dear
+            self._roles_here[role] = self.machines(role) == {ray.get_runtime_context().get_node_id()}
+        return [actor.process_id for actor in actors if self._roles_here[role]]
+
+    async def free_address(self, role: str) -> tuple[str, int]:
+        everywhere = {machine for other in self._placement.seats for machine in self.machines(other)}
+        return await _free_address(self._groups[role][0], LOOPBACK if len(everywhere) == 1 else None)
+
+    async def strangers_to(self, folder: Path) -> list[str]:
+        if self._config.address is None:  # this machine alone
+            return []
+        token = folder / f".shared-{uuid.uuid4().hex}"
+        token.touch()
+        try:
+            names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+            nodes = sorted({node for role in self._placement.seats for node in self.machines(role)})
+            ask = ray.remote(num_cpus=0, max_retries=0)(_answer_of_folder)
+            there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+            told = await asyncio.gather(*(ask.options(scheduling_strategy=place).remote(str(token)) for place in there))
+            return [f"on {names[node]} {answer}" for node, answer in zip(nodes, told, strict=True) if answer]
+        finally:
+            token.unlink(missing_ok=True)
+
+    async def shutdown(self) -> None:
+        actors = [*self._engines.values(), *(actor for group in self._groups.values() for actor in group)]
+        await asyncio.gather(*(actor.close() for actor in actors))
+        for pool in self._pools.values():
+            remove_placement_group(pool)
+        if self._owns_ray:
+            ray.shutdown()
+
+    def _reserve_pools(self) -> None:
+        for name, pool in self._placement.pools.items():
+            bundles = [{pool.resource.upper(): float(len(slots))} for slots in self._placement.bundles(name)]
+            self._pools[name] = placement_group(bundles, strategy=pool.strategy)
+        for name, group in self._pools.items():
+            if not group.wait(self._config.start_timeout_s):
+                raise ValueError(
+                    f"placement.pools.{name}: its {self._placement.pools[name].slots} "
+                    f"{self._placement.pools[name].resource} slots did not become free within "
+                    f"{self._config.start_timeout_s:.0f} s (free now: {free_now()}); another job holds the rest: "
+                    f"wait for it, or set placement.pools.{name}.slots lower"
+                )
+
+    async def _start_engine(self, seat: Seat) -> Engine:
+        # Many calls at once: a control call must find its way past `collect`.
+        actor = self._engines[seat.name] = self._create(seat, EngineHost, max_concurrency=1000)
+        await self._until_up([actor])
+        await actor.call("start", self._factories[seat.role], seat.rank)
+        await self._open_line(seat, actor)
+        return RemoteEngine(actor)
+
+    async def _open_line(self, seat: Seat, actor: RayActor) -> None:
+        if self._node_of(seat) == ray.get_runtime_context().get_node_id():
+            await actor.open_line()
+
+    async def _until_up(self, actors: Sequence[RayActor]) -> None:
+        await first_cause([actor.wait_until_up(self._config.start_timeout_s) for actor in actors])
+
+    def _node_of(self, seat: Seat) -> str:
+        nodes = placement_group_table(self._pools[seat.pool])["bundles_to_node_id"]
+        return cast(str, nodes[self._bundle(seat)])
+
+    def _bundle(self, seat: Seat) -> int:
+        return self._placement.bundles(seat.pool).index(seat.slots)
+
+    def _threads(self, gpus: float) -> dict[str, dict[str, str]]:
+        name, given = "OMP_NUM_THREADS", passed_on(self._config.env_vars, os.environ)
+        return {"env_vars": {name: given.get(name) or str(threads_of(nodes_of_ray(), gpus))}}
+
+    def _create(self, seat: Seat, host: type, max_concurrency: int) -> RayActor:
+        """A process on its seat. Ray itself caps the threads of one that has a core or less: on a GPU, where it has
+        none of its own, it gets its share."""
+        amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # Ray counts in 1e-4
+        on_gpu = self._placement.pools[seat.pool].resource == "gpu"
+        # The name of a process that was killed just now may still be taken.
+        name = f"{seat.name} ({self._num_restarts})" if self._num_restarts else seat.name
+        handle = cast(
+            ActorHandle,
+            ray.remote(host)
+            .options(
+                name=name,
+                num_cpus=0 if on_gpu else amount,
+                num_gpus=amount if on_gpu else 0,
+                runtime_env=self._threads(amount) if on_gpu else None,
+                max_restarts=0,  # a restarted process would have forgotten its state
+                max_concurrency=max_concurrency,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._pools[seat.pool],
+                    placement_group_bundle_index=self._bundle(seat),
+                ),
+            )
+            .remote(),
+        )
+        return RayActor(seat, handle, self._store, CallLimits(call_timeout_s=self._config.call_timeout_s))
+
+
+def _answer_of_folder(token: str) -> str:
+    """Runs on a machine of the cluster: what keeps it from using the token's folder; empty where nothing does."""
+    path = Path(token)
+    if not path.is_file():
+        return "it is not there"
+    try:
+        answer = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
+        answer.touch()
+        answer.unlink()
+    except OSError as error:
+        return f"it can't be written to ({error.strerror})"
+    return ""
+
+
+async def _meeting_place(ranks: Sequence[RayActor]) -> str:
+    """Where rank 0 listens. Ranks of one machine meet on loopback: nobody outside needs to reach them."""
+    nodes = await first_cause([rank.call("node_address") for rank in ranks])
+    host, port = await _free_address(ranks[0], None if len(set(nodes)) > 1 else LOOPBACK)
+    return f"tcp://{host}:{port}"
+
+
+async def _free_address(actor: RayActor, host: str | None) -> tuple[str, int]:
+    """On the actor's machine, by its own address if no host is given."""
+    host = host or cast(str, await actor.call("node_address"))
+    return host, cast(int, await actor.call("free_port", host))

@@ -1,0 +1,167 @@
+"""An engine in another process, seen as an Engine: calls of one tick travel together. Knows an actor, not Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from models.types import (
+    Completion,
+    EngineDied,
+    GroupLink,
+    InlineBytes,
+    Pressure,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+    ignore_first_token,
+)
+from scheduler.processes.actors import ActorDied
+from scheduler.processes.engine_host import Abort, Cancel, Finished, FirstToken, Message, Notice, Request
+
+
+class Host(Protocol):
+    """The way to an EngineHost. Raises what the method raised, or ActorDied."""
+
+    async def call(self, method: str, *args: object) -> object: ...
+
+    def share(self, bucket: WeightBucket) -> object:
+        """What to send in place of a bucket: several engines take the same one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A `generate` that waits for its answer."""
+
+    answer: asyncio.Future[Completion]
+    on_first_token: Callable[[], None]
+
+
+class RemoteEngine:
+    """Sends one batch at a time and keeps one `collect` outstanding while anybody waits."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._tickets = itertools.count()
+        self._waiting: dict[int, _Call] = {}
+        self._outbox: list[Message] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._collector: asyncio.Task[None] | None = None
+        self._death: str | None = None
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        self._check_alive()
+        ticket = next(self._tickets)
+        call = _Call(answer=asyncio.get_running_loop().create_future(), on_first_token=on_first_token)
+        self._waiting[ticket] = call
+        self._post(Request(ticket=ticket, prompt_ids=tuple(prompt_ids), params=params, context=context))
+        if self._collector is None or self._collector.done():
+            self._collector = asyncio.create_task(self._collect())
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            self._post(Cancel(ticket=ticket))
+            raise
+        finally:
+            self._waiting.pop(ticket, None)
+
+    async def abort(self, request_id: str) -> None:
+        self._check_alive()
+        await asyncio.shield(self._post(Abort(request_id=request_id)))
+        self._check_alive()
+
+    async def pause(self) -> None:
+        await self._control("pause")
+
+    async def resume(self) -> None:
+        await self._control("resume")
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        await self._control("begin_weights", link)
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        inline = isinstance(bucket.payload, InlineBytes)  # any other payload is a few words
+        await self._control("load_bucket", self._host.share(bucket) if inline else bucket)
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        return cast(WeightReceipt, await self._control("commit_weights", version))
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return cast("tuple[float, ...]", await self._control("score", tuple(token_ids)))
+
+    async def pressure(self) -> Pressure | None:
+        return cast("Pressure | None", await self._control("pressure"))
+
+    async def sleep(self) -> int:
+        return cast(int, await self._control("sleep"))
+
+    async def wake(self) -> None:
+        await self._control("wake")
+
+    async def _control(self, method: str, *args: object) -> object:
+        self._check_alive()
+        try:
+            return await self._host.call(method, *args)
+        except ActorDied as death:
+            self._fail_all(death)
+            raise EngineDied(death.reason) from death
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDied(self._death)
+
+    def _post(self, message: Message) -> asyncio.Task[None]:
+        """Queue a message; the sender first runs after whatever else is ready in this tick has posted too."""
+        self._outbox.append(message)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        return self._sender
+
+    async def _send(self) -> None:
+        """One batch after the other: an abort never overtakes its request."""
+        try:
+            while self._outbox and self._death is None:
+                batch, self._outbox = self._outbox, []
+                await self._host.call("deliver", batch)
+        except Exception as error:
+            self._fail_all(error)
+
+    async def _collect(self) -> None:
+        try:
+            while self._waiting and self._death is None:
+                for notice in cast("list[Notice]", await self._host.call("collect")):
+                    self._dispatch(notice)
+        except Exception as error:
+            self._fail_all(error)
+
+    def _dispatch(self, notice: Notice) -> None:
+        call = self._waiting.get(notice.ticket)
+        if call is None or call.answer.done():
+            return  # cancelled while the answer travelled
+        if isinstance(notice, FirstToken):
+            call.on_first_token()
+        elif isinstance(notice, Finished):
+            call.answer.set_result(notice.completion)
+        else:
+            call.answer.set_exception(notice.error)
+
+    def _fail_all(self, error: Exception) -> None:
+        """No answer will come: every waiting call hears why, each by an exception of its own."""
+        if isinstance(error, ActorDied):
+            self._death = error.reason
+        elif isinstance(error, EngineDied):  # the process lives; what it ran does not
+            self._death = str(error)
+        for call in self._waiting.values():
+            if not call.answer.done():
+                call.answer.set_exception(EngineDied(self._death) if self._death is not None else error)

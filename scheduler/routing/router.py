@@ -1,0 +1,394 @@
+"""Many engines of one role seen as one Engine: least work, siblings together, retries elsewhere. Starts no engine.
+
+It outlives its engines: while one that replaces them is on its way, requests wait for it. An engine may live and rest:
+its slot serves another role, and no request goes to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from models.types import (
+    Completion,
+    Engine,
+    EngineDied,
+    EngineRefused,
+    GroupLink,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+    ignore_first_token,
+)
+from scheduler.events import EventSink, NoEvents
+from scheduler.routing.concurrency import Concurrency
+from scheduler.routing.expected_load import ExpectedWork
+from scheduler.routing.in_flight import Load
+from scheduler.routing.migration import Begun, Continuation, can_be_continued
+
+T = TypeVar("T")
+
+
+def ignore_change() -> None:
+    """The default for `on_change`: nobody listens."""
+
+
+NOBODY = "health look"  # no request has this id: an abort of it reaches a living engine, and changes nothing
+
+
+class RequestKillsEngines(EngineRefused):
+    """Several engines died, one after the other, while they served the same request."""
+
+
+OnDeath = Callable[[str, EngineDied], bool]  # hears of a dead engine by name; says whether it will be replaced
+
+
+class Router:
+    """Sends each request to one engine. A dead engine is never asked again; its requests are drawn anew elsewhere,
+    under the same request_id and seed. A request with which too many engines died is refused: it may have killed them.
+
+    continuation: how requests go on elsewhere with the tokens they have; without one they stay where they are.
+    on_change: hears that somebody waits for an engine, that one died, or that one has no request any more.
+    on_kills: hears, of each engine that died with a request that is refused for it, the name: once a death.
+    """
+
+    on_death: OnDeath | None = None
+    on_kills: Callable[[str], None] | None = None
+    max_deaths_per_request = 2
+
+    def __init__(
+        self,
+        role: str,
+        engines: Mapping[str, Engine],
+        events: EventSink | None = None,
+        continuation: Continuation | None = None,
+    ) -> None:
+        self.load = Load(role)
+        self._work = ExpectedWork(engines)
+        self._concurrency = Concurrency()
+        self.on_change: Callable[[], None] = ignore_change
+        self._role = role
+        self._alive = dict(engines)
+        self._serving = dict(engines)
+        self._resting: set[str] = set()
+        self._events = events or NoEvents()
+        self._continuation = continuation
+        self._where: dict[str, str] = {}  # request_id -> engine
+        self._deaths: list[str] = []
+        self._blamed: set[int] = set()  # of these, by place: on requests
+        self._waits: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)  # for answers of engines
+        self._heard_s: dict[str, float] = {}  # when an engine last answered a request, or began to
+        self._coming: set[str] = set()  # those that will be replaced
+        self._emptied = asyncio.Event()  # an engine has no request any more
+        self._change = asyncio.Event()  # somebody came, or won't come any more
+
+    @property
+    def alive(self) -> Mapping[str, Engine]:
+        """The engines that live, by name; some may rest."""
+        return dict(self._alive)
+
+    @property
+    def serving(self) -> Mapping[str, Engine]:
+        """The engines that requests go to, by name."""
+        return dict(self._serving)
+
+    @property
+    def in_use(self) -> Mapping[str, Engine]:
+        """Those that serve, and those that rest once their last requests have ended: they need new weights."""
+        return {name: engine for name, engine in self._alive.items() if name in self._serving or self.load[name]}
+
+    def heard_s(self, name: str) -> float:
+        """When an engine of this name last answered a request, or began to, on the loop's clock."""
+        return self._heard_s.get(name, -math.inf)
+
+    def admit(self, name: str, engine: Engine) -> None:
+        """A new engine lives from now on, and serves unless it is to rest."""
+        assert name not in self._alive, f"{name} serves already"
+        self._alive[name] = engine
+        self._coming.discard(name)
+        if name not in self._resting:
+            self._serve(name, engine)
+        self._concurrency.changed()
+        self._change.set()
+
+    def rest(self, name: str) -> None:
+        """No request goes to this one any more, nor to one that replaces it; those that it has may end."""
+        self._resting.add(name)
+        self._serve_no_more(name)
+
+    def serve(self, name: str, engine: Engine) -> None:
+        """This one serves again; it has the weights of the others."""
+        if self._alive.get(name) is engine:
+            self._resting.discard(name)
+            self._serve(name, engine)
+            self.load.woke(name)
+            self._concurrency.changed()
+            self._change.set()
+
+    async def until_idle(self, name: str) -> None:
+        """Return once an engine has no request in flight."""
+        while self.load[name]:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    async def hand_over(self, name: str, count: int | None = None) -> int:
+        """Let requests of an engine go on at the others, those that began last first; all, or at most `count`.
+
+        None where nobody else serves. Returns how many were asked to go; they are on their way then.
+        """
+        engine = self._alive.get(name)
+        if engine is None or self._continuation is None or not (self._serving.keys() - {name}):
+            return 0
+        movable = [ask for ask in self.load.asks(name) if ask.movable and not ask.moving]
+        movable.sort(key=lambda ask: ask.begun_s if ask.begun_s is not None else math.inf, reverse=True)
+        for ask in (going := movable[:count]):
+            ask.moving = True
+        try:
+            await asyncio.gather(*(engine.abort(ask.request_id) for ask in going))
+        except EngineDied as death:
+            self.bury(name, engine, death)
+        return len(going)
+
+    async def level(self) -> None:
+        """Bring all that serve to about the same number of requests, for the sake of one that is new."""
+        if not self._serving:
+            return
+        fair = -(-sum(self.load[name] for name in self._serving) // len(self._serving))
+        over = {name: self.load[name] - fair for name in self._serving}
+        await asyncio.gather(*(self.hand_over(name, surplus) for name, surplus in over.items() if surplus > 0))
+
+    def bury(self, name: str, engine: Engine, death: EngineDied) -> None:
+        """An engine is dead, or as good as dead: whoever waits for its answer waits no more. Many may notice: the first
+        call counts, and none of them harms who came in its place."""
+        if self._alive.get(name) is not engine:
+            return
+        del self._alive[name]
+        self._serve_no_more(name)
+        self._concurrency.forget(name)
+        self._deaths.append(f"{name}: {death}")
+        now_s = asyncio.get_running_loop().time()
+        for wait in self._waits.pop(name, ()):
+            wait.reschedule(now_s)
+        self._events.span(name, "died", now_s, now_s, cause=str(death))
+        if self.on_death is not None and self.on_death(name, death):
+            self._coming.add(name)
+        self.on_change()
+
+    def give_up(self, name: str) -> None:
+        """Nobody will replace this one. If it was the last, requests that wait raise EngineDied."""
+        self._coming.discard(name)
+        self._change.set()
+
+    async def until_served(self) -> None:
+        """Return once an engine serves. Raises EngineDied when none does, none rests, and none is on its way."""
+        if self._serving:
+            return
+        self.load.num_waiting += 1
+        self.on_change()
+        try:
+            while not self._serving:
+                if not self._coming and not self._alive:
+                    first = self._deaths[0] if self._deaths else "there was none to begin with"
+                    raise EngineDied(f"all engines of role {self._role} died; the first: {first}")
+                self._change.clear()
+                await self._change.wait()
+        finally:
+            self.load.num_waiting -= 1
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None] = ignore_first_token,
+    ) -> Completion:
+        """Raises EngineDied only when no engine is left, and none will come; RequestKillsEngines where
+        `max_deaths_per_request` died with this one."""
+        once, begun = _Once(on_first_token), Begun(tuple(prompt_ids), params)
+        deaths: list[int] = []  # by their place in `_deaths`
+        while True:
+            among = await self._until_room(context.priority)
+            name, expected = self._place(among, begun, context.group_id)
+            engine, served = self._serving[name], False
+            try:
+                if deaths:
+                    await engine.abort(NOBODY)  # dead already, it isn't this request that kills it
+                served = True
+                part, moving = await self._generate_on(name, engine, begun, context, once)
+            except EngineDied as death:
+                self.bury(name, engine, death)
+                if served:
+                    deaths.append(self._last_death_of(name))
+                if len(deaths) >= self.max_deaths_per_request and (self._alive or self._coming):
+                    raise self._refusal(context.request_id, deaths) from death
+                continue
+            finally:
+                self._work.give_back(name, expected)
+                self._concurrency.left(name, engine, self.load[name])
+            if moving and part.finish_reason == "abort" and self._continuation is not None:
+                begun.go_on(part, self._continuation)
+                continue
+            whole = begun.whole(part, self._continuation)
+            if whole.finish_reason != "abort":
+                self.load.pace.ended(whole.num_tokens)
+                self._work.ended(whole.num_tokens)
+            return whole
+
+    async def abort(self, request_id: str) -> None:
+        engine = self._alive.get(name := self._where.get(request_id, ""))
+        if engine is None:
+            return
+        for ask in self.load.asks(name):
+            ask.moving = ask.moving and ask.request_id != request_id
+        try:
+            await engine.abort(request_id)
+        except EngineDied as death:
+            self.bury(name, engine, death)
+
+    async def pause(self) -> None:
+        await self._on_all(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        await self._on_all(lambda engine: engine.resume())
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        assert link is None, "each member of a group needs a rank of its own"
+        await self._on_all(lambda engine: engine.begin_weights())
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        await self._on_all(lambda engine: engine.load_bucket(bucket))
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        """The receipt that all engines agree on."""
+        receipts = await self._on_all(lambda engine: engine.commit_weights(version))
+        first, *others = receipts.items()
+        for name, receipt in others:
+            if receipt != first[1]:
+                raise RuntimeError(f"engines {first[0]} and {name} of {self._role} took different weights")
+        return first[1]
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        while True:
+            await self.until_served()
+            engine = self._serving[name := self._work.least()]
+            try:
+                return await engine.score(token_ids)
+            except EngineDied as death:
+                self.bury(name, engine, death)
+
+    def _last_death_of(self, name: str) -> int:
+        return max(place for place, told in enumerate(self._deaths) if told.startswith(f"{name}: "))
+
+    def _refusal(self, request_id: str, deaths: Sequence[int]) -> RequestKillsEngines:
+        """These deaths are put down to the request; others that it took along may be blamed for the same ones."""
+        names = [self._deaths[place].partition(": ")[0] for place in deaths]
+        for place, name in zip(deaths, names, strict=True):
+            if place not in self._blamed and self.on_kills is not None:
+                self.on_kills(name)
+            self._blamed.add(place)
+        last = self._deaths[deaths[-1]]
+        return RequestKillsEngines(
+            f"{request_id} killed {len(names)} engines: {', '.join(names)}; the last one: {last}"
+        )
+
+    def _serve(self, name: str, engine: Engine) -> None:
+        self._serving[name] = engine
+        self._work.came(name)
+
+    def _serve_no_more(self, name: str) -> None:
+        self._serving.pop(name, None)
+        self._work.went(name)
+
+    async def _until_room(self, priority: int) -> Collection[str] | None:
+        """Engines that serve and may take a request now, once there are any; None: all that serve. Raises as
+        `until_served`."""
+        while True:
+            await self.until_served()
+            if not self._concurrency.limits_anybody:
+                return None
+            if names := [name for name in self._serving if self._concurrency.has_room(name, self.load[name])]:
+                return names
+            self.load.num_waiting += 1
+            try:
+                await self._concurrency.turn(priority)
+            finally:
+                self.load.num_waiting -= 1
+
+    def _place(self, among: Collection[str] | None, begun: Begun, group_id: str) -> tuple[str, float]:
+        """Which of these is asked, and the tokens that this is expected to cost it."""
+        if begun.moved:
+            return self._work.place_anywhere(begun.prompt_ids, begun.params, among)
+        return self._work.place(group_id, begun.prompt_ids, begun.params, among)
+
+    async def _generate_on(
+        self, name: str, engine: Engine, begun: Begun, context: RequestContext, once: _Once
+    ) -> tuple[Completion, bool]:
+        """What the engine sampled, and whether the rest is to go on elsewhere."""
+        start_s = asyncio.get_running_loop().time()
+        ask = self.load.take(name, context.request_id, can_be_continued(begun.params), begun.num_sampled)
+        self._where[context.request_id] = name
+        num_tokens: int | None = None
+
+        def on_first_token() -> None:
+            self.load.began(name, ask)
+            self._heard_s[name] = asyncio.get_running_loop().time()
+            once()
+
+        told = replace(context, num_sampled=begun.num_sampled) if begun.num_sampled else context
+        waits = self._waits[name]
+        try:
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                part = await engine.generate(begun.prompt_ids, begun.params, told, on_first_token)
+            num_tokens = part.num_tokens
+            self._heard_s[name] = asyncio.get_running_loop().time()
+        except TimeoutError as error:
+            if wait.expired():
+                raise EngineDied(self._deaths[self._last_death_of(name)].partition(": ")[2]) from error
+            raise
+        finally:
+            waits.discard(wait)
+            self.load.ended(name, ask, num_tokens)
+            self._where.pop(context.request_id, None)
+            if not self.load[name]:
+                self._emptied.set()
+                self.on_change()
+        end_s = asyncio.get_running_loop().time()
+        seen: dict[str, str | int | float] = {"request": context.request_id, "num_tokens": num_tokens}
+        if ask.begun_s is not None:
+            seen["first_token_s"] = round(ask.begun_s - start_s, 6)  # after the start
+        self._events.span(name, context.role, start_s, end_s, **seen)
+        return part, ask.moving
+
+    async def _on_all(self, ask: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
+        """Ask every living engine; those that die meanwhile are left out, as long as one answers."""
+        answers: dict[str, T] = {}
+
+        async def ask_one(name: str, engine: Engine) -> None:
+            try:
+                answers[name] = await ask(engine)
+            except EngineDied as death:
+                self.bury(name, engine, death)
+
+        while not answers:
+            await self.until_served()
+            await asyncio.gather(*(ask_one(name, engine) for name, engine in self.alive.items()))
+        return answers
+
+
+class _Once:
+    """A retried request has two first tokens; the caller hears of one."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._told = False
+
+    def __call__(self) -> None:
+        if not self._told:
+            self._told = True
+            self._tell()

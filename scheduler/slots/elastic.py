@@ -1,0 +1,333 @@
+"""Elastic pools: slots that serve now one role, now another. Carries out what balance.py decides; it decides nothing.
+
+A slot holds an engine for each role of its pool and serves one of them. A move from A to B:
+
+    A takes no new requests on it -> what it has goes on at A's other engines, or ends here -> A sleeps, if it can
+    -> B wakes -> B is brought to the weights that its role serves -> B takes requests, and its share of those in flight
+
+Or A and B are what two roles see of one engine (swap.py): then none sleeps, and B's weights take the place of A's.
+
+All on the event loop's clock. Routers send the requests; this room only says who serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
+
+from models.types import Engine, EngineDied
+from scheduler.clock import ActiveClock
+from scheduler.events import EventSink, NoEvents
+from scheduler.routing.router import Router
+from scheduler.slots.balance import NEVER_S, BalanceConfig, Move, Pool, RoleBacklog, Slot, decide
+from scheduler.slots.health import BringCurrent, need_no_weights
+from scheduler.slots.sleep import SleepingEngine, lull
+from scheduler.weights.weight_push import SyncReport
+
+log = logging.getLogger(__name__)
+
+LEAVE_DEADLINE_S = 60.0  # of an engine to let its requests go, to fall asleep, to wake: no work is done in it
+LEAST_COST_S = 0.05  # moved requests are prefilled again, which the measure doesn't see
+COST_MEMORY = 0.7  # of what earlier switches took, in the estimate of the next one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticRole:
+    """One role of an elastic pool.
+
+    router:         sends its requests; it starts with all engines serving, and with all slots' engines in it.
+    bring_current:  what a newcomer needs before its first request.
+    max_rows:       of one engine.
+    sleeps:         its engines share a device's memory: whoever doesn't serve gives it back.
+    nothing_pushed: within it no engine of the role is pushed to.
+    memory_still:   within it no learner on these devices takes memory: vLLM's sleep fails where less is free after it.
+    """
+
+    router: Router
+    bring_current: BringCurrent = need_no_weights
+    max_rows: int = 1 << 30
+    sleeps: bool = False
+    nothing_pushed: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
+    memory_still: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
+
+
+class ElasticPool:
+    """The slots of a pool. `run` never returns; before it runs, slots stay as they are."""
+
+    def __init__(
+        self,
+        name: str,
+        slots: Mapping[str, Mapping[str, str]],
+        roles: Mapping[str, ElasticRole],
+        config: BalanceConfig,
+        events: EventSink | None = None,
+        *,
+        swaps: bool = False,
+    ) -> None:
+        """slots: slot -> role -> the name of its engine. roles: in the order in which work goes through them; all slots
+        begin with the first one. swaps: the roles of a slot see one engine, which has the weights of one of them."""
+        self.name = name
+        self.moves: Counter[str] = Counter()  # "policy->grm" -> how many
+        self._engines = slots
+        self._roles = roles
+        self._config = config
+        self._events = events or NoEvents()
+        self._swaps = swaps
+        first = next(iter(roles))
+        self._serves = dict.fromkeys(slots, first)  # or will, once its move is done
+        self._moving: set[str] = set()
+        self._levelling: set[str] = set()  # roles whose requests are being spread
+        self._settled = asyncio.Event()  # a move ended
+        self._news = asyncio.Event()
+        self._switch_s: dict[tuple[str, str], float] = {}
+        self._clocks: dict[str, list[ActiveClock]] = {role: [] for role in roles}
+        self._standing: dict[str, ExitStack] = {}  # roles without a slot -> their clocks, which stand still
+        for role, elastic in roles.items():
+            elastic.router.on_change = self._news.set
+            for slot in slots if role != first else ():
+                elastic.router.rest(slots[slot][role])
+
+    @property
+    def slots_by_role(self) -> dict[str, int]:
+        """How many serve each role, or are on their way to it."""
+        counts = Counter(self._serves.values())
+        return {role: counts[role] for role in self._roles}
+
+    def stops(self, role: str, clock: ActiveClock) -> None:
+        """From now on this clock stands still while no slot serves the role."""
+        self._clocks[role].append(clock)
+        self._standing.pop(role, ExitStack()).close()
+        self._tell_clocks()
+
+    async def run(self) -> None:
+        """Look, move, wait for news. Raises what a move failed of, deaths aside."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    while (move := decide(view := self.view())) is not None:
+                        self._begin(move)
+                        tasks.create_task(self._carry_out(move))
+                    for role in self._uneven(view):
+                        tasks.create_task(self._level(role))
+                    await self._until_news()
+        except BaseExceptionGroup as crashes:
+            raise crashes.exceptions[0] from None
+
+    async def bring_current(self, role: str, name: str, engine: Engine, admit: Callable[[], None]) -> None:
+        """For who replaces dead engines: one whose slot serves another role lives on, and rests."""
+        slot = next(slot for slot, engines in self._engines.items() if engines[role] == name)
+        elastic = self._roles[role]
+
+        def admit_and_serve() -> None:
+            admit()
+            if self._serves[slot] == role and (self._swaps or slot not in self._moving):  # it may have gone meanwhile
+                elastic.router.serve(name, engine)
+                self._tell_clocks()
+
+        await self._until_settled(slot)
+        if self._serves[slot] != role:
+            admit()
+        else:
+            async with self._held(slot) if self._swaps else nullcontext():  # no other role's weights come between
+                await elastic.bring_current(name, engine, admit_and_serve)
+        await self._until_settled(slot)
+        if self._serves[slot] != role:
+            async with self._held(slot):
+                await self._let_go(elastic, name, engine)
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def view(self) -> Pool:
+        """The pool as the rules see it at this moment."""
+        backlogs = {role: elastic.router.load.backlog(elastic.max_rows) for role, elastic in self._roles.items()}
+        slots = [self._slot(slot, backlogs) for slot in self._engines]
+        return Pool(roles=backlogs, slots=slots, cost_s=self._cost_s, hysteresis=self._config.hysteresis)
+
+    def _slot(self, slot: str, backlogs: Mapping[str, RoleBacklog]) -> Slot:
+        role, engines = self._serves[slot], self._engines[slot]
+        router, backlog = self._roles[role].router, backlogs[role]
+        if slot in self._moving:
+            return Slot(name=slot, role=role, able=frozenset({role}))
+        able = frozenset(other for other, elastic in self._roles.items() if engines[other] in elastic.router.alive)
+        stays = not self._config.hand_over and router.load[engines[role]]
+        return Slot(
+            name=slot,
+            role=role,
+            able=able,
+            idle_s=router.load.idle_s(engines[role]),
+            drain_s=backlog.longest * (backlog.step_s + backlog.row_s) if stays else 0.0,
+        )
+
+    def _cost_s(self, source: str, target: str) -> float:
+        cost_s = max(self._switch_s.get((source, target), self._config.switch_s), LEAST_COST_S)
+        if self._roles[target].bring_current is need_no_weights:
+            return cost_s
+        # Newcomers catch up one after another, and a push of the learner's waits behind them.
+        return cost_s * (1 + sum(self._serves[slot] == target for slot in self._moving))
+
+    def _uneven(self, view: Pool) -> set[str]:
+        """Roles of which one slot has idled for as long as a move costs, and another one has requests to spare: the
+        rules reckon with work that is spread evenly."""
+        idle = {slot.role for slot in view.slots if slot.idle_s >= self._patience_s(slot)}
+        return {role for role in idle - self._levelling if self._config.hand_over and spare(self._roles[role].router)}
+
+    def _patience_s(self, slot: Slot) -> float:
+        return min((self._cost_s(slot.role, other) for other in slot.able - {slot.role}), default=LEAST_COST_S)
+
+    async def _level(self, role: str) -> None:
+        """Spread a role's requests; what is left over goes to idle slots one by one."""
+        router = self._roles[role].router
+        self._levelling.add(role)
+        try:
+            await router.level()
+            for _ in range(sum(not router.load[name] for name in router.serving)):
+                if (crowded := spare(router)) is not None:
+                    await router.hand_over(crowded, 1)
+        finally:
+            self._levelling.discard(role)
+
+    # -- moving --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, move: Move) -> None:
+        gain = f"gain {move.gain_s:.3g} s" if move.gain_s < NEVER_S / 2 else "the only way"
+        log.info("%s %s: %s -> %s (%s, cost %.3g s): %s", self.name, move.slot, move.source, move.target,
+                 gain, move.cost_s, move.reason)  # fmt: skip
+        self._moving.add(move.slot)
+        self._serves[move.slot] = move.target
+        self._roles[move.source].router.rest(self._engines[move.slot][move.source])
+        self._tell_clocks()
+
+    async def _carry_out(self, move: Move) -> None:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        try:
+            cost_s = await self._leave(move) + await self._enter(move)
+        except EngineDied as death:
+            # The slot is the target's all the same: there its replacement will serve.
+            log.warning("%s %s: %s", self.name, move.slot, death)
+            return
+        finally:
+            self._settle(move.slot)
+            self._tell_clocks()
+        self._learn_cost(move, cost_s)
+        self.moves[f"{move.source}->{move.target}"] += 1
+        self._events.span(f"{self.name} {move.slot}", f"switch {move.source}->{move.target}", started_s, clock(),
+                          cost_s=round(cost_s, 4), gain_s=round(move.gain_s, 4), reason=move.reason)  # fmt: skip
+        if self._config.hand_over:
+            await self._level(move.target)
+
+    async def _leave(self, move: Move) -> float:
+        """The slot's engine of the old role has no requests any more, and is let go. Returns the seconds of the
+        latter."""
+        elastic, name = self._roles[move.source], self._engines[move.slot][move.source]
+        if self._config.hand_over:
+            with suppress(EngineDied):  # it has no requests any more then
+                async with _in_time(elastic.router, name, "let its requests go"):
+                    await elastic.router.hand_over(name)
+        await elastic.router.until_idle(name)
+        engine, clock = elastic.router.alive.get(name), asyncio.get_running_loop().time
+        left_s = clock()
+        if engine is not None:
+            await self._let_go(elastic, name, engine)
+        return clock() - left_s
+
+    async def _let_go(self, elastic: ElasticRole, name: str, engine: Engine) -> None:
+        """An engine that doesn't serve any more sleeps, if it can; one that dies of it frees its memory as well. A push
+        that runs may have it among its engines: it ends first."""
+        sleeper = engine if elastic.sleeps and isinstance(engine, SleepingEngine) else None
+        if sleeper is None and not self._swaps:
+            return
+        try:
+            async with elastic.nothing_pushed():
+                if sleeper is not None:
+                    async with elastic.memory_still(), _in_time(elastic.router, name, "fall asleep"):
+                        await lull(name, sleeper)
+        except EngineDied as death:
+            elastic.router.bury(name, engine, death)
+
+    async def _enter(self, move: Move) -> float:
+        """The slot's engine of the new role is awake, current and serves. Returns the seconds that this took, less
+        those of waiting for a learner that is between a step and its push."""
+        elastic, name = self._roles[move.target], self._engines[move.slot][move.target]
+        if (engine := elastic.router.alive.get(name)) is None:
+            raise EngineDied(f"{name} died before its slot came to it")
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        try:
+            if elastic.sleeps and isinstance(engine, SleepingEngine):
+                async with _in_time(elastic.router, name, "wake up"):
+                    await engine.wake()
+                    await engine.resume()
+            awake_s = clock()
+            report = await elastic.bring_current(name, engine, lambda: elastic.router.serve(name, engine))
+        except EngineDied as death:
+            elastic.router.bury(name, engine, death)
+            raise
+        loaded_s = report.seconds if isinstance(report, SyncReport) else clock() - awake_s
+        return awake_s - began_s + loaded_s
+
+    @asynccontextmanager
+    async def _held(self, slot: str) -> AsyncIterator[None]:
+        """Within it the slot doesn't move."""
+        self._moving.add(slot)
+        try:
+            yield
+        finally:
+            self._settle(slot)
+
+    def _settle(self, slot: str) -> None:
+        self._moving.discard(slot)
+        self._settled.set()
+        self._news.set()
+
+    async def _until_settled(self, slot: str) -> None:
+        while slot in self._moving:
+            self._settled.clear()
+            await self._settled.wait()
+
+    def _tell_clocks(self) -> None:
+        for role, elastic in self._roles.items():
+            if elastic.router.serving:
+                self._standing.pop(role, ExitStack()).close()
+            elif role not in self._standing:
+                self._standing[role] = ExitStack()
+                for clock in self._clocks[role]:
+                    self._standing[role].enter_context(clock.paused())
+
+    def _learn_cost(self, move: Move, cost_s: float) -> None:
+        way = move.source, move.target
+        before_s = self._switch_s.get(way, cost_s)
+        self._switch_s[way] = COST_MEMORY * before_s + (1 - COST_MEMORY) * cost_s
+
+    async def _until_news(self) -> None:
+        """Somebody waits for an engine, or an engine has run dry; or it is time to look again."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.every_s):
+                await self._news.wait()
+        self._news.clear()
+
+
+@asynccontextmanager
+async def _in_time(router: Router, name: str, what: str) -> AsyncIterator[None]:
+    """An engine that takes too long for this hangs: it is buried. Raises EngineDied then."""
+    engine = router.alive.get(name)
+    try:
+        async with asyncio.timeout(LEAVE_DEADLINE_S) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired() or engine is None:
+            raise
+        death = EngineDied(f"it hangs: it did not {what} within {LEAVE_DEADLINE_S:g} s")
+        router.bury(name, engine, death)
+        raise death from None
+
+
+def spare(router: Router) -> str | None:
+    """The engine with most requests, if it has several and one of them could go on elsewhere."""
+    name = max(router.serving, key=router.load.__getitem__, default=None)
+    staying = [ask for ask in router.load.asks(name) if not ask.moving] if name is not None else []
+    return name if len(staying) > 1 and any(ask.movable for ask in staying) else None

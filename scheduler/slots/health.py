@@ -1,0 +1,305 @@
+"""Replaces dead engines of a role, within the run. Starts no process itself, moves no weights.
+
+    HEALTHY -> (it dies) -> DEAD -> STARTING -> STALE -> HEALTHY
+                             ^          |         |
+                             +----------+---------+  a try that failed; after the last one LOST
+
+STALE: it has the weights of its files and serves nobody, until it is brought to those of the others (policy) or needs
+no other (judge). What it held goes elsewhere meanwhile, or waits: the router sees to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Set
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from models.types import Engine, EngineDied
+from scheduler.clock import ActiveClock
+from scheduler.events import EventSink, NoEvents
+from scheduler.routing.router import NOBODY, Router
+from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite
+from scheduler.weights.weight_push import LEARNER, EngineLost, SyncReport, WeightSyncTimeout
+from scheduler.weights.weight_sync import NoEngines, WeightSync
+
+log = logging.getLogger(__name__)
+
+LOOK_TIMEOUT_S = 5.0  # one that is busy for longer isn't dead; whether it hangs is told by many such looks
+RETRY_AFTER_S = 2.0  # what the last try held may still be on its way out
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """How many dead engines are replaced, and how soon a death is noticed that no request met."""
+
+    max_replacements: int = 3  # tries by engine within replacement_window_s; 0: a dead engine stays dead
+    replacement_window_s: float = 3600.0
+    max_deaths_per_request: int = 2  # engines that die with one request before it is refused, as their killer
+    check_every_s: float = 5.0  # between two looks at engines that nobody asks for anything
+    hung_after_s: float = 120.0  # of answering neither a look nor a request: as good as dead
+    start_deadline_s: float = 600.0  # until a replacement has its process and its model
+
+    def __post_init__(self) -> None:
+        if self.max_replacements < 0:
+            raise ValueError(f"max_replacements: must be 0 or more, got {self.max_replacements}")
+        if self.max_deaths_per_request < 1:
+            raise ValueError(f"max_deaths_per_request: must be at least 1, got {self.max_deaths_per_request}")
+        for key in ("replacement_window_s", "check_every_s", "hung_after_s", "start_deadline_s"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+
+
+class State(enum.Enum):
+    """What an engine is fit for. Only HEALTHY ones serve."""
+
+    HEALTHY = "healthy"
+    DEAD = "dead"
+    STARTING = "starting"
+    STALE = "stale"
+    LOST = "lost"
+
+
+Restart = Callable[[str], Awaitable[Engine]]  # an engine's name -> a new one on its seat, what was left of it ended
+# (name, engine, admit): bring an engine to the weights that the role serves, and call `admit` when it has them.
+BringCurrent = Callable[[str, Engine, Callable[[], None]], Awaitable[object]]
+
+
+async def need_no_weights(name: str, engine: Engine, admit: Callable[[], None]) -> None:
+    """Of roles that serve the weights of their files."""
+    admit()
+
+
+class RoleHealth:
+    """Watches the engines of one role, as long as `run` runs."""
+
+    def __init__(
+        self,
+        role: str,
+        router: Router,
+        restart: Restart,
+        config: HealthConfig,
+        bring_current: BringCurrent = need_no_weights,
+        events: EventSink | None = None,
+    ) -> None:
+        self.role = role
+        self.num_replaced = 0
+        self.states = dict.fromkeys(router.alive, State.HEALTHY)
+        self._router = router
+        self._restart = restart
+        self._config = config
+        self._bring_current = bring_current
+        self._events = events or NoEvents()
+        self._tries_s: dict[str, list[float]] = {name: [] for name in router.alive}  # when, by engine
+        self._since_s: dict[str, float] = {}
+        self._silent: dict[str, tuple[Engine, float]] = {}  # since when an engine answers no look
+        self._dead: asyncio.Queue[str] = asyncio.Queue()
+        self._clocks: list[ActiveClock] = []
+        self._outage: ExitStack | None = None  # clocks that stand still
+        router.on_death = self._hear
+        router.on_kills = self._forgive
+        router.max_deaths_per_request = config.max_deaths_per_request
+
+    @property
+    def is_out(self) -> bool:
+        """No engine lives, and one is on its way."""
+        states = self.states.values()
+        return State.HEALTHY not in states and any(state is not State.LOST for state in states)
+
+    def stops(self, clock: ActiveClock) -> None:
+        """From now on this clock stands still while the role is out."""
+        self._clocks.append(clock)
+
+    async def run(self) -> None:
+        """Look after the dead, and for them; never returns. Raises what no replacement can mend."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._look_around())
+                while True:
+                    tasks.create_task(self._replace(await self._dead.get()))
+        except BaseExceptionGroup as crashes:
+            raise crashes.exceptions[0] from None
+
+    def _hear(self, name: str, death: EngineDied) -> bool:
+        """From the router. Will there be a replacement?"""
+        log.warning("%s died: %s", name, death)
+        self._enter(name, State.DEAD)
+        if not self._may_try(name):
+            self._lose(name)
+            return False
+        self._dead.put_nowait(name)
+        return True
+
+    def _forgive(self, name: str) -> None:
+        """A request killed it: that says nothing about the engine."""
+        log.warning("a death of %s is put down to a request and uses up no replacement", name)
+        if tries := self._tries_s[name]:
+            tries.pop()
+
+    def _may_try(self, name: str) -> bool:
+        """Is there a try left for this engine? It is taken then."""
+        now_s = asyncio.get_running_loop().time()
+        tries = self._tries_s.setdefault(name, [])
+        tries[:] = [at_s for at_s in tries if now_s - at_s < self._config.replacement_window_s]
+        if len(tries) >= self._config.max_replacements:
+            return False
+        tries.append(now_s)
+        return True
+
+    async def _replace(self, name: str) -> None:
+        """From DEAD to HEALTHY, or LOST. The first try is counted already."""
+        while (failure := await self._try(name)) is not None:
+            log.warning("%s could not be replaced (try %d of %d): %s", name, len(self._tries_s[name]),
+                        self._config.max_replacements, failure)  # fmt: skip
+            self._enter(name, State.DEAD)
+            if not self._may_try(name):
+                self._lose(name)
+                self._router.give_up(name)
+                return
+            await asyncio.sleep(RETRY_AFTER_S)
+
+    async def _try(self, name: str) -> Exception | None:
+        """One replacement; what it failed of, if it did. Wrong weights are no failure to try again after."""
+        try:
+            self._enter(name, State.STARTING)
+            async with asyncio.timeout(self._config.start_deadline_s):
+                engine = await self._restart(name)
+            self._enter(name, State.STALE)
+            await self._bring_current(name, engine, lambda: self._admit(name, engine))
+        except (WeightMismatch, WeightsNotFinite):
+            raise
+        except Exception as failure:
+            return failure
+        return None
+
+    def _admit(self, name: str, engine: Engine) -> None:
+        self._enter(name, State.HEALTHY)
+        self.num_replaced += 1
+        self._router.admit(name, engine)
+
+    def _lose(self, name: str) -> None:
+        self._enter(name, State.LOST)
+        log.warning("%s is not replaced: its health.max_replacements=%d tries in %.0f s are used up", name,
+                    self._config.max_replacements, self._config.replacement_window_s)  # fmt: skip
+
+    def _enter(self, name: str, state: State) -> None:
+        """The state that ends becomes a span of the engine's lane; health itself is no news."""
+        now_s = asyncio.get_running_loop().time()
+        left = self.states[name]
+        if left not in (State.HEALTHY, state):
+            self._events.span(name, left.value, self._since_s[name], now_s, next=state.value)
+        log.info("%s: %s -> %s", name, left.value, state.value)
+        self.states[name], self._since_s[name] = state, now_s
+        self._tell_clocks()
+
+    def _tell_clocks(self) -> None:
+        if self.is_out and self._outage is None:
+            self._outage = ExitStack()
+            for clock in self._clocks:
+                self._outage.enter_context(clock.paused())
+        elif not self.is_out and self._outage is not None:
+            self._outage.close()
+            self._outage = None
+
+    async def _look_around(self) -> None:
+        """An engine that nobody asks for anything may be dead as well, and one that is asked may hang."""
+        while True:
+            await asyncio.sleep(self._config.check_every_s)
+            engines, looked_s = self._router.alive, asyncio.get_running_loop().time()
+            look = await look_at(engines)
+            for name, death in (look.dead | self._hung(engines, look.silent, looked_s)).items():
+                self._router.bury(name, engines[name], death)
+
+    def _hung(self, engines: Mapping[str, Engine], silent: Set[str], looked_s: float) -> dict[str, EngineDied]:
+        """Those that have answered neither look nor request for too long."""
+        before, self._silent = self._silent, {}
+        hung: dict[str, EngineDied] = {}
+        for name in silent:
+            engine, since_s = before.get(name, (engines[name], looked_s))
+            if engine is not engines[name] or self._router.heard_s(name) > since_s:
+                since_s = looked_s
+            self._silent[name] = engines[name], since_s
+            silent_s = asyncio.get_running_loop().time() - since_s
+            if silent_s >= self._config.hung_after_s:
+                hung[name] = EngineDied(f"it hangs: it answered nothing for {silent_s:.0f} s")
+        return hung
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a look at engines found: who is dead, and who didn't answer it in time."""
+
+    dead: dict[str, EngineDied]
+    silent: Set[str]
+
+
+async def look_at(engines: Mapping[str, Engine]) -> Look:
+    """An abort of nothing reaches the living."""
+    looks = {name: asyncio.ensure_future(engine.abort(NOBODY)) for name, engine in engines.items()}
+    if not looks:
+        return Look(dead={}, silent=frozenset())
+    try:
+        done, _ = await asyncio.wait(looks.values(), timeout=LOOK_TIMEOUT_S)
+    finally:
+        for look in looks.values():
+            look.cancel()
+    found = {name: look.exception() for name, look in looks.items() if look in done}
+    return Look(
+        dead={name: death for name, death in found.items() if isinstance(death, EngineDied)},
+        silent=looks.keys() - found.keys(),
+    )
+
+
+async def push_to_living(sync: WeightSync, router: Router, version: int) -> SyncReport:
+    """Bring all engines in use to `version`; those that die meanwhile are buried, and the rest is pushed to again.
+
+    Those that hang are buried as well: who answers no look, or not the push that all others took in time. If none is
+    left, or all rest, it waits for one, which gets this version. Raises as `WeightSync.push` does, but EngineDied only
+    when no engine is left and none will come.
+    """
+    while True:
+        await _until_somebody(sync, router)
+        try:
+            return await sync.push(lambda: router.in_use, version)
+        except NoEngines:
+            continue
+        except EngineLost as lost:
+            log.warning("the push of version %d starts over: %s", version, lost)
+            router.bury(lost.name, lost.engine, lost)
+            sync.dismiss(lost.name, lost.engine, lost)
+        except (WeightMismatch, WeightsNotFinite):
+            raise
+        except Exception as failure:  # a death often shows up first as its peers' broken connections, or as silence
+            suspects = {**router.alive, **sync.arrivals}
+            if not (gone := await _gone_among(suspects, failure)):
+                raise
+            log.warning("the push of version %d starts over: %s", version, failure)
+            for name, death in gone.items():
+                router.bury(name, suspects[name], death)
+                sync.dismiss(name, suspects[name], death)
+
+
+async def _gone_among(engines: Mapping[str, Engine], failure: Exception) -> Mapping[str, EngineDied]:
+    """Engines that a push failed of: the dead; where it timed out, those that hang."""
+    look = await look_at(engines)
+    if look.dead or not isinstance(failure, WeightSyncTimeout):
+        return look.dead
+    late = failure.waiting_for & engines.keys()
+    hung = late & look.silent
+    if not hung and late < engines.keys() and LEARNER not in failure.waiting_for:
+        hung = late  # all others are done
+    return {name: EngineDied(f"it hangs: {failure}") for name in hung}
+
+
+async def _until_somebody(sync: WeightSync, router: Router) -> None:
+    """Return once an engine serves, or waits for the push. Raises EngineDied when none will ever."""
+    waits = [asyncio.ensure_future(wait) for wait in (router.until_served(), sync.until_arrival())]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    for wait in done:
+        wait.result()

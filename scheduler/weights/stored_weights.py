@@ -1,0 +1,61 @@
+"""Weights that nobody trains, as a push brings them: each engine reads a model's own files, where it is.
+
+The machine keeps files that were read in its memory (the page cache) as long as there is room: an engine that was
+started from them reads them from there. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from models.types import Engine, GroupLink, ModelFiles, WeightBucket
+from scheduler.weights.weight_push import Push, SyncConfig, SyncReport
+
+VERSION = 0  # of what nobody trains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeights:
+    """A WeightSource that never steps.
+
+    path:     the model's folder, on the machine of every engine.
+    logprobs: of the tokens `probe_ids`, as an engine gives them that was started from these files.
+    """
+
+    path: str
+    probe_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    config: SyncConfig
+
+    async def bring_current(self, name: str, engine: Engine, admit: Callable[[], None]) -> SyncReport:
+        """What a newcomer needs before its first request. Raises as `WeightSync.push` does."""
+        push = Push(self, {name: engine}, VERSION, self.probe_ids, self.config, {name: {}}, frozenset())
+        async with push.deadline():
+            report = await push.run(None, 1, "files")
+        admit()
+        return report
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        yield 0
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        assert tuple(token_ids) == self.probe_ids, "these log-probs aren't known"
+        return self.logprobs
+
+    async def connect(self, link: GroupLink | None) -> None:
+        assert link is None, "files are read, not broadcast"
+
+    async def num_buckets(self) -> int:
+        return 1
+
+    async def num_fixed_buckets(self) -> int:
+        return 0
+
+    async def bucket(self, index: int) -> WeightBucket:
+        return WeightBucket(tensors=(), payload=ModelFiles(path=self.path))
+
+    async def deliver(self, index: int) -> None:
+        raise AssertionError("files are read, not broadcast")

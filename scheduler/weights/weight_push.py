@@ -1,0 +1,290 @@
+"""One push of weights to some engines: stream, confirm, probe. It remembers nothing of other pushes.
+
+    pause all -> begin, and join the group where weights are broadcast
+    -> bucket by bucket: all engines load one while the learner makes the next
+    -> commit -> compare receipts -> resume -> compare a probe
+
+Every step of every engine stands under one deadline, which grows with the bytes that are sent. A push that fails leaves
+its engines paused, on weights that nobody may sample from; a later push starts over and needs no restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar, cast
+
+from models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
+from scheduler.supervise import run_together
+from scheduler.weights.transport import TRANSPORTS
+from scheduler.weights.weight_checks import (
+    WeightMismatch,
+    check_finite,
+    check_probe,
+    check_receipt,
+    num_bytes,
+    probe_bound,
+    span_of,
+)
+
+T = TypeVar("T")
+LEARNER = "learner"
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """How weights travel, how long a push may take, how close the engines must come to the learner on the probe."""
+
+    transport: str = "auto"  # one of TRANSPORTS; auto: by where learner and engines are
+    bucket_mb: int = 0  # of weights that travel at once, two such buckets are held at most; 0: by the model's size
+    delta: bool = False  # send only the buckets that changed since an engine's last receipt, by checksum
+    deadline_s: float = 60.0  # for a push, besides what its bytes take and what a new group takes to meet
+    min_mb_per_s: float = 100.0  # slower than this weights don't travel: bytes add to the deadline at this rate
+    join_s: float = 120.0  # for a new group of broadcasts to meet and connect, which large ones do slowly
+    probe_tokens: int = 64
+    probe_tolerance: float = 1e-3  # in nats, the median over the likelier tokens, where float32 was sent
+    probe_tolerance_16bit: float = 0.25  # where bfloat16 or float16 was sent: the learner scores in its own precision
+    probe_tolerance_quantized: float = 1.0  # where the engine's own options say that it quantises what it gets
+    probe_noise_factor: float = 10.0  # how many times the last push's error a push may have, within the tolerance
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport: unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
+        if self.bucket_mb < 0:
+            raise ValueError(f"bucket_mb: must be 0 (by the model's size) or more, got {self.bucket_mb}")
+        if self.probe_tokens < 2:
+            raise ValueError(
+                f"probe_tokens: must be at least 2 (the first token has no log-prob), got {self.probe_tokens}"
+            )
+        for key in (
+            "deadline_s", "min_mb_per_s", "join_s", "probe_tolerance", "probe_tolerance_16bit",
+            "probe_tolerance_quantized",
+        ):  # fmt: skip
+            if not getattr(self, key) > 0:
+                raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
+        if not self.probe_noise_factor >= 1:
+            raise ValueError(f"probe_noise_factor: must be at least 1, got {self.probe_noise_factor}")
+
+
+class WeightSource(Protocol):
+    """The sender: a learner, or whatever stands for it. All but `held` is asked within a hold, and in this order."""
+
+    def held(self) -> AbstractAsyncContextManager[int]:
+        """Within it the weights stay as they are: no optimizer step, no load; gradients may go on accumulating.
+        Yields the number of optimizer steps so far."""
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs of all tokens but the first under the weights that are sent."""
+        ...
+
+    async def connect(self, link: GroupLink | None) -> None:
+        """Join the group that carries broadcasts, as rank 0; None: there is none. One joined before is kept."""
+        ...
+
+    async def num_buckets(self) -> int: ...
+
+    async def num_fixed_buckets(self) -> int:
+        """The first so many never change: an engine that has them isn't sent them again."""
+        ...
+
+    async def bucket(self, index: int) -> WeightBucket:
+        """Asked for in order, bucket 1 while bucket 0 is loaded. Whatever holds the bytes of bucket i may be reused
+        once bucket i + 2 is asked for, or the hold ends."""
+        ...
+
+    async def deliver(self, index: int) -> None:
+        """Broadcast the tensors of a bucket, in order; asked for while the engines load it. Only of Broadcasts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """A push that succeeded. `probe_error` is the largest over all engines, in nats: see `probe_error`."""
+
+    version: int
+    seconds: float
+    pause_seconds: float
+    num_bytes: int  # of the buckets that at least one engine was sent; each counts once
+    probe_error: float
+    num_skipped_bytes: int = 0  # of the buckets that every engine had already
+    transport: str = "object_store"
+
+
+class WeightSyncTimeout(Exception):
+    """Somebody did not answer within the deadline. `waiting_for`: their names."""
+
+    def __init__(self, message: str, waiting_for: frozenset[str]) -> None:
+        super().__init__(message)
+        self.waiting_for = waiting_for
+
+
+class EngineLost(EngineDied):
+    """An engine died in the midst of a push."""
+
+    def __init__(self, name: str, engine: Engine, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+        self.engine = engine
+
+
+@dataclass(slots=True)
+class Push:
+    """One push under way."""
+
+    source: WeightSource
+    engines: Mapping[str, Engine]
+    version: int
+    probe_ids: Sequence[int]
+    config: SyncConfig
+    known: Mapping[str, Mapping[str, str]]  # engine -> tensor -> checksum: what it need not be sent again
+    have_fixed: frozenset[str]  # engines that have what never changes
+    last_error: float | None = None  # of the probe, after the push before
+    sent: dict[str, dict[str, str]] = field(init=False)
+    confirmed: dict[str, dict[str, str]] = field(init=False)
+    waiting: list[tuple[str, str]] = field(default_factory=list)  # who is doing what
+    dtypes: set[str] = field(default_factory=set)
+    num_bytes: int = 0
+    num_skipped_bytes: int = 0
+    allowed_s: float = field(init=False)
+    _limit: asyncio.Timeout | None = None
+
+    def __post_init__(self) -> None:
+        self.sent = {name: {} for name in self.engines}
+        self.confirmed = {name: {} for name in self.engines}
+        self.allowed_s = self.config.deadline_s
+
+    @asynccontextmanager
+    async def deadline(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self.allowed_s) as limit:
+                self._limit = limit
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise WeightSyncTimeout(
+                f"weights of version {self.version} did not arrive within {self.allowed_s:g} s; waiting for "
+                + "; ".join(f"{who} {what}" for who, what in self.waiting),
+                frozenset(who for who, _ in self.waiting),
+            ) from None
+
+    def allow(self, seconds: float) -> None:
+        """So much more, for work that the deadline itself isn't for."""
+        self.allowed_s += seconds
+        if self._limit is not None and (ends := self._limit.when()) is not None:
+            self._limit.reschedule(ends + seconds)
+
+    async def run(self, link: GroupLink | None, ranks_per_engine: int, transport: str) -> SyncReport:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        expected = await self.step(LEARNER, "to score the probe", self.source.score(self.probe_ids))
+        check_finite(expected, self.version)
+        await self._on_engines("to pause", lambda engine: engine.pause())
+        paused_s = clock()
+        await self._begin(link, ranks_per_engine)
+        await self._stream()
+        await self._commit()
+        await self._on_engines("to resume", lambda engine: engine.resume())
+        resumed_s = clock()
+        probe_error = await self._probe(expected)
+        return SyncReport(
+            version=self.version,
+            seconds=clock() - started_s,
+            pause_seconds=resumed_s - paused_s,
+            num_bytes=self.num_bytes,
+            probe_error=probe_error,
+            num_skipped_bytes=self.num_skipped_bytes,
+            transport=transport,
+        )
+
+    async def step(self, who: str, what: str, work: Awaitable[T]) -> T:
+        """Keep on record who is busy with what, for the timeout's message; an interrupted step stays on it."""
+        self.waiting.append((who, what))
+        try:
+            result = await work
+        except EngineDied as death:
+            raise EngineLost(who, self.engines[who], f"{who} died while it was asked {what}: {death}") from death
+        self.waiting.remove((who, what))
+        return result
+
+    async def _begin(self, link: GroupLink | None, ranks_per_engine: int) -> None:
+        """Who joins a group waits for all others: the engines and the sender join at the same time."""
+        begins = {}
+        for place, (name, engine) in enumerate(self.engines.items()):
+            own = replace(link, rank=1 + place * ranks_per_engine) if link else None
+            begins[name] = self.step(name, "to begin", engine.begin_weights(own))
+        await run_together(**begins, learner=self.step(LEARNER, "to begin", self.source.connect(link)))
+
+    async def _stream(self) -> None:
+        """All engines load a bucket while the learner makes the next one: two are held at most."""
+        number = await self.step(LEARNER, "to count its buckets", self.source.num_buckets())
+        num_fixed = await self.step(LEARNER, "to count its fixed buckets", self.source.num_fixed_buckets())
+        first = num_fixed if self.have_fixed >= self.engines.keys() else 0
+        bucket = await self._bucket(first) if first < number else None
+        for index in range(first, number):
+            assert bucket is not None
+            work = self._moves(index, bucket, self.have_fixed if index < num_fixed else frozenset())
+            if index + 1 < number:
+                work["the next bucket"] = self._bucket(index + 1)
+            answers = await run_together(**work)
+            bucket = cast(WeightBucket | None, answers.get("the next bucket"))
+
+    async def _bucket(self, index: int) -> WeightBucket:
+        return await self.step(LEARNER, f"to send bucket {index}", self.source.bucket(index))
+
+    def _moves(
+        self, index: int, bucket: WeightBucket, have_it: Set[str]
+    ) -> dict[str, Coroutine[object, object, object]]:
+        """A bucket on its way to the engines that lack it."""
+        checksums = {tensor.name: tensor.checksum for tensor in bucket.tensors}
+        size = sum(map(num_bytes, bucket.tensors))
+        self.dtypes |= {tensor.dtype for tensor in bucket.tensors}
+        takers = [name for name, known in self.known.items() if name not in have_it and not _holds(known, checksums)]
+        if takers and isinstance(bucket.payload, Broadcast):
+            takers = list(self.engines)  # it reaches the whole group
+        for name in self.engines:
+            (self.sent if name in takers else self.confirmed)[name] |= checksums
+        if not takers:
+            self.num_skipped_bytes += size
+            return {}
+        self.num_bytes += size
+        copies = 1 if isinstance(bucket.payload, Broadcast) else len(takers)
+        self.allow(size * copies / (self.config.min_mb_per_s * 1e6))
+        what = f"bucket {index} ({span_of(bucket)})"
+        work: dict[str, Coroutine[object, object, object]] = {}
+        if isinstance(bucket.payload, Broadcast):
+            work["the sender"] = self.step(LEARNER, f"to broadcast {what}", self.source.deliver(index))
+        for name in takers:
+            work[name] = self.step(name, f"to load {what}", self.engines[name].load_bucket(bucket))
+        return work
+
+    async def _commit(self) -> None:
+        receipts = await self._on_engines("to commit", lambda engine: engine.commit_weights(self.version))
+        for name, receipt in receipts.items():
+            check_receipt(name, self.version, self.sent[name], receipt)
+            self.confirmed[name] |= {tensor: checksum for tensor, checksum in receipt.checksums.items() if checksum}
+
+    async def _probe(self, expected: Sequence[float]) -> float:
+        """The largest error over all engines. On a mismatch they are paused again: nobody may sample from them."""
+        config = self.config
+        tolerance = config.probe_tolerance if self.dtypes <= {"float32"} else config.probe_tolerance_16bit
+        tolerance = probe_bound(tolerance, self.last_error, config.probe_noise_factor)
+        scores = await self._on_engines("to score the probe", lambda engine: engine.score(self.probe_ids))
+        try:
+            return max(check_probe(name, self.version, expected, scored, tolerance) for name, scored in scores.items())
+        except WeightMismatch:
+            with suppress(EngineDied):
+                await self._on_engines("to pause", lambda engine: engine.pause())
+            raise
+
+    async def _on_engines(self, what: str, ask: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
+        """All engines at once; the first failure ends the step for all."""
+        return await run_together(**{name: self.step(name, what, ask(engine)) for name, engine in self.engines.items()})
+
+
+def _holds(known: Mapping[str, str], checksums: Mapping[str, str]) -> bool:
+    """Does an engine have all of a bucket already? What isn't named, or not hashed on both ends, is never known."""
+    return bool(checksums) and all(checksum and known.get(name) == checksum for name, checksum in checksums.items())

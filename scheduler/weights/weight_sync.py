@@ -1,0 +1,214 @@
+"""The pushes of a learner to its engines, one at a time: who needs what, and who comes late. Knows no tensors.
+
+A push holds the learner still, and brings every engine to its weights (see weight_push.py). An engine that is new
+catches up with the last push or, where the learner has stepped since, waits for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from models.types import Engine, EngineDied, GroupLink
+from scheduler.weights.transport import BROADCASTS
+from scheduler.weights.weight_push import LEARNER, Push, SyncConfig, SyncReport, WeightSource
+
+# Of the deadline: a broadcast whose peer is gone must end before the next push, which would queue behind it.
+GROUP_TIMEOUT_SHARE = 1 / 3
+
+
+class NoEngines(Exception):
+    """There was nobody to push to, and nobody waiting."""
+
+
+Engines = Callable[[], Mapping[str, Engine]]
+NewAddress = Callable[[], Awaitable[tuple[str, int]]]  # of the sender's machine, with a port that is free there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrival:
+    """A new engine that waits for the next push."""
+
+    engine: Engine
+    admit: Callable[[], None]
+    current: asyncio.Future[SyncReport]
+
+
+class WeightSync:
+    """The pushes of one learner to its engines, one at a time. What it remembers: the last push, the group that
+    carries broadcasts, and what each engine confirmed."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        probe_ids: Sequence[int],
+        config: SyncConfig,
+        *,
+        transport: str = "object_store",
+        ranks_per_engine: int = 1,
+        new_address: NewAddress | None = None,
+    ) -> None:
+        """`transport` is what `sync.transport` came to; a broadcast needs `new_address`."""
+        assert transport not in BROADCASTS or new_address is not None, f"{transport}: nobody says where to meet"
+        self._source = source
+        self._probe_ids = tuple(probe_ids)
+        self._config = config
+        self._transport = transport
+        self._ranks_per_engine = ranks_per_engine
+        self._new_address = new_address
+        self._turn = asyncio.Lock()
+        self._last: tuple[int, int] | None = None  # version and optimizer steps of the last push
+        self._arrivals: dict[str, _Arrival] = {}
+        self._arrived = asyncio.Event()
+        self._confirmed: dict[str, tuple[Engine, dict[str, str]]] = {}
+        self._versions: dict[str, tuple[Engine, int]] = {}  # that engines are at
+        self._members: list[Engine] = []  # of the group
+        self._link: GroupLink | None = None
+        self._probe_error: float | None = None  # of the last push
+
+    async def push(self, engines: Engines, version: int) -> SyncReport:
+        """Bring all engines, and those that wait to catch up, to `version`. `engines` is asked once it is our turn.
+
+        Raises WeightMismatch, WeightsNotFinite, WeightSyncTimeout, or EngineLost, naming the engine.
+        """
+        async with self._turn:
+            arrivals = dict(self._arrivals)
+            everyone = {**engines(), **self.arrivals}
+            if not everyone:
+                raise NoEngines(f"version {version} has no engine to go to")
+            push = self._begin(everyone, version)
+            async with push.deadline(), AsyncExitStack() as hold:
+                steps = await push.step(LEARNER, "to hold still", hold.enter_async_context(self._source.held()))
+                report = await self._run(push)
+            self._last = (version, steps)
+            for name, arrival in arrivals.items():
+                if self._arrivals.pop(name, None) is not None and not arrival.current.done():
+                    arrival.admit()
+                    arrival.current.set_result(report)
+            return report
+
+    async def catch_up(self, name: str, engine: Engine, admit: Callable[[], None], *, anew: bool = False) -> SyncReport:
+        """Bring a new engine, or one that rested, to the version of the last push; if the learner has stepped since,
+        the next push does.
+
+        `admit` is called in the very moment when the engine is current, so that no later push misses it. `anew`: what
+        it was sent before may be gone, with its place in a group. Raises as `push` does; the other engines don't
+        notice.
+        """
+        async with self._turn:
+            if anew:
+                self._confirmed.pop(name, None)
+                self._versions.pop(name, None)
+                self._link = None
+            if anew and self._last is None:  # nobody was sent anything yet: it is as good as the others
+                admit()
+                return nothing_sent(0, self._transport)
+            # Without a deadline: the hold waits for an optimizer step, however long that takes.
+            async with self._source.held() as steps:
+                if self._last is not None and self._last[1] == steps:
+                    if self._versions.get(name) == (engine, self._last[0]):
+                        admit()
+                        return nothing_sent(self._last[0], self._transport)
+                    push = self._begin({name: engine}, self._last[0])
+                    async with push.deadline():
+                        report = await self._run(push)
+                    admit()
+                    return report
+            arrival = _Arrival(engine=engine, admit=admit, current=asyncio.get_running_loop().create_future())
+            self._arrivals[name] = arrival
+            self._arrived.set()
+        try:
+            return await arrival.current
+        finally:
+            if self._arrivals.get(name) is arrival:
+                del self._arrivals[name]
+
+    @asynccontextmanager
+    async def nothing_pushed(self) -> AsyncIterator[None]:
+        """Within it no push runs. An engine that is to leave must be out of `engines` before."""
+        async with self._turn:
+            yield
+
+    @property
+    def arrivals(self) -> Mapping[str, Engine]:
+        """The engines that wait for the next push."""
+        return {name: arrival.engine for name, arrival in self._arrivals.items()}
+
+    def dismiss(self, name: str, engine: Engine, death: EngineDied) -> None:
+        """An engine died; if it was waiting for a push, it hears so."""
+        arrival = self._arrivals.get(name)
+        if arrival is not None and arrival.engine is engine:
+            del self._arrivals[name]
+            if not arrival.current.done():
+                arrival.current.set_exception(death)
+
+    async def until_arrival(self) -> None:
+        """Return once an engine waits for the next push."""
+        while not self._arrivals:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def _begin(self, engines: Mapping[str, Engine], version: int) -> Push:
+        """What engines confirmed is forgotten until the push succeeds."""
+        known: dict[str, Mapping[str, str]] = {}
+        confirmed_once = set()
+        for name, engine in engines.items():
+            confirmed_by, confirmed = self._confirmed.pop(name, (None, {}))
+            self._versions.pop(name, None)
+            if confirmed_by is engine:
+                confirmed_once.add(name)
+            known[name] = confirmed if self._config.delta and confirmed_by is engine else {}
+        return Push(
+            self._source,
+            engines,
+            version,
+            self._probe_ids,
+            self._config,
+            known,
+            frozenset(confirmed_once),
+            self._probe_error,
+        )
+
+    async def _run(self, push: Push) -> SyncReport:
+        """A push within a hold."""
+        link = await self._group(push)
+        self._link = None  # a group that a push failed in is never used again
+        report = await push.run(link, self._ranks_per_engine, self._transport)
+        self._link, self._members = link, list(push.engines.values())
+        self._probe_error = report.probe_error
+        for name, engine in push.engines.items():
+            self._confirmed[name] = (engine, push.confirmed[name])
+            self._versions[name] = (engine, push.version)
+        return report
+
+    async def _group(self, push: Push) -> GroupLink | None:
+        """The sender's place in it. A new one whenever an engine came, went or failed: none is ever repaired."""
+        if self._transport not in BROADCASTS:
+            return None
+        members = list(push.engines.values())
+        if self._link is not None and members == self._members:
+            return self._link
+        assert self._new_address is not None
+        push.allow(self._config.join_s)
+        address, port = await push.step(LEARNER, "to find a free port", self._new_address())
+        return GroupLink(
+            name=f"weights-{secrets.token_hex(4)}",
+            backend=cast(Literal["gloo", "nccl"], self._transport),
+            address=address,
+            port=port,
+            rank=0,
+            world_size=1 + len(members) * self._ranks_per_engine,
+            timeout_s=self._config.deadline_s * GROUP_TIMEOUT_SHARE,
+            join_timeout_s=self._config.join_s,
+        )
+
+
+def nothing_sent(version: int, transport: str) -> SyncReport:
+    """To an engine that rested since the last push and missed none."""
+    return SyncReport(
+        version=version, seconds=0.0, pause_seconds=0.0, num_bytes=0, probe_error=0.0, transport=transport
+    )

@@ -1,0 +1,141 @@
+"""How engines divide a GPU's memory: by the plan where nobody says, refused where they ask for more than there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import launch  # noqa: F401  registers the schema
+from grmpipe.capacity.plan.memory import held_at_once, memory_parts
+from grmpipe.capacity.plan.memory_check import divide_gpus
+from grmpipe.capacity.plan.shares import USABLE, Wish, divided, shares_of, with_shares
+from grmpipe.capacity.plan.survey import Survey, survey_run
+from grmpipe.config.roles import engine_config_of
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import build
+from grmpipe.validate.places import seat_roles
+from grmpipe.validate.prepare import prepare
+from models.engines.vllm.options import VllmStart, arguments_of
+from models.settings import VllmConfig
+
+ROOT = Path(__file__).parents[3]
+EACH = ("policy.engine_options", "grm.engine_options")
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no_cache"))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+
+
+PROMPTS = "data.path=prompts.jsonl"
+
+
+def composed(*overrides: str) -> RunConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return build(compose("config", list(overrides)))
+
+
+def surveyed(*overrides: str) -> Survey:
+    return survey_run(composed("+experiment=qwen3_one_gpu", PROMPTS, *overrides), lambda *_: None)
+
+
+def test_what_the_models_leave_is_as_many_tokens_for_each_engine() -> None:
+    wishes = {"policy": Wish(weights=10, token=1), "grm": Wish(weights=20, token=3)}
+    assert divided(70, wishes) == {"policy": 20, "grm": 50}
+    fixed = {**wishes, "grm": Wish(weights=20, token=3, kv=8)}
+    assert divided(70, fixed) == {"policy": 42, "grm": 28}
+    assert divided(29, wishes) == divided(30, wishes) == {}
+
+
+def test_learner_policy_and_judge_fit_one_gpu_by_the_plan() -> None:
+    survey = surveyed()
+    shares = shares_of(survey)
+    learner = sum(part.num_bytes for part in memory_parts(survey, "learner")) / 80e9
+    assert shares.keys() == {"policy", "grm"} and shares["grm"] > shares["policy"] > 0.02
+    assert learner + sum(shares.values()) == pytest.approx(USABLE)
+    config = with_shares(survey.config, shares)
+    taken = [engine_config_of(role, config) for role in shares]
+    assert sum(engine.memory_share for engine in taken if isinstance(engine, VllmConfig)) + learner < USABLE
+
+
+def test_an_engine_that_sleeps_leaves_the_other_role_its_memory() -> None:
+    """On an elastic slot one of them is awake; with the learner gone as well, both have the more."""
+    elastic = shares_of(surveyed("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true"))
+    beside = shares_of(surveyed())
+    assert all(elastic[role] > beside[role] for role in beside)
+    assert elastic["policy"] == pytest.approx(elastic["grm"])
+    by_turns = surveyed("placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true")
+    assert sum(shares_of(by_turns).values()) == pytest.approx(USABLE)
+
+
+def test_the_policys_engine_leaves_room_for_the_weights_that_a_learner_by_turns_brings() -> None:
+    """Alone with a learner whose weights are large: 8 B, in float32."""
+    survey = survey_run(
+        composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true",
+                 "+placement.pools={judging: {resource: gpu}}", "placement.roles.grm.pool=judging"), lambda *_: None
+    )  # fmt: skip
+    assert shares_of(survey)["policy"] == pytest.approx(USABLE - 4 * 8.19e9 / 80e9, abs=0.01)
+
+
+def test_roles_with_gpus_of_their_own_have_the_default() -> None:
+    survey = survey_run(composed("+experiment=qwen3_8b", PROMPTS), lambda *_: None)
+    assert shares_of(survey) == {}
+    engine = engine_config_of("policy", survey.config)
+    assert isinstance(engine, VllmConfig) and engine.memory_share == 0.85
+
+
+def test_a_share_that_is_set_is_kept_and_the_other_engine_gets_the_rest() -> None:
+    survey = surveyed("+grm.engine_options.gpu_memory_utilization=0.5")
+    shares = shares_of(survey)
+    assert shares.keys() == {"policy"}
+    parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
+    beside = held_at_once(survey, "all", [survey.placement.seats[role][0] for role in ("learner", "grm")], parts)
+    assert shares["policy"] == pytest.approx(USABLE - beside / 80e9)
+
+
+def test_models_that_leave_no_room_get_no_share() -> None:
+    survey = survey_run(composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu"), lambda *_: None)
+    assert shares_of(survey) == {}
+
+
+def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM is told them; here with models that are at hand, on a GPU that is described."""
+    monkeypatch.setattr("grmpipe.validate.prepare.check_machine", lambda *_: None)
+    config = composed("+experiment=quickstart", "placement=one_gpu", "engine=vllm")
+    prepared = divide_gpus(prepare(config, lambda *_: None))
+    engine = engine_config_of("policy", prepared.config)
+    assert isinstance(engine, VllmConfig) and engine.gpu_memory_utilization is not None
+    start = VllmStart(model_path=prepared.policy.path, config=engine, dtype="bfloat16", device="cuda",
+                      context_tokens=64, tensor_parallel=1, takes_weights=True)  # fmt: skip
+    assert arguments_of(start)["gpu_memory_utilization"] == engine.gpu_memory_utilization < 0.6
+
+
+# -- refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (("engine.vllm.gpu_memory_utilization=0.85",), r"engine\.vllm\.gpu_memory_utilization"),
+        ([f"+{each}.gpu_memory_utilization=0.6" for each in EACH], r"grm\.engine_options\.gpu_memory_utilization"),
+        (("grm.engine=sglang", "+policy.engine_options.gpu_memory_utilization=0.5"), r"engine\.sglang\.mem_fraction"),
+    ],
+)
+def test_shares_of_one_gpu_above_1_are_refused_by_key(options: tuple[str, ...], key: str) -> None:
+    config = composed("+experiment=qwen3_one_gpu", PROMPTS, *options)
+    with pytest.raises(ConfigError, match=rf"^{key}: the engines on the GPUs of pool all ask for 1\.[237] of each"):
+        seat_roles(config)
+
+
+def test_engines_that_take_turns_or_sit_apart_may_each_have_most_of_a_gpu() -> None:
+    most = "engine.vllm.gpu_memory_utilization=0.85"
+    seat_roles(composed("+experiment=qwen3_8b", PROMPTS, most))
+    elastic = ("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true")
+    seat_roles(composed("+experiment=qwen3_one_gpu", PROMPTS, most, *elastic))
+    seat_roles(composed("+experiment=qwen3_one_gpu", PROMPTS, most, *elastic, "balance.swap=weights"))

@@ -1,0 +1,191 @@
+"""Costs by roofline, against numbers worked out by hand from a data sheet and a model's sizes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grmpipe.capacity.cost import (
+    Costs,
+    LearnerSpeed,
+    ModelSizes,
+    engine_speed,
+    learner_speed,
+    parallel_gain,
+    switch_time_s,
+    sync_time_s,
+)
+from grmpipe.capacity.lower_bound import RoleWork, StepWork, busiest_slot_s, busy_s, chain_s, engine_busy_s
+from scheduler.devices import DEVICES, DeviceSpec, device_called, find_device
+from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
+
+# Round: 1000 GB/s of which 800 are reached, 100 TFLOPS of which 50 are, 40 in a learner; links of 100 and 10 GB/s.
+ROUND = DeviceSpec(
+    100, 1000, {"bfloat16": 100, "float32": 10}, link_gb_per_s=100, host_gb_per_s=10, step_s=0.001
+)  # fmt: skip
+# 8 billion parameters in bfloat16, 100 kB of keys and values a token.
+MODEL = ModelSizes(
+    num_parameters=8_000_000_000, weight_bytes=16_000_000_000, kv_bytes_per_token=100_000, dtype="bfloat16"
+)
+
+
+def model_of(billions: float) -> ModelSizes:
+    return ModelSizes(
+        num_parameters=int(billions * 1e9),
+        weight_bytes=int(billions * 2e9),
+        kv_bytes_per_token=int(billions * 1e4),
+        dtype="bfloat16",
+    )
+
+
+def test_decoding_takes_the_time_of_the_weights_once_a_step_and_of_the_cache_a_token() -> None:
+    speed = engine_speed(MODEL, ROUND, max_rows=256, kv_bytes=40e9)
+    assert speed.step_s == pytest.approx(0.001 + 16 / 800)  # 21 ms: 16 GB at 800 GB/s
+    assert speed.cached_token_s == pytest.approx(1e5 / 800e9)
+    assert speed.row_s == pytest.approx(16e9 / 50e12)  # 2 x 8e9 operations at 50 TFLOPS: 0.32 ms
+    assert speed.prefill_token_s == pytest.approx(16e9 / 50e12)
+    assert (speed.max_rows, speed.kv_tokens) == (256, 400_000)
+
+
+def test_two_devices_are_1_8_times_as_fast_in_all_but_the_hosts_part() -> None:
+    one, two = (engine_speed(MODEL, ROUND, num_slots=n, max_rows=256) for n in (1, 2))
+    assert two.step_s - ROUND.step_s == pytest.approx((one.step_s - ROUND.step_s) / 1.8)
+    assert two.prefill_token_s == pytest.approx(one.prefill_token_s / 1.8)
+    assert [round(parallel_gain(n), 4) for n in (1, 2, 4, 8)] == [1, 1.8, 3.24, 5.832]
+
+
+def test_a_learner_takes_six_operations_a_parameter_and_token_and_eight_with_checkpointing() -> None:
+    plain, checkpointed = (
+        learner_speed(8_000_000_000, ROUND, ranks=4, dtype="bfloat16", checkpointing=c) for c in (False, True)
+    )
+    assert plain.token_s == pytest.approx(48e9 / 160e12)  # 0.3 ms over four ranks of 40 TFLOPS
+    assert checkpointed.token_s == pytest.approx(64e9 / 160e12)
+    assert plain.step_s == pytest.approx(28 * 8 / (4 * 800))  # 70 ms: 28 bytes a parameter
+
+
+def test_weights_travel_at_the_links_speed() -> None:
+    assert sync_time_s(14e9, ROUND) == pytest.approx(0.05 + 0.2)  # 14 GB at 70 GB/s
+    assert switch_time_s(14e9, ROUND) == pytest.approx(2.0)  # at 7 GB/s from the memory of the machine
+
+
+def test_an_8b_model_decodes_on_an_h100_as_fast_as_its_memory_is() -> None:
+    speed = engine_speed(MODEL, DEVICES["h100"], max_rows=256)
+    assert speed.step_s == pytest.approx(0.002 + 16 / 2680, rel=1e-6)  # 8.0 ms
+    assert speed.row_s == pytest.approx(16e9 / 494.5e12, rel=1e-6)  # 32 us
+
+
+def test_an_unknown_device_is_told_its_neighbours_and_how_to_describe_it() -> None:
+    with pytest.raises(ValueError, match=r"unknown device 'h10'; did you mean h100\?.*\+plan\.devices=\{h10: "):
+        find_device("h10", {})
+    assert find_device("mine", {"mine": ROUND}) is ROUND
+    assert find_device("h100", {"h100": ROUND}) is ROUND
+
+
+def test_drivers_names_lead_to_the_table() -> None:
+    for said, key in (
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40"),
+        ("NVIDIA A100 80GB PCIe", "a100_80"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ):
+        assert device_called(said) == key
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: DeviceSpec(0, 1, {"float32": 1}), "memory_gb"),
+        (lambda: DeviceSpec(1, 0, {"float32": 1}), "memory_gb_per_s"),
+        (lambda: DeviceSpec(1, 1), "tflops"),
+        (lambda: DeviceSpec(1, 1, {"float32": 1}, step_s=-1), "step_s"),
+        (lambda: DEVICES["h100"].flops("int4"), "tflops"),
+    ],
+)
+def test_a_bad_device_names_its_key(make, key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        make()
+
+
+# -- the bound -----------------------------------------------------------------------------------------------------
+
+COSTS = Costs(
+    engines={
+        role: engine_speed(MODEL, ROUND, max_rows=64, kv_bytes=40e9) for role in ("policy", "grm")
+    },
+    learner=LearnerSpeed(token_s=1e-4, step_s=0.1),
+    sync_s=0.5,
+)  # fmt: skip
+
+
+def step_work(rollouts: int = 64, judgements: int = 128, max_staleness: int = 1) -> StepWork:
+    return StepWork(
+        engines={
+            "policy": RoleWork(requests=rollouts, prompt_tokens=100, new_tokens=1000),
+            "grm": RoleWork(requests=judgements, prompt_tokens=1200, new_tokens=400),
+        },
+        learner_tokens=rollouts * 1100,
+        groups=8,
+        max_staleness=max_staleness,
+    )
+
+
+def test_an_engines_work_is_prefill_and_its_rows_share_of_every_step() -> None:
+    work, speed = RoleWork(requests=64, prompt_tokens=100, new_tokens=1000), COSTS.engines["policy"]
+    # 64 rows fill the engine: a token takes 21 ms / 64, 0.32 ms of arithmetic and 600 cached tokens of 0.125 us.
+    token_s = 0.021 / 64 + 0.00032 + 600 * 1.25e-7
+    assert engine_busy_s(work, speed, 1) == pytest.approx(64 * (100 * 0.00032 + 1000 * token_s))
+    # Half of the requests each, in half as full rows: the steps are as many.
+    assert engine_busy_s(work, speed, 2) == pytest.approx(32 * (100 * 0.00032 + 1000 * (token_s + 0.021 / 64)))
+
+
+def test_a_push_counts_for_policy_and_learner() -> None:
+    work = step_work()
+    assert busy_s("learner", work, COSTS, 1) == pytest.approx(64 * 1100 * 1e-4 + 0.1 + 0.5)
+    alone = engine_busy_s(work.engines["policy"], COSTS.engines["policy"], 1, 2)
+    assert busy_s("policy", work, COSTS, 1) == pytest.approx(alone + 0.5)
+
+
+def test_work_goes_where_slots_are_free_but_the_learners_stays() -> None:
+    pools = {"both": PoolConfig(slots=2), "own": PoolConfig()}
+    roles = {
+        "policy": RoleConfig(pool="both", replicas=2),
+        "grm": RoleConfig(pool="own"),
+        "learner": RoleConfig(pool="both"),
+    }
+    placement = place(PlacementConfig(pools=pools, roles=roles), ("policy", "grm", "learner"))
+    # 4 s of rollouts on two slots, one of which learns for 3 s: 3.5 s each, whoever plays how many.
+    assert busiest_slot_s(placement, {"policy": 2.0, "grm": 1.0, "learner": 3.0}) == pytest.approx(3.5)
+    assert busiest_slot_s(placement, {"policy": 0.5, "grm": 1.0, "learner": 3.0}) == 3.0
+    assert busiest_slot_s(placement, {"policy": 0.5, "grm": 9.0, "learner": 3.0}) == 9.0
+
+
+def test_the_chain_is_one_rollout_its_judgement_its_group_and_the_step() -> None:
+    played = 100 * 0.00032 + 1000 * (0.021 + 0.00032 + 600 * 1.25e-7)
+    judged = 1200 * 0.00032 + 400 * (0.021 + 0.00032 + 1400 * 1.25e-7)
+    assert chain_s(step_work(), COSTS) == pytest.approx(played + judged + 64 * 1100 / 8 * 1e-4 + 0.1 + 0.5)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.floats(1, 4000), st.integers(1, 2000), st.integers(1, 3))
+def test_more_engines_are_never_busier(few: int, more: int, new_tokens: float, requests: int, batches: int) -> None:
+    work = RoleWork(requests=requests, prompt_tokens=50, new_tokens=new_tokens)
+    busy = [engine_busy_s(work, COSTS.engines["policy"], n, batches) for n in sorted((few, more))]
+    assert busy[1] <= busy[0] * (1 + 1e-9)
+
+
+@given(st.floats(0.5, 100), st.floats(0.5, 100), st.sampled_from(sorted(DEVICES)), st.sampled_from([1, 2, 4, 8]))
+def test_larger_models_are_never_faster(one: float, other: float, device: str, num_slots: int) -> None:
+    small, large = (model_of(size) for size in sorted((one, other)))
+    fast, slow = (engine_speed(m, DEVICES[device], num_slots=num_slots, max_rows=64) for m in (small, large))
+    for name in ("step_s", "row_s", "cached_token_s", "prefill_token_s"):
+        assert getattr(fast, name) <= getattr(slow, name)
+    ranks = [
+        learner_speed(m.num_parameters, DEVICES[device], ranks=num_slots, dtype="bfloat16", checkpointing=False)
+        for m in (small, large)
+    ]
+    assert ranks[0].token_s <= ranks[1].token_s
+    assert ranks[0].step_s <= ranks[1].step_s

@@ -1,0 +1,333 @@
+"""Which engine serves which role, and what is refused of engines before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from grmpipe.config.resume_rules import changed_keys
+from grmpipe.config.roles import ENGINES, device_of, engine_config_of, sync_config_of, tensor_parallel_of
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import from_values
+from grmpipe.run.start import outside_options
+from grmpipe.validate import engines as engine_checks
+from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, window_of
+from grmpipe.validate.models import find_model
+from grmpipe.validate.places import seat_roles
+from grmpipe.validate.prepare import prepare
+from models.engines.openai.openai_engine import OpenAIEngine
+from models.lm.footprint import Heads, heads_of
+from models.settings import ENGINES_OF_THE_POLICY, VllmConfig
+from models.tiny.resolve import SHIPPED
+from models.types import Message, RequestContext, SamplingParams
+from scheduler.placement import Placement, place
+
+OUTSIDE = {"engine": "openai", "path": "a-judge"}
+
+
+def placement_of(resource: str = "cpu", slots: int = 1, **roles: dict) -> dict:
+    pools = {role: {"slots": slots, "resource": resource} for role in ("policy", "learner", "grm")}
+    return {"pools": pools, "roles": {role: {"pool": role, **roles.get(role, {})} for role in pools}}
+
+
+def config(placement: dict | None = None, **sections: object) -> RunConfig:
+    shared = {"cluster": {"kind": "inprocess"}, "placement": placement or placement_of()}
+    return from_values(RunConfig, {**shared, **sections})
+
+
+def seats(run: RunConfig) -> Placement:
+    return place(run.placement, run.roles)
+
+
+def no_progress(what: str, share: float) -> None:
+    raise AssertionError("shipped")
+
+
+# -- options -------------------------------------------------------------------------------------------------------
+
+
+def test_more_judgements_in_flight_than_the_rate_can_send_in_time_are_refused() -> None:
+    def limited(**judge: float) -> RunConfig:
+        options = {"openai": {"api_key_env": "", "requests_per_minute": 60}}
+        return config(grm=OUTSIDE, engine=options, judge=judge)
+
+    with pytest.raises(ConfigError, match=r"^judge\.width: 1024 .* type judge\.width=60, or"):
+        check_options(limited(), seats(limited()))
+    check_options(limited(width=60), seats(limited(width=60)))
+
+
+def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request() -> None:
+    bodies = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        message = {"message": {"content": "Score: 7"}, "finish_reason": "stop"}
+        return httpx.Response(200, json={"model": "judge", "choices": [message], "usage": {"completion_tokens": 1}})
+
+    grm = {"path": "judge", "engine": "openai", "chat_template_kwargs": {"enable_thinking": False}}
+    options = {"openai": {"api_key_env": "", "extra_body": {"top_k": 20}}}
+
+    async def ask() -> None:
+        engine = OpenAIEngine(
+            "judge", "grm", outside_options(config(grm=grm, engine=options)), httpx.MockTransport(answer)
+        )
+        question = (Message(role="user", content="How good is it?"),)
+        await engine.chat(
+            question, SamplingParams(max_new_tokens=8), RequestContext(request_id="r", group_id="g", role="grm")
+        )
+        await engine.close()
+
+    asyncio.run(ask())
+    assert bodies[0]["chat_template_kwargs"] == {"enable_thinking": False} and bodies[0]["top_k"] == 20
+    twice = {"openai": {"api_key_env": "", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}}
+    with pytest.raises(ConfigError, match=r"extra_body: its chat_template_kwargs stand in grm\.chat_template_kwargs"):
+        check_installed(config(grm=grm, engine=twice))
+
+
+def test_tokens_a_minute_that_no_judgement_fits_into_are_refused() -> None:
+    def limited(tokens: int) -> RunConfig:
+        options = {"openai": {"api_key_env": "", "tokens_per_minute": tokens}}
+        judge = {"max_new_tokens": 500, "timeout_s": 60, "min_tokens_per_s": 10}
+        return config(grm=OUTSIDE, engine=options, judge=judge)
+
+    with pytest.raises(ConfigError, match=r"^engine\.openai\.tokens_per_minute: .* 300 s .*type .*=1000 or more"):
+        check_options(limited(100), seats(limited(100)))
+    check_options(limited(1000), seats(limited(1000)))
+
+
+def test_a_roles_own_options_stand_over_those_of_its_engine() -> None:
+    run = config(
+        engine={"vllm": {"max_batch_rows": 8, "options": {"block_size": 16}}},
+        policy={"engine": "vllm", "engine_options": {"kv_cache_mb": 32, "options": {"swap": 1}}},
+        grm={"path": "tiny://grm", "engine": "vllm"},
+    )
+    own = VllmConfig(max_batch_rows=8, kv_cache_mb=32, options={"block_size": 16, "swap": 1})
+    assert engine_config_of("policy", run) == own
+    assert engine_config_of("grm", run) == VllmConfig(max_batch_rows=8, options={"block_size": 16})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cach_mb": 1}, r"^unknown key 'policy.engine_options.kv_cach_mb'; did you mean policy.engine_options.kv_"),
+        ({"kv_cache_mb": "many"}, r"^policy\.engine_options\.kv_cache_mb: .*Integer"),
+        ({"kv_cache_mb": -1}, r"^policy\.engine_options\.kv_cache_mb: must be 0 or more"),
+        ({"prefill_tokens_per_step": 8}, r"^unknown key 'policy.engine_options.prefill_tokens_per_step'"),
+    ],
+)
+def test_an_option_of_a_role_is_checked_like_any_other(options: dict, message: str) -> None:
+    run = config(policy={"engine": "vllm", "engine_options": options})
+    with pytest.raises(ConfigError, match=message):
+        check_options(run, seats(run))
+
+
+def test_a_mixed_run_has_two_kinds_of_options() -> None:
+    run = config(policy={"engine": "vllm"}, grm={"path": "tiny://grm", "engine": "embedded"})
+    assert [type(engine_config_of(role, run)).__name__ for role in ("policy", "grm")] == [
+        "VllmConfig",
+        "EmbeddedConfig",
+    ]
+
+
+def test_every_engine_of_the_policy_has_a_row_and_its_factory_travels() -> None:
+    assert set(ENGINES) == set(ENGINES_OF_THE_POLICY)
+    for kind in ENGINES:
+        run = config(policy={"engine": kind})
+        model = find_model("policy", run, no_progress)
+        pickle.loads(pickle.dumps(ENGINES[kind](model, run, seats(run))))
+
+
+def test_making_a_factory_imports_no_engine_of_another_maker() -> None:
+    code = (
+        "import sys, grmpipe.run.components, grmpipe.capacity.plan.plan_report\n"
+        "assert not {'vllm', 'sglang'} & {name.split('.')[0] for name in sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# -- places and windows --------------------------------------------------------------------------------------------
+
+
+def test_an_engine_takes_the_gpus_of_its_seat_and_on_a_cpu_none() -> None:
+    for resource, device, num_gpus in (("gpu", "cuda", 2), ("cpu", "cpu", 1)):
+        run = config(placement_of(resource, 2, policy={"slots_per_replica": 2}), policy={"engine": "vllm"})
+        assert device_of("policy", seats(run)) == device
+        assert tensor_parallel_of("policy", seats(run)) == num_gpus
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "refused"),
+    [("policy", "embedded", True), ("policy", "vllm", False), ("policy", "sglang", False), ("learner", "vllm", True)],
+)
+def test_several_gpus_are_for_engines_that_can_share_a_model(role: str, kind: str, refused: bool) -> None:
+    run = config(placement_of("gpu", 2, **{role: {"slots_per_replica": 2}}), policy={"engine": kind})
+    if not refused:
+        seat_roles(run)
+        return
+    with pytest.raises(ConfigError, match=rf"^placement\.roles\.{role}\.slots_per_replica: .* 1 of 2 would idle"):
+        seat_roles(run)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "query", "key", "instead"),
+    [(2, 16, 8, None), (8, 16, 4, None), (4, 3, 1, 3), (8, 12, 4, 4), (2, 15, 5, 1), (8, 40, 8, None)],
+)
+def test_heads_are_shared_evenly_or_not_at_all(gpus: int, query: int, key: int, instead: int | None) -> None:
+    run = config(placement_of("gpu", 8, policy={"slots_per_replica": gpus}), policy={"engine": "vllm"})
+    if instead is None:
+        check_tensor_parallel("policy", Heads(query=query, key=key), seats(run))
+        return
+    with pytest.raises(
+        ConfigError, match=rf"^placement\.roles\.policy\.slots_per_replica: {gpus} GPUs can't share"
+    ) as told:
+        check_tensor_parallel("policy", Heads(query=query, key=key), seats(run))
+    assert str(told.value).endswith(f"slots_per_replica={instead}")
+
+
+def test_the_heads_of_a_model_stand_in_its_config() -> None:
+    assert heads_of(str(SHIPPED / "policy")) == Heads(query=3, key=1)
+
+
+def test_the_window_is_the_engines_own_and_its_key_is_named() -> None:
+    shared = config(engine={"vllm": {"max_context_tokens": 300}}, policy={"engine": "vllm"})
+    assert (window_of("policy", shared, 512), window_of("grm", shared, 512)) == (300, 512)
+    with pytest.raises(ConfigError, match=r"^engine\.vllm\.max_context_tokens: 300 exceeds .*=200 or less"):
+        window_of("policy", shared, 200)
+    own = config(policy={"engine": "vllm", "engine_options": {"max_context_tokens": 300}})
+    with pytest.raises(ConfigError, match=r"^policy\.engine_options\.max_context_tokens: 300 exceeds"):
+        window_of("policy", own, 200)
+
+
+def test_joined_servers_are_one_for_each_replica() -> None:
+    run = config(policy={"engine": "sglang"}, engine={"sglang": {"urls": ["http://a", "http://b"]}})
+    with pytest.raises(ConfigError, match=r"^engine\.sglang\.urls: 2 servers for 1 replicas of policy; .*replicas=2"):
+        check_options(run, seats(run))
+
+
+# -- what is here --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_engine_that_is_not_installed_is_told_with_what_to_type(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_checks, f"{kind}_missing", lambda *asked: "not here; type this")
+    run = config(grm={"path": "tiny://grm", "engine": kind})
+    with pytest.raises(ConfigError, match=r"^grm\.engine: not here; type this$"):
+        check_installed(run)
+    check_installed(config())  # nobody is served by it
+    check_installed(config(grm={"path": "tiny://grm", "engine": kind}, judge={"kind": "rule"}))
+    elsewhere = {"address": "10.0.0.1:6379"}
+    check_installed(config(grm={"path": "tiny://grm", "engine": kind}, cluster=elsewhere))
+
+
+def test_servers_that_run_already_need_no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_checks, "sglang_missing", lambda python: "not here")
+    check_installed(config(policy={"engine": "sglang"}, engine={"sglang": {"urls": ["http://a"]}}))
+
+
+def test_a_missing_key_is_told_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    run = config(grm=OUTSIDE, engine={"openai": {"api_key_env": "JUDGE_KEY"}})
+    with pytest.raises(ConfigError, match=r"^engine\.openai\.api_key_env: .* JUDGE_KEY is not set"):
+        check_installed(run)
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    check_installed(run)
+    check_installed(config(grm=OUTSIDE, engine={"openai": {"api_key_env": ""}}))
+
+
+# -- a judge outside -----------------------------------------------------------------------------------------------
+
+
+def test_a_judge_outside_takes_no_place_and_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    prepared = prepare(config(grm=OUTSIDE, data={"num_prompts": 20}), no_progress)
+    assert (prepared.config.judged_by_model, prepared.grm) == (True, None)
+    assert set(prepared.placement.seats) == {"policy", "learner"}
+
+
+def test_a_known_window_of_a_judge_outside_is_held_against_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    windows = {"openai": {"max_context_tokens": 200}}
+    with pytest.raises(ConfigError, match=r"^judge\.max_new_tokens: 160 new tokens .* exceed the 200 tokens of grm"):
+        prepare(config(grm=OUTSIDE, engine=windows, data={"num_prompts": 20}), no_progress)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"policy": {"engine": "openai"}}, r"^policy\.engine: openai takes no weights .*embedded or vllm or sglang$"),
+        ({"grm": {"path": "tiny://grm", "engine": "openai"}}, r"^grm\.path: tiny://grm is a model of this project"),
+        ({"judge": {"structured": True}, "grm": OUTSIDE}, r"^judge\.structured: openai can't hold"),
+    ],
+)  # fmt: skip
+def test_an_engine_is_refused_what_it_cannot_do(sections: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**sections)
+
+
+def test_a_rule_needs_no_grammar() -> None:
+    assert config(judge={"kind": "rule", "structured": True}).roles == ("policy", "learner")
+
+
+def test_a_scale_without_a_pattern_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_checks, "sglang_missing", lambda python: None)
+    run = config(
+        grm={"path": "tiny://grm", "engine": "sglang"},
+        judge={"structured": True, "score_max": 5000},
+        data={"num_prompts": 20},
+    )
+    with pytest.raises(ConfigError, match=r"^judge\.structured: 5000 different scores"):
+        prepare(run, no_progress)
+
+
+# -- tokenizers, resumes -------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(SHIPPED / "policy", tmp_path / "short")
+    shape = json.loads((tmp_path / "short" / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps({**shape, "vocab_size": 400}))
+    with pytest.raises(ConfigError, match=r"^policy\.path: the tokenizer in .* gives ids up to 488, .* has 400 rows"):
+        find_model("policy", config(policy={"path": str(tmp_path / "short")}), no_progress)
+
+
+@pytest.mark.parametrize(
+    ("sections", "free"),
+    [
+        ({"policy": {"engine": "vllm"}}, True),
+        ({"grm": {"path": "tiny://grm", "engine": "vllm", "engine_options": {"kv_cache_mb": 9}}}, True),
+        ({"engine": {"vllm": {"max_batch_rows": 8, "recompute_kv_on_sync": True}}}, True),
+        ({"sync": {"deadline_s": 500.0}, "health": {"max_replacements": 9}}, True),
+        ({"engine": {"embedded": {"max_context_tokens": 300}}}, False),
+        ({"policy": {"engine_options": {"max_context_tokens": 300}}}, False),
+        ({"engine": {"vllm": {"options": {"quantization": "fp8"}}}}, False),
+        ({"engine": {"openai": {"extra_body": {"reasoning_effort": "low"}}}}, False),
+        ({"policy": {"dtype": "bfloat16"}}, False),
+        ({"judge": {"num_judgements": 2}}, False),
+    ],
+)  # fmt: skip
+def test_a_resume_may_change_who_samples_but_not_what_is_sampled(sections: dict, free: bool) -> None:
+    assert (changed_keys(config(), config(**sections)) == []) is free
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "tolerance"),
+    [
+        ("vllm", {"options": {"quantization": "fp8"}}, 1.0),
+        ("vllm", {"options": {"kv_cache_dtype": "fp8"}}, 1.0),
+        ("sglang", {"options": {"kv-cache-dtype": "fp8_e4m3"}}, 1.0),
+        ("embedded", {"quantize": "int8"}, 1.0),
+        ("vllm", {"options": {"kv_cache_dtype": "auto"}}, 0.25),
+        ("sglang", {}, 0.25),
+    ],
+)
+def test_whoever_quantises_has_the_wider_tolerance(engine: str, options: dict, tolerance: float) -> None:
+    given = config(policy={"engine": engine}, engine={engine: options})
+    assert sync_config_of("policy", given).probe_tolerance_16bit == tolerance

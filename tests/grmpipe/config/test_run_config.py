@@ -1,0 +1,173 @@
+"""Configuration as a user meets it: every mistake is found before anything starts, and names its key."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+import launch as entry  # noqa: F401  registers the schema
+from grmpipe.config.key_errors import explain, known_keys, unknown_key
+from grmpipe.config.resume_rules import changed_keys
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import build, from_values, read_yaml, to_yaml
+from grmpipe.validate.deadlines import check_deadlines
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def conf() -> Iterator[None]:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield
+
+
+def told(*overrides: str) -> str:
+    """What launch.py says of these, without a process of its own."""
+    try:
+        build(compose("config", list(overrides)))
+    except ConfigError as error:
+        return str(error)
+    except HydraException as error:
+        return explain(error)
+    raise AssertionError(f"{overrides} is no mistake")
+
+
+def launch(*overrides: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), *overrides],
+        cwd=cwd, capture_output=True, text=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lrr=3", "unknown key 'train.lrr'; did you mean train.lr"),
+        ("+experiment=quikstart", "quickstart"),
+        ("train.lr=[", "no viable alternative"),
+        ("rollout.group_deadline_s=1", "rollout.group_deadline_s: 1 s is less than"),
+    ],
+)
+def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, message: str, tmp_path: Path) -> None:
+    result = launch(override, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir()), "nothing may be written before the configuration is right"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["group_size=4"], "did you mean train.group_size?"),
+        (["+train.extra=1"], "unknown key 'train.extra'"),
+        (["+watch.limits.x={above: 1}"], "watch.limits has no x yet; to add one type '+watch.limits={x: {above: 1}}'"),
+        (["train.lr=fast"], "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
+        (["train.lr=-1"], "train.lr: must be above 0, got -1.0"),
+        (["train.group_size=1"], "train.group_size: must be at least 2"),
+        (["judge=strict"], "generative"),
+        (["rollout.top_p=0.9"], "rollout.top_p: must be 1 to train"),
+        (["policy.engine=vllmm"], "policy.engine: unknown engine 'vllmm'; known: embedded"),
+        (["task=trian"], "task: unknown task 'trian'"),
+        (["placement.pools.train.slots=0"], "placement.pools.train.slots: must be at least 1"),
+        (["~placement.roles.grm_learner", "placement.roles.grm_learner.pool=all"],
+         "placement.roles.grm_learner: placement.roles has no grm_learner yet; "
+         "to add one type '+placement.roles={grm_learner: {pool: all}}'"),
+        (["~placement.roles.critic", "+placement.roles.critic={pool: train}"],
+         "placement.roles has no critic yet; to add one type '+placement.roles={critic: {pool: train}}'"),
+        (["placement.pools={rollout: {slots: 2}}"],
+         "placement.pools: holds none of that name yet; to add one type '+placement.pools={rollout: {slots: 2}}'"),
+        (["placement.roles.critik.pool=train"], "did you mean placement.roles.critic?"),
+        (["+placement.roles={critik: {pool: train}}"], "placement.roles.critik: there is no such role; known: policy"),
+        (["placement.pools.train.slot=2"], "did you mean placement.pools.train.slots?"),
+        (["placement.roles.grm=judging"], "type placement.roles.grm.pool=judging"),
+        (["policy.engine_options.x=2"], "policy.engine_options doesn't hold it yet; to add it type +policy."),
+        (["engine.vllm.tensor_parallel_size=2"], "; engine.vllm has max_batch_rows, max_context_tokens, "),
+        (["trian.lr=1"], "unknown key 'trian.lr'; did you mean train.lr or "),
+        (["judge=pointwize"], "judge: there is no 'pointwize'; did you mean pointwise? There are ahead, generative, "),
+        (["algorithm=[dapo,tis]"], "algorithm: there is no 'tis'"),
+        (["policy=Qwen/Qwen3-8B"], "for one of your own type policy=path policy.path=Qwen/Qwen3-8B"),
+        (["+algorithm=gspo"], "algorithm: is chosen already; to choose another type algorithm=gspo, without +"),
+        (["quickstart"], "quickstart: is not of the form key=value, as +experiment=quickstart is"),
+        (["train.lr=1e-4,3e-4"], "add --multirun"),
+        (["data.path=${nope}"], "data.path: Interpolation key 'nope' not found"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_what_to_type_instead(conf: None, overrides: list[str], message: str) -> None:
+    said = told(*overrides)
+    assert message in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("pool", ["train", "nowhere"])
+def test_what_is_to_be_typed_for_a_role_that_the_file_lacks_works(conf: None, pool: str) -> None:
+    lacking = ("~placement.roles.grm_learner", "+experiment=cotrain", f"placement.roles.grm_learner.pool={pool}")
+    (advice,) = re.findall(r"type '([^']+)'", told(*lacking))
+    assert build(compose("config", [*lacking[:2], advice])).placement.roles["grm_learner"].pool == pool
+
+
+def test_the_nearest_key_is_named_across_sections() -> None:
+    assert "train.group_size" in unknown_key("rollout.group_size", known_keys())
+    assert "did you mean" not in unknown_key("qqqqqqq", known_keys())
+    assert "did you mean" not in unknown_key("batch_size", known_keys()), "nothing that merely looks alike"
+
+
+def test_an_error_of_a_section_gets_the_sections_key() -> None:
+    with pytest.raises(ConfigError, match=r"^train\.schedule: unknown value 'step'"):
+        from_values(RunConfig, {"train": {"schedule": "step"}})
+    with pytest.raises(ConfigError, match=r"^placement\.pools\.a\.slots: must be at least 1"):
+        from_values(RunConfig, {"placement": {"pools": {"a": {"slots": 0}}}})
+
+
+def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
+    config = from_values(
+        RunConfig,
+        {"train": {"lr": 1e-5, "adam_betas": [0.8, 0.9]}, "placement": {"pools": {"a": {"slots": 2}}}, "seed": 3},
+    )
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_yaml(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("kind", ["judge", "experiment"])
+def test_a_judgement_of_every_shipped_recipe_times_out_before_its_group(conf: None, kind: str) -> None:
+    for path in sorted((ROOT / "conf" / kind).glob("*.yaml")):
+        chosen = f"judge={path.stem}" if kind == "judge" else f"+experiment={path.stem}"
+        config = build(compose("config", [chosen, "data.path=prompts.jsonl"]))
+        check_deadlines(config)
+        assert config.judge.timeout_s < config.rollout.group_deadline_s, path
+
+
+def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys() -> None:
+    slow = {"judge": {"timeout_s": 300.0}, "rollout": {"group_deadline_s": 300.0}}
+    with pytest.raises(ConfigError, match=r"^judge\.timeout_s: 300 s .* type rollout\.group_deadline_s=306\.4 or more"):
+        check_deadlines(from_values(RunConfig, slow))
+    check_deadlines(from_values(RunConfig, {**slow, "judge": {"timeout_s": 300.0, "kind": "rule"}}))
+
+
+def test_a_run_of_other_deadlines_is_resumed() -> None:
+    """It was begun with those of another release, say."""
+    old = from_values(RunConfig, {"judge": {"timeout_s": 120.0}, "rollout": {"group_deadline_s": 120.0}})
+    assert changed_keys(old, RunConfig()) == []
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "a/b", "/tmp", "", "../up"])
+def test_an_experiment_names_a_folder_under_runs_and_no_other(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^experiment: may hold letters"):
+        RunConfig(experiment=name)
+    assert RunConfig(experiment="v1.2-a_b").experiment == "v1.2-a_b"
+
+
+def test_only_keys_that_change_the_training_forbid_a_resume() -> None:
+    old = RunConfig()
+    assert changed_keys(old, from_values(RunConfig, {"resume": "auto", "cluster": {"kind": "inprocess"}})) == []
+    assert changed_keys(old, from_values(RunConfig, {"rollout": {"temperature": 0.5}})) == [
+        "rollout.temperature: 1.0 -> 0.5"
+    ]

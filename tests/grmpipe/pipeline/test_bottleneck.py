@@ -1,0 +1,86 @@
+"""One sentence names the longest wait, its share and a key to turn; where nothing dominates, nothing is said."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.pipeline.bottleneck import Setup, bottleneck
+from grmpipe.pipeline.stall_times import WaitTimes
+
+SETUP = Setup(judge="here", num_judgements=4, max_staleness=1)
+
+
+def test_the_longest_wait_is_named_with_its_share_and_what_to_change() -> None:
+    said = bottleneck(WaitTimes(steps_s=100.0, judge_s=41.0, policy_s=20.0, batch_s=3.0, weights_s=5.0), SETUP)
+    assert said == (
+        "judging held up the learner for 41 % of the step time: "
+        "give grm more slots (placement.roles.grm.replicas), or lower judge.num_judgements"
+    )
+
+
+@pytest.mark.parametrize(
+    ("times", "key"),
+    [
+        (WaitTimes(steps_s=10.0, policy_s=5.0), "placement.roles.policy.replicas"),
+        (WaitTimes(steps_s=10.0, judge_s=5.0), "placement.roles.grm.replicas"),
+        (WaitTimes(steps_s=10.0, batch_s=5.0), "placement.roles.learner.replicas"),
+        (WaitTimes(steps_s=10.0, weights_s=5.0), "train.groups_per_batch"),
+    ],
+)
+def test_each_wait_has_advice_of_its_own(times: WaitTimes, key: str) -> None:
+    said = bottleneck(times, SETUP)
+    assert said is not None
+    assert key in said
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        WaitTimes(),
+        WaitTimes(steps_s=100.0),
+        WaitTimes(steps_s=100.0, judge_s=15.0),  # too little to care
+        WaitTimes(steps_s=100.0, judge_s=30.0, policy_s=29.0),  # neither alone
+    ],
+)
+def test_nothing_is_said_when_nothing_dominates(times: WaitTimes) -> None:
+    assert bottleneck(times, SETUP) is None
+
+
+def test_a_synchronous_run_is_told_that_it_could_overlap_and_an_asynchronous_one_is_not() -> None:
+    times = WaitTimes(steps_s=10.0, batch_s=5.0)
+    synchronous = bottleneck(times, dataclasses.replace(SETUP, max_staleness=0))
+    assert "train.max_staleness=1" in str(synchronous)
+    assert "train.max_staleness" not in str(bottleneck(times, SETUP))
+
+
+def test_a_judge_outside_has_no_slots_to_be_given_and_one_judgement_can_t_be_fewer() -> None:
+    times = WaitTimes(steps_s=10.0, judge_s=5.0)
+    outside = Setup(judge="outside", num_judgements=1, max_staleness=1)
+    assert "engine.openai.max_connections" in str(bottleneck(times, outside))
+    assert "placement" not in str(bottleneck(times, outside))
+    assert "num_judgements" not in str(bottleneck(times, outside))
+    limited = dataclasses.replace(outside, rate_limited=True)
+    assert "requests_per_minute" in str(bottleneck(times, limited))
+
+
+def test_a_role_whose_slots_move_has_no_replicas_to_add() -> None:
+    setup = dataclasses.replace(SETUP, elastic_pools={"policy": "engines", "grm": "engines"})
+    for times in (WaitTimes(steps_s=10.0, policy_s=5.0), WaitTimes(steps_s=10.0, judge_s=5.0)):
+        said = str(bottleneck(times, setup))
+        assert "give the elastic pool more slots (placement.pools.engines.slots)" in said
+        assert "replicas" not in said
+
+
+def test_every_key_that_is_advised_exists() -> None:
+    keys = {
+        "rollout.max_new_tokens", "judge.num_judgements", "judge.max_new_tokens", "judge.rule", "sync.transport",
+        "train.groups_per_batch", "train.max_staleness", "engine.openai.max_connections",
+        "engine.openai.requests_per_minute", "engine.openai.tokens_per_minute", "placement.roles",
+    }  # fmt: skip
+    for key in keys:
+        node: object = RunConfig()
+        for name in key.split("."):
+            node = getattr(node, name)

@@ -1,0 +1,58 @@
+"""Two learners in step: neither gets away from the other, and neither waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import looptime
+import pytest
+
+from grmpipe.run.cotrain.pacing import Pace
+
+
+def on_virtual_clock(go: Callable) -> None:
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        runner.run(go())
+
+
+@pytest.mark.parametrize(("warmup", "rate"), [(0, 1.0), (3, 1.0), (2, 0.5), (0, 0.3), (1, 2.5)])
+def test_both_reach_their_last_step_and_the_ratio_holds_at_every_step(warmup: int, rate: float) -> None:
+    async def go() -> None:
+        pace = Pace(warmup_steps=warmup, grm_steps_per_policy_step=rate)
+        rng = random.Random(0)
+
+        async def policy() -> None:
+            for version in range(1, 21):
+                await pace.until_policy_may_step()
+                assert pace.grm_version >= warmup + int(rate * (version - 1) + 1e-9)
+                await asyncio.sleep(rng.random())
+                pace.policy_stepped(version)
+
+        async def grm() -> None:
+            for version in range(1, warmup + int(rate * 20 + 1e-9) + 1):
+                await pace.until_grm_may_step()
+                assert version <= warmup + rate * (pace.policy_version + 1) + 1e-9
+                await asyncio.sleep(rng.random())
+                pace.grm_stepped(version)
+
+        async with asyncio.timeout(1e6):
+            await asyncio.gather(policy(), grm())
+
+    on_virtual_clock(go)
+
+
+def test_the_policy_waits_for_the_warm_up_and_the_grm_doesnt_wait_for_the_policy_in_it() -> None:
+    async def go() -> None:
+        pace = Pace(warmup_steps=3, grm_steps_per_policy_step=1.0)
+        waiting = asyncio.ensure_future(pace.until_policy_may_step())
+        for version in (1, 2, 3):
+            await asyncio.wait_for(pace.until_grm_may_step(), timeout=1.0)
+            assert not pace.is_warm
+            assert not waiting.done()
+            pace.grm_stepped(version)
+        await asyncio.wait_for(waiting, timeout=1.0)
+        assert pace.is_warm
+
+    on_virtual_clock(go)

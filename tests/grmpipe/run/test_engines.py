@@ -1,0 +1,154 @@
+"""What a run with elastic slots is put together from, and what is refused of it before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config.roles import can_sleep, engines_sleep, max_rows_of, shared_options, shares_engine
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import from_values
+from grmpipe.run.engines import other_seed, same_seed
+from grmpipe.validate.models import find_model
+from grmpipe.validate.places import seat_roles
+from grmpipe.validate.swap import check_swap
+
+
+def elastic(resource: str = "cpu", **sections: object) -> RunConfig:
+    pools = {"engines": {"slots": 2, "resource": resource, "elastic": True}}
+    roles = {role: {"pool": "engines"} for role in ("policy", "learner", "grm")}
+    return from_values(RunConfig, {"placement": {"pools": pools, "roles": roles}, **sections})
+
+
+def on_gpus(kind: str, sleep_mode: bool, swap: str = "sleep", resource: str = "gpu", **grm: object) -> RunConfig:
+    engine = {kind: {"sleep_mode": sleep_mode, "max_batch_rows": 17}}
+    judge = {"engine": kind, "path": "tiny://grm", **grm}
+    return elastic(resource, engine=engine, policy={"engine": kind}, grm=judge, balance={"swap": swap})
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_engines_that_share_a_gpu_by_turns_must_be_able_to_sleep(kind: str) -> None:
+    key = rf"engine\.{kind}\.sleep_mode"
+    with pytest.raises(ConfigError, match=rf"{key}: .*elastic pool engines.*type {key}=true"):
+        seat_roles(on_gpus(kind, sleep_mode=False))
+    config = on_gpus(kind, sleep_mode=True)
+    placement = seat_roles(config)
+    assert set(placement.elastic_slots("engines")) == {"0", "1"}
+    assert engines_sleep("grm", config, placement)
+    assert max_rows_of("grm", config) == 17
+
+
+@pytest.mark.parametrize(
+    ("kind", "sleep_mode", "swap", "resource", "shares"),
+    [
+        ("vllm", False, "auto", "gpu", True),
+        ("vllm", True, "auto", "gpu", False),
+        ("vllm", True, "weights", "gpu", True),
+        ("vllm", False, "auto", "cpu", False),
+        ("vllm", False, "weights", "cpu", True),
+        ("sglang", True, "auto", "gpu", False),
+        ("embedded", False, "auto", "gpu", False),
+    ],
+)
+def test_elastic_slots_swap_weights_where_told_to_or_where_vllm_can_t_sleep(
+    kind: str, sleep_mode: bool, swap: str, resource: str, shares: bool
+) -> None:
+    options = {"engine": {kind: {"sleep_mode": sleep_mode}} if kind != "embedded" else {}}
+    roles = {"policy": {"engine": kind}, "grm": {"engine": kind}, "balance": {"swap": swap}}
+    config = elastic(resource, **options, **roles)
+    assert shares_engine(config, seat_roles(config)) == shares
+
+
+def test_a_judge_that_learns_may_move_where_its_engine_takes_weights_at_any_time() -> None:
+    roles = {role: {"pool": "engines"} for role in ("policy", "learner", "grm", "grm_learner")}
+    placement = {"pools": {"engines": {"slots": 2, "elastic": True}}, "roles": roles}
+    engines = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm"}, "cotrain": {"enabled": True}}
+    with pytest.raises(ConfigError, match=r"cotrain\.enabled: the pool engines is elastic"):
+        seat_roles(from_values(RunConfig, {"placement": placement, **engines}))
+    seat_roles(from_values(RunConfig, {"placement": placement, "balance": {"swap": "weights"}, **engines}))
+
+
+def test_the_engine_of_both_roles_has_the_wider_options() -> None:
+    config = on_gpus("vllm", False, "weights", engine_options={"max_batch_rows": 99, "max_context_tokens": 300})
+    assert shared_options(config).max_batch_rows == 99
+    assert shared_options(config).max_context_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "grm", "told"),
+    [
+        ("vllm", {"engine_options": {"prefix_caching": False}}, r"differ in prefix_caching \(True, False\)"),
+        ("vllm", {"engine": "embedded"}, r"balance\.swap: weights needs engine=vllm, and grm is on embedded"),
+        ("sglang", {}, r"balance\.swap: weights needs engine=vllm, and policy is on sglang"),
+    ],
+)
+def test_roles_that_want_different_engines_can_t_share_one(kind: str, grm: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{told}.*type .*balance\.swap="):
+        seat_roles(on_gpus(kind, True, "weights", **grm))
+
+
+def test_models_that_differ_in_more_than_their_weights_can_t_share_an_engine(tmp_path: Path) -> None:
+    config = on_gpus("vllm", False, "weights", "cpu", dtype="bfloat16")
+    placement = seat_roles(config)
+    policy, grm = (find_model(role, config, lambda what, share: None) for role in ("policy", "grm"))
+    with pytest.raises(ConfigError, match=r"differ in dtype \(float32, bfloat16\); type balance\.swap=auto"):
+        check_swap(config, placement, policy, grm)
+    wider = shutil.copytree(grm.path, tmp_path / "wider")
+    shape = json.loads((wider / "config.json").read_text())
+    (wider / "config.json").write_text(json.dumps(shape | {"intermediate_size": 300}))
+    config = on_gpus("vllm", False, "weights", "cpu")
+    check_swap(config, placement, policy, grm)
+    with pytest.raises(ConfigError, match=r"elastic pool engines, for they differ in intermediate_size \(288, 300\)"):
+        check_swap(config, placement, policy, replace(grm, path=str(wider)))
+
+
+def test_embedded_engines_stay_where_they_are() -> None:
+    for resource in ("cpu", "gpu"):
+        config = elastic(resource)
+        assert not engines_sleep("policy", config, seat_roles(config))
+
+
+def test_servers_that_run_already_have_no_elastic_slot() -> None:
+    engine = {"sglang": {"urls": ["http://a:1", "http://b:1"], "sleep_mode": True}}
+    config = elastic("gpu", engine=engine, policy={"engine": "sglang"})
+    with pytest.raises(ConfigError, match=r"urls: .*elastic=false"):
+        seat_roles(config)
+
+
+def by_turns(resource: str = "gpu", learner: str = "all", **sections: object) -> RunConfig:
+    pools = {"all": {"slots": 2, "resource": resource, "time_shared": True}, "train": {"slots": 1}}
+    roles = {"policy": {"pool": "all"}, "grm": {"pool": "all"}, "learner": {"pool": learner}}
+    return from_values(RunConfig, {"placement": {"pools": pools, "roles": roles}, **sections})
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_engines_that_leave_a_gpu_to_the_learner_by_turns_must_be_able_to_sleep(kind: str) -> None:
+    key = rf"engine\.{kind}\.sleep_mode"
+    awake = by_turns(engine={kind: {"sleep_mode": False}}, policy={"engine": kind})
+    with pytest.raises(ConfigError, match=rf"{key}: .*time_shared pool all.*the learner.*type {key}=true"):
+        seat_roles(awake)
+    config = by_turns(engine={kind: {"sleep_mode": True}}, policy={"engine": kind})
+    placement = seat_roles(config)
+    assert placement.time_sharing_roles == ("policy", "grm")
+    assert can_sleep("policy", config, placement)
+    assert can_sleep("grm", config, placement), "the embedded engine"
+
+
+def test_a_pool_that_nobody_shares_with_the_learner_has_no_turns() -> None:
+    way_out = r"set placement\.roles\.learner\.pool=all"
+    with pytest.raises(ConfigError, match=rf"placement\.pools\.all\.time_shared: .*{way_out}"):
+        seat_roles(by_turns(learner="train"))
+
+
+def test_a_pool_is_elastic_or_time_shared() -> None:
+    with pytest.raises(ConfigError, match=r"placement\.pools\.engines\.time_shared: .*elastic"):
+        from_values(RunConfig, {"placement": {"pools": {"engines": {"elastic": True, "time_shared": True}}}})
+
+
+def test_only_engines_that_draw_by_position_keep_the_seed_of_a_moved_request() -> None:
+    assert same_seed(5, 30) == 5
+    assert len({other_seed(5, 30), other_seed(5, 31), other_seed(6, 30), 5}) == 4

@@ -1,0 +1,101 @@
+"""Signals end a run as an interruption, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grmpipe.run.signals import asked_to_stop, ended_by_signals
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    kept = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+async def ended(number: signal.Signals) -> str:
+    """What becomes of a run that is signalled while it waits."""
+    with ended_by_signals():
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            return "interrupted"
+    return "went on"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_start_is_an_interruption(number: signal.Signals) -> None:
+    assert asyncio.run(ended(number)) == "interrupted"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_in_the_flow_asks_it_to_stop(number: signal.Signals) -> None:
+    async def run() -> bool:
+        stopped = asyncio.Event()
+        with ended_by_signals(), asked_to_stop(stopped.set):
+            os.kill(os.getpid(), number)
+            return await asyncio.wait_for(stopped.wait(), 5)
+
+    assert asyncio.run(run())
+
+
+def test_a_signal_after_the_flow_is_an_interruption_again() -> None:
+    async def run() -> str:
+        with ended_by_signals():
+            with asked_to_stop(lambda: None):
+                await asyncio.sleep(0)
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(5)
+            except asyncio.CancelledError:
+                return "interrupted"
+        return "went on"
+
+    assert asyncio.run(run()) == "interrupted"
+
+
+STUBBORN = """
+import asyncio, os, signal
+from grmpipe import interrupts
+interrupts.LEAVE_AFTER_S = 0.2
+
+async def run():
+    try:
+        with interrupts.ended_by_signals(), interrupts.asked_to_stop(lambda: os.kill(os.getpid(), signal.SIGINT)):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(30)
+    finally:
+        await asyncio.sleep(30)
+
+asyncio.run(run())
+"""
+
+
+def test_the_second_ctrl_c_waits_for_nothing_that_takes_long() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.run([sys.executable, "-c", STUBBORN], timeout=20, check=False, env=environment).returncode == 130
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def run() -> str:
+        with ended_by_signals(), asked_to_stop(lambda: None):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.05)
+            return "went on"
+
+    assert asyncio.run(run()) == "went on"

@@ -1,0 +1,94 @@
+"""A checkpoint is published when all that learns has written its part, and a failed write fails the run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from grmpipe.pipeline.interfaces import Cut
+from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
+from grmpipe.run_dir.checkpoints import Checkpoints
+from grmpipe.run_dir.run_state import RunState
+from models.stored_files import StoredFile, stored_files
+
+
+class Learner:
+    """Writes when it is told that its disk has time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.disk: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def saved(self) -> tuple[StoredFile, ...]:
+        await self.disk
+        self._folder.mkdir()
+        (self._folder / "__0_0.distcp").write_text("weights")
+        return stored_files(self._folder, ["__0_0.distcp"])
+
+
+def state(step: int) -> RunState:
+    return RunState(cut=Cut(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={})
+
+
+def begin(writer: CheckpointWriter, checkpoints: Checkpoints, step: int) -> tuple[Learner, Learner]:
+    draft = checkpoints.draft(step)
+    policy, critic = Learner(draft / "learner"), Learner(draft / "critic")
+    writer.publish_when_written(draft, state(step), {"learner": policy, "critic": critic})
+    return policy, critic
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_checkpoint_is_published_when_all_of_it_is_written(tmp_path: Path) -> None:
+    async def run() -> None:
+        checkpoints = Checkpoints(directory=tmp_path, keep=2)
+        writer = CheckpointWriter(checkpoints)
+        policy, critic = begin(writer, checkpoints, 2)
+        policy.disk.set_result(None)
+        await turns()
+        writer.check()
+        assert checkpoints.find().checkpoint is None, "the critic's is still written"
+        critic.disk.set_result(None)
+        await writer.settled()
+        assert checkpoints.find().checkpoint == tmp_path / "step_2"
+        assert {path.name for path in (tmp_path / "step_2").iterdir()} == {
+            "critic", "learner", "manifest.json", "run_state.json"
+        }  # fmt: skip
+
+    asyncio.run(run())
+
+
+def test_a_write_that_failed_is_told_at_the_next_step_and_publishes_nothing(tmp_path: Path) -> None:
+    async def run() -> None:
+        checkpoints = Checkpoints(directory=tmp_path, keep=2)
+        writer = CheckpointWriter(checkpoints)
+        policy, critic = begin(writer, checkpoints, 2)
+        critic.disk.set_result(None)
+        policy.disk.set_exception(OSError("no space left"))
+        await turns()
+        with pytest.raises(OSError, match="no space left"):
+            writer.check()
+        writer.check()  # once is enough
+        assert checkpoints.find().checkpoint is None
+
+    asyncio.run(run())
+
+
+def test_a_run_that_fails_lets_its_last_checkpoint_end_and_one_that_is_killed_does_not(tmp_path: Path) -> None:
+    async def run() -> None:
+        checkpoints = Checkpoints(directory=tmp_path, keep=2)
+        writer = CheckpointWriter(checkpoints)
+        begin(writer, checkpoints, 2)
+        await writer.close(wait=False)
+        assert checkpoints.find().checkpoint is None
+        for learner in begin(writer, checkpoints, 4):
+            learner.disk.set_result(None)
+        await writer.close(wait=True)
+        assert checkpoints.find().checkpoint == tmp_path / "step_4"
+
+    asyncio.run(run())

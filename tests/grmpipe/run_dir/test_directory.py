@@ -1,0 +1,266 @@
+"""Where a run's files go: never into another run's, and never on with another configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.train import TrainConfig
+from grmpipe.config.yaml_io import from_values, read_yaml, to_yaml
+from grmpipe.pipeline.interfaces import Cut
+from grmpipe.run_dir.changes import changes_of
+from grmpipe.run_dir.checkpoints import Checkpoints
+from grmpipe.run_dir.claim import Claim
+from grmpipe.run_dir.directory import Place, find_place, point_latest
+from grmpipe.run_dir.identity import read_identity
+from grmpipe.run_dir.run_state import RunState
+from grmpipe.tasks import anywhere, run_task
+
+CONFIG = RunConfig(experiment="x")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def auto(config: RunConfig = CONFIG) -> RunConfig:
+    return dataclasses.replace(config, resume="auto")
+
+
+def leave_run(run_dir: Path, status: str | None = None, objective: float | None = 0.5) -> None:
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(to_yaml(CONFIG))
+    if status is not None:
+        (run_dir / "summary.json").write_text(json.dumps({"status": status, "objective": objective}))
+
+
+def test_two_runs_of_one_second_have_a_directory_each() -> None:
+    first = find_place(CONFIG).run_dir
+    first.mkdir(parents=True)
+    second = find_place(CONFIG).run_dir
+    assert first != second
+    assert first.parent == second.parent == Path("runs/x")
+
+
+def test_runs_that_chose_the_same_name_before_they_began_have_a_directory_each() -> None:
+    with Claim(CONFIG) as first, Claim(CONFIG) as second:
+        assert first.place == second.place, "both looked before either began"
+        assert first.open() != second.open()
+        assert all((claim.place.run_dir / "config.yaml").exists() for claim in (first, second))
+
+
+def test_of_two_runs_that_begin_in_one_named_directory_the_second_is_refused() -> None:
+    named = dataclasses.replace(CONFIG, run_dir="mine")
+    with Claim(named) as first, Claim(named) as second:
+        first.open()
+        with pytest.raises(ConfigError, match=rf"^run_dir: mine is in use by process {os.getpid()} on "):
+            second.open()
+    with Claim(auto(named)) as later:
+        assert later.place.resumed, "the end of a claim gives the directory back"
+
+
+def test_a_run_that_goes_on_in_another_process_is_not_resumed_and_the_process_is_named() -> None:
+    leave_run(Path("mine"))
+    config = dataclasses.replace(auto(), run_dir="mine")
+    with Claim(config), pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on \S+, since "):
+        Claim(config)
+    with Claim(config) as again:
+        assert again.open() == Path("mine")
+
+
+def test_what_another_process_began_meanwhile_is_not_written_over() -> None:
+    named = dataclasses.replace(CONFIG, run_dir="mine")
+    with Claim(named) as late:
+        leave_run(Path("mine"))
+        before = Path("mine/config.yaml").read_bytes()
+        with pytest.raises(ConfigError, match=r"^run_dir: mine holds a run already"):
+            late.open()
+    assert Path("mine/config.yaml").read_bytes() == before
+
+
+def test_a_directory_that_holds_a_run_is_refused_with_the_way_out() -> None:
+    leave_run(Path("mine"))
+    with pytest.raises(ConfigError, match=r"^run_dir: mine holds a run already; type resume=auto"):
+        find_place(dataclasses.replace(CONFIG, run_dir="mine"))
+
+
+def test_a_resume_with_nothing_to_resume_is_a_new_run() -> None:
+    assert find_place(dataclasses.replace(auto(), run_dir="mine")) == Place(run_dir=Path("mine"))
+    assert find_place(auto()).run_dir.parent == Path("runs/x")
+
+
+def test_a_resume_follows_latest_and_names_what_changed() -> None:
+    leave_run(Path("runs/x/1"), "interrupted")
+    point_latest(Path("runs/x/1"), CONFIG)
+    assert find_place(auto()).run_dir == Path("runs/x/1"), "as the run itself called it"
+    changed = from_values(RunConfig, {"experiment": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
+    with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5; undo it, or start"):
+        find_place(changed)
+
+
+def test_a_configuration_that_cannot_be_read_back_is_named() -> None:
+    leave_run(Path("mine"))
+    Path("mine/config.yaml").write_text("train: [")
+    with pytest.raises(ConfigError, match=r"mine/config\.yaml can't be read"):
+        find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+@pytest.mark.parametrize("share", [0, 0.03, 0.5, 0.9, 0.997])
+def test_a_torn_configuration_is_told_as_torn(share: float) -> None:
+    leave_run(Path("mine"))
+    whole = Path("mine/config.yaml").read_text()
+    cut = whole[: int(share * len(whole))]
+    Path("mine/config.yaml").write_text(cut[: cut.rfind("\n") + 1])
+    with pytest.raises(ConfigError, match=r"^resume: mine/config\.yaml is torn.* it lacks .*resume=never"):
+        find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+def test_every_cut_of_a_configuration_is_refused_in_words() -> None:
+    leave_run(Path("mine"))
+    whole = Path("mine/config.yaml").read_bytes()
+    for length in [*range(60), *range(len(whole) - 30, len(whole) - 2)]:
+        Path("mine/config.yaml").write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=r"mine/config\.yaml (is torn|can't be read)"):
+            find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+@pytest.mark.parametrize("text", ["", '{"stat', "[]", "{}", "\0\0"])
+def test_a_torn_summary_is_told_and_the_run_ends_anew(text: str) -> None:
+    leave_run(Path("mine"))
+    Path("mine/summary.json").write_text(text)
+    place = find_place(dataclasses.replace(auto(), run_dir="mine"))
+    assert not place.complete
+    assert place.notes == ("mine/summary.json can't be read; the run ends anew from its last checkpoint",)
+
+
+def leave_checkpoint(run_dir: Path, step: int) -> Path:
+    checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=9)
+    cut = RunState(cut=Cut(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={})
+    return checkpoints.publish(checkpoints.draft(step), cut, ())
+
+
+def test_a_resume_takes_the_newest_whole_checkpoint_and_tells_what_it_passed_over() -> None:
+    leave_run(Path("mine"))
+    for step in (2, 4):
+        leave_checkpoint(Path("mine"), step)
+    resume = dataclasses.replace(auto(), run_dir="mine")
+    assert find_place(resume).checkpoint == Path("mine/checkpoints/step_4")
+    Path("mine/checkpoints/step_4/run_state.json").write_text("")
+    place = find_place(resume)
+    assert place.checkpoint == Path("mine/checkpoints/step_2")
+    assert place.notes[0].startswith("damaged in mine/checkpoints: step_4: run_state.json has 0 bytes instead of ")
+    assert place.notes[0].endswith("; going on from step_2")
+
+
+def test_ranks_that_stand_elsewhere_get_absolute_paths() -> None:
+    new, old = Place(run_dir=Path("mine")), Place(run_dir=Path("mine"), checkpoint=Path("mine/checkpoints/step_2"))
+    assert anywhere(new.run_dir, new) == (Path.cwd() / "mine", None)
+    assert anywhere(old.run_dir, old) == (Path.cwd() / "mine", Path.cwd() / "mine/checkpoints/step_2")
+
+
+def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
+    """It would start over, unseen."""
+    leave_run(Path("mine"))
+    (leave_checkpoint(Path("mine"), 4) / "manifest.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"^resume: no checkpoint in mine/.* is whole \(step_4: manifest\.json is mis"
+    ):
+        find_place(dataclasses.replace(auto(), run_dir="mine"))
+
+
+def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_written_down_once() -> None:
+    leave_run(Path("mine"), "failed")
+    values = {"train": {"lr": 1e-4, "num_steps": 160}, "judge": {"timeout_s": 600.0, "max_failure_rate": 0.5}}
+    config = from_values(RunConfig, {"experiment": "x", "run_dir": "mine", "resume": "auto", **values})
+    for _ in range(2):
+        with Claim(config) as claim:
+            claim.open()
+    assert changes_of(Path("mine")) == (
+        "after step 0: judge.max_failure_rate: 0.2 -> 0.5",
+        "after step 0: judge.timeout_s: 120.0 -> 600.0",
+        "after step 0: train.lr: 0.0003 -> 0.0001",
+        "after step 0: train.num_steps: 80 -> 160",
+    )
+    assert read_yaml(Path("mine/config.yaml")).train.lr == 1e-4
+
+
+def test_a_run_may_be_made_longer_and_not_shorter_than_it_is() -> None:
+    leave_run(Path("mine"), "completed")
+    leave_checkpoint(Path("mine"), 80)
+    config = dataclasses.replace(auto(), run_dir="mine")
+    longer, shorter = (dataclasses.replace(config, train=TrainConfig(num_steps=n)) for n in (81, 79))
+    assert find_place(config).complete
+    assert not find_place(longer).complete
+    leave_checkpoint(Path("mine"), 80)
+    with Claim(longer) as claim:
+        claim.open()
+    assert changes_of(Path("mine")) == ("after step 80: train.num_steps: 80 -> 81",)
+    Path("mine/summary.json").unlink()
+    with pytest.raises(ConfigError, match=r"^train\.num_steps: 79, and mine has done 80; type 80 or more"):
+        Claim(shorter)
+
+
+def rows(*prompts: str) -> str:
+    return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "was", "now"),
+    [
+        ("data", "path", rows("2 + 2?"), rows("2 + 3?")),
+        ("data", "eval_path", rows("4?"), rows("5?")),
+        ("judge", "template", "{{ question }} {{ response }}", "{{ question }}: {{ response }}"),
+        ("policy", "chat_template", "{{ messages }}", "{{ messages }}!"),
+        ("grm", "chat_template", "{{ messages }}", "{{ messages }}!"),
+    ],
+)
+def test_a_resume_over_other_data_or_another_template_is_refused_by_its_key(
+    section: str, key: str, was: str, now: str
+) -> None:
+    owner = dataclasses.replace(getattr(CONFIG, section), **{key: "file.jsonl"})
+    config = dataclasses.replace(CONFIG, run_dir="mine", **{section: owner})
+    Path("file.jsonl").write_text(was)
+    with Claim(config) as claim:
+        claim.open()
+    with Claim(auto(config)) as claim:
+        assert claim.place.resumed, "the same content goes on"
+    Path("file.jsonl").write_text(now)
+    with pytest.raises(ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content that mine began"):
+        Claim(auto(config))
+    Path("file.jsonl").write_text(was)
+    with Claim(auto(config)) as claim:
+        assert claim.open() == Path("mine"), "a refusal gives the directory back"
+
+
+def test_a_run_of_a_version_without_checksums_gets_them_on_its_resume() -> None:
+    leave_run(Path("mine"))
+    with Claim(dataclasses.replace(auto(), run_dir="mine")) as claim:
+        claim.open()
+    identity = read_identity(Path("mine"))
+    assert identity is not None
+    assert identity.run_id
+    with Claim(dataclasses.replace(auto(), run_dir="mine")) as claim:
+        claim.open()
+    assert read_identity(Path("mine")) == identity
+
+
+def test_a_complete_run_says_so_and_gives_its_objective_again(capsys: pytest.CaptureFixture[str]) -> None:
+    leave_run(Path("mine"), "completed", objective=0.75)
+    before = {path: path.read_bytes() for path in Path("mine").iterdir()}
+    assert run_task(dataclasses.replace(auto(), run_dir="mine")) == 0.75
+    assert "mine is complete" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in Path("mine").iterdir()} == before
+
+
+def test_only_runs_of_the_experiments_own_directory_are_its_latest() -> None:
+    for run_dir in (Path("runs/x/1"), Path("runs/x/2"), Path("elsewhere/1")):
+        run_dir.mkdir(parents=True)
+        point_latest(run_dir, CONFIG)
+    assert Path("runs/x/latest").resolve() == Path("runs/x/2").resolve()
+    assert not Path("elsewhere/latest").exists()

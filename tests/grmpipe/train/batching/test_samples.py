@@ -1,0 +1,189 @@
+"""Trained ids are the sampled ids; a failed sibling is nowhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grmpipe.algorithm.advantages import ESTIMATORS
+from grmpipe.config.train import AlgorithmConfig
+from grmpipe.judge.verdict import only_finite
+from grmpipe.train.batching.samples import count, split_rollout, to_samples
+from grmpipe.types import Failed, JudgedGroup, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
+from models.types import Completion, VersionSpan
+
+TIMEOUT = Failed(stage="judge", cause="timeout", attempts=3)
+
+
+def verdict(*values: float) -> Verdict:
+    spans = tuple(RewardSpan(turn=0, start=i, end=i + 1, value=value) for i, value in enumerate(values))
+    return Verdict(rewards=spans, score=0.0, breakdown={}, agreement=0.0, num_judgements=1)
+
+
+def completion(ids: tuple[int, ...], version: int = 0) -> Completion:
+    return Completion(
+        token_ids=ids,
+        logprobs=tuple(-0.1 * (i + 1) for i in range(len(ids))),
+        text="",
+        finish_reason="stop",
+        versions=(VersionSpan(model="policy", version=version, start=0, end=len(ids)),),
+    )
+
+
+def rollout(sibling: int, *turns: tuple[tuple[int, ...], tuple[int, ...]]) -> Rollout:
+    played = tuple(Turn(prompt_ids=prompt, completion=completion(ids, i)) for i, (prompt, ids) in enumerate(turns))
+    return Rollout(group_id="g", sibling=sibling, turns=played, status="finished")
+
+
+def group(rollouts: list[Rollout], verdicts: list[Verdict | Failed]) -> JudgedGroup:
+    prompt = Prompt(prompt_id="p", messages=())
+    return JudgedGroup(group_id="g", prompt=prompt, rollouts=tuple(rollouts), verdicts=tuple(verdicts))
+
+
+# Of the same batch.
+OTHER = group(
+    [replace(rollout(0, ((1,), (2, 3))), group_id="h"), replace(rollout(1, ((1,), (4,))), group_id="h")],
+    [verdict(0.5), verdict(2.0)],
+)
+ids = st.lists(st.integers(0, 9), min_size=1, max_size=5).map(tuple)
+rewards = st.floats(-10, 10, allow_nan=False)
+
+
+@st.composite
+def judged_groups(draw: st.DrawFn) -> JudgedGroup:
+    verdicts = draw(st.lists(st.one_of(rewards.map(verdict), st.just(TIMEOUT)), min_size=2, max_size=6))
+    verdicts += [verdict(0.0), verdict(1.0)]
+    turns = st.lists(st.tuples(ids, ids), min_size=1, max_size=3)
+    return group([rollout(i, *draw(turns)) for i in range(len(verdicts))], verdicts)
+
+
+@given(judged_groups(), st.sampled_from(sorted(ESTIMATORS)), st.sampled_from(["population", "sample"]), ids, st.data())
+def test_what_failed_changes_nothing_in_its_batch(
+    judged: JudgedGroup, estimator: str, std: str, other_ids: tuple[int, ...], data: st.DataObject
+) -> None:
+    algorithm = AlgorithmConfig(estimator=estimator, std=std, pass_k=2)
+    failures = [i for i, found in enumerate(judged.verdicts) if isinstance(found, Failed)]
+    rollouts, verdicts = list(judged.rollouts), list(judged.verdicts)
+    for i in failures:
+        rollouts[i] = rollout(i, (other_ids, other_ids))
+        cause = data.draw(st.sampled_from(["timeout", "refused", "died", "unparseable", "truncated", "too_long"]))
+        verdicts[i] = Failed(stage="judge", cause=cause, attempts=data.draw(st.integers(1, 9)))
+        if data.draw(st.booleans()):  # as a judge of one's own may give it
+            number = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+            verdicts[i] = only_finite(JudgeReport(verdict=verdict(number))).verdict
+    samples = to_samples([judged, OTHER], algorithm)
+    assert samples == to_samples([group(rollouts, verdicts), OTHER], algorithm)
+    kept = [i for i in range(len(verdicts)) if i not in failures]
+    without = group([judged.rollouts[i] for i in kept], [judged.verdicts[i] for i in kept])
+    assert samples == to_samples([without, OTHER], algorithm)
+    assert not {sample.sibling for sample in samples if sample.group_id == "g"} & set(failures)
+
+
+@given(judged_groups())
+def test_trained_ids_are_the_sampled_ids(judged: JudgedGroup) -> None:
+    samples = to_samples([judged], AlgorithmConfig())
+    for played, found in zip(judged.rollouts, judged.verdicts, strict=True):
+        if isinstance(found, Failed):
+            continue
+        own = [sample for sample in samples if sample.sibling == played.sibling]
+        trained = [
+            (token, logprob)
+            for sample in own
+            for token, mask, logprob in zip(sample.token_ids, sample.loss_mask, sample.sampler_logprobs, strict=True)
+            if mask
+        ]
+        sampled = [
+            pair
+            for turn in played.turns
+            for pair in zip(turn.completion.token_ids, turn.completion.logprobs, strict=True)
+        ]
+        assert trained == sampled
+        for sample in own:
+            assert all(mask or (lp == adv == 0) for mask, lp, adv in zip(
+                sample.loss_mask, sample.sampler_logprobs, sample.advantages, strict=True))  # fmt: skip
+            covered = [t for span in sample.versions for t in range(span.start, span.end)]
+            assert covered == [t for t, mask in enumerate(sample.loss_mask) if mask]
+
+
+def test_an_advantage_counts_by_how_far_its_judgements_agree() -> None:
+    rollouts = [rollout(sibling, ((1,), (2,))) for sibling in range(3)]
+    verdicts = [replace(verdict(value), agreement=spread) for value, spread in ((3.0, 0.0), (0.0, 2.0), (0.0, 4.0))]
+    judged = group(rollouts, list(verdicts))
+    weighed = to_samples([judged], AlgorithmConfig(estimator="dr_grpo", half_weight_spread=2.0))
+    assert [sample.advantages[-1] for sample in weighed] == pytest.approx([2.0, -1.0 / 2, -1.0 / 5])
+    alike = to_samples([judged], AlgorithmConfig(estimator="dr_grpo"))
+    assert [sample.advantages[-1] for sample in alike] == [2.0, -1.0, -1.0]
+
+
+def two_turns(second_prompt: tuple[int, ...]) -> JudgedGroup:
+    return group([rollout(0, ((1, 2), (3,)), (second_prompt, (5, 6))), rollout(1, ((1, 2), (9,)))],
+                 [verdict(1.0), verdict(-1.0)])  # fmt: skip
+
+
+def test_turns_that_go_on_become_one_sample() -> None:
+    sample, _ = to_samples([two_turns((1, 2, 3, 4))], AlgorithmConfig(estimator="dr_grpo"))
+    assert sample.token_ids == (1, 2, 3, 4, 5, 6)
+    assert sample.loss_mask == (0, 0, 1, 0, 1, 1)
+    assert sample.advantages == (0, 0, 1, 0, 1, 1)
+    assert [(span.version, span.start, span.end) for span in sample.versions] == [(0, 2, 3), (1, 4, 6)]
+
+
+def test_a_rewritten_history_starts_a_segment() -> None:
+    first, second, _ = to_samples([two_turns((1, 2, 4))], AlgorithmConfig(estimator="dr_grpo"))
+    assert (first.segment, first.token_ids, first.loss_mask) == (0, (1, 2, 3), (0, 0, 1))
+    assert (second.segment, second.token_ids, second.loss_mask) == (1, (1, 2, 4, 5, 6), (0, 0, 0, 1, 1))
+    assert first.advantages[-1] == second.advantages[-1] == 1
+
+
+def test_spans_add_up_to_the_outcome() -> None:
+    rollouts = [rollout(0, ((1,), (2, 3))), rollout(1, ((1,), (4,)))]
+    spread = to_samples([group(rollouts, [verdict(0.25, 0.75), verdict(0.0)])], AlgorithmConfig())
+    assert spread == to_samples([group(rollouts, [verdict(1.0), verdict(0.0)])], AlgorithmConfig())
+
+
+def test_what_each_segment_was_worth_goes_with_its_tokens() -> None:
+    """Two turns of 1 and 2 sampled tokens, whose history is rewritten in between."""
+    first, second = split_rollout(two_turns((1, 2, 4)).rollouts[0], np.array([0.5, 1.0, -1.0]))
+    assert first.advantages == (0, 0, 0.5)
+    assert second.advantages == (0, 0, 0, 1.0, -1.0)
+
+
+def test_rewards_of_steps_reach_the_tokens_of_their_step() -> None:
+    """Returns (1, 3) and (1, 0) at two steps of one token: equal at the first, +-1 at the second."""
+    rollouts = [rollout(0, ((1,), (2, 3))), rollout(1, ((1,), (4, 5)))]
+    judged = group(rollouts, [verdict(-2.0, 3.0), verdict(1.0, 0.0)])
+    better, worse = to_samples([judged], AlgorithmConfig(estimator="process"))
+    assert better.advantages == pytest.approx((0, 0, 1), abs=1e-5)
+    assert worse.advantages == pytest.approx((0, 0, -1), abs=1e-5)
+
+
+def test_a_long_answer_is_worth_less_than_a_short_one_that_is_as_good() -> None:
+    algorithm = AlgorithmConfig(estimator="dr_grpo", overlong_share=0.5)
+    judged = group([rollout(0, ((1,), (2, 3, 4))), rollout(1, ((1,), (2,)))], [verdict(1.0), verdict(1.0)])
+    long, short = to_samples([judged], algorithm, max_new_tokens=4)
+    assert (long.advantages[-1], short.advantages[-1]) == (-0.25, 0.25)
+
+
+def test_a_distance_to_the_reference_is_taken_off_its_rollouts_reward() -> None:
+    algorithm = AlgorithmConfig(estimator="dr_grpo", kl_coefficient=0.5, kl_in="reward")
+    judged = group([rollout(0, ((1,), (2, 3))), rollout(1, ((1,), (4,)))], [verdict(1.0), verdict(1.0)])
+    far, near = to_samples([judged], algorithm, kl={("g", 0): np.array([1.0, 1.0]), ("g", 1): np.array([0.0])})
+    assert (far.advantages[-1], near.advantages[-1]) == (-0.5, 0.5)
+
+
+def test_a_group_with_one_verdict_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_valid_siblings"):
+        to_samples([group([rollout(0, ((1,), (2,))), rollout(1, ((1,), (2,)))], [verdict(1.0), TIMEOUT])],
+                   AlgorithmConfig())  # fmt: skip
+
+
+def test_a_sample_without_trained_tokens_is_no_sequence() -> None:
+    samples = to_samples([two_turns((1, 2, 3, 4))], AlgorithmConfig())
+    silent = replace(samples[0], loss_mask=(0,) * 6, group_id="h")
+    totals = count([*samples, silent], oldest_version=4)
+    assert (totals.num_loss_tokens, totals.num_sequences, totals.num_groups, totals.oldest_version) == (4, 2, 2, 4)

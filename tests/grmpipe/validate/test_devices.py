@@ -1,0 +1,103 @@
+"""What a GPU makes of a configuration: types, recomputing, notes. Each recipe for GPUs is composed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import launch  # noqa: F401  registers the schema
+from grmpipe.config.roles import options_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.yaml_io import build, from_values
+from grmpipe.validate.devices import device_notes
+from models.lm.footprint import footprint_of_shape
+from models.settings import ModelShape
+from scheduler.placement import place
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+LARGE = footprint_of_shape(
+    ModelShape(num_layers=36, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128,
+               vocab_size=151936, context_tokens=40960)
+)  # fmt: skip
+ON_A_GPU = {
+    "pools": {"all": {"resource": "gpu"}},
+    "roles": {role: {"pool": "all"} for role in ("policy", "learner", "grm")},
+}
+
+
+def composed(*overrides: str) -> RunConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return build(compose("config", list(overrides)))
+
+
+def types_of(config: RunConfig) -> tuple[str, str, str, bool]:
+    return config.policy.dtype, config.grm.dtype, config.train.dtype, config.train.recomputes
+
+
+def notes_of(config: RunConfig, size: object = LARGE) -> list[str]:
+    return device_notes(config, place(config.placement, config.roles), {"policy": size, "grm": size})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_for_gpus_serves_by_vllm_and_computes_in_bfloat16(name: str) -> None:
+    config = composed(f"+experiment={name}", *(["data.path=p"] if name.startswith("qwen3") else []))
+    gpus = [role for role in config.roles if config.on_gpu(role)]
+    assert bool(gpus) == name.startswith("qwen3")
+    for role in {"policy", "grm"} & set(gpus):
+        assert (options_of(role, config).engine, options_of(role, config).dtype) == ("vllm", "bfloat16")
+    if "learner" in gpus:
+        assert config.train.dtype == "bfloat16" and config.train.recomputes
+        assert notes_of(config) == []
+
+
+def test_the_readmes_own_command_computes_in_bfloat16_on_gpus() -> None:
+    blocks = re.findall(r"```\n(python launch.py data=file.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (command,) = blocks
+    overrides = shlex.split(command.replace("\\\n", " "))[2:]
+    assert types_of(composed(*overrides)) == ("bfloat16", "bfloat16", "float32", False), "on cores"
+    assert types_of(composed(*overrides, "placement=one_gpu")) == ("bfloat16", "bfloat16", "bfloat16", True)
+
+
+def test_types_follow_the_device_of_each_role() -> None:
+    assert types_of(RunConfig()) == ("float32", "float32", "float32", False)
+    assert types_of(from_values(RunConfig, {"placement": ON_A_GPU})) == ("bfloat16", "bfloat16", "bfloat16", True)
+    apart = {
+        "pools": {"all": {"resource": "gpu"}, "cores": {}},
+        "roles": {**ON_A_GPU["roles"], "grm": {"pool": "cores"}},
+    }
+    assert types_of(from_values(RunConfig, {"placement": apart})) == ("bfloat16", "float32", "bfloat16", True)
+
+
+def test_what_is_set_stays() -> None:
+    told = {"policy": {"dtype": "float32"}, "train": {"dtype": "float32", "activation_checkpointing": False}}
+    config = from_values(RunConfig, {"placement": ON_A_GPU, **told})
+    assert types_of(config) == ("float32", "bfloat16", "float32", False)
+
+
+def test_float32_on_a_gpu_is_noted_by_key() -> None:
+    told = {"policy": {"engine": "vllm", "dtype": "float32"}, "grm": {"engine": "vllm"}, "train": {"dtype": "float32"}}
+    notes = notes_of(from_values(RunConfig, {"placement": ON_A_GPU, **told}))
+    assert [note.split(":")[0] for note in notes] == ["policy.dtype", "train.dtype"]
+    assert all("float32 on a GPU" in note and "type " in note for note in notes)
+
+
+def test_the_embedded_engine_with_a_large_model_on_a_gpu_is_noted() -> None:
+    config = from_values(RunConfig, {"placement": ON_A_GPU, "grm": {"engine": "vllm", "path": "tiny://grm"}})
+    (note,) = notes_of(config)
+    assert note.startswith("policy.engine: the embedded engine serves 8.2 B") and "policy.engine=vllm" in note
+    assert notes_of(config, None) == [], "of unknown size"
+
+
+def test_a_large_model_whose_activations_are_all_held_is_noted() -> None:
+    told = {"policy": {"engine": "vllm"}, "grm": {"engine": "vllm"}, "train": {"activation_checkpointing": False}}
+    (note,) = notes_of(from_values(RunConfig, {"placement": ON_A_GPU, **told}))
+    assert note.startswith("train.activation_checkpointing: ")
+
+
+def test_cores_are_told_nothing() -> None:
+    assert notes_of(composed("+experiment=quickstart")) == []

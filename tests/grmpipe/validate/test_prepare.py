@@ -1,0 +1,146 @@
+"""What is put together before anything starts: models, windows, data. Refusals are told in tests/flow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.yaml_io import from_values
+from grmpipe.validate.data import read_data, stored_lessons
+from grmpipe.validate.models import find_model
+from grmpipe.validate.prepare import prepare
+from grmpipe.validate.sections import section
+from models.tiny.resolve import SHIPPED
+
+PLACES = {
+    "pools": {"all": {"slots": 1}},
+    "roles": {"policy": {"pool": "all"}, "learner": {"pool": "all"}, "grm": {"pool": "all"}},
+}
+WITH_GRM_LEARNER = {**PLACES, "roles": {**PLACES["roles"], "grm_learner": {"pool": "all"}}}
+
+
+def config(**sections: object) -> RunConfig:
+    return from_values(RunConfig, {"cluster": {"kind": "inprocess"}, "placement": PLACES, **sections})
+
+
+def no_progress(what: str, share: float) -> None:
+    raise AssertionError(f"{what} is shipped and needn't be built")
+
+
+def test_the_defaults_are_a_run_that_may_start() -> None:
+    prepared = prepare(config(data={"num_prompts": 20, "num_eval_prompts": 5}), no_progress)
+    assert (len(prepared.prompts), len(prepared.held_out)) == (20, 5)
+    assert prepared.grm is not None
+    assert prepared.policy.path == str(SHIPPED / "policy")
+    assert prepared.policy.context_tokens == prepared.policy.renderer.context_tokens == 512
+
+
+def test_a_run_judged_by_a_rule_has_no_grm() -> None:
+    prepared = prepare(config(judge={"kind": "rule"}, data={"num_prompts": 20}), no_progress)
+    assert prepared.grm is None
+    assert set(prepared.placement.seats) == {"policy", "learner"}
+
+
+def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None:
+    prepared = prepare(config(engine={"embedded": {"max_context_tokens": 400}}), no_progress)
+    assert prepared.grm is not None
+    assert prepared.policy.context_tokens == prepared.grm.context_tokens == 400
+
+
+def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their caches are not ours; this machine alone loads what it has found."""
+    monkeypatch.setattr("grmpipe.validate.models.find_files", lambda path, weights: str(SHIPPED / "policy"))
+    for cluster, path in (({"address": "10.0.0.1:6379"}, "Some/Model"), ({}, str(SHIPPED / "policy"))):
+        found = find_model("policy", config(policy={"path": "Some/Model"}, cluster=cluster), no_progress)
+        assert found.path == path
+
+
+def test_held_out_prompts_are_not_trained(tmp_path: Path) -> None:
+    for name, numbers in (("train", range(20)), ("held_out", range(15, 40))):
+        rows = [{"prompt": f"{number} + 1?", "reference": number + 1} for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "held_out.jsonl")}
+    data = read_data(config(data={**paths, "num_eval_prompts": 10}))
+    assert (len(data.train), len(data.held_out)) == (15, 10)
+    assert not {prompt.messages for prompt in data.train} & {prompt.messages for prompt in data.held_out}
+
+
+def test_a_held_out_prompt_in_another_case_or_spacing_is_not_trained(tmp_path: Path) -> None:
+    questions = {"train": ("WHAT is 6 x 7?\n", "What  is\t6 x 7?", "What is 6 x 8?"), "held_out": ("What is 6 x 7?",)}
+    for name, asked in questions.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    paths = {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "held_out.jsonl")}
+    data = read_data(config(data={**paths}, train={"groups_per_batch": 1}))
+    assert [prompt.messages[0].content for prompt in data.train] == ["What is 6 x 8?"]
+
+
+def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held_out = ["What is 6 x 7?"]
+    rows = [{"prompt": text, "response": "42", "score": 8} for text in ("what is 6 x 7? ", "What is 6 x 8?")]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in held_out))
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    learning = config(
+        data={"eval_path": str(tmp_path / "held_out.jsonl"), "num_prompts": 20},
+        cotrain={"enabled": True, "data_path": str(tmp_path / "labels.jsonl")},
+    )
+    lessons = stored_lessons(learning, read_data(learning))
+    assert lessons is not None and len(lessons) == 1
+    assert "1 lessons of" in caplog.text
+    (tmp_path / "labels.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(ConfigError, match=r"^cotrain\.data_path: every prompt of .* is in data\.eval_path"):
+        stored_lessons(learning, read_data(learning))
+
+
+@pytest.mark.parametrize("column", [{}, {"prompt_id": "mine"}])
+def test_a_reference_that_the_rule_cannot_read_is_refused_by_file_and_line(
+    tmp_path: Path, column: dict[str, str]
+) -> None:
+    rows = [{"prompt": "1?", "reference": 1}, {"prompt": "2?", "reference": "(3, 9)", **column}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    for key, data in (("path", {"path": str(path)}), ("eval_path", {"eval_path": str(path), "num_prompts": 20})):
+        with pytest.raises(
+            ConfigError, match=rf"^data\.{key}: .*prompts\.jsonl, line 3: reference '\(3, 9\)' isn't one"
+        ):
+            read_data(config(judge={"kind": "rule"}, data=data))
+
+
+def test_a_rule_without_its_library_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grmpipe.judge.math_rule.is_installed", lambda: False)
+    with pytest.raises(ConfigError, match=r'^judge\.rule: math_verify needs .*; type pip install -e "\.\[math\]"'):
+        prepare(config(judge={"kind": "rule", "rule": "math_verify"}), no_progress)
+
+
+def test_own_prompts_are_not_evaluated_on_problems_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "What is 6 x 7?"}\n')
+    assert read_data(config(data={"path": str(tmp_path / "train.jsonl")})).held_out == ()
+
+
+def test_a_section_puts_its_key_in_front_once() -> None:
+    for said, told in (("path: no", "data.path: no"), ("data.path: no", "data.path: no")):
+        with pytest.raises(ConfigError, match=f"^{told}$"), section("data."):
+            raise ValueError(said)
+
+
+def hybrid(directory: Path) -> str:
+    """The shipped policy's tokenizer beside the config of a model whose first layer is a convolution."""
+    shutil.copytree(SHIPPED / "policy", directory)
+    told = json.loads((directory / "config.json").read_text())
+    layers = ["conv", *["full_attention"] * (told["num_hidden_layers"] - 1)]
+    (directory / "config.json").write_text(json.dumps(told | {"model_type": "lfm2", "layer_types": layers}))
+    return str(directory)
+
+
+def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(tmp_path: Path) -> None:
+    path = hybrid(tmp_path / "hybrid")
+    data = {"num_prompts": 20, "num_eval_prompts": 5}
+    with pytest.raises(ConfigError, match=r"^policy\.path: .*conv.*can be trained"):
+        prepare(config(data=data, policy={"path": path}, judge={"kind": "rule"}), no_progress)
+    prepare(config(data=data, grm={"path": path}), no_progress)  # it judges, and doesn't learn
+    learns = {"enabled": True, "data_path": "tiny://judgements"}
+    with pytest.raises(ConfigError, match=r"^grm\.path: .*conv.*can be trained"):
+        prepare(config(data=data, grm={"path": path}, cotrain=learns, placement=WITH_GRM_LEARNER), no_progress)

@@ -1,0 +1,72 @@
+"""Places that can't be had, told before the slow imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import launch  # noqa: F401  registers the schema
+from grmpipe.config.run_config import ConfigError
+from grmpipe.config.yaml_io import build
+from grmpipe.validate.seats import check_seats
+
+ROOT = Path(__file__).parents[3]
+PLACEMENTS = sorted(path.stem for path in (ROOT / "conf" / "placement").glob("*.yaml"))
+
+
+def checked(*overrides: str) -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        check_seats(build(compose("config", ["+experiment=quickstart", *overrides])))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["placement.pools.train.slots=4096"],
+         r"^placement\.pools\.train: wants 4096 cpu slots .* for policy, learner; this machine has \d+ cores.*; set"),
+        (["placement.roles.grm.pool=nowhere"], r"^placement\.roles\.grm\.pool: there is no pool 'nowhere'; set"),
+        (["placement.roles.grm.replicas=5"], r"^placement\.roles\.grm: 5 replicas .* pool judging has 1; set"),
+        (["placement=two_ranks", "placement.roles.policy.slots_per_replica=2"],
+         r"^placement\.roles\.policy\.slots_per_replica: .* can't share them \(with learner\)"),
+        (["placement.pools.train.slots=2", "placement.pools.train.strategy=STRICT_SPREAD", "task=train"],
+         r"^placement\.pools\.train: wants 2 cpu slots \(STRICT_SPREAD\) .* not in one piece"),
+        (["~placement.roles.grm"], r"^placement\.roles\.grm: has no place; type '\+placement\.roles=\{grm: \{pool: tr"),
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_had_names_slot_resource_and_role(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(*overrides)
+
+
+def test_what_only_the_machine_of_the_run_lacks_is_no_matter_of_a_plan() -> None:
+    checked("placement.pools.train.slots=4096", "task=plan")
+    checked("placement.pools.train.slots=4096", "cluster.address=10.0.0.1:6379")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_seats_a_run_with_every_role(placement: str) -> None:
+    """But where a learner that isn't the policy's would have no turn."""
+    shared = "time_shared" in placement
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        roles = build(compose("config", [f"placement={placement}"])).placement.roles
+    assert set(roles) == {"policy", "learner", "grm", "grm_learner", "critic", "meta"}
+    if not shared:
+        checked(f"placement={placement}", "task=plan", "algorithm=ppo", "critic=policy")
+
+
+def test_places_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
+    """Under load its import alone takes most of what a refusal may take."""
+    script = (
+        "import runpy, sys\n"
+        "sys.argv = ['launch.py', '+experiment=quickstart', 'placement.roles.grm.pool=nowhere']\n"
+        f"try: runpy.run_path({str(ROOT / 'launch.py')!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 2\n"
+        "assert not {'torch', 'transformers', 'ray'} & set(sys.modules), 'a slow import came first'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "there is no pool 'nowhere'" in done.stderr

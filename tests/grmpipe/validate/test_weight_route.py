@@ -1,0 +1,101 @@
+"""Which way a learner's weights take, by placement, resource and engine. Nothing is started."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.yaml_io import from_values
+from grmpipe.validate.weight_route import transport_of
+from scheduler.placement import Placement, place
+
+ONE_POOL = {role: {"pool": "all"} for role in ("learner", "policy")}
+# Pools with their slots, and who sits where: from everybody on one slot to everybody alone.
+PLACES = {
+    "one slot": ({"all": 1}, ONE_POOL),
+    "two slots, one rank": ({"all": 2}, {**ONE_POOL, "policy": {"pool": "all", "replicas": 2}}),
+    "two slots, one engine": ({"all": 2}, {**ONE_POOL, "learner": {"pool": "all", "replicas": 2}}),
+    "all on two slots": ({"all": 2}, {role: {"pool": "all", "replicas": 2} for role in ONE_POOL}),
+    "all on eight slots": ({"all": 8}, {role: {"pool": "all", "replicas": 8} for role in ONE_POOL}),
+    "pools apart": ({"train": 2, "rollout": 2}, {"learner": {"pool": "train", "replicas": 2},
+                                                 "policy": {"pool": "rollout", "replicas": 2}}),
+    "pools apart, an engine of two": ({"train": 1, "rollout": 2}, {"learner": {"pool": "train"},
+                                      "policy": {"pool": "rollout", "slots_per_replica": 2}}),
+}  # fmt: skip
+
+
+def config_of(name: str, resource: str, engine: str, wanted: str = "auto", **pool: bool) -> RunConfig:
+    slots, roles = PLACES[name]
+    pools = {each: {"slots": number, "resource": resource, **pool} for each, number in slots.items()}
+    judge = {"pools": {**pools, "judging": {}}, "roles": {**roles, "grm": {"pool": "judging"}}}
+    sections = {"placement": judge, "policy": {"engine": engine}, "sync": {"transport": wanted}}
+    return from_values(RunConfig, sections)
+
+
+def chosen(config: RunConfig, same_machine: bool = True) -> str:
+    return transport_of(config, place(config.placement, config.roles), same_machine=same_machine)
+
+
+def gpus_of(placement: Placement, role: str) -> list[tuple[str, int]]:
+    """By rank; nothing where the role sits on cores."""
+    seats = [seat for seat in placement.seats[role] if placement.pools[seat.pool].resource == "gpu"]
+    return [(seat.pool, slot) for seat in seats for slot in seat.slots]
+
+
+@pytest.mark.parametrize(
+    ("name", "resource", "engine", "elastic"),
+    [
+        case
+        for case in itertools.product(PLACES, ("cpu", "gpu"), ("embedded", "vllm", "sglang"), (False, True))
+        if not (case[3] and "an engine of two" in case[0])
+    ],
+)
+def test_no_gpu_that_has_an_engine_sends_by_nccl(name: str, resource: str, engine: str, elastic: bool) -> None:
+    config = config_of(name, resource, engine, elastic=elastic)
+    placement = place(config.placement, config.roles)
+    sender, *_ = gpus_of(placement, "learner") or [None]
+    engines = gpus_of(placement, "policy")
+    for same_machine in (True, False):
+        transport = chosen(config, same_machine)
+        if transport == "nccl":
+            assert sender is not None and engines and sender not in engines
+        if transport == "cuda_ipc":
+            assert engines and set(engines) <= set(gpus_of(placement, "learner"))
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        ("one slot", "cuda_ipc"),
+        ("all on two slots", "cuda_ipc"),
+        ("all on eight slots", "cuda_ipc"),
+        ("two slots, one engine", "cuda_ipc"),
+        ("two slots, one rank", "shared_memory"),
+        ("pools apart", "nccl"),
+        ("pools apart, an engine of two", "nccl"),
+    ],
+)
+def test_on_gpus_each_rank_serves_the_engines_of_its_own(name: str, transport: str) -> None:
+    assert chosen(config_of(name, "gpu", "vllm")) == transport
+
+
+def test_a_rank_whose_gpu_has_an_engine_can_t_be_told_to_send_by_nccl() -> None:
+    words = r"^sync\.transport: nccl needs a GPU for the learner's first rank that has no engine, .*auto or shared"
+    with pytest.raises(ValueError, match=words):
+        chosen(config_of("all on two slots", "gpu", "vllm", "nccl"))
+
+
+def test_an_engine_that_shares_no_gpu_with_the_learner_can_t_be_told_to_map_one() -> None:
+    with pytest.raises(ValueError, match=r"^sync\.transport: cuda_ipc needs every engine on the GPU of a rank"):
+        chosen(config_of("two slots, one rank", "gpu", "vllm", "cuda_ipc"))
+
+
+def test_an_engine_over_several_gpus_that_it_would_share_is_refused_by_key() -> None:
+    pools = {"all": {"slots": 2, "resource": "gpu"}, "judging": {}}
+    roles = {"learner": {"pool": "all", "replicas": 2}, "policy": {"pool": "all", "slots_per_replica": 2},
+             "grm": {"pool": "judging"}}  # fmt: skip
+    config = from_values(RunConfig, {"placement": {"pools": pools, "roles": roles}, "policy": {"engine": "vllm"}})
+    with pytest.raises(ValueError, match=r"placement\.roles\.policy\.slots_per_replica: .* can't share them .*learner"):
+        place(config.placement, config.roles)

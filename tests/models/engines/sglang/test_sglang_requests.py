@@ -1,0 +1,112 @@
+"""SGLang's events become completions: whole or new tokens, versions of every token, ends that nobody wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from models.engines.sglang.sglang_requests import Sampled, Ticket, body_of, completion_of, finish_reason_of, spans_of
+from models.types import EngineDied, EngineRefused, SamplingParams, VersionSpan
+
+
+def ticket_of(**params: Any) -> Ticket:
+    return Ticket((1, 2, 3), SamplingParams(**{"max_new_tokens": 8, **params}), priority=4)
+
+
+def event(ids: list[int], total: int, version: str = "0", finish: dict[str, Any] | None = None, **meta: Any) -> Any:
+    logprobs = [[-0.5 - token_id, token_id, None] for token_id in ids]
+    told = {"completion_tokens": total, "prompt_tokens": 3, "cached_tokens": 1, "weight_version": version}
+    return {
+        "output_ids": ids,
+        "meta_info": {**told, "finish_reason": finish, "output_token_logprobs": logprobs, **meta},
+    }
+
+
+def body(**params: Any) -> Any:
+    ticket = ticket_of(**params)
+    return body_of(ticket, seed=0, stop_token_ids=(9,), vocab_size=272, namespace="n", whole=False)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_events_may_hold_the_new_tokens_or_all_so_far(whole: bool) -> None:
+    sampled = Sampled()
+    for start, end in ((0, 1), (1, 4), (4, 6)):
+        sampled.add(event(list(range(0 if whole else start, end)), total=end))
+    assert sampled.token_ids == list(range(6))
+    assert sampled.logprobs == [-0.5 - token_id for token_id in range(6)]
+    assert sampled.num_prefilled == 2
+
+
+def test_the_first_token_is_told_once_and_not_by_an_event_without_any() -> None:
+    told: list[int] = []
+    ticket = ticket_of()
+    ticket.listeners.append(lambda: told.append(1))
+    ticket.add(event([], total=0))
+    assert not told
+    ticket.add(event([5], total=1))
+    ticket.add(event([6], total=2))
+    assert told == [1]
+
+
+def test_where_top_p_restricts_tokens_the_log_probs_are_of_what_is_left() -> None:
+    assert "return_sampling_mask" not in body() and "top_k" not in body()["sampling_params"]
+    restricted = body(top_p=0.9)
+    assert restricted["return_sampling_mask"] and restricted["sampling_params"]["top_k"] == 272
+    assert "return_sampling_mask" not in body(top_p=0.9, temperature=0.0)  # greedy draws from nothing
+    sampled = Sampled()
+    sampled.add(event([5], total=1, output_token_sampling_logprobs=[-0.1]))
+    assert sampled.logprobs == [-0.1]
+
+
+def test_each_try_has_an_id_of_its_own_that_is_no_beginning_of_another() -> None:
+    ids = []
+    for ticket in (ticket_of(), ticket_of()):
+        for _ in range(3):
+            ticket.renew(lambda: None)
+            ids.append(ticket.rid)
+    assert len(set(ids)) == 6 and len({len(rid) for rid in ids}) == 1
+
+
+def test_spans_are_the_servers_and_cover_all_tokens() -> None:
+    spans = [{"version": "0", "start": 0, "end": 0}, {"version": "3", "start": 0, "end": 2}]
+    spans += [{"version": "4", "start": 2, "end": 5}]
+    sampled = Sampled(token_ids=[1] * 5, logprobs=[0.0] * 5, spans=spans)
+    assert spans_of(sampled, "policy", {"0": 0, "3": 3, "4": 4}) == (
+        VersionSpan(model="policy", version=3, start=0, end=2),
+        VersionSpan(model="policy", version=4, start=2, end=5),
+    )
+
+
+def test_an_answer_that_was_cut_off_never_claims_a_newer_version_than_its_tokens_have() -> None:
+    sampled = Sampled()
+    sampled.add(event([1], total=1, version="7"))
+    sampled.add(event([2, 3], total=3, version="7"))
+    sampled.add(event([4, 5], total=5, version="8"))  # some of them may be from before the push
+    sampled.add(event([6], total=6, version="8"))
+    assert [(span.version, span.start, span.end) for span in spans_of(sampled, "policy", {"7": 7, "8": 8})] == [
+        (7, 0, 5),
+        (8, 5, 6),
+    ]
+
+
+def test_nothing_sampled_is_an_empty_span_of_the_newest_version() -> None:
+    spans = spans_of(Sampled(), "policy", {"default": 0, "2": 2})
+    assert spans == (VersionSpan(model="policy", version=2, start=0, end=0),)
+
+
+def test_a_version_that_this_run_never_sent_is_an_error() -> None:
+    ticket = ticket_of()
+    ticket.add(event([1], total=1, version="12", finish={"type": "stop"}))
+    with pytest.raises(RuntimeError, match=r"version '12'.*engine\.sglang\.urls"):
+        completion_of(ticket, "", "policy", {"0": 0})
+
+
+@pytest.mark.parametrize(("status", "error"), [(400, EngineRefused), (503, EngineDied), (None, EngineDied)])
+def test_a_request_that_the_server_ended_by_itself_is_no_completion(status: int | None, error: type) -> None:
+    ticket = ticket_of()
+    ticket.add(event([1], total=1, finish={"type": "abort", "message": "out of memory", "status_code": status}))
+    with pytest.raises(error, match="out of memory"):
+        finish_reason_of(ticket)
+    ticket.aborted = True
+    assert finish_reason_of(ticket) == "abort"

@@ -1,0 +1,94 @@
+"""What vLLM is told, and what a user can't tell it, before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from models.engines.installed import vllm_missing
+from models.engines.vllm.options import FIXED, INSTEAD, VllmStart, arguments_of, environment_of
+from models.engines.vllm.vllm_engine import VllmEngine, check_vllm_options
+from models.engines.vllm.vllm_engine import options as vllm_options
+from models.settings import VllmConfig
+
+pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
+
+
+def start_of(config: VllmConfig, device: str = "cpu", tensor_parallel: int = 1) -> VllmStart:
+    return VllmStart(
+        model_path="m", config=config, context_tokens=128, dtype="float32", device=device,
+        tensor_parallel=tensor_parallel, takes_weights=True,
+    )  # fmt: skip
+
+
+def test_the_arguments_read_from_its_source_are_vllms_own() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    own = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
+    assert vllm_options.argument_names() == own
+    assert own > {*INSTEAD, *FIXED}
+    assert own > arguments_of(start_of(VllmConfig())).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("max_num_batched_token", "max_num_batched_tokens"),
+        ("quantisation", "quantization"),
+        ("max_num_seqs", "engine.vllm.max_batch_rows"),
+        ("tensor_parallel_size", "slots_per_replica"),
+        ("dtype", "policy.dtype"),
+        ("logprobs_mode", "leave it out"),
+    ],
+)
+def test_an_option_that_vllm_lacks_or_that_is_ours_is_named_with_the_way_out(name: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"engine.vllm.options.{name}: ") as refused:
+        check_vllm_options(VllmConfig(options={name: 1}))
+    assert told in str(refused.value)
+
+
+def test_other_options_pass_through_and_win() -> None:
+    config = VllmConfig(options={"max_num_batched_tokens": 4096, "block_size": 64})
+    check_vllm_options(config)
+    arguments = arguments_of(start_of(config))
+    assert (arguments["max_num_batched_tokens"], arguments["block_size"]) == (4096, 64)
+
+
+def test_a_cpu_gets_256_mb_of_cache_and_a_gpu_what_its_share_leaves() -> None:
+    on_cpu, on_gpu = (
+        arguments_of(start_of(VllmConfig())),
+        arguments_of(start_of(VllmConfig(sleep_mode=True), "cuda", 2)),
+    )
+    assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (256 << 20, True)
+    assert (on_gpu["kv_cache_memory_bytes"], on_gpu["enforce_eager"]) == (None, False)
+    assert (on_gpu["distributed_executor_backend"], on_gpu["enable_sleep_mode"]) == ("mp", True)
+
+
+def test_a_cpu_engine_has_the_threads_it_was_given_and_chooses_no_cores() -> None:
+    environment = environment_of(start_of(VllmConfig(cpu_threads=3)))
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+    assert "OMP_NUM_THREADS" not in environment_of(start_of(VllmConfig(), "cuda"))
+
+
+def test_a_window_above_the_models_is_refused(model_path: str) -> None:
+    with pytest.raises(ValueError, match="max_context_tokens: 129 exceeds"):
+        VllmEngine(model_path, "policy", VllmConfig(max_context_tokens=129))
+
+
+def test_heads_that_its_cpu_kernel_lacks_are_refused_before_a_process_starts(tmp_path: Path, model_path: str) -> None:
+    """vLLM itself would start, and die of the first request."""
+    for file in Path(model_path).iterdir():
+        text = file.read_text(encoding="utf-8") if file.suffix == ".json" else None
+        if text is None:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        else:
+            (tmp_path / file.name).write_text(text.replace('"head_dim": 32', '"head_dim": 8'), encoding="utf-8")
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match="heads of 32, 64.*have 8.*engine=embedded"):
+        VllmEngine(str(tmp_path), "policy", VllmConfig())
+    assert dict(os.environ) == before  # vLLM writes to it

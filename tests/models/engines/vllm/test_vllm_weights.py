@@ -1,0 +1,92 @@
+"""Buckets and errors cross to vLLM's worker as plain values, and are themselves again there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from models.engines.vllm.vllm_weights import (
+    Applied,
+    PlainBucket,
+    as_plain,
+    hearing,
+    telling,
+    unapplied,
+    under_sent_names,
+)
+from models.types import (
+    Broadcast,
+    CudaHandles,
+    InlineBytes,
+    Payload,
+    SafetensorsFile,
+    SharedMemory,
+    WeightBucket,
+    WeightTensor,
+)
+from models.weights.checksums import checksum
+from models.weights.receiving import checksums_of, received
+from models.weights.weight_files import SharedArena
+
+msgspec = pytest.importorskip("msgspec", reason="it comes with vLLM, which carries buckets by it")
+
+
+def bucket_with(payload: Payload) -> WeightBucket:
+    tensor = WeightTensor(name="a.weight", dtype="float32", shape=(2, 3), checksum="c")
+    return WeightBucket(tensors=(tensor,), payload=payload)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        SharedMemory(path="/dev/shm/x"),
+        SafetensorsFile(path="/shared/x.safetensors"),
+        Broadcast(),
+        CudaHandles(handles={"uuid": ((torch.Tensor, torch.Size([2, 3]), torch.float32, b"\x00\xff", None),)}),
+    ],
+)
+def test_a_bucket_crosses_msgpack_unchanged(payload: Payload) -> None:
+    crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(as_plain(bucket_with(payload), SharedArena())))
+    assert PlainBucket(**crossed).restored() == bucket_with(payload)
+
+
+def test_inline_bytes_cross_through_shared_memory_bucket_after_bucket() -> None:
+    arena = SharedArena()
+    for value in (1.0, 2.0):
+        data = np.full(6, value, dtype=np.float32).view(np.uint8)
+        data.flags.writeable = False  # as it comes from an object store
+        plain = as_plain(bucket_with(InlineBytes(data=(data,))), arena)
+        with received(PlainBucket(**plain).restored()) as tensors:
+            assert checksums_of(tensors) == {"a.weight": checksum(data)}
+            assert torch.equal(tensors[0][1], torch.full((2, 3), value))
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(ValueError, ValueError("x 'y'\nz")), (ConnectionError, ConnectionResetError("gone"))]
+)
+def test_an_error_comes_home_as_what_it_is_though_vllm_carries_words_alone(
+    kind: type[Exception], error: Exception
+) -> None:
+    with pytest.raises(RuntimeError) as carried, telling():
+        raise error
+    words = f"Worker failed with error '{carried.value}', please check the stack trace above"
+    with pytest.raises(kind) as heard, hearing():
+        raise Exception(words)
+    assert str(heard.value) == str(error)
+    with pytest.raises(KeyError), hearing():
+        raise KeyError("not told")
+
+
+def test_a_tensor_is_applied_where_one_worker_took_it_and_what_holds_it_changed() -> None:
+    """Each of two workers has a half: only the second one's half of `v` changed, nobody's of `o`; nobody took `w`."""
+    first = Applied(taken=["q", "v", "o"], still=["v", "o"], moved=["q"])
+    second = Applied(taken=["q", "v", "o", "e"], still=["q", "o"], moved=["v"])
+    assert unapplied(["q", "v", "o", "e", "w"], [first, second]) == ("o", "w")
+
+
+def test_what_vllm_saw_is_told_under_the_names_that_were_sent() -> None:
+    own = Applied(taken=["embed", "norm"], still=["embed"], moved=[])
+    told = under_sent_names(own, {"lm_head": "embed", "norm": "norm", "gone": "gone"})
+    assert told == Applied(taken=["lm_head", "norm"], still=["lm_head"], moved=[])

@@ -1,0 +1,175 @@
+"""Sizes that a plan reckons with, against real models: their parameters, and what autograd keeps of a forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from models.lm.causal_lm import load_causal_lm, packed_logprobs
+from models.lm.footprint import Footprint, Working, footprint_of, footprint_of_shape
+from models.lm.lora import add_adapters
+from models.lm.packed_attention import PACKED_ATTENTION
+from models.lm.parallelize import choose_device, decoder_layers, join_ranks, load_parallel
+from models.settings import LoraConfig, ModelShape
+from models.tiny.resolve import SHIPPED
+
+POLICY = str(SHIPPED / "policy")
+# As in the public config.json files.
+QWEN3_8B = ModelShape(
+    num_layers=36, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=151936, context_tokens=40960,
+)  # fmt: skip
+QWEN3_0_6B = ModelShape(
+    num_layers=28, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128,
+    vocab_size=151936, context_tokens=40960, tied=True,
+)  # fmt: skip
+QWEN3_1_7B = replace(QWEN3_0_6B, hidden_size=2048, intermediate_size=6144)
+WIDE = ModelShape(
+    num_layers=4, hidden_size=128, intermediate_size=384, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=64,
+    context_tokens=1024,
+)  # fmt: skip
+
+
+def qwen_config(shape: ModelShape) -> PretrainedConfig:
+    return Qwen3Config(
+        num_hidden_layers=shape.num_layers, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size, tie_word_embeddings=shape.tied, max_position_embeddings=shape.context_tokens,
+    )  # fmt: skip
+
+
+def test_a_directory_is_measured_as_the_model_in_it() -> None:
+    model, footprint = load_causal_lm(POLICY), footprint_of(POLICY)
+    assert footprint.num_parameters == model.num_parameters()
+    assert footprint.weight_bytes("float32") == sum(p.nbytes for p in model.parameters())
+    in_layers = sum(p.numel() for layer in decoder_layers(model) for p in layer.parameters())
+    assert footprint.num_root_parameters == pytest.approx(model.num_parameters() - in_layers, rel=0.01)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
+def test_adapters_are_as_large_as_those_of_the_model_and_of_its_shape(targets: list[str], tmp_path: Path) -> None:
+    qwen_config(WIDE).save_pretrained(tmp_path)
+    measured = footprint_of(str(tmp_path)).adapter_parameters(4, targets)
+    model = add_adapters(AutoModelForCausalLM.from_config(qwen_config(WIDE)), LoraConfig(4, 8.0, targets), "float32")
+    assert measured == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert measured == footprint_of_shape(WIDE).adapter_parameters(4, targets)
+
+
+def test_the_cache_holds_a_key_and_a_value_for_every_layer_and_head() -> None:
+    model = load_causal_lm(POLICY)
+    cache = model(input_ids=torch.tensor([[5, 6, 7, 8]]), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert held == 4 * footprint_of(POLICY).kv_bytes_per_token("float32")
+
+
+def test_a_declared_shape_is_as_large_as_the_model_it_describes(tmp_path: Path) -> None:
+    qwen_config(QWEN3_8B).save_pretrained(tmp_path)
+    real, declared = footprint_of(str(tmp_path)), footprint_of_shape(QWEN3_8B)
+    assert real.num_parameters == 8_190_735_360
+    assert declared.num_parameters == pytest.approx(real.num_parameters, rel=1e-5)
+    assert declared.num_root_parameters == real.num_root_parameters
+    assert (declared.query_width, declared.kv_width) == (real.query_width, real.kv_width)
+
+
+def test_a_tied_head_is_counted_once() -> None:
+    tied = ModelShape(**{name: getattr(WIDE, name) for name in WIDE.__dataclass_fields__} | {"tied": True})
+    assert footprint_of_shape(WIDE).num_parameters - footprint_of_shape(tied).num_parameters == 64 * 128
+
+
+def test_a_shape_is_declared_whole_or_not_at_all() -> None:
+    assert not ModelShape().declared
+    with pytest.raises(ValueError, match=r"^hidden_size: .* declared whole"):
+        ModelShape(num_layers=3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_what_autograd_keeps(dtype: str, checkpointing: bool) -> None:
+    """Kept bytes are counted by hooks. A pass with checkpointing keeps the layers' inputs; one layer comes on top."""
+    model = AutoModelForCausalLM.from_config(
+        qwen_config(WIDE), dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
+    )
+    footprint = footprint_of_shape(WIDE)
+    per_token = footprint.activation_bytes_per_token(dtype, checkpointing=checkpointing)
+    # Not kept at once by a forward pass: the logits' gradient, and the layer that is computed again.
+    value_bytes = getattr(torch, dtype).itemsize
+    later = footprint.vocab_size * value_bytes
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        later += one_layer(footprint, dtype)
+    for layer in decoder_layers(model):
+        layer.training = checkpointing
+    assert kept_bytes(model, num_tokens=256) / 256 == pytest.approx(per_token - later, rel=0.15)
+
+
+def one_layer(footprint: Footprint, dtype: str) -> int:
+    head = (4 * footprint.hidden_size + 2 * footprint.vocab_size) * getattr(torch, dtype).itemsize
+    return (footprint.activation_bytes_per_token(dtype) - head) // footprint.num_layers
+
+
+def kept_bytes(model: PreTrainedModel, num_tokens: int) -> int:
+    """Bytes that backward waits for, weights aside."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    token_ids_T = torch.randint(0, model.config.vocab_size, (num_tokens,))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        packed_logprobs(model, token_ids_T, torch.arange(num_tokens), torch.tensor([num_tokens]))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return sum(size for address, size in storages.items() if address not in weights)
+
+
+def test_the_learners_state_is_16_bytes_a_parameter() -> None:
+    device = choose_device("cpu", 0)
+    model = load_parallel(POLICY, join_ranks(0, 1, None, device), device, "float32", "bfloat16", False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    held = [*model.parameters(), *(p.grad for p in model.parameters()), *moments]
+    num_bytes = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in held)
+    footprint = footprint_of(POLICY)
+    assert num_bytes == footprint.learner_state_bytes(1) == 16 * footprint.num_parameters
+    assert footprint.learner_state_bytes(4, reference=True) == 5 * footprint.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "num_tokens", "peak_gb"),
+    [
+        (QWEN3_0_6B, 1, 8192, 16.42),
+        (QWEN3_1_7B, 1, 8192, 35.26),
+        (QWEN3_8B, 4, 16384, 51.64),
+    ],
+)
+def test_a_learners_peak_is_what_fake_tensors_count(
+    shape: ModelShape, ranks: int, num_tokens: int, peak_gb: float
+) -> None:
+    """As counted by tests/grmpipe/plan/test_learner_memory.py, which takes a minute."""
+    footprint = footprint_of_shape(shape)
+    working = footprint.working_bytes("bfloat16", num_tokens, checkpointing=True)
+    assert (footprint.learner_state_bytes(ranks) + working.total) / 1e9 == pytest.approx(peak_gb, rel=0.03)
+
+
+def test_without_recomputing_all_layers_wait_and_frozen_weights_get_no_gradient() -> None:
+    footprint = footprint_of_shape(QWEN3_8B)
+    saving = footprint.working_bytes("bfloat16", 4096, checkpointing=True)
+    assert footprint.working_bytes("bfloat16", 4096).activations > 4 * saving.activations
+    assert footprint.working_bytes("bfloat16", 4096, checkpointing=True, frozen=True).gathered < saving.gathered
+
+
+def test_of_few_tokens_the_gradient_of_embedding_and_head_is_the_most() -> None:
+    footprint = footprint_of_shape(QWEN3_8B)
+    assert footprint.working_bytes("bfloat16", 64, checkpointing=True) == Working(
+        gathered=footprint.num_root_parameters * (2 + 4), activations=0
+    )

@@ -1,0 +1,146 @@
+"""Attention within packed samples: flash's call means what padded SDPA computes, and no GPU holds whole scores."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.lm import packed_attention
+from models.lm.packing import Packing, Prefixes, Rows
+
+H, G, D = 4, 2, 8
+
+
+def exact_varlen(
+    query_THD: Tensor,
+    key_KGD: Tensor,
+    value_KGD: Tensor,
+    query_starts_S1: Tensor,
+    key_starts_S1: Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    **options: bool,
+) -> Tensor:
+    """FlashAttention's contract, sample by sample: the last query sees the last key, `window_size[0]` keys before its
+    own (-1: all) and none after it."""
+    assert window_size[1] == 0
+    assert max_queries == int(query_starts_S1.diff().max()) and max_keys == int(key_starts_S1.diff().max())
+    out = []
+    for sample in range(len(query_starts_S1) - 1):
+        query, key, value = (
+            x[int(starts[sample]) : int(starts[sample + 1])].transpose(0, 1)
+            for x, starts in ((query_THD, query_starts_S1), (key_KGD, key_starts_S1), (value_KGD, key_starts_S1))
+        )
+        repeats = query.shape[0] // key.shape[0]
+        assert repeats == 1 or options.get("enable_gqa", False)
+        key, value = (x.repeat_interleave(repeats, dim=0) for x in (key, value))
+        behind = torch.arange(query.shape[1])[:, None] + key.shape[1] - query.shape[1] - torch.arange(key.shape[1])
+        seen = (behind >= 0) if window_size[0] < 0 else (behind >= 0) & (behind <= window_size[0])
+        scores = query @ key.mT * (1 / math.sqrt(D) if scale is None else scale)
+        out.append((scores.masked_fill(~seen, -math.inf).softmax(-1) @ value).transpose(0, 1))
+    return torch.cat(out)
+
+
+def without_groups(*args: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
+    return exact_varlen(*args, scale=scale, window_size=window_size)
+
+
+# Families: tokens that all siblings share, and those of each.
+FAMILIES = st.lists(
+    st.tuples(st.integers(0, 9), st.lists(st.integers(1, 20), min_size=1, max_size=3)), min_size=1, max_size=4
+)
+
+
+def packing_of(families: list[tuple[int, list[int]]]) -> Packing:
+    """As the packer lays them out: the first of a family has the prefix among its own tokens."""
+    lengths, starts, prefixes, first = [], [], [], 0
+    for shared, own in families:
+        for number, length in enumerate(own):
+            lengths.append(length + (shared if number == 0 else 0))
+            starts.append(first)
+            prefixes.append(shared if number > 0 else 0)
+        first += shared + sum(own)
+    return Packing(torch.tensor(lengths), Prefixes(starts_S=torch.tensor(starts), lengths_S=torch.tensor(prefixes)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    families=FAMILIES,
+    window=st.none() | st.integers(1, 12),
+    scale=st.none() | st.just(0.3),
+    kv_heads=st.sampled_from([1, G, H]),
+    knows_groups=st.booleans(),  # torch 2.11 doesn't
+)
+def test_flash_over_packed_tokens_is_padded_attention(
+    families: list[tuple[int, list[int]]], window: int | None, scale: float | None, kv_heads: int, knows_groups: bool
+) -> None:
+    packing = packing_of(families)
+    draw = torch.Generator().manual_seed(0)
+    num_tokens = int(packing.starts_S1[-1])
+    query, key, value = (
+        torch.randn(num_tokens, heads, D, generator=draw, dtype=torch.float64) for heads in (H, kv_heads, kv_heads)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_attention, "varlen_attn", exact_varlen if knows_groups else without_groups)
+        patch.setattr(packed_attention, "VARLEN_KNOWS_GROUPS", knows_groups)
+        flash = packed_attention._varlen(query, key, value, packing, scale, window)
+    padded = packed_attention._padded(query, key, value, packing, scale, window)
+    torch.testing.assert_close(flash, padded, atol=1e-12, rtol=0)
+
+
+# -- what float32 costs on a GPU ---------------------------------------------------------------------------------------
+
+LARGEST_BYTES = 512 << 20  # of one result; the scores of this case alone are 2 GiB a layer
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest result of any operation."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor):
+                self.num_bytes = max(self.num_bytes, one.numel() * one.element_size())
+        return result
+
+
+def fused_float32(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False, **options: Any) -> Tensor:
+    """What torch's only fused kernel for float32 on CUDA takes: with a mask or none, as many key heads as queries'."""
+    assert not enable_gqa and query.shape[1] == key.shape[1] == value.shape[1], "the math kernel: whole scores"
+    return torch.empty_like(query)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_float32_on_a_gpu_takes_a_fused_kernel_and_makes_nothing_as_large_as_the_scores(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """8 siblings of 1024 tokens after a prompt of 1024, 32 heads over 8: on tensors without memory, and of a CPU, for
+    torch without CUDA indexes no other."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", fused_float32)
+    monkeypatch.setattr(packed_attention, "on_gpu", lambda states: True)
+    with FakeTensorMode(), torch.no_grad(), Largest() as largest:
+        queries_NQ = torch.empty(8, 1024, dtype=torch.int64)
+        keys_NK = torch.empty(8, 2048, dtype=torch.int64) if shared else queries_NQ
+        lengths_N = torch.empty(8, dtype=torch.int64) if shared else None
+        rows = Rows(queries_NQ=queries_NQ, keys_NK=keys_NK, prefix_lengths_N=lengths_N)
+        packing = SimpleNamespace(rows=(rows,), slots_T=torch.empty(8192, dtype=torch.int64))
+        query, key, value = (torch.empty(9216, heads, 128) for heads in (32, 8, 8))
+        out = packed_attention._padded(query, key, value, packing, None, None)
+    assert out.shape == (8192, 32, 128)
+    assert 0 < largest.num_bytes < LARGEST_BYTES

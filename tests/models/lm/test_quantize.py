@@ -1,0 +1,45 @@
+"""Weights rounded as quantised engines round them: by hand, twice the same, and not where they don't."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from models.lm.quantize import quantize_matrices, quantize_rows
+
+
+def test_a_row_is_rounded_to_steps_of_its_own_largest() -> None:
+    """int4 has 7 steps to each side: of 0.7 a step is 0.1, of 14 it is 2."""
+    weight = torch.tensor([[0.7, 0.33, -0.04], [-14.0, 6.9, 1.1], [0.0, 0.0, 0.0]])
+    quantize_rows(weight, bits=4)
+    torch.testing.assert_close(weight, torch.tensor([[0.7, 0.3, 0.0], [-14.0, 6.0, 2.0], [0.0, 0.0, 0.0]]))
+
+
+def test_rounding_again_changes_nothing() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 96)
+    for bits in (8, 4):
+        quantize_rows(weight, bits)
+        once = weight.clone()
+        quantize_rows(weight, bits)
+        torch.testing.assert_close(weight, once, rtol=1e-6, atol=0)
+
+
+def test_int8_errs_by_half_a_step_at_most() -> None:
+    torch.manual_seed(0)
+    before = torch.randn(8, 4, 96)  # experts of an MoE: rows are rows all the same
+    after = before.clone()
+    quantize_rows(after, bits=8)
+    half_step = before.abs().amax(-1, keepdim=True) / 127 / 2
+    assert 0 < ((after - before).abs() / half_step).max() <= 1 + 1e-4
+
+
+def test_embedding_head_and_norms_stay_as_they_are() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = Qwen3Config(vocab_size=64, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, **sizes)
+    model = Qwen3ForCausalLM(config)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    quantize_matrices(model, "int4")
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name in before if name.endswith("_proj.weight")} and len(changed) == 7

@@ -1,0 +1,39 @@
+"""What a broken broadcast leaves of its group. Those that succeed: test_weight_transport.py and the cluster's tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.types import GroupLink
+from models.weights import process_group
+from models.weights.process_group import BroadcastGroup
+
+LINK = GroupLink(name="one", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("joined_since", [False, True])
+def test_a_failure_leaves_its_own_group_and_none_that_was_joined_since(
+    joined_since: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that gave up waiting starts over while its old broadcast still hangs in another thread."""
+    monkeypatch.setattr(process_group, "_meet", lambda link, rank, device: object())
+    group = BroadcastGroup()
+    group.join(LINK)
+
+    def fail_late(*args: object) -> tuple[int, str]:
+        if joined_since:
+            group.join(replace(LINK, name="two"))
+        return 0, "the other end is gone"
+
+    monkeypatch.setattr(process_group, "_failure", fail_late)
+    with pytest.raises(ConnectionError, match=r"sending 'w' in the group 'one' of 2 failed: the other end is gone"):
+        group.send(["w"], [torch.zeros(1)])
+    monkeypatch.setattr(process_group, "_failure", lambda *args: None)
+    if joined_since:
+        group.send(["w"], [torch.zeros(1)])
+    else:
+        with pytest.raises(ConnectionError, match="no group was joined"):
+            group.send(["w"], [torch.zeros(1)])

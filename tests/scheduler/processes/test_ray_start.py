@@ -1,0 +1,45 @@
+"""Joining a Ray that isn't there, and what its processes would get. No Ray starts."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from scheduler.placement import ClusterConfig, NodeCapacity
+from scheduler.processes.ray_start import init_ray, passed_on, threads_of
+
+
+def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+    """Ray itself would ask for half a minute."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    began_s = time.monotonic()
+    with pytest.raises(ValueError, match=rf"^cluster\.address: nobody listens at {address} .*cluster\.address=null"):
+        init_ray(ClusterConfig(address=address))
+    assert time.monotonic() - began_s < 5
+
+
+def test_named_variables_are_passed_on_and_no_others() -> None:
+    here = {"HF_HOME": "/hf", "HF_TOKEN": "secret", "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5", "HOME": "/root"}
+    assert passed_on(["HF_TOKEN", "NCCL_*", "GLOO_*"], here) == {
+        "HF_TOKEN": "secret", "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"^cluster\.env_vars: HF_HOMES is not set here; export it first"):
+        passed_on(["HF_HOMES"], here)
+
+
+def test_a_value_among_the_names_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ValueError, match=r"^env_vars: takes names only.* got 'HF_TOKEN'$"):
+        ClusterConfig(env_vars=["HF_TOKEN=hf_secret"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "threads"), [(1, 12), (4, 12), (0.5, 6), (0.01, 1)], ids=["one", "tensor parallel", "half", "a sliver"]
+)
+def test_a_process_on_a_gpu_has_its_share_of_the_cores(gpus: float, threads: int) -> None:
+    """A process with several GPUs starts one of its own for each."""
+    nodes = [NodeCapacity(name=str(cores), cpus=cores, gpus=gpus) for cores, gpus in ((128, 8), (96, 8), (64, 0))]
+    assert threads_of(nodes, gpus) == threads

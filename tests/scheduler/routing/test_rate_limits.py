@@ -1,0 +1,108 @@
+"""No minute holds more than its limit, the urgent go first, and what wasn't used is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
+
+import looptime
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.routing.rate_limits import BURST_S, Bucket, RateLimits
+
+T = TypeVar("T")
+
+
+def virtually(go: Callable[[], Coroutine[object, object, T]]) -> T:
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        return runner.run(go())
+
+
+@given(
+    per_minute=st.integers(1, 6000),
+    asks=st.lists(st.tuples(st.floats(0, 20), st.integers(1, 500)), min_size=1, max_size=60),
+)
+def test_over_any_time_no_more_goes_out_than_the_rate_a_full_bucket_and_the_last_one(
+    per_minute: int, asks: list[tuple[float, int]]
+) -> None:
+    now_s, bucket, sent = 0.0, Bucket(per_minute, 0.0), []
+    for pause_s, amount in asks:
+        now_s += pause_s
+        now_s += bucket.wait_s(amount, now_s)
+        bucket.take(amount, now_s)
+        sent.append((now_s, amount))
+    room = max(1.0, per_minute / 60 * BURST_S)
+    for first in range(len(sent)):
+        total = 0
+        for at_s, amount in sent[first:]:
+            assert total <= per_minute / 60 * (at_s - sent[first][0]) + room + 1e-3
+            total += amount
+
+
+def test_requests_leave_at_their_rate() -> None:
+    async def go() -> list[float]:
+        limits, left = RateLimits(requests_per_minute=120, tokens_per_minute=0), []
+
+        async def one() -> None:
+            await limits.admit(10**9, 0)
+            left.append(asyncio.get_running_loop().time())
+
+        await asyncio.gather(*(one() for _ in range(122)))
+        return left
+
+    left = virtually(go)
+    assert left[-1] - left[0] == pytest.approx(60, abs=0.1)
+
+
+def test_of_those_who_wait_the_lowest_priority_number_leaves_first() -> None:
+    async def go() -> list[int]:
+        limits, left = RateLimits(requests_per_minute=60, tokens_per_minute=0), []
+
+        async def one(priority: int) -> None:
+            await limits.admit(1, priority)
+            left.append(priority)
+
+        await asyncio.gather(*(one(priority) for priority in (5, 3, 4, 1, 2)))
+        return left
+
+    assert virtually(go) == [5, 1, 2, 3, 4]
+
+
+def test_tokens_that_were_expected_and_not_used_are_given_back() -> None:
+    async def seconds(used: int) -> float:
+        limits = RateLimits(requests_per_minute=0, tokens_per_minute=6000)
+        for _ in range(11):
+            await limits.admit(1000, 0)
+            limits.settle(1000, used)
+        return asyncio.get_running_loop().time()
+
+    assert virtually(lambda: seconds(1000)) == pytest.approx(100, abs=1)  # 100 tokens a second
+    assert virtually(lambda: seconds(200)) == pytest.approx(20, abs=2)
+
+
+def test_who_no_longer_waits_takes_nothing_and_holds_nobody_up() -> None:
+    async def go() -> float:
+        limits = RateLimits(requests_per_minute=60, tokens_per_minute=60)
+        await limits.admit(1, 0)
+        gone = [asyncio.create_task(limits.admit(50, 0)) for _ in range(5)]
+        await asyncio.sleep(0)
+        for task in gone:
+            task.cancel()
+        await limits.admit(1, 1)
+        return asyncio.get_running_loop().time()
+
+    assert virtually(go) == pytest.approx(1, abs=0.01)
+
+
+def test_without_limits_nobody_waits() -> None:
+    async def go() -> float:
+        limits = RateLimits(requests_per_minute=0, tokens_per_minute=0)
+        for _ in range(1000):
+            await limits.admit(10**6, 0)
+            limits.settle(10**6, 0)
+        return asyncio.get_running_loop().time()
+
+    assert virtually(go) == 0.0

@@ -1,0 +1,216 @@
+"""Several engines as one: where requests go, and what a death changes (nothing but the place)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from models.types import (
+    Completion,
+    EngineDied,
+    EngineRefused,
+    InlineBytes,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+)
+from scheduler.routing.expected_load import SIBLINGS_AHEAD
+from scheduler.routing.router import Router
+
+
+class Spans:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        assert end_s >= start_s
+        self.seen.append((lane, name))
+
+
+class Recorded(SimulatedEngine):
+    """Its answer depends on ids and seed alone, as a real engine's does."""
+
+    def __init__(self, tokens_per_s: float = 1e6) -> None:
+        super().__init__("policy", self._write, tokens_per_s=tokens_per_s)
+        self.asked: list[tuple[str, int]] = []
+
+    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        if not ids:
+            raise EngineRefused("an empty prompt")
+        self.asked.append((context.request_id, params.seed))
+        return Script(token_ids=(*ids, params.seed), text="x")
+
+
+def ask(
+    router: Router, number: int, group: str | None = None, ids: tuple[int, ...] = (1, 2)
+) -> asyncio.Task[Completion]:
+    context = RequestContext(request_id=f"r{number}", group_id=group or f"g{number}", role="policy")
+    return asyncio.create_task(
+        router.generate(ids, SamplingParams(max_new_tokens=8, seed=number), context)  # type: ignore[arg-type]
+    )
+
+
+def two(tokens_per_s: float = 1e6) -> tuple[Router, Recorded, Recorded, Spans]:
+    a, b, spans = Recorded(tokens_per_s), Recorded(tokens_per_s), Spans()
+    return Router("policy", {"policy-0": a, "policy-1": b}, spans), a, b, spans
+
+
+def test_requests_go_to_the_engine_with_the_least_to_do() -> None:
+    async def main() -> None:
+        router, a, b, spans = two()
+        await asyncio.gather(*(ask(router, number) for number in range(10)))
+        assert len(a.asked) == len(b.asked) == 5
+        assert sorted(spans.seen) == [("policy-0", "policy")] * 5 + [("policy-1", "policy")] * 5
+
+    asyncio.run(main())
+
+
+def test_siblings_stay_together_until_that_would_cost_too_much() -> None:
+    async def main() -> None:
+        router, a, b, _ = two()
+        await asyncio.gather(*(ask(router, number, "g") for number in range(SIBLINGS_AHEAD)))
+        assert {len(a.asked), len(b.asked)} == {0, SIBLINGS_AHEAD}
+        await asyncio.gather(*(ask(router, number, "h") for number in range(100, 100 + 4 * SIBLINGS_AHEAD)))
+        assert min(len(a.asked), len(b.asked)) > SIBLINGS_AHEAD
+
+    asyncio.run(main())
+
+
+def test_what_a_dead_engine_held_is_drawn_elsewhere_with_the_same_seed_and_once() -> None:
+    async def main() -> None:
+        router, a, b, spans = two(tokens_per_s=200)
+        answers = [ask(router, number) for number in range(8)]
+        await asyncio.sleep(0.005)
+        a.die("out of memory")
+        done = await asyncio.gather(*answers)
+        assert [answer.token_ids for answer in done] == [(1, 2, number) for number in range(8)]
+        assert sorted(b.asked) == sorted((f"r{number}", number) for number in range(8))
+        assert list(router.alive) == ["policy-1"]
+        assert spans.seen.count(("policy-0", "died")) == 1
+
+    asyncio.run(main())
+
+
+def test_the_first_token_is_heard_once_over_a_retry() -> None:
+    async def main() -> None:
+        router, a, b, _ = two(tokens_per_s=100)
+        heard: list[int] = []
+        context = RequestContext(request_id="r", group_id="g", role="policy")
+        params = SamplingParams(max_new_tokens=8)
+        answer = asyncio.create_task(router.generate((1, 2), params, context, lambda: heard.append(1)))
+        await asyncio.sleep(0.015)  # after the first of three tokens
+        assert heard == [1]
+        (a if a.asked else b).die("gone")
+        await answer
+        assert heard == [1]
+
+    asyncio.run(main())
+
+
+def test_a_refusal_is_not_tried_elsewhere() -> None:
+    async def main() -> None:
+        router, a, b, _ = two()
+        with pytest.raises(EngineRefused):
+            await ask(router, 1, ids=())
+        assert len(router.alive) == 2
+        assert not a.asked
+        assert not b.asked
+
+    asyncio.run(main())
+
+
+def test_when_all_are_dead_the_first_cause_is_told() -> None:
+    async def main() -> None:
+        router, a, b, _ = two(tokens_per_s=100)
+        answer = ask(router, 1)
+        await asyncio.sleep(0.005)
+        (a if a.asked else b).die("the first cause")
+        await asyncio.sleep(0.005)
+        (b if router.alive == {"policy-1": b} else a).die("the second")
+        with pytest.raises(EngineDied, match=r"all engines of role policy died; the first: policy-.: the first cause"):
+            await answer
+
+    asyncio.run(main())
+
+
+def test_requests_wait_for_an_engine_that_is_on_its_way_and_go_to_it() -> None:
+    async def main() -> None:
+        router, a, b, _ = two(tokens_per_s=100)
+        heard: list[str] = []
+
+        def on_death(name: str, death: EngineDied) -> bool:
+            heard.append(f"{name}: {death}")
+            return True
+
+        router.on_death = on_death
+        answers = [ask(router, number) for number in range(4)]
+        await asyncio.sleep(0.005)
+        for engine in (a, b):
+            engine.die("out of memory")
+        late = ask(router, 9)
+        await asyncio.sleep(0.1)
+        assert not router.alive
+        assert not any(answer.done() for answer in (*answers, late))
+        assert sorted(heard) == ["policy-0: out of memory", "policy-1: out of memory"]
+        newcomer = Recorded()
+        router.admit("policy-0", newcomer)
+        done = await asyncio.gather(*answers, late)
+        assert [answer.token_ids for answer in done] == [(1, 2, number) for number in (0, 1, 2, 3, 9)]
+        assert sorted(newcomer.asked) == sorted((f"r{number}", number) for number in (0, 1, 2, 3, 9))
+
+    asyncio.run(main())
+
+
+def test_when_the_last_replacement_is_given_up_those_who_wait_hear_the_first_cause() -> None:
+    async def main() -> None:
+        router, a, b, _ = two(tokens_per_s=100)
+        router.on_death = lambda name, death: True
+        router.bury("policy-0", a, EngineDied("the first cause"))
+        answer = ask(router, 1)
+        await asyncio.sleep(0.005)
+        b.die("the second")
+        await asyncio.sleep(0.05)
+        router.give_up("policy-0")
+        await asyncio.sleep(0.01)
+        assert not answer.done(), "the other one is still on its way"
+        router.give_up("policy-1")
+        with pytest.raises(EngineDied, match=r"all engines of role policy died; the first: policy-.: the first cause"):
+            await answer
+
+    asyncio.run(main())
+
+
+def test_abort_finds_the_engine_that_has_the_request() -> None:
+    async def main() -> None:
+        router, _, _, _ = two(tokens_per_s=1)
+        answers = [ask(router, number) for number in range(2)]
+        await asyncio.sleep(0.005)
+        await router.abort("r1")
+        await router.abort("unknown")
+        async with asyncio.timeout(1):
+            assert (await answers[1]).finish_reason == "abort"
+        assert not answers[0].done()
+        answers[0].cancel()
+
+    asyncio.run(main())
+
+
+def test_control_calls_reach_all_and_outlive_a_death() -> None:
+    async def main() -> None:
+        router, a, b, _ = two()
+        await router.pause()
+        waiting = ask(router, 1)
+        await router.begin_weights()
+        await router.load_bucket(WeightBucket(tensors=(), payload=InlineBytes(data=())))
+        assert (await router.commit_weights(5)).version == 5
+        assert (a.version, b.version) == (5, 5)
+        await asyncio.sleep(0.005)
+        assert not waiting.done()
+        await router.resume()
+        assert (await waiting).versions[0].version == 5
+        assert await router.score([1, 2, 3]) == (-1.0, -1.0)
+
+    asyncio.run(main())

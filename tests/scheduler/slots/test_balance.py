@@ -1,0 +1,217 @@
+"""The balancer by its promises: no role with work and no slot, no move that costs more than it gains, no to and fro."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.slots.balance import BalanceConfig, Move, Pool, RoleBacklog, Slot, decide, together_s
+
+ROLES = ("policy", "grm")
+BOTH = frozenset(ROLES)
+COST_S = 1.0
+
+
+def backlog(role: str, requests: int, each: float = 100.0, longest: float | None = None, idle_s: float = 0.0):
+    return RoleBacklog(
+        role=role,
+        requests=requests,
+        tokens=requests * each,
+        longest=longest or (each if requests else 0.0),
+        step_s=0.01,
+        row_s=0.001,
+        idle_s=idle_s,
+    )
+
+
+def slots(policy: int, grm: int, idle_s: float = 0.0) -> list[Slot]:
+    roles = ["policy"] * policy + ["grm"] * grm
+    return [Slot(name=str(n), role=role, able=BOTH, idle_s=idle_s) for n, role in enumerate(roles)]
+
+
+def pool(policy: RoleBacklog, grm: RoleBacklog, of: Sequence[Slot], hysteresis: float = 1.0) -> Pool:
+    return Pool(
+        roles={"policy": policy, "grm": grm}, slots=of, cost_s=lambda source, target: COST_S, hysteresis=hysteresis
+    )
+
+
+def after(view: Pool, move: Move) -> Pool:
+    """The pool once a move is done: the slot has been idle for no time at all."""
+    moved = [replace(slot, role=move.target, idle_s=0.0) if slot.name == move.slot else slot for slot in view.slots]
+    return replace(view, slots=moved)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Pool:
+    def one(role: str) -> RoleBacklog:
+        requests = draw(st.integers(0, 200))
+        each = draw(st.floats(1, 5000))
+        return RoleBacklog(
+            role=role,
+            requests=requests,
+            tokens=requests * each,
+            longest=each * draw(st.floats(1, 20)) if requests else 0.0,
+            step_s=draw(st.floats(0, 0.05)),
+            row_s=draw(st.floats(0, 0.01)),
+            max_rows=draw(st.sampled_from([4, 64, math.inf])),
+            idle_s=0.0 if requests else draw(st.floats(0, 10)),
+        )
+
+    some = [
+        Slot(
+            name=str(n),
+            role=draw(st.sampled_from(ROLES)),
+            able=draw(st.sampled_from([BOTH, BOTH, BOTH, frozenset({"policy"}), frozenset({"grm"})])),
+            idle_s=draw(st.sampled_from([0.0, 0.5, 5.0])),
+            drain_s=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        )
+        for n in range(draw(st.integers(1, 8)))
+    ]
+    return pool(one("policy"), one("grm"), some, draw(st.sampled_from([0.0, 1.0, 3.0])))
+
+
+@given(pools())
+def test_a_role_with_work_never_loses_its_last_slot_and_no_slot_goes_where_it_cannot(view: Pool) -> None:
+    move = decide(view)
+    if move is None:
+        return
+    (slot,) = (slot for slot in view.slots if slot.name == move.slot)
+    assert (slot.role, move.target in slot.able, move.target != move.source) == (move.source, True, True)
+    if view.roles[move.source].requests and view.num_serving(move.source):
+        assert after(view, move).num_serving(move.source) >= 1
+
+
+@given(pools())
+def test_a_role_with_work_and_no_slot_gets_one_whenever_there_is_one_to_spare(view: Pool) -> None:
+    starving = [role for role in ROLES if view.roles[role].requests and not view.num_serving(role)]
+    spare = [
+        (slot, role) for role in starving for slot in view.slots
+        if slot.role != role and role in slot.able and view.can_go(slot)
+    ]  # fmt: skip
+    if spare:
+        move = decide(view)
+        assert move is not None
+        assert move.target in starving
+
+
+@given(pools())
+def test_where_both_roles_work_and_have_slots_a_move_gains_more_than_it_costs(view: Pool) -> None:
+    if not all(view.roles[role].requests and view.num_serving(role) for role in ROLES):
+        return
+    move = decide(view)
+    if move is None or move.reason.startswith("idle"):
+        return
+    source, goal = view.roles[move.source], view.roles[move.target]
+    then = after(view, move)
+    before_s, after_s = (
+        together_s(*(b.finish_s(state.num_serving(b.role)) for b in (source, goal))) for state in (view, then)
+    )
+    saved_s = before_s - after_s
+    assert saved_s > 0
+    assert move.gain_s > view.hysteresis * move.cost_s
+    assert saved_s > move.gain_s
+
+
+@settings(max_examples=200)
+@given(pools())
+def test_on_a_steady_load_slots_come_to_rest_and_none_comes_back(view: Pool) -> None:
+    moved: list[str] = []
+    while (move := decide(view)) is not None:
+        moved.append(move.slot)
+        view = after(view, move)
+        assert len(moved) <= len(view.slots)
+    assert len(set(moved)) == len(moved)
+
+
+@given(pools())
+def test_no_slot_idles_for_longer_than_a_switch_costs_while_there_is_work_for_it(view: Pool) -> None:
+    for slot in view.slots:
+        for role in slot.able - {slot.role}:
+            goal, serving = view.roles[role], view.num_serving(role)
+            lasting = goal.requests > serving and goal.finish_s(serving) > 2 * (COST_S + slot.drain_s)
+            needless = view.roles[slot.role].requests < view.num_serving(slot.role)
+            if slot.idle_s >= COST_S + slot.drain_s and lasting and needless and view.can_go(slot):
+                assert decide(view) is not None
+
+
+def test_requests_that_are_dear_to_take_over_keep_a_slot_where_it_is() -> None:
+    view = pool(backlog("policy", 100), backlog("grm", 400), slots(4, 4))
+    assert decide(view) is not None
+    dear = {role: replace(one, takeover_s=0.2) for role, one in view.roles.items()}
+    assert decide(replace(view, roles=dear)) is None
+
+
+def test_the_thin_tail_of_the_rollouts_needs_one_slot_and_the_rest_goes_to_the_judge() -> None:
+    tail = replace(backlog("policy", 6, each=500, longest=2000), row_s=0.0002)
+    judging = backlog("grm", 200, each=1000)
+    view = pool(tail, judging, slots(8, 0))
+    while (move := decide(view)) is not None:
+        assert move.target == "grm"
+        view = after(view, move)
+    assert view.num_serving("policy") <= 2
+
+
+def test_when_all_slots_roll_out_a_few_judgements_take_one_of_them() -> None:
+    view = pool(backlog("policy", 128, each=1000), backlog("grm", 4), slots(8, 0))
+    move = decide(view)
+    assert move is not None
+    assert move.target == "grm"
+    assert "nobody serves grm" in move.reason
+    assert decide(after(view, move)) is None
+
+
+def test_what_gains_less_than_it_costs_is_left() -> None:
+    view = pool(backlog("policy", 40), backlog("grm", 44), slots(4, 4))
+    assert decide(view) is None
+
+
+def test_the_only_slot_waits_until_its_role_has_no_work() -> None:
+    judging = backlog("grm", 10)
+    assert decide(pool(backlog("policy", 1), judging, slots(1, 0))) is None
+    move = decide(pool(backlog("policy", 0), judging, slots(1, 0)))
+    assert move is not None
+    assert (move.source, move.target) == ("policy", "grm")
+
+
+def test_without_any_work_slots_go_where_it_starts_once_that_costs_nobody_anything() -> None:
+    def at_rest(idle_s: float) -> Pool:
+        return pool(backlog("policy", 0, idle_s=idle_s), backlog("grm", 0, idle_s=idle_s), slots(2, 6))
+
+    assert decide(at_rest(COST_S / 2)) is None
+    move = decide(at_rest(COST_S))
+    assert move is not None
+    assert move.target == "policy"
+
+
+def test_a_slot_whose_engine_is_dead_may_serve_the_other_role() -> None:
+    dead = Slot(name="1", role="policy", able=frozenset({"grm"}))
+    alive = slots(1, 0)[0]
+    view = pool(backlog("policy", 100), backlog("grm", 100), [alive, dead])
+    move = decide(view)
+    assert move is not None
+    assert (move.slot, move.target) == ("1", "grm")
+
+
+def test_a_drain_that_lasts_longer_than_the_work_keeps_the_slot_where_it_is() -> None:
+    busy = [replace(slot, drain_s=100.0) for slot in slots(4, 1)]
+    view = pool(backlog("policy", 8, each=500, longest=2000), backlog("grm", 400), busy)
+    assert decide(view) is None
+    assert decide(replace(view, slots=slots(4, 1))) is not None
+
+
+def test_more_rows_than_a_slot_takes_at_once_need_more_slots() -> None:
+    load = replace(backlog("grm", 64), row_s=0.0)
+    assert load.finish_s(1) == load.finish_s(8)
+    queued = replace(load, max_rows=8)
+    assert queued.finish_s(1) == pytest.approx(8 * queued.finish_s(8))
+
+
+@pytest.mark.parametrize(("key", "value"), [("every_s", 0.0), ("switch_s", -1.0), ("hysteresis", -0.5)])
+def test_settings_without_sense_are_refused_by_their_key(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=key):
+        BalanceConfig(**{key: value})  # type: ignore[arg-type]

@@ -1,0 +1,599 @@
+"""Slots that change their role: nothing is lost, doubled or altered, and no weights are old. On a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import looptime
+import numpy as np
+import pytest
+
+from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+from models.renderer import Renderer
+from models.settings import EmbeddedConfig
+from models.tiny.resolve import resolve_model
+from models.types import (
+    Completion,
+    Engine,
+    EngineDied,
+    GroupLink,
+    InlineBytes,
+    ModelFiles,
+    RequestContext,
+    SamplingParams,
+    WeightBucket,
+    WeightReceipt,
+    WeightTensor,
+)
+from models.weights.checksums import checksum as checksum_of
+from scheduler.clock import ActiveClock
+from scheduler.routing.migration import Continuation
+from scheduler.routing.router import Router
+from scheduler.slots.balance import BalanceConfig
+from scheduler.slots.elastic import ElasticPool, ElasticRole
+from scheduler.slots.health import BringCurrent, HealthConfig, RoleHealth, need_no_weights, push_to_living
+from scheduler.slots.shared_engine import SharedEngines
+from scheduler.slots.sleep import put_to_sleep
+from scheduler.supervise import run_until
+from scheduler.weights.stored_weights import StoredWeights
+from scheduler.weights.weight_push import SyncConfig
+from scheduler.weights.weight_sync import WeightSync
+
+TOKENS_PER_S = 10
+START_S = 3.0
+ROLES = ("policy", "grm")
+PROBE = (1, 2, 3)
+
+
+def unmoved(seed: int, num_sampled: int) -> int:
+    return seed
+
+
+class Spoken(SimulatedEngine):
+    """Says 0, 1, 2, .. up to its seed; goes on where another engine stopped. Sleeps, wakes, dies."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role, self._write, tokens_per_s=TOKENS_PER_S)
+        self.role = role
+        self.awake = True
+        self.gone: str | None = None
+        self.served: list[tuple[str, int]] = []  # request, version at its begin
+
+    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        assert self.awake, "asked in its sleep"
+        assert tuple(ids[len(ids) - context.num_sampled :]) == tuple(range(context.num_sampled))
+        self.served.append((context.request_id, self.version))
+        length = context.num_sampled + params.max_new_tokens
+        return Script(token_ids=tuple(range(context.num_sampled, length)), text="unmoved", finish_reason="length")
+
+    def die(self, reason: str) -> None:
+        self.gone = reason
+        super().die(reason)
+
+    async def abort(self, request_id: str) -> None:
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        await super().abort(request_id)
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        assert self.awake, "pushed to in its sleep"
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        await super().begin_weights(link)
+
+    async def sleep(self) -> int:
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        self.awake = False
+        return 1
+
+    async def wake(self) -> None:
+        await asyncio.sleep(0.2)
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        self.awake = True
+
+
+class Changing(Spoken):
+    """Has the weights of one role at a time, and knows whose they are by what it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__("grm")
+        self.came = "nothing"
+
+    def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
+        assert context.role == self.role, f"asked for {context.role} with the weights of {self.role}"
+        return super()._write(ids, params, context)
+
+    async def begin_weights(self, link: GroupLink | None = None) -> None:
+        self.came = "nothing"
+        await super().begin_weights(link)
+
+    async def load_bucket(self, bucket: WeightBucket) -> None:
+        if self.gone is not None:
+            raise EngineDied(self.gone)
+        if isinstance(bucket.payload, ModelFiles):
+            await asyncio.sleep(0.4)
+            self.came = bucket.payload.path
+        else:
+            await super().load_bucket(bucket)
+            self.came = bucket.tensors[0].name
+
+    async def commit_weights(self, version: int) -> WeightReceipt:
+        self.role = self.came
+        return await super().commit_weights(version)
+
+
+class Learner:
+    """Its weights are its number of steps, under the name of its role."""
+
+    def __init__(self, role: str = "policy") -> None:
+        self.steps, self._role = 0, role
+        self._hold = asyncio.Lock()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[int]:
+        async with self._hold:
+            yield self.steps
+
+    async def step(self) -> None:
+        async with self._hold:
+            await asyncio.sleep(0.5)
+            self.steps += 1
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return (-1.0,) * (len(token_ids) - 1)
+
+    async def connect(self, link: GroupLink | None) -> None:
+        return None
+
+    async def num_buckets(self) -> int:
+        return 1
+
+    async def num_fixed_buckets(self) -> int:
+        return 0
+
+    async def bucket(self, index: int) -> WeightBucket:
+        await asyncio.sleep(0.3)
+        data = np.full(8, self.steps % 256, dtype=np.uint8)
+        tensor = WeightTensor(name=self._role, dtype="float32", shape=(2,), checksum=checksum_of(data))
+        return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
+
+    async def deliver(self, index: int) -> None:
+        raise AssertionError("nothing is broadcast")
+
+
+@dataclass
+class Spans:
+    seen: list[tuple[str, str]] = field(default_factory=list)
+
+    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
+        assert end_s >= start_s
+        self.seen.append((lane, name))
+
+
+class Bench:
+    """An elastic pool with all that belongs to it."""
+
+    def __init__(
+        self, num_slots: int, *, sleeps: bool = True, swaps: bool = False, grm_learns: bool = False, **balance: bool
+    ) -> None:
+        """swaps: an engine a slot, and both roles see it. grm_learns: so does the judge."""
+        self.spans, self.num_started = Spans(), 0
+        self.slots = {str(n): {role: f"{role}-{n}" for role in ROLES} for n in range(num_slots)}
+        self.engines: dict[str, Spoken] = {}  # the processes, by the name that each was started under
+        for role in ("grm",) if swaps else ROLES:
+            self.engines |= {names[role]: Changing() if swaps else Spoken(role) for names in self.slots.values()}
+        for names in self.slots.values() if sleeps and not swaps else ():
+            self.engines[names["grm"]].awake = False
+        self.shared = SharedEngines(self.slots, "grm", self.engines, self.start) if swaps else None
+        self.routers = {
+            role: Router(
+                role,
+                self.shared.seen_by(role) if self.shared else {n: e for n, e in self.engines.items() if e.role == role},
+                self.spans,
+                Continuation(decode=lambda ids: " ".join(map(str, ids)), seed_after=unmoved),
+            )
+            for role in ROLES
+        }
+        config = SyncConfig(deadline_s=20)
+        self.learners = {role: Learner(role) for role in (ROLES if grm_learns else ("policy",))}
+        self.syncs = {role: WeightSync(learner, PROBE, config) for role, learner in self.learners.items()}
+        brings: dict[str, BringCurrent] = {
+            role: functools.partial(sync.catch_up, anew=swaps) for role, sync in self.syncs.items()
+        }
+        if not grm_learns:
+            stored = StoredWeights(path="grm", probe_ids=PROBE, logprobs=(-1.0, -1.0), config=config)
+            brings["grm"] = stored.bring_current if swaps else need_no_weights
+        self.pool = ElasticPool(
+            "engines",
+            self.slots,
+            {
+                role: ElasticRole(
+                    router=self.routers[role],
+                    bring_current=brings[role],
+                    sleeps=sleeps and not swaps,
+                    nothing_pushed=self.syncs[role].nothing_pushed if role in self.syncs else nullcontext,
+                )
+                for role in ROLES
+            },
+            BalanceConfig(**balance),  # type: ignore[arg-type]
+            self.spans,
+            swaps=swaps,
+        )
+        self.health = [
+            RoleHealth(
+                role,
+                router,
+                self.shared.restart if self.shared else self.start,
+                HealthConfig(max_replacements=1000, max_deaths_per_request=1000, check_every_s=1.0),
+                functools.partial(self.pool.bring_current, role),
+                self.spans,
+            )
+            for role, router in self.routers.items()
+        ]
+
+    async def start(self, name: str) -> Engine:
+        await asyncio.sleep(START_S)
+        self.num_started += 1
+        engine = self.engines[name] = Changing() if self.shared else Spoken(name.partition("-")[0])
+        return engine
+
+    async def push(self, version: int, role: str = "policy") -> None:
+        await push_to_living(self.syncs[role], self.routers[role], version)
+
+    async def ask(self, role: str, number: int, tokens: int) -> Completion:
+        context = RequestContext(request_id=f"{role}/{number}", group_id=f"g{number // 4}", role=role)
+        completion = await self.routers[role].generate((), SamplingParams(max_new_tokens=tokens), context)
+        assert completion.token_ids == tuple(range(tokens)), "altered on its way"
+        assert len(completion.logprobs) == tokens
+        ends = [(span.start, span.end) for span in completion.versions]
+        assert [0, *(end for _, end in ends)] == [*(start for start, _ in ends), tokens], "spans with gaps"
+        return completion
+
+    def serving(self, role: str) -> set[str]:
+        return set(self.routers[role].serving)
+
+
+def on_virtual_clock(make: Callable[[], Bench], main: Callable[[Bench], Coroutine[object, object, None]]) -> Bench:
+    async def go() -> Bench:
+        bench = make()
+        health = {f"health of {health.role}": health.run() for health in bench.health}
+        await run_until(main(bench), balance=bench.pool.run(), **health)
+        return bench
+
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        return runner.run(go())
+
+
+def test_the_first_judgement_takes_a_slot_and_the_last_rollout_gives_the_others() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        rollouts = [asyncio.create_task(bench.ask("policy", n, 20 + 40 * (n == 0))) for n in range(32)]
+        await asyncio.sleep(0.5)
+        assert len(bench.serving("policy")) == 4
+        judgements = [asyncio.create_task(bench.ask("grm", n, 100)) for n in range(64)]
+        await asyncio.sleep(1.0)
+        assert bench.serving("grm")
+        await asyncio.gather(*rollouts)
+        await asyncio.sleep(3.0)
+        assert len(bench.serving("grm")) == 4
+        await asyncio.gather(*judgements)
+        await asyncio.sleep(5.0)
+        assert len(bench.serving("policy")) == 4, "work starts there"
+
+    bench = on_virtual_clock(lambda: Bench(4), main)
+    assert set(bench.pool.moves) == {"policy->grm", "grm->policy"}
+    assert ("engines 0", "switch policy->grm") in bench.spans.seen or len(bench.pool.moves) == 2
+    lanes = {lane for lane, name in bench.spans.seen if name.startswith("switch ")}
+    assert lanes <= {f"engines {n}" for n in range(4)}
+
+
+def test_requests_of_a_slot_that_leaves_go_on_elsewhere_with_what_they_have() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        long = [asyncio.create_task(bench.ask("policy", 4 * n, 300)) for n in range(2)]
+        await asyncio.sleep(5.0)
+        judging = asyncio.create_task(bench.ask("grm", 0, 400))
+        began_s = asyncio.get_running_loop().time()
+        await asyncio.gather(*long)
+        assert asyncio.get_running_loop().time() - began_s < 28, "what was sampled was sampled again"
+        await judging
+
+    bench = on_virtual_clock(lambda: Bench(2), main)
+    asked = Counter(request for engine in bench.engines.values() for request, _ in engine.served)
+    assert sorted(asked.values()) == [1, 1, 2]
+
+
+def test_an_engine_that_does_not_let_its_requests_go_is_buried_and_its_slot_moves() -> None:
+    class Deaf(Spoken):
+        async def abort(self, request_id: str) -> None:
+            if request_id.startswith("policy/"):
+                await asyncio.Event().wait()
+            await super().abort(request_id)
+
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        for engine in bench.routers["policy"].alive.values():
+            engine.__class__ = Deaf  # type: ignore[assignment]
+        rollouts = [asyncio.create_task(bench.ask("policy", n, 20_000)) for n in range(8)]
+        await asyncio.sleep(1.0)
+        await asyncio.gather(*(bench.ask("grm", n, 20) for n in range(8)))
+        assert 60 < asyncio.get_running_loop().time() < 90
+        for rollout in rollouts:
+            rollout.cancel()
+
+    bench = on_virtual_clock(lambda: Bench(2), main)
+    assert bench.pool.moves["policy->grm"] >= 1
+
+
+def test_without_handing_over_a_slot_waits_for_its_requests() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        long = [asyncio.create_task(bench.ask("policy", 4 * n, 100 + 100 * n)) for n in range(2)]
+        await asyncio.sleep(5.0)
+        judging = asyncio.create_task(bench.ask("grm", 0, 50))
+        await long[0]
+        assert not judging.done()
+        await asyncio.gather(judging, *long)
+
+    bench = on_virtual_clock(lambda: Bench(2, hand_over=False), main)
+    asked = Counter(request for engine in bench.engines.values() for request, _ in engine.served)
+    assert set(asked.values()) == {1}
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_one_slot_serves_both_roles_by_turns_and_a_push_calls_it_back(swaps: bool) -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        for version in range(1, 4):
+            await asyncio.gather(*(bench.ask("policy", 10 * version + n, 20) for n in range(4)))
+            await asyncio.gather(*(bench.ask("grm", 10 * version + n, 20) for n in range(4)))
+            assert not bench.serving("policy")
+            await bench.learners["policy"].step()
+            await bench.push(version)
+            assert bench.engines["grm-0" if swaps else "policy-0"].version == version
+
+    bench = on_virtual_clock(lambda: Bench(1, swaps=swaps), main)
+    assert bench.pool.moves == {"policy->grm": 3, "grm->policy": 3}
+
+
+def test_a_slot_that_swaps_waits_for_the_push_that_has_it_and_the_next_one_leaves_it_out() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        await bench.learners["policy"].step()
+        pushing = asyncio.create_task(bench.push(1))
+        await asyncio.sleep(0.1)
+        await asyncio.gather(*(bench.ask("grm", n, 100) for n in range(8)), pushing)
+        engine = bench.engines["grm-0"]
+        assert (engine.role, engine.version) == ("grm", 0), "the judge's weights came after the push"
+        await bench.ask("policy", 1, 10)
+        assert (engine.role, engine.version) == ("policy", 1), "what it had missed no push of is gone all the same"
+
+    on_virtual_clock(lambda: Bench(1, swaps=True), main)
+
+
+def test_a_judge_that_learns_and_shares_an_engine_answers_before_anything_was_pushed() -> None:
+    """A run asks it for a dry judgement first. Whoever is pushed to later gets it all."""
+
+    async def main(bench: Bench) -> None:
+        await bench.ask("grm", 0, 10)
+        await bench.push(0, "policy")
+        await bench.push(0, "grm")
+        await bench.ask("policy", 0, 10)
+        await bench.ask("grm", 1, 10)
+
+    on_virtual_clock(lambda: Bench(1, swaps=True, grm_learns=True), main)
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.3, 0.6, 1.0])
+def test_an_engine_that_dies_in_the_midst_of_a_swap_is_made_anew_once_and_serves_both_roles(after_s: float) -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        judging = asyncio.create_task(bench.ask("grm", 0, 30))
+        await asyncio.sleep(after_s)
+        bench.engines["grm-0"].die("killed by signal 9")
+        first = bench.engines["grm-0"]
+        await judging
+        await asyncio.gather(*(bench.ask("policy", n, 20) for n in range(4)))
+        assert bench.engines["grm-0"] is not first
+        assert bench.num_started == 1
+
+    on_virtual_clock(lambda: Bench(1, swaps=True), main)
+
+
+WAYS = ({"sleeps": False}, {"sleeps": True}, {"swaps": True}, {"swaps": True, "grm_learns": True})
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_under_random_work_pushes_and_deaths_all_is_answered_once_and_under_current_weights(seed: int) -> None:
+    rng = random.Random(seed)
+    version_when_asked: dict[str, int] = {}
+
+    async def one(bench: Bench, role: str, number: int) -> None:
+        await asyncio.sleep(rng.uniform(0, 40))
+        version_when_asked[f"{role}/{number}"] = pushed[role]
+        await bench.ask(role, number, rng.randint(1, 120))
+        answered[f"{role}/{number}"] += 1
+
+    async def train(bench: Bench, role: str) -> None:
+        for version in range(1, 9):
+            await asyncio.sleep(rng.uniform(1, 6))
+            await bench.learners[role].step()
+            await bench.push(version, role)
+            pushed[role] = version
+
+    async def kill(bench: Bench) -> None:
+        for _ in range(4):
+            await asyncio.sleep(rng.uniform(2, 10))
+            name = rng.choice(sorted(bench.engines))
+            bench.engines[name].die("killed by signal 9")
+
+    async def main(bench: Bench) -> None:
+        for role in bench.learners:
+            await bench.push(0, role)
+        asks = [one(bench, role, n) for n in range(60) for role in ROLES]
+        async with asyncio.timeout(2000):
+            await asyncio.gather(kill(bench), *(train(bench, role) for role in bench.learners), *asks)
+
+    pushed, answered = dict.fromkeys(ROLES, 0), Counter[str]()
+    bench = on_virtual_clock(lambda: Bench(rng.randint(1, 4), **WAYS[seed % len(WAYS)]), main)
+    assert len(answered) == 120
+    assert set(answered.values()) == {1}
+    for engine in bench.engines.values():
+        assert all(version >= version_when_asked[request] for request, version in engine.served)
+    assert all(not router.load.num_requests for router in bench.routers.values())
+    assert sum(bench.pool.slots_by_role.values()) == len(bench.slots)
+
+
+def test_an_engine_that_dies_while_it_rests_is_replaced_and_rests() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        work = [asyncio.create_task(bench.ask("policy", n, 200)) for n in range(4)]
+        await asyncio.sleep(1.0)
+        bench.engines["grm-1"].die("killed by signal 9")
+        await asyncio.sleep(8.0)
+        assert "grm-1" in bench.routers["grm"].alive
+        assert not bench.serving("grm")
+        await asyncio.gather(*work, bench.ask("grm", 0, 10))
+
+    bench = on_virtual_clock(lambda: Bench(2, sleeps=False), main)
+    assert [health.num_replaced for health in bench.health] == [0, 1]
+
+
+def test_a_clock_of_answers_stands_still_while_moves_leave_a_role_no_slot() -> None:
+    async def main(bench: Bench) -> None:
+        loop, clock = asyncio.get_running_loop(), ActiveClock()
+        bench.pool.stops("grm", clock)
+        began = clock.now()
+        await bench.push(0)
+        assert loop.time() > 0
+        assert clock.now() == began, "the policy has all slots"
+        rollouts = [asyncio.create_task(bench.ask("policy", n, 60)) for n in range(2)]
+        await bench.ask("grm", 0, 20)
+        assert 2.0 <= clock.now() - began < 2.3, "what it took a slot to come was counted"
+        await asyncio.gather(*rollouts)
+
+    on_virtual_clock(lambda: Bench(1), main)
+
+
+def test_an_engine_that_comes_back_to_a_slot_that_left_it_sleeps() -> None:
+    """It waits for a push; meanwhile its slot goes to the judge."""
+
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        bench.engines["policy-0"].die("killed by signal 9")
+        await bench.learners["policy"].step()
+        await asyncio.sleep(5.0)
+        assert "policy-0" in bench.syncs["policy"].arrivals
+        judging = [asyncio.create_task(bench.ask("grm", n, 150)) for n in range(8)]
+        await asyncio.sleep(10.0)
+        assert "grm-0" in bench.serving("grm")
+        await bench.push(1)
+        await asyncio.sleep(1.0)
+        assert "policy-0" in bench.routers["policy"].alive
+        assert "policy-0" not in bench.serving("policy")
+        assert not bench.engines["policy-0"].awake
+        await asyncio.gather(*judging)
+
+    on_virtual_clock(lambda: Bench(2), main)
+
+
+def test_requests_that_crowd_one_slot_go_to_another_that_idles() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        await asyncio.gather(*(bench.ask("policy", n, 100) for n in range(4)))
+
+    bench = on_virtual_clock(lambda: Bench(4), main)
+    serving = {name for name, engine in bench.engines.items() if engine.served}
+    assert serving == {f"policy-{n}" for n in range(4)}, "siblings stayed where the first one was"
+
+
+def test_an_engine_that_missed_no_push_needs_none_to_serve_again() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.push(0)
+        router, engine = bench.routers["policy"], bench.engines["policy-0"]
+        began_s = asyncio.get_running_loop().time()
+        report = await bench.syncs["policy"].catch_up("policy-0", engine, lambda: router.serve("policy-0", engine))
+        assert (report.num_bytes, asyncio.get_running_loop().time()) == (0, began_s)
+
+    on_virtual_clock(lambda: Bench(1), main)
+
+
+def test_the_embedded_engine_draws_after_a_move_what_it_would_have_drawn_unmoved() -> None:
+    path = resolve_model("tiny://policy", lambda what, share: None)
+    renderer = Renderer.load(path, None)
+    prompt = tuple(range(5, 25))
+    params = SamplingParams(max_new_tokens=100, seed=11)
+
+    async def drawn(move: bool) -> Completion:
+        engines = {f"policy-{n}": EmbeddedEngine(path, "policy", EmbeddedConfig()) for n in range(2)}
+        continuation = Continuation(decode=renderer.decode, seed_after=unmoved)
+        router = Router("policy", engines, continuation=continuation)
+        begun = asyncio.Event()
+        context = RequestContext(request_id="r", group_id="g", role="policy")
+        answer = asyncio.create_task(router.generate(prompt, params, context, begun.set))
+        try:
+            await begun.wait()
+            if move:
+                await router.hand_over("policy-0")
+            return await answer
+        finally:
+            for engine in engines.values():
+                engine.close()
+
+    still, moved = asyncio.run(drawn(False)), asyncio.run(drawn(True))
+    assert (moved.token_ids, moved.text, moved.finish_reason) == (still.token_ids, still.text, still.finish_reason)
+    assert moved.logprobs == pytest.approx(still.logprobs, abs=1e-4)
+    assert moved.versions == still.versions
+
+
+def test_an_engine_that_sleeps_and_frees_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Pretender(Spoken):
+        async def sleep(self) -> int:
+            await super().sleep()
+            return 0
+
+    async def main() -> None:
+        await put_to_sleep(Router("grm", {"grm-0": Spoken("grm"), "grm-1": Pretender("grm")}))
+
+    asyncio.run(main())
+    assert [record.message.split()[0] for record in caplog.records if record.levelname == "WARNING"] == ["grm-1"]
+
+
+def test_an_engine_falls_asleep_while_no_learner_takes_memory_of_its_device() -> None:
+    """vLLM's sleep fails where less is free after it than before."""
+    still, slept = [0], []
+
+    @asynccontextmanager
+    async def memory_still() -> AsyncIterator[None]:
+        await asyncio.sleep(0.5)  # a micro-batch ends
+        still[0] += 1
+        yield
+        still[0] -= 1
+
+    async def main(bench: Bench) -> None:
+        bench.pool._roles = {
+            role: replace(elastic, memory_still=memory_still) for role, elastic in bench.pool._roles.items()
+        }
+        for engine in bench.engines.values():
+            engine.sleep = functools.partial(noted, engine.sleep)  # type: ignore[method-assign]
+        await bench.push(0)
+        await asyncio.gather(*(bench.ask("policy", n, 20) for n in range(4)))
+        await asyncio.gather(*(bench.ask("grm", n, 20) for n in range(4)))
+
+    async def noted(sleep: Callable[[], Coroutine[object, object, int]]) -> int:
+        slept.append(still[0])
+        return await sleep()
+
+    on_virtual_clock(lambda: Bench(1), main)
+    assert slept and all(slept)
