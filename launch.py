@@ -26,9 +26,9 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 
 from grmpipe.config.key_errors import explain
+from grmpipe.config.redact import USERINFO, environment_secrets, looks_secret, mask
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build, schema
-from grmpipe.observe.redact import USERINFO, environment_secrets, looks_secret, mask
 from grmpipe.run.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.validate.seats import check_seats

@@ -29,8 +29,7 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.envs.play import Seat, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.base import OneByOne
-from grmpipe.judge.fitness import JudgeFitness
-from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
 from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
@@ -376,7 +375,7 @@ HEAD = """\
 # Elastic slots against every static split
 
 8 slots, seconds of a step on a virtual clock. The pipeline, the routers, the pushes and the balancer are those of
-real runs; the engines only take time (`models/engines/simulated/simulated_engine.py`): policy {policy_ms:g} ms a decoding step, judge
+real runs; the engines only take time (`models/engines/simulated/`): policy {policy_ms:g} ms a decoding step, judge
 {grm_ms:g} ms, rows and cached tokens on top. A batch is 64 groups of 8 rollouts, which fill the 64 rows of each of 8
 slots, or a quarter or a sixteenth of that; 4 judgements a rollout. Lengths are log-normal (sigma {sigma:g}). Medians of
 a rollout and a judgement: judge-heavy 400 and 400 tokens, policy-heavy 1600 and 100, drifting from 1600 and 100 to 400

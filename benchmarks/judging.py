@@ -23,8 +23,8 @@ from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.data.prompts import load_prompts
 from grmpipe.envs.play import Seat, play
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import is_right
 from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
 from models.engines.embedded.embedded_engine import EmbeddedEngine

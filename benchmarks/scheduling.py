@@ -25,12 +25,12 @@ from grmpipe.capacity.cost import Costs, LearnerSpeed
 from grmpipe.capacity.simulate.scripts import Lengths, lognormal
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, Simulation, simulate
 from grmpipe.capacity.simulate.stages import Workload, flow_of
+from grmpipe.config.data import RolloutConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.pipeline.interfaces import Cut
-from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message
 from scheduler.events import NoEvents

@@ -23,12 +23,12 @@ from quickstart import busy_share_of_cores, commit_date, machine
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.yaml_io import read_yaml
-from grmpipe.train.batch_trainer import BatchTrainer
 from grmpipe.train.batching.packer import num_tokens
 from grmpipe.train.batching.samples import judged_siblings, split_rollout
 from grmpipe.train.batching.shared_prefix import families_of
-from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.retraining import PreparedReplay, prepare_replay
 from scheduler.processes.actors import InProcessGroup

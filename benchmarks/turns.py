@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/turns.py     # a minute, on a machine that does nothing else
 
-The figures behind grmpipe.capacity.simulate.shared_cores.TURN_COST. Writes benchmarks/turns.md.
+The figures behind grmpipe.capacity.shared_cores.TURN_COST. Writes benchmarks/turns.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grmpipe.capacity.simulate.shared_cores import TURN_COST, shares
+from grmpipe.capacity.shared_cores import TURN_COST, shares
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
@@ -31,7 +31,7 @@ HEADING = """# Taking turns on cores
 
 `OMP_NUM_THREADS=1 python benchmarks/turns.py`: embedded engines of the tiny GRM, each in a process of its own, on
 {cores} cores: batches of {rows} rows x {new_tokens} tokens, as many a second as all of them decode together. Beside it,
-over what as many engines as cores did, what simulations and profiles reckon with (`grmpipe.capacity.simulate.shared_cores.TURN_COST` =
+over what as many engines as cores did, what simulations and profiles assume (`capacity.shared_cores.TURN_COST` =
 {turn_cost}).
 
 | engines | batches a second | over {cores} engines | reckoned |

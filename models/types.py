@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -299,3 +299,10 @@ class Sleeper(Protocol):
     async def wake(self) -> None:
         """Take it again. The weights are as they were; the KV cache is empty."""
         ...
+
+
+@runtime_checkable
+class Gauged(Protocol):
+    """An engine, or the way to one, that may tell its pressure."""
+
+    async def pressure(self) -> Pressure | None: ...

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from grmpipe.config.scale import Scale
-
 KINDS = ("generative", "rule", "mixed", "label", "own")
 PROTOCOLS = ("pointwise", "listwise", "pairwise", "rubric", "steps")
 PAIRS = ("all", "ring")
@@ -259,3 +257,30 @@ class JudgeConfig:
                 f"timeout_s: {self.timeout_s:g} s is less than max_new_tokens / min_tokens_per_s = {needed_s:g} s; "
                 f"type judge.timeout_s={needed_s:g} or more, or a truer judge.min_tokens_per_s"
             )
+
+
+LABEL_RULES = ("exact", "same_side")
+
+
+@dataclass(frozen=True)
+class LabelConfig:
+    """When a judgement of one response agrees with its label. Of several, the labelled best must be strictly first."""
+
+    rule: str = "exact"  # exact: the very score (SPCT); same_side: both at least `pass_score`, or both below
+    pass_score: int = 8  # of same_side, and of rollouts that a rule calls right: a judge that passes them scores so
+
+    def __post_init__(self) -> None:
+        if self.rule not in LABEL_RULES:
+            raise ValueError(f"rule: unknown value {self.rule!r}; known: {', '.join(LABEL_RULES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The scores that a judge may give: integers, both ends included."""
+
+    low: int = 1
+    high: int = 10
+
+    def reward_of(self, score: float) -> float:
+        """0 at the low end, 1 at the high end."""
+        return (score - self.low) / (self.high - self.low)

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from grmpipe.config.redact import SEALED, seal
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.secrets import is_secret_key, without_secrets
-from grmpipe.observe.redact import SEALED, seal
 
 # A key may change where it changes neither the tokens of a sample nor a verdict on it, nor what the algorithm makes of
 # both: how long and how fast the run learns, how patient it is, what it looks at, and who does the work.

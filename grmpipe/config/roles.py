@@ -6,23 +6,18 @@ A new engine is a file in models/engines/, a section in models/settings.py, a ro
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.yaml_io import overlaid
-from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.vllm.shared_engine import wider_options
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, ModelConfig, OpenAIConfig, SglangConfig, VllmConfig
-from models.types import Engine
 from scheduler.placement import SERVED_ROLES, Placement
 from scheduler.weights.weight_sync import SyncConfig
 
 WIDE_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 EngineOptions = EmbeddedConfig | VllmConfig | SglangConfig | OpenAIConfig
-MakeEngine = Callable[[int], Engine]  # by the rank of its seat; it travels to where the engine will live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,92 +132,3 @@ def knows_checkpoint_names(role: str, config: RunConfig) -> bool:
 def notes_experts(role: str, config: RunConfig) -> bool:
     """Does the learner replay the experts that a role's engines chose?"""
     return role == "policy" and config.algorithm.routing_replay == "rollout"
-
-
-# -- factories -----------------------------------------------------------------------------------------------------
-
-
-def embedded_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEngine:
-    return functools.partial(make_embedded, model.path, model.name, config, device_of(model.name, placement))
-
-
-def make_embedded(path: str, role: str, config: RunConfig, device: str, rank: int = 0) -> Engine:
-    options, engine = options_of(role, config), engine_config_of(role, config)
-    assert isinstance(engine, EmbeddedConfig)
-    return EmbeddedEngine(
-        path,
-        role,
-        engine,
-        options.dtype,
-        device,
-        config.seed,
-        options.chat_template,
-        lora=options.lora,
-        note_experts=notes_experts(role, config),
-    )
-
-
-def vllm_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEngine:
-    device, num_gpus = device_of(model.name, placement), tensor_parallel_of(model.name, placement)
-    return functools.partial(make_vllm, model.path, model.name, config, device, num_gpus)
-
-
-def shared_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEngine:
-    """Of either role, started with this one's model."""
-    device, num_gpus = device_of(model.name, placement), tensor_parallel_of(model.name, placement)
-    return functools.partial(make_vllm, model.path, model.name, config, device, num_gpus, shared=True)
-
-
-def make_vllm(
-    path: str, role: str, config: RunConfig, device: str, num_gpus: int, rank: int = 0, shared: bool = False
-) -> Engine:
-    from models.engines.vllm.vllm_engine import VllmEngine
-
-    options, engine = options_of(role, config), shared_options(config) if shared else engine_config_of(role, config)
-    assert isinstance(engine, VllmConfig)
-    return VllmEngine(
-        path,
-        role,
-        engine,
-        dtype=options.dtype,
-        device=device,
-        seed=config.seed,
-        chat_template=options.chat_template,
-        tensor_parallel=num_gpus,
-        takes_weights=shared or role == "policy" or config.cotrain.enabled,
-        note_experts=notes_experts("policy" if shared else role, config),
-    )
-
-
-def sglang_engine(model: Model, config: RunConfig, placement: Placement) -> MakeEngine:
-    device, num_gpus = device_of(model.name, placement), tensor_parallel_of(model.name, placement)
-    return functools.partial(make_sglang, model.path, model.name, config, device, num_gpus)
-
-
-def make_sglang(path: str, role: str, config: RunConfig, device: str, num_gpus: int, rank: int = 0) -> Engine:
-    """A server of our own, or the one of this replica among those that run already."""
-    from models.engines.sglang.sglang_engine import SglangEngine
-
-    options, engine = options_of(role, config), engine_config_of(role, config)
-    assert isinstance(engine, SglangConfig)
-    if engine.urls:
-        return SglangEngine.join(
-            engine.urls[rank], path, role, engine, seed=config.seed, chat_template=options.chat_template
-        )
-    return SglangEngine.start(
-        path,
-        role,
-        engine,
-        dtype=options.dtype,
-        device=device,
-        seed=config.seed,
-        chat_template=options.chat_template,
-        tensor_parallel=num_gpus,
-    )
-
-
-ENGINES: dict[str, Callable[[Model, RunConfig, Placement], MakeEngine]] = {
-    "embedded": embedded_engine,
-    "vllm": vllm_engine,
-    "sglang": sglang_engine,
-}

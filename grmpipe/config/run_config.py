@@ -6,15 +6,13 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 
-from grmpipe.config.capacity import PlanConfig
+from grmpipe.config.capacity import PlanConfig, SimulateConfig
 from grmpipe.config.cotrain import CotrainConfig
 from grmpipe.config.critic import CriticConfig, check_critic
-from grmpipe.config.data import DataConfig
-from grmpipe.config.evaluation import EvaluateConfig
-from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig
+from grmpipe.config.data import DataConfig, RolloutConfig
+from grmpipe.config.evaluation import EvaluateConfig, FinetuneConfig, MetaConfig
+from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig, LabelConfig
 from grmpipe.config.judge_monitor import WatchConfig
-from grmpipe.config.meta_rm import MetaConfig
-from grmpipe.config.rft import FinetuneConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import (
     AlgorithmConfig,
@@ -24,9 +22,6 @@ from grmpipe.config.train import (
     check_replay,
     check_spread,
 )
-from grmpipe.judge.label_settings import LabelConfig
-from grmpipe.rollout.settings import RolloutConfig
-from grmpipe.simulation.settings import SimulateConfig
 from models.settings import AUTO, ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.slots.balance import BalanceConfig

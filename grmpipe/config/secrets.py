@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grmpipe.config.redact import environment_secrets, looks_secret, mask, seal
 from grmpipe.config.run_config import RunConfig
-from grmpipe.observe.redact import environment_secrets, looks_secret, mask, seal
 
 
 class FromEnvironment(str):

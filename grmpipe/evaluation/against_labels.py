@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta, draws_of, scores_of_draw
 from grmpipe.judge.monitor.position_bias import Habits, correlation_within
-from grmpipe.judge.vote import Vote, mean
+from grmpipe.judge.verdict import Vote, mean
 from grmpipe.types import (
     Failed,
     FailedJudgement,

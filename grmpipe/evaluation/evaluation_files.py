@@ -10,8 +10,8 @@ from rich.box import MINIMAL
 from rich.console import Console
 from rich.table import Table
 
+from grmpipe.config.judge import Scale
 from grmpipe.config.run_config import RunConfig
-from grmpipe.config.scale import Scale
 from grmpipe.evaluation.against_labels import Evaluation, JudgedItem, SubsetResult, outcome_of
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Failed

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 from grmpipe.envs.play import Play, RolloutAborted, Seat
 from grmpipe.judge.base import judge_alone
 from grmpipe.judge.rule import Rule

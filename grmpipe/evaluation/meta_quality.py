@@ -7,7 +7,7 @@ from statistics import fmean
 
 from grmpipe.judge.labels import judged_right
 from grmpipe.judge.meta_examples import Example
-from grmpipe.judge.vote import best_indices, mean, weighted
+from grmpipe.judge.verdict import best_indices, mean, weighted
 from grmpipe.train.scalar.classification import quality
 from grmpipe.types import Metrics
 

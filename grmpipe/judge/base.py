@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from grmpipe.judge.verdict import only_finite, unasked
-from grmpipe.types import Hearing, Judge, JudgeReport, Prompt, Rollout, Sitting
+from grmpipe.types import Hearing, Judge, JudgeReport, Prompt, Rollout, Sitting, Turn
+from models.types import Completion, VersionSpan
 
 
 @runtime_checkable
@@ -78,3 +79,22 @@ def refused(detail: str) -> JudgeReport:
 
 
 NOT_TAKEN = refused("this judge compares: one response is too few")
+
+NOBODY = VersionSpan(model="nobody", version=0, start=0, end=0)
+
+
+def written(group_id: str, sibling: int, text: str) -> Rollout:
+    """A text as a rollout. It has no tokens: nothing can be trained on it."""
+    completion = Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", versions=(NOBODY,))
+    turn = Turn(prompt_ids=(), completion=completion)
+    return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
+
+
+async def judge_together(
+    judge: Judge, prompt: Prompt, group_id: str, texts: Sequence[str], priority: int = 0
+) -> tuple[JudgeReport, ...]:
+    """The reports on all texts, in their order, as on the siblings of one group (see judge_group).
+
+    The group id makes the judgements: under the same one the same engine gives the same.
+    """
+    return await judge_group(judge, prompt, [written(group_id, i, text) for i, text in enumerate(texts)], priority)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 
 EMPHASIS = r"[ \t*_]*"
 LEAD = rf"[ \t*_#-]*(?:[0-9][.)]{EMPHASIS})?"  # a heading, an item of a list

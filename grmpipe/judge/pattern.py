@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 from grmpipe.judge.forms import FORMS
 from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
 

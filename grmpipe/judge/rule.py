@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 from grmpipe.judge.answer import answer_of, reference_answer
 from grmpipe.judge.base import refused
 from grmpipe.judge.math_rule import means_the_same
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.vote import mean
+from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import JudgeReport, Prompt, Rollout
 
 Rule = Callable[[str, str], bool]

@@ -29,7 +29,6 @@ from grmpipe.observe.gauges import (
 )
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.sample_rows import SampleRow
-from grmpipe.observe.sparkline import sparkline
 from grmpipe.types import Metrics
 
 TREND_STEPS = 40
@@ -165,3 +164,12 @@ def truth_text(row: SampleRow) -> str:
 def readable(text: str) -> str:
     """Models can sample escape sequences that recolour, clear or retitle a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """One character a value, on a fixed scale: [low, high]; what lies outside stands at its edge."""
+    top = len(BARS) - 1
+    return "".join(BARS[max(0, min(top, round((value - low) / (high - low) * top)))] for value in values)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
-from grmpipe.observe.redact import environment_secrets, mask
+from grmpipe.config.redact import environment_secrets, mask
 
 OURS = ("grmpipe", "models", "scheduler")
 QUIET = ("httpx", "httpcore")  # a line for each request, by themselves

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grmpipe.config.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.observe.charts import Point
 from grmpipe.observe.gauges import failures_by_cause
-from grmpipe.observe.redact import REDACTED, environment_secrets, looks_secret, mask
 from grmpipe.types import Metrics
 
 END_BYTES = 4_000_000  # of a journal, read at either end

@@ -9,9 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from grmpipe.config.redact import environment_secrets, mask, redact
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe.guard import Guard
-from grmpipe.observe.redact import environment_secrets, mask, redact
 from grmpipe.observe.sample_rows import SampleRow
 from grmpipe.types import Metrics
 

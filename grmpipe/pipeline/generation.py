@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.envs.play import RolloutAborted, Seat
-from grmpipe.hold import Hold
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import Tally
 from grmpipe.pipeline.group import Group
@@ -18,8 +17,7 @@ from grmpipe.pipeline.rollout_gate import PolicyFitness
 from grmpipe.types import Hearing, JudgeReport, Prompt, Rollout, Sitting, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused
-from scheduler.clock import ActiveClock
-from scheduler.ranking import rank
+from scheduler.clock import ActiveClock, Hold
 from scheduler.routing.router import RequestKillsEngines
 from scheduler.stream import Stage
 from scheduler.weights.weight_sync import SyncReport
@@ -283,3 +281,12 @@ def stamped(report: JudgeReport, judge_version: int) -> JudgeReport:
     if judge_version == 0 or not isinstance(report.verdict, Verdict):
         return report
     return dataclasses.replace(report, verdict=dataclasses.replace(report.verdict, grm_version=judge_version))
+
+
+def rank(*, arrival: int, urgency: int, patience: int) -> int:
+    """The lowest rank is served first. Urgency 0 is the greatest; arrivals are numbered, alike ones are one party.
+
+    Whoever is less urgent by n degrees is overtaken by none but the next n * patience arrivals: after these he is
+    first, however many more come.
+    """
+    return arrival + patience * urgency

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grmpipe.judge.fitness import Fitness, Unfit
-from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.judge.monitor.failure_gate import FailureGate, Fitness, Unfit
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig
 from grmpipe.types import Failed, InfraCause

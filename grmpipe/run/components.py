@@ -8,15 +8,14 @@ from collections.abc import Awaitable, Callable
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import Play, Seat, play
 from grmpipe.evaluation.held_out import Evaluator
-from grmpipe.judge.fitness import JudgeFitness
-from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
 from grmpipe.pipeline.interfaces import Parts, Trainer
-from grmpipe.run.colocation import TrainerByTurns, begin_turn
-from grmpipe.run.critic_parts import ValuedJournal
 from grmpipe.run.observers import Observers
 from grmpipe.run.registry import ENVS
 from grmpipe.run.start import Running
-from grmpipe.train.batch_trainer import BatchTrainer
+from grmpipe.train.critic.valued_journal import ValuedJournal
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.train.learner.offload import TrainerByTurns, begin_turn
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from models.types import Engine, SamplingParams

@@ -9,16 +9,15 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from grmpipe.config.roles import (
-    ENGINES,
     Model,
     engines_sleep,
     max_rows_of,
     options_of,
-    shared_engine,
     shared_options,
     shares_engine,
     sync_config_of,
 )
+from grmpipe.run.engine_registry import ENGINES, shared_engine
 from grmpipe.validate.prepare import Prepared
 from models.seeds import derive_seed
 from models.types import Engine

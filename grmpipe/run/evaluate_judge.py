@@ -15,17 +15,18 @@ from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
 from grmpipe.evaluation.against_labels import Accuracy, Evaluation, JudgedItem, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
-from grmpipe.judge.meta import JudgedResponses, MetaScorer
-from grmpipe.judge.vote import VOTES, mean
-from grmpipe.judge.written import judge_together
+from grmpipe.judge.base import judge_together
+from grmpipe.judge.meta_rm import JudgedResponses, MetaScorer
+from grmpipe.judge.verdict import VOTES, mean
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Summary
 from grmpipe.observe.timeline import Timeline
 from grmpipe.run.engines import start_engines
-from grmpipe.run.meta_rm import find_meta, guide_of, start_scorers
 from grmpipe.run.registry import CLUSTERS, JUDGES
 from grmpipe.run.start import grm_of, outside_engine
+from grmpipe.run.start_meta_rm import guide_of, start_scorers
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
 from grmpipe.validate.engines import check_installed
+from grmpipe.validate.meta_rm_model import find_meta
 from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.seats import check_machine

@@ -14,9 +14,9 @@ from typing import Any
 
 from grmpipe.config.judge_monitor import WatchConfig
 from grmpipe.data.labelled import load_labelled
-from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.adversarial import Bait, fooled
 from grmpipe.judge.monitor.canaries import Canary, drift_of, judge_canaries, with_first_scores
+from grmpipe.judge.monitor.failure_gate import JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.monitor.overoptimization import fit
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal

@@ -9,11 +9,11 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.base import OneByOne
 from grmpipe.judge.custom import own_judge
-from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.labels import LabelJudge, rule_of
-from grmpipe.judge.meta import MetaScorer
+from grmpipe.judge.meta_rm import MetaScorer
 from grmpipe.judge.mixed import MixedJudge
+from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.types import Env, Judge, Prompt
 from grmpipe.validate.prepare import Prepared

@@ -29,9 +29,9 @@ from grmpipe.run_dir.changes import changes_of
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.run_state import RunState
-from grmpipe.train.batch_trainer import BatchTrainer
-from grmpipe.train.learner import Learner
-from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.retraining import PreparedReplay
 from grmpipe.validate.shared_folder import check_shared

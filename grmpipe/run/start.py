@@ -17,15 +17,14 @@ from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
 from grmpipe.judge.markup import Markup
 from grmpipe.run.colocation import time_share_of
 from grmpipe.run.cotrain.cotrain_parts import Trainee, start_grm_learner, trainee
-from grmpipe.run.critic_parts import start_critic
 from grmpipe.run.engines import Served, elastic_pools, start_routers
-from grmpipe.run.meta_rm import guide_of, start_scorers
 from grmpipe.run.registry import CLUSTERS, JUDGES
+from grmpipe.run.start_critic import start_critic
+from grmpipe.run.start_meta_rm import guide_of, start_scorers
 from grmpipe.train.critic.critic import Critic
-from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.learner_by_turns import LearnerByTurns
-from grmpipe.train.learner_group import LearnerGroup
-from grmpipe.train.offload import LendingLearner
+from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.offload import LearnerByTurns, LendingLearner
 from grmpipe.types import Judge
 from grmpipe.validate.engines import window_of
 from grmpipe.validate.prepare import Prepared

@@ -10,8 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from grmpipe.config.run_config import ConfigError
-from grmpipe.judge.fitness import JudgeFitness
-from grmpipe.judge.monitor.failure_gate import HackingAlarm
+from grmpipe.judge.monitor.failure_gate import HackingAlarm, JudgeFitness
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, dry_judgement
 from grmpipe.observe.recorder import GROUPS
 from grmpipe.observe.summary import Status, Summary, written
@@ -33,11 +32,11 @@ from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.identity import run_id_of
 from grmpipe.run_dir.run_state import RunState, find_kept, void_group_ends
 from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Metrics
 from grmpipe.validate.prepare import Prepared
 from models.settings import ModelConfig
-from scheduler.garbage import seldom_collected
+from scheduler.gc_tuning import seldom_collected
 from scheduler.supervise import describe_failure, run_until
 
 log = logging.getLogger(__name__)

@@ -11,29 +11,29 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
-from grmpipe.config.roles import ENGINES, Model, device_of, options_of
-from grmpipe.config.run_config import RunConfig
+from grmpipe.config.roles import device_of, options_of
 from grmpipe.evaluation.meta_quality import measure
 from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.grm_client import Asker
 from grmpipe.judge.meta_examples import Example, Sampled, Split, batches, sample, write_examples
 from grmpipe.judge.meta_rm import sigmoid
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary, written
+from grmpipe.run.engine_registry import ENGINES
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.observers import Observers
 from grmpipe.run.registry import CLUSTERS
 from grmpipe.run.signals import ended_by_signals
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar.scalar_learner import ScalarLearner, ScalarLearnerSpec
-from grmpipe.types import Metrics, Prompt
+from grmpipe.types import Metrics
+from grmpipe.validate.meta_training import MetaTraining
 from grmpipe.validate.shared_folder import check_shared
 from scheduler.placement import Placement
 from scheduler.processes.actors import ActorGroup, Cluster
@@ -43,23 +43,6 @@ from scheduler.supervise import describe_failure
 log = logging.getLogger(__name__)
 
 STEPS_PER_NOTE = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetaTraining:
-    """A training that may start.
-
-    start_path: the model that gets a head, or goes on with its own.
-    lessons:    what the GRM is asked; `stored` are judgements that need not be sampled.
-    """
-
-    config: RunConfig
-    grm: Model
-    start_path: str
-    lessons: Mapping[Split, Sequence[Prompt]]
-    stored: tuple[Example, ...]
-    sampling: Placement
-    learning: Placement
 
 
 async def train_meta(ready: MetaTraining, run_dir: Path) -> Summary:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.meta_examples import Example, Split, read_examples
-from grmpipe.run.meta_rm import shared_window
-from grmpipe.run.train_meta_rm import MetaTraining
 from grmpipe.types import Prompt
 from grmpipe.validate.data import HELD_OUT_OF, lessons_at
 from grmpipe.validate.engines import check_installed
+from grmpipe.validate.meta_rm_model import shared_window
 from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
@@ -95,3 +95,20 @@ def find_start(config: RunConfig, grm: Model, progress: Progress) -> str:
         if window < grm.context_tokens:
             raise ValueError(f"path: its window of {window} tokens is smaller than the GRM's ({grm.context_tokens})")
     return directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaTraining:
+    """A training that may start.
+
+    start_path: the model that gets a head, or goes on with its own.
+    lessons:    what the GRM is asked; `stored` are judgements that need not be sampled.
+    """
+
+    config: RunConfig
+    grm: Model
+    start_path: str
+    lessons: Mapping[Split, Sequence[Prompt]]
+    stored: tuple[Example, ...]
+    sampling: Placement
+    learning: Placement

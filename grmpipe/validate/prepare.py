@@ -16,13 +16,13 @@ from grmpipe.judge.custom import own_judge
 from grmpipe.judge.labels import rule_of
 from grmpipe.judge.rule import Rule
 from grmpipe.observe.summary import Summary
-from grmpipe.run.critic_parts import CriticModel, find_critic
-from grmpipe.run.meta_rm import MetaModel, find_meta
 from grmpipe.types import Prompt
+from grmpipe.validate.critic_model import CriticModel, find_critic
 from grmpipe.validate.data import read_data, stored_lessons
 from grmpipe.validate.engines import check_installed, check_rule_installed, check_tensor_parallel
 from grmpipe.validate.expert_routing import check_routing
 from grmpipe.validate.lora import check_lora_targets, check_peft
+from grmpipe.validate.meta_rm_model import MetaModel, find_meta
 from grmpipe.validate.models import Progress, check_learns, find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.seats import check_machine

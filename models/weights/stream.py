@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from models.lm.checkpoint_names import CheckpointNames
+from models.weights.checkpoint_names import CheckpointNames
 
 BUCKETS_PER_PUSH = 256  # where the bucket's size goes by the model's
 SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30

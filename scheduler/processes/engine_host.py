@@ -15,6 +15,7 @@ from models.types import (
     Engine,
     EngineDied,
     EngineRefused,
+    Gauged,
     GroupLink,
     Pressure,
     RequestContext,
@@ -25,7 +26,6 @@ from models.types import (
 )
 from scheduler.processes.actors import Closable, EngineFactory
 from scheduler.processes.unix_rpc import LineEnd
-from scheduler.routing.concurrency import Gauged
 
 T = TypeVar("T")
 COLLECT_S = 20.0  # without news; a caller that hears nothing for longer knows that this process hangs

@@ -8,21 +8,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from typing import Protocol, runtime_checkable
 
-from models.types import EngineDied, Pressure
+from models.types import EngineDied, Gauged, Pressure
 
 LOOK_EVERY_S = 1.0  # at an engine's pressure, while its requests end
 HIGH_KV_SHARE = 0.95  # above it a limit doesn't rise
 NEAR = 0.9  # of where it thrashed last: up to there a limit rises fast
 PROBE_ROUNDS = 8  # as many requests as the limit allows end in a round; so many rounds lie between two steps beyond it
-
-
-@runtime_checkable
-class Gauged(Protocol):
-    """An engine, or the way to one, that may tell its pressure."""
-
-    async def pressure(self) -> Pressure | None: ...
 
 
 class Aimd:

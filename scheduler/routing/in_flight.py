@@ -8,7 +8,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from scheduler.routing.speed_estimate import Pace
-from scheduler.slots.balance import RoleBacklog
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -127,3 +126,31 @@ class Load:
         hand.rows_s += hand.num_rows * (now_s - hand.changed_s)
         hand.changed_s = now_s
         return hand
+
+
+NEVER_S = 1e9  # what nobody serves ends in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleBacklog:
+    """What a role has to do. `idle_s`: for how long it has had nothing."""
+
+    role: str
+    requests: int  # in flight, and waiting for an engine that serves
+    tokens: float  # expected to be sampled yet, all requests together
+    longest: float  # of a single one
+    step_s: float
+    row_s: float
+    max_rows: float = math.inf  # of one slot
+    idle_s: float = 0.0
+    takeover_s: float = 0.0  # of a slot's time, for a request that another one began: it is prefilled again
+
+    def finish_s(self, num_slots: int) -> float:
+        """Until all of it is done, if nothing comes and nothing moves."""
+        if self.requests == 0:
+            return 0.0
+        if num_slots == 0:
+            return NEVER_S
+        busy = min(num_slots, self.requests)
+        steps = max(self.longest, self.tokens / (busy * self.max_rows))
+        return self.step_s * steps + self.row_s * self.tokens / busy

@@ -12,12 +12,12 @@ longest of them (the throughput where steps overlap, which thin batches on many 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from scheduler.routing.in_flight import RoleBacklog
+
 NORM = 3  # of the times of the roles; 1 is the sum, infinity the maximum
-NEVER_S = 1e9  # what nobody serves ends in
 SWAPS = ("auto", "sleep", "weights")
 
 
@@ -39,31 +39,6 @@ class BalanceConfig:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
         if self.hysteresis < 0:
             raise ValueError(f"hysteresis: must be 0 or more, got {self.hysteresis}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleBacklog:
-    """What a role has to do. `idle_s`: for how long it has had nothing."""
-
-    role: str
-    requests: int  # in flight, and waiting for an engine that serves
-    tokens: float  # expected to be sampled yet, all requests together
-    longest: float  # of a single one
-    step_s: float
-    row_s: float
-    max_rows: float = math.inf  # of one slot
-    idle_s: float = 0.0
-    takeover_s: float = 0.0  # of a slot's time, for a request that another one began: it is prefilled again
-
-    def finish_s(self, num_slots: int) -> float:
-        """Until all of it is done, if nothing comes and nothing moves."""
-        if self.requests == 0:
-            return 0.0
-        if num_slots == 0:
-            return NEVER_S
-        busy = min(num_slots, self.requests)
-        steps = max(self.longest, self.tokens / (busy * self.max_rows))
-        return self.step_s * steps + self.row_s * self.tokens / busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from models.types import Engine, EngineDied
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
+from scheduler.routing.in_flight import NEVER_S, RoleBacklog
 from scheduler.routing.router import Router
-from scheduler.slots.balance import NEVER_S, BalanceConfig, Move, Pool, RoleBacklog, Slot, decide
+from scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide
 from scheduler.slots.health import BringCurrent, need_no_weights
 from scheduler.slots.sleep import SleepingEngine, lull
 from scheduler.weights.weight_push import SyncReport

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from models.types import (
     Completion,
     Engine,
+    Gauged,
     GroupLink,
     Pressure,
     RequestContext,
@@ -22,7 +23,6 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from scheduler.routing.concurrency import Gauged
 from scheduler.slots.health import Restart
 
 

@@ -22,11 +22,10 @@ from grmpipe.data.stream import EndOfData
 from grmpipe.envs.play import Seat, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.base import OneByOne
-from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
-from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmOutside
 from grmpipe.judge.markup import Markup
-from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness, JudgeUnfit
+from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.pipeline.interfaces import Cut, FlowConfig, Kept, Parts, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.rollout_gate import PolicyUnfit

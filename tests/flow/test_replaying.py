@@ -12,7 +12,7 @@ import pytest
 from grmpipe.run.errors import RunInterrupted
 from grmpipe.run.retrain import ReplayRun
 from grmpipe.train.batching import packer
-from grmpipe.train.learner import Learner
+from grmpipe.train.learner.learner import Learner
 from grmpipe.types import Metrics, MicroBatch
 
 TOLD_BY_LEARNER = ("train/", "mismatch/", "staleness/")

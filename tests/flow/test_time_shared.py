@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from grmpipe.observe.recorder import load_rollouts
 from grmpipe.tasks import RunFailed
-from grmpipe.train.batch_trainer import BatchTrainer
+from grmpipe.train.learner.batch_trainer import BatchTrainer
 from models.engines.embedded.embedded_worker import EmbeddedWorker
 
 BY_TURNS = ("placement=time_shared", "placement.pools.all.slots=1")

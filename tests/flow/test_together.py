@@ -21,11 +21,10 @@ from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.envs.play import Seat, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.base import OneByOne
-from grmpipe.judge.fitness import JudgeFitness
-from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
 from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.run.colocation import TrainerByTurns, begin_turn
+from grmpipe.train.learner.offload import TrainerByTurns, begin_turn
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (

@@ -10,7 +10,7 @@ import torch
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack, pack_families
 from grmpipe.train.batching.shared_prefix import Family
-from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.types import BatchTotals, TrainingSample
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm.causal_lm import load_causal_lm, packed_logprobs

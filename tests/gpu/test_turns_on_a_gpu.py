@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.learner import LearnerSpec
-from grmpipe.train.offload import LendingLearner
+from grmpipe.train.learner.learner import LearnerSpec
+from grmpipe.train.learner.offload import LendingLearner
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model

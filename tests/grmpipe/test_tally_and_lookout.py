@@ -10,13 +10,12 @@ from types import SimpleNamespace
 import looptime
 import pytest
 
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.play import Seat
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.judge.base import OneByOne
-from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
-from grmpipe.judge.monitor.failure_gate import FailureGate, HackingAlarm
+from grmpipe.judge.monitor.failure_gate import FailureGate, HackingAlarm, JudgeFitness, JudgeUnfit
 from grmpipe.judge.rule import is_right
 from grmpipe.pipeline.counters import Counts, Tally, batch_metrics, flow_metrics, truth_metrics
 from grmpipe.run.periodic_eval import Lookout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.least import Least
+from scheduler.routing.expected_load import Least
 
 NAMES = st.sampled_from("abcdef")
 CHANGES = st.one_of(

@@ -9,7 +9,7 @@ import looptime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.ranking import rank
+from grmpipe.pipeline.generation import rank
 from scheduler.stream import Stage
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from grmpipe.capacity.lower_bound import LEARNER, LEARNING, POLICY
 from grmpipe.capacity.plan.profile_files import Span, StepSeconds
-from grmpipe.capacity.simulate.shared_cores import Interval, Shared, WorkClock, shared_by, union, work_clock
+from grmpipe.capacity.shared_cores import Interval, Shared, WorkClock, shared_by, union, work_clock
 from grmpipe.config.roles import options_of
 from grmpipe.config.run_config import RunConfig
 from scheduler.placement import Placement, place

@@ -10,7 +10,7 @@ import torch
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.roles import Model, options_of
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.run.critic_parts import find_critic
+from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
 from grmpipe.validate.engines import check_installed, check_tensor_parallel, window_of
 from grmpipe.validate.models import Progress, find_model

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 from models.engines.simulated.simulated_engine import Script
 from models.seeds import derive_seed
 from models.types import FinishReason, Message, RequestContext, SamplingParams

@@ -11,30 +11,28 @@ from dataclasses import dataclass, field
 
 from grmpipe.capacity.cost import Costs
 from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, POLICY
+from grmpipe.capacity.shared_cores import shared_by
 from grmpipe.capacity.simulate.driver import SimulatedDriver
 from grmpipe.capacity.simulate.scripts import Writer
-from grmpipe.capacity.simulate.shared_cores import shared_by
 from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play
 from grmpipe.capacity.simulate.step_bound import GRM, Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.judge.fitness import JudgeFitness
-from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
 from grmpipe.pipeline.interfaces import Parts, StepReport, Trainer
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import WaitTimes
-from grmpipe.run.colocation import TrainerByTurns, begin_turn
-from grmpipe.run.critic_parts import ValuedJournal
-from grmpipe.train.batch_trainer import BatchTrainer
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.learner_by_turns import LearnerByTurns
-from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.critic.valued_journal import ValuedJournal
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.offload import LearnerByTurns, TrainerByTurns, begin_turn
 from models.engines.simulated.simulated_engine import SimulatedEngine
 from models.engines.simulated.simulated_pace import SharedDevice
 from models.types import Engine
 from scheduler.events import EventSink, NoEvents
-from scheduler.garbage import seldom_collected
+from scheduler.gc_tuning import seldom_collected
 from scheduler.placement import Placement
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router

@@ -16,9 +16,9 @@ from grmpipe.data.stream import PromptStream
 from grmpipe.envs.play import Play, Seat, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.base import OneByOne
-from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.labels import LabelJudge, rule_of
 from grmpipe.judge.mixed import MixedJudge
+from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.types import Judge, Prompt, Rollout

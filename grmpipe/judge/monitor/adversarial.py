@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grmpipe.judge.written import judge_together
+from grmpipe.judge.base import judge_together
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Verdict
 
 # "One token to fool LLM-as-a-judge" (arXiv 2507.08794): a reasoning opener or a mark alone passes for an answer.

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.judge.written import judge_together
+from grmpipe.judge.base import judge_together
 from grmpipe.types import Judge, Metrics, Prompt, Verdict
 
 SURE = 3.0  # standard errors

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.written import judge_together
+from grmpipe.judge.base import judge_together
 from grmpipe.types import Failed, FailedJudgement, Judge, JudgeReport, Prompt
 
 NUM_PROMPTS = 4  # with k judgements and a re-ask each: few enough to take no time, enough to be no bad luck

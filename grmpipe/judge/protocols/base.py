@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import Asker
-from grmpipe.judge.meta import JudgedResponses, MetaScorer
+from grmpipe.judge.meta_rm import JudgedResponses, MetaScorer
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.protocols.early_stop import Noise
-from grmpipe.judge.protocols.fitting import fitted
 from grmpipe.judge.protocols.principles import InlinePrinciples, Principles, SharedPrinciples
 from grmpipe.judge.protocols.steps import Decode
-from grmpipe.judge.verdict import unasked
-from grmpipe.judge.vote import VOTES, Vote, best_indices, weighted
+from grmpipe.judge.protocols.truncation import fitted
+from grmpipe.judge.verdict import VOTES, Vote, best_indices, unasked, weighted
 from grmpipe.types import Cause, Failed, Judgement, Prompt
 from models.types import EngineDied, EngineRefused
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from grmpipe.judge.grm_client import Question
-from grmpipe.judge.meta import JudgedResponses
+from grmpipe.judge.meta_rm import JudgedResponses
 from grmpipe.judge.protocols.base import Court
 from grmpipe.judge.protocols.sampling import Panel, Results, convene
-from grmpipe.judge.verdict import COMPONENT, all_failed, voted
-from grmpipe.judge.vote import Vote
+from grmpipe.judge.verdict import COMPONENT, Vote, all_failed, voted
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, Rollout, Sitting, Verdict
 from models.seeds import derive_seed
 

@@ -11,8 +11,7 @@ from grmpipe.judge.grm_client import Question
 from grmpipe.judge.protocols.base import Court
 from grmpipe.judge.protocols.early_stop import OrderTally, Stop, fewest_for_a_winner, winner_is_fixed
 from grmpipe.judge.protocols.sampling import IN_FULL, Panel, Results, convene
-from grmpipe.judge.verdict import COMPONENT, all_failed, outcome
-from grmpipe.judge.vote import LOST, TIED, WON, pair_result
+from grmpipe.judge.verdict import COMPONENT, LOST, TIED, WON, all_failed, outcome, pair_result
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, Rollout, Sitting, Verdict
 
 Pair = tuple[int, int]  # siblings, the lower one first

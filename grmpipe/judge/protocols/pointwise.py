@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import Question
-from grmpipe.judge.meta import JudgedResponses
+from grmpipe.judge.meta_rm import JudgedResponses
 from grmpipe.judge.protocols.base import Court
 from grmpipe.judge.protocols.early_stop import Stop, is_sure
 from grmpipe.judge.protocols.sampling import IN_FULL, Panel, Results, convene
 from grmpipe.judge.protocols.steps import steps_of
-from grmpipe.judge.verdict import COMPONENT, all_failed, outcome_place, unasked
-from grmpipe.judge.vote import agreement, mean
+from grmpipe.judge.verdict import COMPONENT, agreement, all_failed, mean, outcome_place, unasked
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Sitting, StopAudit, Verdict
 from models.seeds import derive_seed
 

@@ -18,8 +18,8 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play, Seat, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.pipeline.interfaces import FlowConfig
-from grmpipe.train.learner import Learner, LearnerSpec
-from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.weight_route import transport_of

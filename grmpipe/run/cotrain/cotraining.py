@@ -31,7 +31,7 @@ from grmpipe.pipeline.training import Interrupted
 from grmpipe.run.cotrain.cotrain_parts import Trainee, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
 from grmpipe.run.cotrain.judging_tasks import LessonStream
 from grmpipe.run.cotrain.pacing import Pace
-from grmpipe.train.batch_trainer import BatchTrainer
+from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from scheduler.clock import ActiveClock

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import make_optimizer, update
+from grmpipe.train.optimizer import learning_rate, make_optimizer, update
 from grmpipe.train.scalar.scalar_batch import PackedSequences
-from grmpipe.train.schedule import learning_rate
 from grmpipe.types import Metrics
 from models.hub import find_files
 from models.lm.checkpoint import ShardedSave, export_hf, load_sharded

@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from grmpipe.config.resume_rules import changed_keys
-from grmpipe.config.roles import ENGINES, device_of, engine_config_of, sync_config_of, tensor_parallel_of
+from grmpipe.config.roles import device_of, engine_config_of, sync_config_of, tensor_parallel_of
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
+from grmpipe.run.engine_registry import ENGINES
 from grmpipe.run.start import outside_options
 from grmpipe.validate import engines as engine_checks
 from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, window_of

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, Recount, evaluate, outcome_of
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.vote import mean
-from grmpipe.judge.written import written
+from grmpipe.judge.base import written
+from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import (
     Failed,
     FailedJudgement,

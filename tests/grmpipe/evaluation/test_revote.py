@@ -6,7 +6,7 @@ import math
 import random
 
 from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta, draws_of, scores_of_draw
-from grmpipe.judge.vote import mean, median
+from grmpipe.judge.verdict import mean, median
 from grmpipe.types import Judgement
 from models.types import Completion
 

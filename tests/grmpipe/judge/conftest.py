@@ -11,8 +11,8 @@ import looptime
 import pytest
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.types import Prompt, Rollout, Turn
 from models.types import (
     Completion,

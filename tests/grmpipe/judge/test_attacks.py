@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grmpipe.judge.written import judge_together
+from grmpipe.judge.base import judge_together
 from grmpipe.types import Criterion, Failed, JudgeReport, Verdict
 from models.types import EngineDied, EngineRefused
 

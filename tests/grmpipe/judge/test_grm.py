@@ -11,9 +11,9 @@ import pytest
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.base import judge_group
-from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmOutside, estimated_tokens
 from grmpipe.judge.markup import Markup
+from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.pipeline.counters import Tally
 from grmpipe.types import FailedJudgement
 from models.settings import OpenAIConfig

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.config.judge import SHIPPED_TEMPLATES
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import SHIPPED_TEMPLATES, Scale
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, fenced
 from grmpipe.types import Criterion, Prompt

@@ -10,11 +10,11 @@ from grmpipe.config.judge import PARSERS as PARSER_NAMES
 from grmpipe.config.judge import PROTOCOLS, SHIPPED_TEMPLATES, VOTES_WITH_META, EarlyStopConfig, JudgeConfig
 from grmpipe.config.judge import RULES as RULE_NAMES
 from grmpipe.config.judge import VOTES as VOTE_NAMES
-from grmpipe.judge.generative import HEARINGS
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.prompt import SHOWN, TEMPLATES
+from grmpipe.judge.protocols.generative import HEARINGS
 from grmpipe.judge.rule import RULES
-from grmpipe.judge.vote import VOTES
+from grmpipe.judge.verdict import VOTES
 
 
 def test_defaults_are_valid() -> None:

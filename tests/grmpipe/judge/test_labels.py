@@ -7,9 +7,8 @@ import dataclasses
 
 import pytest
 
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.judge.base import OneByOne, judge_alone
-from grmpipe.judge.label_settings import LabelConfig
 from grmpipe.judge.labels import LabelJudge, Lessons, judged_right, rule_of
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.types import Prompt, RankedResponses, Rollout, ScoredResponse, Turn, Verdict

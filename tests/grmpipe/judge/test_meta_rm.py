@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from grmpipe.judge.meta import JudgedResponses
-from grmpipe.judge.meta_rm import MetaRm, sigmoid
+from grmpipe.judge.meta_rm import JudgedResponses, MetaRm, sigmoid
 from grmpipe.types import Judgement, Prompt
 from models.types import Completion, EngineRefused, Message, VersionSpan
 

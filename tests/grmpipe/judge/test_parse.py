@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 from grmpipe.judge.parse import PARSERS, Parser, parse_boxed, parse_score_line, scores_of
 from grmpipe.judge.prompt import fenced
 from models.types import Completion, FinishReason, VersionSpan

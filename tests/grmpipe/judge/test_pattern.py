@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.config.judge import PARSERS as PARSERS_OF_THE_CONFIG
-from grmpipe.config.scale import Scale
+from grmpipe.config.judge import Scale
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.pattern import PATTERNS
 from models.engines.embedded.grammar import Pattern

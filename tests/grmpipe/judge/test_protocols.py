@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.train import AlgorithmConfig
-from grmpipe.judge.generative import GenerativeJudge
 from grmpipe.judge.grm import GrmHere
-from grmpipe.judge.meta import JudgedResponses
-from grmpipe.judge.protocols.fitting import without_middle
+from grmpipe.judge.meta_rm import JudgedResponses
+from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.steps import steps_of
+from grmpipe.judge.protocols.truncation import without_middle
 from grmpipe.pipeline.counters import without_signal
 from grmpipe.train.batching.samples import to_samples
 from grmpipe.types import Criterion, Failed, JudgedGroup, RewardSpan, Rollout, Turn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.judge.vote import agreement, best_indices, majority, mean, median, total, weighted
+from grmpipe.judge.verdict import agreement, best_indices, majority, mean, median, total, weighted
 
 JUDGEMENTS = ((1, 5), (5, 6), (4, 8), (7, 6))  # of two responses
 FIRST, SECOND = zip(*JUDGEMENTS, strict=True)

@@ -7,16 +7,15 @@ import math
 
 import pytest
 
+from grmpipe.config.judge import Scale
 from grmpipe.config.judge_monitor import LimitConfig, WatchConfig
-from grmpipe.config.scale import Scale
 from grmpipe.judge.base import OneByOne
 from grmpipe.judge.monitor.adversarial import REPLIES, Bait, fooled
 from grmpipe.judge.monitor.canaries import Canary, Drift, drift_of, judge_canaries, with_first_scores
 from grmpipe.judge.monitor.failure_gate import FailureGate
 from grmpipe.judge.monitor.limits import Limits
 from grmpipe.judge.monitor.overoptimization import Fit, fit
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.vote import mean
+from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 from models.types import Message
 

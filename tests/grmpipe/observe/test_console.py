@@ -14,11 +14,10 @@ from rich.console import Console
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.tracking import TrackingConfig
-from grmpipe.observe.console import ConsoleSink, RunConsole
+from grmpipe.observe.console import ConsoleSink, RunConsole, sparkline
 from grmpipe.observe.gauges import failures_by_cause
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.sample_rows import SampleRow
-from grmpipe.observe.sparkline import sparkline
 from grmpipe.run.observers import Observers
 from grmpipe.types import Prompt, Rollout
 from models.types import Message

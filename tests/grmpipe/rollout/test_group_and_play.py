@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from grmpipe.config.data import RolloutConfig
 from grmpipe.envs.play import RolloutAborted, Seat, play
 from grmpipe.pipeline.group import Group
-from grmpipe.rollout.settings import RolloutConfig
 from grmpipe.types import Failed, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan

@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.config.judge import Scale
 from grmpipe.config.judge_monitor import LimitConfig, WatchConfig
-from grmpipe.config.scale import Scale
-from grmpipe.judge.base import OneByOne
-from grmpipe.judge.fitness import JudgeFitness, JudgeUnfit
-from grmpipe.judge.monitor.failure_gate import FailureGate
-from grmpipe.judge.verdict import voted
-from grmpipe.judge.vote import mean
-from grmpipe.judge.written import written
+from grmpipe.judge.base import OneByOne, written
+from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness, JudgeUnfit
+from grmpipe.judge.verdict import mean, voted
 from grmpipe.run.judge_monitoring import Watched, Watchman
 from grmpipe.types import JudgeReport, Metrics, Prompt, Rollout
 from models.types import Message

@@ -19,14 +19,14 @@ from grmpipe.capacity.simulate.scripts import FILLER, CountingRenderer, Lengths,
 from grmpipe.capacity.simulate.simulated_cluster import SimulatedRun, settled_steps, simulate
 from grmpipe.capacity.simulate.simulation import run_simulation
 from grmpipe.capacity.simulate.stages import Workload
+from grmpipe.config.capacity import SimulateConfig
+from grmpipe.config.data import RolloutConfig
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import build
 from grmpipe.data.stream import PromptStream
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
-from grmpipe.rollout.settings import RolloutConfig
-from grmpipe.simulation.settings import SimulateConfig
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place

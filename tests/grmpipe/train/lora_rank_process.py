@@ -12,7 +12,7 @@ from rank_process import gradients, weights  # beside this file
 
 from grmpipe.train.batching.packer import rounds_of
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner import Learner
+from grmpipe.train.learner.learner import Learner
 
 
 def main(directory: str, rank: int, world_size: int, init_method: str) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from grmpipe.algorithm.losses import AGGREGATIONS
 from grmpipe.train.batching.packer import Packer, Round
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.optimizer import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.types import CudaHandles, InlineBytes, WeightBucket

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.schedule import learning_rate
+from grmpipe.train.optimizer import learning_rate
 
 
 def rates(schedule: str) -> list[float]:

@@ -12,8 +12,8 @@ import pytest
 import ray
 
 from grmpipe.train.critic.critic_learner import CriticLearner
-from grmpipe.train.learner import Learner
-from grmpipe.train.offload import LendingLearner
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.offload import LendingLearner
 from models.types import EngineDied, RequestContext, SamplingParams, WeightBucket
 from scheduler.placement import LEAST_CALL_TIMEOUT_S, Seat
 from scheduler.processes.actors import ActorDied

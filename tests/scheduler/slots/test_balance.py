@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.slots.balance import BalanceConfig, Move, Pool, RoleBacklog, Slot, decide, together_s
+from scheduler.routing.in_flight import RoleBacklog
+from scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide, together_s
 
 ROLES = ("policy", "grm")
 BOTH = frozenset(ROLES)

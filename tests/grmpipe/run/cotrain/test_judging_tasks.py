@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.judge.label_settings import LabelConfig
 from grmpipe.judge.labels import Lessons
 from grmpipe.judge.rule import RULES
 from grmpipe.run.cotrain.judging_tasks import LessonStream

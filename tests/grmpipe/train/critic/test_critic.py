@@ -11,12 +11,12 @@ import pytest
 
 from grmpipe.config.critic import CriticConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.batch_trainer import BatchTrainer
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.critic.value_samples import ValueBatch
 from grmpipe.train.critic.values import Valuer
-from grmpipe.train.learner_group import LearnerGroup
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import Failed, JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, VersionSpan

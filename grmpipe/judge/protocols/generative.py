@@ -1,0 +1,60 @@
+"""A judge that asks a GRM: opens the hearing of its protocol for each group. Asks and votes nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig
+from grmpipe.judge.base import judge_alone
+from grmpipe.judge.grm import Grm
+from grmpipe.judge.grm_client import Asker
+from grmpipe.judge.meta_rm import MetaScorer
+from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
+from grmpipe.judge.protocols.base import Court
+from grmpipe.judge.protocols.listwise import ListwiseHearing
+from grmpipe.judge.protocols.pairwise import PairwiseHearing
+from grmpipe.judge.protocols.pointwise import PointwiseHearing
+from grmpipe.judge.protocols.steps import Decode
+from grmpipe.types import Hearing, JudgeReport, Prompt, Rollout
+
+# A new protocol is a hearing, a row, a template and a YAML.
+HEARINGS: dict[str, Callable[[Court, Prompt, str, int], Hearing]] = {
+    "pointwise": PointwiseHearing,
+    "rubric": PointwiseHearing,
+    "steps": PointwiseHearing,
+    "listwise": ListwiseHearing,
+    "pairwise": PairwiseHearing,
+}
+
+
+class GenerativeJudge:
+    """Judges by `judge.protocol`. Raises ValueError for settings that lack what they need.
+
+    seed:   makes every judgement repeatable by its request_id.
+    meta:   guides the votes `weighted` and `best`.
+    decode: the policy's tokens as text, for the protocol `steps`.
+    """
+
+    def __init__(
+        self, grm: Grm, config: JudgeConfig, seed: int, meta: MetaScorer | None = None, decode: Decode | None = None
+    ) -> None:
+        if config.vote in VOTES_WITH_META and meta is None:
+            raise ValueError(f"vote: {config.vote} needs a meta-RM, and there is none; type judge.vote=mean")
+        ahead = config.principles == "ahead"
+        self._open = HEARINGS[config.protocol]
+        self._court = Court(
+            asker=Asker(grm, config, seed),
+            config=config,
+            template=JudgePrompt.of(config),
+            principles_template=PrinciplesPrompt(config.principles_template) if ahead else None,
+            meta=meta,
+            decode=decode,
+            seed=seed,
+        )
+
+    def open(self, prompt: Prompt, group_id: str, size: int) -> Hearing:
+        return self._open(self._court, prompt, group_id, size)
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+        """A rollout without siblings."""
+        return await judge_alone(self, prompt, rollout, priority)

@@ -1,0 +1,37 @@
+"""The critic of a run, put together: its model found and checked, its ranks, how it hears of rollouts. Runs no loop."""
+
+from __future__ import annotations
+
+import functools
+
+from grmpipe.config.critic import critic_train
+from grmpipe.config.roles import device_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.train.critic.critic import Critic
+from grmpipe.train.critic.critic_group import CriticGroup
+from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec
+from grmpipe.validate.critic_model import CriticModel
+from scheduler.events import EventSink
+from scheduler.placement import Placement
+from scheduler.processes.actors import Cluster
+
+ROLE = "critic"
+
+
+async def start_critic(
+    cluster: Cluster, model: CriticModel | None, config: RunConfig, placement: Placement, events: EventSink
+) -> Critic | None:
+    """Its ranks; None where no advantage asks one."""
+    if model is None:
+        return None
+    spec = CriticSpec(
+        model_path=model.path,
+        tokenizer_path=model.tokenizer_path,
+        train=critic_train(config.critic, config.train),
+        device=device_of(ROLE, placement),
+        value_clip=config.critic.value_clip,
+        updates_per_batch=config.critic.updates(config.algorithm, config.train),
+    )
+    ranks = await cluster.start_group(ROLE, functools.partial(CriticLearner, spec))
+    group = CriticGroup(ranks, events)
+    return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens, config.seed)

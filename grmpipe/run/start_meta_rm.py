@@ -1,0 +1,45 @@
+"""The meta-RM of a run: found, checked against the GRM, served. Trains nothing, votes nothing."""
+
+from __future__ import annotations
+
+import functools
+
+from grmpipe.config.roles import device_of
+from grmpipe.config.run_config import RunConfig
+from grmpipe.judge.meta_rm import MetaRm
+from grmpipe.validate.meta_rm_model import MetaModel
+from models.engines.scorer import ScalarScorer, ScorerSpec
+from scheduler.events import EventSink
+from scheduler.placement import Placement
+from scheduler.processes.actors import Cluster
+from scheduler.routing.scorers import ScorerPool
+
+
+async def start_scorers(
+    cluster: Cluster, meta: MetaModel | None, config: RunConfig, placement: Placement, events: EventSink
+) -> ScorerPool | None:
+    """A process on each seat of the role, seen as one scorer; None where no meta-RM guides the vote."""
+    if meta is None:
+        return None
+    spec = ScorerSpec(
+        path=meta.path,
+        dtype=config.meta.dtype,
+        device=device_of("meta", placement),
+        max_batch_tokens=config.meta.max_batch_tokens,
+    )
+    group = await cluster.start_group("meta", functools.partial(ScalarScorer, spec))
+    return ScorerPool(
+        "meta",
+        group,
+        restart=functools.partial(cluster.restart_member, "meta"),
+        max_replacements=config.health.max_replacements,
+        max_batch_tokens=config.meta.max_batch_tokens,
+        events=events,
+    )
+
+
+def guide_of(meta: MetaModel | None, scorers: ScorerPool | None) -> MetaRm | None:
+    """What a vote asks."""
+    if meta is None or scorers is None:
+        return None
+    return MetaRm(scorer=scorers, context_tokens=meta.context_tokens)

@@ -1,0 +1,195 @@
+"""The open batch on the driver: judged groups in, gradients as they come, one optimizer step (or a few) out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from grmpipe.algorithm.advantages import ESTIMATORS
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.kl_in_reward import Kl, kl_of_rollouts
+from grmpipe.train.batching.packer import Packer, Round, rounds_of
+from grmpipe.train.batching.samples import count, judged_siblings, split_rollout, to_samples, without_finite_advantages
+from grmpipe.train.batching.splitting import shuffled_parts
+from grmpipe.train.critic.critic import Critic
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.replay_buffer import ReplayBuffer
+from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.types import JudgedGroup, Metrics, OldPass, TrainingSample
+
+
+class BatchTrainer:
+    """Consumes groups, produces steps. Waits for nothing but the learner.
+
+    Micro-batches are trained while the rest of the batch still rolls out (the early start), unless the estimator needs
+    the whole batch, or there are several updates: then it is kept and split, and pi_old is fixed first.
+    """
+
+    def __init__(
+        self,
+        learner: LearnerGroup,
+        train: TrainConfig,
+        algorithm: AlgorithmConfig,
+        max_new_tokens: int = 0,
+        critic: Critic | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`max_new_tokens`: of a turn; needed where long answers are penalised. `critic`: where advantages ask one.
+        `seed`: of the groups that each of several updates learns from."""
+        assert max_new_tokens > 0 or algorithm.overlong_share == 0, "a penalty for length needs the limit"
+        self._learner = learner
+        self._critic = critic
+        self._algorithm = algorithm
+        self._seed = seed
+        self._updates = min(algorithm.updates_per_batch, train.groups_per_batch)
+        self._replay = ReplayBuffer(
+            groups_per_batch=algorithm.replay_groups, max_age=train.max_staleness, times=algorithm.replay_times
+        )
+        self._max_new_tokens = max_new_tokens
+        self._max_tokens = train.micro_batch_tokens
+        self._shared = train.shared_prompts
+        self._packer = Packer(self._max_tokens, learner.size, self._shared)
+        self._groups: list[JudgedGroup] = []
+        self._replayed: list[JudgedGroup] = []  # of an earlier batch, in the open one again
+        self._kl: dict[tuple[str, int], np.ndarray] = {}
+        self._values: dict[tuple[str, int], np.ndarray] = {}  # by the critic
+        self._samples: list[TrainingSample] = []  # of groups that were taken; empty where the batch is waited for
+
+    @property
+    def starts_early(self) -> bool:
+        return self._updates == 1 and not self._waits_for_batch
+
+    @property
+    def _waits_for_batch(self) -> bool:
+        return ESTIMATORS[self._algorithm.estimator].need == "batch"
+
+    @property
+    def _kl_is_in_reward(self) -> bool:
+        return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient > 0
+
+    async def take(self, group: JudgedGroup) -> None:
+        """Replayed groups come first: there is nothing else to train yet."""
+        if not self._groups:
+            self._replayed = self._replay.draw(self._version)
+            for earlier in self._replayed:
+                await self._include(earlier)
+        self._groups.append(group)
+        await self._include(group)
+
+    async def _include(self, group: JudgedGroup) -> None:
+        if self._kl_is_in_reward:
+            self._kl |= await self._kl_of(group)
+        if self._critic is not None:
+            self._values |= await self._critic.take(group, self._kl if self._kl_is_in_reward else None)
+        if self._waits_for_batch or self._policy_rests:
+            return
+        samples = self._estimated([group])
+        self._samples += samples
+        if self.starts_early:
+            for round_ in self._packer.add(samples):
+                await self._learner.accumulate(round_)
+
+    async def while_waiting(self) -> bool:
+        rounds = self._packer.early()
+        for round_ in rounds:
+            await self._learner.accumulate(round_)
+        return bool(rounds)
+
+    async def step(self) -> Metrics:
+        """End the batch. The open batch is empty afterwards, also where the learner refused it."""
+        groups = [*self._replayed, *self._groups]
+        try:
+            metrics = await self._learn(groups)
+            self._replay.keep(self._groups)
+            return metrics | self._replay_metrics()
+        finally:
+            self._forget()
+
+    async def _learn(self, groups: Sequence[JudgedGroup]) -> Metrics:
+        """Policy and critic at the same time; both have ended when a failure of one is raised."""
+        if self._critic is None:
+            return await self._improve(groups)
+        both = [self._critic.step()] if self._policy_rests else [self._improve(groups), self._critic.step()]
+        metrics: Metrics = {}
+        for told in await asyncio.gather(*both, return_exceptions=True):
+            if isinstance(told, BaseException):
+                raise told
+            metrics |= told
+        return metrics
+
+    async def _improve(self, groups: Sequence[JudgedGroup]) -> Metrics:
+        """The policy's steps."""
+        samples = self._estimated(groups) if self._waits_for_batch else self._samples
+        try:
+            return await (self._several_updates if self._updates > 1 else self._one_update)(groups, samples)
+        except NonFiniteGradients as error:
+            raise NonFiniteGradients(error.norm, error.lr_key, tuple(without_finite_advantages(samples))) from None
+
+    @property
+    def _policy_rests(self) -> bool:
+        return self._critic is not None and self._critic.learns_alone
+
+    @property
+    def _version(self) -> int:
+        """Completed batches: the critic learns from each."""
+        return self._learner.version // self._updates if self._critic is None else self._critic.version
+
+    def _replay_metrics(self) -> Metrics:
+        return {"train/replayed_groups": float(len(self._replayed))} if self._algorithm.replay_groups > 0 else {}
+
+    async def discard(self) -> None:
+        """Drop the open batch: gradients, samples and all."""
+        self._packer.discard()
+        self._forget()
+        await self._learner.discard()
+        if self._critic is not None:
+            await self._critic.discard()
+
+    def _forget(self) -> None:
+        self._groups, self._replayed, self._samples, self._kl, self._values = [], [], [], {}, {}
+
+    def _estimated(self, groups: Sequence[JudgedGroup]) -> Sequence[TrainingSample]:
+        kl = self._kl if self._kl_is_in_reward else None
+        values = self._values if self._critic is not None else None
+        return to_samples(groups, self._algorithm, self._max_new_tokens, kl, values)
+
+    async def _kl_of(self, group: JudgedGroup) -> Kl:
+        unweighed = [
+            sample
+            for rollout, _ in judged_siblings(group)
+            for sample in split_rollout(rollout, np.zeros(rollout.num_sampled_tokens))
+        ]
+        rounds = self._pack(unweighed)
+        references = [await self._learner.reference_logprobs(round_) for round_ in rounds]
+        return kl_of_rollouts(rounds, references, self._algorithm.kl_estimator)
+
+    async def _one_update(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
+        for round_ in self._packer.flush() if self.starts_early else self._pack(samples):
+            await self._learner.accumulate(round_)
+        return await self._learner.step(count(samples, min(group.version for group in groups)))
+
+    async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
+        """Split by groups, at random; the metrics are the last update's."""
+        oldest = min(group.version for group in groups)
+        ids = [group.group_id for group in groups]
+        parts = [self._part(samples, some) for some in shuffled_parts(ids, self._updates, self._seed, self._version)]
+        packed = [self._pack(part) for part in parts]
+        old = [[await self._old_pass(round_) for round_ in rounds] for rounds in packed]
+        metrics: Metrics = {}
+        for part, rounds, olds in zip(parts, packed, old, strict=True):
+            for round_, old_pass in zip(rounds, olds, strict=True):
+                await self._learner.accumulate(round_, old_pass)
+            metrics = await self._learner.step(count(part, oldest))
+        return metrics
+
+    async def _old_pass(self, round_: Round) -> Sequence[OldPass] | None:
+        """None where the ratio is not against its log-probs."""
+        return await self._learner.old_pass(round_) if self._algorithm.proximal == "recomputed" else None
+
+    def _part(self, samples: Sequence[TrainingSample], group_ids: set[str]) -> list[TrainingSample]:
+        return [sample for sample in samples if sample.group_id in group_ids]
+
+    def _pack(self, samples: Sequence[TrainingSample]) -> list[Round]:
+        return rounds_of(samples, self._max_tokens, self._learner.size, self._shared)

@@ -1,0 +1,361 @@
+"""The learner on one rank: gradients of micro-batches, optimizer steps, weights out. Knows no group, judge or queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.learner.batch_metrics import Meter
+from grmpipe.train.learner.reset import Reset, reset_is_due
+from grmpipe.train.optimizer import learning_rate, make_optimizer, update
+from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
+from models.hub import find_files
+from models.lm.causal_lm import PackedLogprobs, packed_logprobs
+from models.lm.checkpoint import ShardedSave, export_hf, load_sharded
+from models.lm.expert_routing import Replay, Routers
+from models.lm.lora import outgoing, with_adapters, without_adapters
+from models.lm.packed_check import probe_logprobs
+from models.lm.packing import Prefixes
+from models.lm.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
+from models.settings import LoraConfig
+from models.stored_files import StoredFile
+from models.types import GroupLink, WeightBucket
+from models.weights.checkpoint_names import CheckpointNames
+from models.weights.sending import FROM_EVERY_RANK, TRANSPORTS, WeightTransport
+from models.weights.stream import WeightStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSpec:
+    """All that a rank needs to build its learner.
+
+    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
+    transport: how weights leave the learner, one of TRANSPORTS.
+    sync_dir: where transport=disk puts them; every engine can read it.
+    checkpoint_names: weights travel under the names of the model's checkpoints, not under its own.
+    first_version: of the batch that it learns from first; those before are the critic's alone.
+    lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
+    seed: of new adapters; the same on all ranks.
+    """
+
+    model_path: str
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    max_new_tokens: int
+    device: str = ""  # "cpu" or "cuda"; empty: what torch finds
+    sync_dtype: str = "float32"  # of the weights that engines get
+    bucket_bytes: int = 0  # of weights that travel at once; 0: by the size of the model
+    checkpoint_names: bool = False
+    transport: str = "object_store"
+    sync_dir: str = ""
+    temperature: float = 1.0
+    first_version: int = 0
+    master_dtype: str = "float32"
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    adapter_dir: str = ""
+    seed: int = 0
+
+    @property
+    def frozen_dtype(self) -> str:
+        """Of weights that nothing updates: they are held in the type they compute in."""
+        return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBatch:
+    """A MicroBatch where the model is."""
+
+    token_ids_T: Tensor
+    position_ids_T: Tensor
+    sample_lengths_S: Tensor
+    prefixes: Prefixes
+    loss_mask_T: Tensor
+    sampler_logprobs_T: Tensor
+    advantages_T: Tensor
+    versions_T: Tensor
+
+    @staticmethod
+    def of(micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
+        # torch.tensor copies: arrays that come through an object store are read-only.
+        return DeviceBatch(
+            token_ids_T=torch.tensor(micro_batch.token_ids_T, device=device),
+            position_ids_T=torch.tensor(micro_batch.position_ids_T, device=device),
+            sample_lengths_S=torch.tensor(micro_batch.sample_lengths_S, device=device),
+            prefixes=Prefixes(
+                starts_S=torch.tensor(micro_batch.prefix_starts_S, device=device),
+                lengths_S=torch.tensor(micro_batch.prefix_lengths_S, device=device),
+            ),
+            loss_mask_T=torch.tensor(micro_batch.loss_mask_T, device=device),
+            sampler_logprobs_T=torch.tensor(micro_batch.sampler_logprobs_T, device=device),
+            advantages_T=torch.tensor(micro_batch.advantages_T, device=device),
+            versions_T=torch.tensor(micro_batch.versions_T, device=device),
+        )
+
+
+class Learner:
+    """One rank. Its methods are collectives: all ranks call the same ones in the same order.
+
+    accumulate() goes forward and backward on a micro-batch; step() ends the batch they make up, discard() drops it.
+    """
+
+    def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._device = choose_device(spec.device, rank)
+        if self._device.type == "cpu":
+            torch.set_num_threads(1)  # several learners and engines share the cores
+        else:
+            torch.cuda.set_device(self._device)
+        mesh = join_ranks(rank, world_size, init_method, self._device)
+        self._world_size = world_size
+        self._train = train = spec.train
+        lora = spec.lora
+        self._files = find_files(spec.model_path, weights=rank == 0)  # on this machine
+        self._model = load_parallel(
+            self._files,
+            mesh,
+            self._device,
+            spec.master_dtype,
+            train.dtype,
+            train.recomputes,
+            with_adapters(lora, spec.frozen_dtype, spec.seed) if lora.learns else CAUSAL_LM,
+        )
+        with without_gradient(self._model):
+            probe_logprobs(self._model, self._device, train.dtype)
+        # Without its adapters the model is the reference itself.
+        needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
+        self._reference = self._load_reference(mesh) if needs_reference else None
+        self._routers = Routers.of(self._model) if spec.algorithm.routing_replay != "none" else None
+        self._optimizer = make_optimizer(self._model, train)
+        self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
+        sent = outgoing(self._model, lora, spec.sync_dtype) if lora.learns else None
+        names = CheckpointNames.of(self._model.config) if spec.checkpoint_names else None
+        self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes, sent, names)
+        sends = rank == 0 or spec.transport in FROM_EVERY_RANK
+        self._transport = _open_transport(spec, self._device) if sends else None
+        self._meter = Meter(self._device)
+        self._save = ShardedSave()
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Completed optimizer steps."""
+        return self._version
+
+    @property
+    def policy_version(self) -> int:
+        """Completed batches: what engines call a version. Every batch has the same number of optimizer steps."""
+        return self._spec.first_version + self._version // self._updates_per_batch
+
+    @property
+    def _updates_per_batch(self) -> int:
+        return min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
+
+    def expect(self, num_steps: int) -> None:
+        """The run makes so many steps, where that isn't known from train.num_steps: the learning rate decays by it."""
+        self._train = replace(self._train, num_steps=num_steps)
+
+    def accumulate(self, micro_batch: MicroBatch, old: OldPass | None = None) -> Metrics:
+        """Add the gradient of this micro-batch's summed loss; return its sums.
+
+        pi_old is the pass's own detached log-prob, unless an earlier pass is given: right for one update per batch,
+        where the weights are still those that pi_old means.
+        """
+        algorithm = self._spec.algorithm
+        batch = DeviceBatch.of(micro_batch, self._device)
+        # First: where the reference is the model without its adapters, its pass must not come between the two of ours.
+        reference_T = self._reference_logprobs(batch) if algorithm.kl_in == "loss" else None
+        experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
+        with self._routed(experts_TLK) as replay:
+            current = self._forward(self._model, batch, entropy=True)
+            own_T = current.logprobs_T.detach()
+            ages_T = self.policy_version - batch.versions_T
+            logprobs = TokenLogprobs(
+                current_T=current.logprobs_T,
+                entropy_T=current.entropy_T,
+                old_T=own_T if old is None else torch.tensor(old.logprobs_T, device=self._device),
+                sampler_T=batch.sampler_logprobs_T,
+                reference_T=reference_T,
+                ages_T=ages_T,
+            )
+            loss = summed_loss(logprobs, batch.advantages_T, batch.loss_mask_T, batch.sample_lengths_S, algorithm)
+            loss.total.backward()
+        if self._routers is not None:
+            loss = replace(loss, sums={**loss.sums, "rerouted_share": _rerouted(replay, batch.loss_mask_T)})
+        return self._meter.add(loss, ages_T[batch.loss_mask_T > 0])
+
+    def old_pass(self, micro_batch: MicroBatch) -> OldPass:
+        """pi_old for batches that are updated on more than once, and where its tokens went if that is replayed."""
+        batch = DeviceBatch.of(micro_batch, self._device)
+        with without_gradient(self._model), self._routed(micro_batch.experts_TLK):
+            if self._routers is None or self._spec.algorithm.routing_replay != "old_logprobs":
+                return OldPass(logprobs_T=_to_host(self._forward(self._model, batch).logprobs_T))
+            with self._routers.recorded() as recording:
+                logprobs_T = _to_host(self._forward(self._model, batch).logprobs_T)
+            experts_TLK = recording.experts_TLK.to(self._routers.shape.dtype).cpu().numpy()
+            return OldPass(logprobs_T=logprobs_T, experts_TLK=experts_TLK)
+
+    def reference_logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
+        """log pi_ref for a KL that is taken off the rewards: [T] float32, 0 where nothing is trained."""
+        reference_T = self._reference_logprobs(DeviceBatch.of(micro_batch, self._device))
+        assert reference_T is not None, "kl_coefficient is above 0"
+        return _to_host(reference_T)
+
+    def step(self, totals: BatchTotals) -> Metrics:
+        """Divide what was accumulated by the size of the batch, clip, update. Returns means over all ranks' tokens.
+
+        Raises NonFiniteGradients, on all ranks, with the batch discarded.
+        """
+        algorithm = self._spec.algorithm
+        denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, self._spec.max_new_tokens)
+        if not denominator > 0:
+            raise ValueError("a batch without a trained token can't be stepped on; discard it")
+        metrics = self._meter.read(totals, denominator)
+        factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
+        try:
+            rate = learning_rate(self._version / self._updates_per_batch, self._train)
+            told = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
+        finally:
+            self.discard()
+        self._version += 1
+        return {**metrics, **told, **self._reset_if_due()}
+
+    def _reset_if_due(self) -> Metrics:
+        """At the end of a batch, before its weights are pushed or saved."""
+        if self._reset is None:
+            return {}
+        ends_batch = self._version % self._updates_per_batch == 0
+        every, last_version = self._spec.algorithm.reset_every, self._spec.first_version + self._train.num_steps
+        if due := ends_batch and reset_is_due(self.policy_version, every, last_version):
+            self._reset.apply(self._model, self._optimizer)
+        return {"train/reset": float(due)}
+
+    def discard(self) -> None:
+        """Drop the open batch."""
+        self._optimizer.zero_grad()
+        self._meter = Meter(self._device)
+
+    def num_buckets(self) -> int:
+        return self._stream.num_buckets
+
+    def num_fixed_buckets(self) -> int:
+        """The first so many never change: an engine needs them once."""
+        return self._stream.num_fixed_buckets
+
+    def connect(self, link: GroupLink | None) -> None:
+        """Rank 0 alone: join the engines' group as its sender, leave an older one. Nothing, but for broadcasts."""
+        assert self._transport is not None, "rank 0 sends"
+        self._transport.connect(link)
+
+    def bucket(self, index: int) -> WeightBucket | None:
+        """Unshard a piece of the weights that engines get, and post it; None on a rank that doesn't send."""
+        bucket = self._stream.unsharded(index)
+        try:
+            return self._transport.post(index, bucket) if self._transport is not None else None
+        finally:
+            bucket.drain()  # also where rank 0 failed: the others would wait for it
+
+    def deliver(self, index: int) -> None:
+        """Rank 0 alone: send a posted piece while the engines load it. Nothing, but for broadcasts."""
+        assert self._transport is not None, "rank 0 sends"
+        self._transport.deliver(index)
+
+    def close(self) -> None:
+        """Give back the files and connections of the transport."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probs (temperature 1) of all tokens but the first: what an engine with these weights must also say."""
+        ids_T = torch.tensor(token_ids, device=self._device)
+        lengths_S = torch.tensor([len(token_ids)], device=self._device)
+        positions_T = torch.arange(len(token_ids), device=self._device)
+        with without_gradient(self._model):
+            return tuple(packed_logprobs(self._model, ids_T, positions_T, lengths_S).logprobs_T[1:].tolist())
+
+    def save(self, directory: str) -> None:
+        """Model, optimizer and version, for `load` on any number of ranks."""
+        self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
+
+    def begin_save(self, directory: str) -> None:
+        """As save, from a copy in host memory: training may go on when this returns."""
+        self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
+
+    def saved(self) -> tuple[StoredFile, ...] | None:
+        """What this rank wrote; None while it writes."""
+        return self._save.files()
+
+    def load(self, directory: str) -> int:
+        """Go on from a saved state; returns its version."""
+        self.discard()
+        self._version = load_sharded(directory, self._model, self._optimizer)
+        return self._version
+
+    def export(self, directory: str) -> None:
+        """A Hugging Face directory that any engine can serve, by itself what the engines of the run had; the adapters
+        by themselves too, where those learn."""
+        spec = self._spec
+        dtype = spec.train.export_dtype or spec.sync_dtype
+        export_hf(directory, self._model, self._files, spec.lora, spec.adapter_dir, dtype=dtype)
+
+    def _forward(self, model: PreTrainedModel, batch: DeviceBatch, entropy: bool = False) -> PackedLogprobs:
+        return packed_logprobs(
+            model,
+            batch.token_ids_T,
+            batch.position_ids_T,
+            batch.sample_lengths_S,
+            batch.prefixes,
+            want_entropy=entropy,
+            entropy_gradient=self._spec.algorithm.entropy_coefficient > 0,
+            wanted_T=batch.loss_mask_T > 0,
+            temperature=self._spec.temperature,
+        )
+
+    @contextmanager
+    def _routed(self, experts_TLK: np.ndarray | None) -> Iterator[Replay | None]:
+        """Passes of the policy in here go to these experts; None: to those that its routers choose."""
+        if self._routers is None or experts_TLK is None:
+            yield None
+            return
+        with self._routers.replayed(torch.tensor(experts_TLK, device=self._device)) as replay:
+            yield replay
+
+    def _load_reference(self, mesh: DeviceMesh) -> PreTrainedModel:
+        """The model that training started from."""
+        spec = self._spec
+        reference = load_parallel(self._files, mesh, self._device, spec.frozen_dtype, spec.train.dtype, False)
+        return reference.requires_grad_(False)
+
+    def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:
+        if self._spec.algorithm.kl_coefficient == 0:
+            return None
+        reference = self._reference if self._reference is not None else self._model
+        with without_adapters(reference), without_gradient(reference):
+            return self._forward(reference, batch).logprobs_T
+
+
+def _to_host(logprobs_T: Tensor) -> np.ndarray:
+    return logprobs_T.float().cpu().numpy()
+
+
+def _rerouted(replay: Replay | None, loss_mask_T: Tensor) -> Tensor:
+    """Of each trained token the share of layers whose router would have sent it elsewhere, summed up."""
+    if replay is None:
+        return loss_mask_T.new_zeros(())
+    return (replay.rerouted_TL.float().mean(1) * loss_mask_T).sum()
+
+
+def _open_transport(spec: LearnerSpec, device: torch.device) -> WeightTransport:
+    if spec.transport not in TRANSPORTS:
+        raise ValueError(f"sync.transport: unknown transport {spec.transport!r}; known: {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[spec.transport](spec.sync_dtype, device, spec.sync_dir)

@@ -1,0 +1,44 @@
+"""The model of a critic: found, and checked against the policy. Loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grmpipe.config.roles import Model
+from grmpipe.config.run_config import RunConfig
+from models.hub import find_files
+from models.lm.packed_check import check_packable
+from models.lm.scalar_head import outline_scalar_head
+from models.renderer import Renderer
+from models.tiny.resolve import resolve_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticModel:
+    """What its ranks load: it reads the policy's own tokens."""
+
+    path: str
+    tokenizer_path: str
+
+
+def find_critic(config: RunConfig, policy: Model, progress: Callable[[str, float], None]) -> CriticModel:
+    """Raises ValueError (`path: ...`) for what can have no scalar head, another tokenizer or a smaller window."""
+    path = config.critic.path
+    if path is None:
+        check_packable(outline_scalar_head(policy.path), policy.path)
+        return CriticModel(path=policy.path, tokenizer_path=policy.path)
+    directory = find_files(resolve_model(path, progress), weights=True)
+    check_packable(outline_scalar_head(directory), directory)
+    renderer = Renderer.load(directory, config.policy.chat_template)
+    if not renderer.means_the_same(policy.renderer):
+        raise ValueError(
+            f"path: {path} has another tokenizer than the policy ({config.policy.path}), and a critic reads the "
+            "policy's own tokens; give a model of the same family, or critic.path=null"
+        )
+    if renderer.context_tokens < policy.context_tokens:
+        raise ValueError(
+            f"path: {path} reads {renderer.context_tokens} tokens, the policy writes up to {policy.context_tokens}; "
+            "give a model with a window as large, or critic.path=null"
+        )
+    return CriticModel(path=directory, tokenizer_path=policy.path)

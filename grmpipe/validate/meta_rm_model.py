@@ -1,0 +1,49 @@
+"""The model of a meta-RM: found, and checked against the GRM. Loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grmpipe.config.roles import Model
+from grmpipe.config.run_config import RunConfig
+from models.hub import find_files
+from models.lm.packed_check import check_packable
+from models.lm.scalar_head import outline_scalar_head, scalar_config
+from models.renderer import Renderer
+from models.tiny.resolve import resolve_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaModel:
+    """A directory with a scalar head, which reads the GRM's own tokens."""
+
+    path: str
+    context_tokens: int
+
+
+def find_meta(config: RunConfig, grm: Model, progress: Callable[[str, float], None]) -> MetaModel:
+    """Raises ValueError (`path: ...`) for what has no scalar head, or another tokenizer."""
+    assert config.meta.path is not None
+    directory = find_files(resolve_model(config.meta.path, progress), weights=True)
+    scalar_config(directory)
+    check_packable(outline_scalar_head(directory), directory)
+    return MetaModel(path=directory, context_tokens=shared_window(directory, config, grm))
+
+
+def shared_window(directory: str, config: RunConfig, grm: Model) -> int:
+    """The window of a model that reads what the GRM read and wrote. Raises ValueError for other tokens."""
+    try:
+        renderer = Renderer.load(directory, config.grm.chat_template)
+    except ValueError as error:
+        if not str(error).startswith("chat_template"):
+            raise
+        raise ValueError(
+            f"path: the tokenizer in {directory} has no chat template; copy the GRM's tokenizer files there"
+        ) from error
+    if not renderer.means_the_same(grm.renderer):
+        raise ValueError(
+            f"path: {directory} has another tokenizer than the GRM ({config.grm.path}), and a meta-RM reads the GRM's "
+            "own tokens; give one that was trained from this GRM or its base (+experiment=train_meta_rm)"
+        )
+    return renderer.context_tokens

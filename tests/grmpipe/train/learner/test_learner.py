@@ -1,0 +1,446 @@
+"""One rank of a learner against the formulas, written out naively over unpacked samples."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
+
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import Packer, pack
+from grmpipe.train.batching.samples import count
+from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.types import TrainingSample
+from models.stored_files import first_difference
+from models.types import InlineBytes
+
+MAX_NEW_TOKENS = 8
+
+
+def make_learner(path: str, algorithm: AlgorithmConfig | None = None, master: str = "float64", **train) -> Learner:
+    return Learner(
+        LearnerSpec(
+            model_path=path,
+            train=TrainConfig(lr=1e-2, warmup_steps=0, **train),
+            algorithm=algorithm or AlgorithmConfig(),
+            max_new_tokens=MAX_NEW_TOKENS,
+            device="cpu",
+            master_dtype=master,
+        )
+    )
+
+
+def gradients(learner: Learner) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in learner._model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        found[name] = parameter.grad.full_tensor().clone()
+    return found
+
+
+def weights(learner: Learner) -> bytes:
+    bucket = learner.bucket(0)
+    assert bucket is not None and isinstance(bucket.payload, InlineBytes)
+    return b"".join(data.tobytes() for data in bucket.payload.data)
+
+
+def naive_loss(model, samples: list[TrainingSample], algorithm: AlgorithmConfig) -> Tensor:
+    """The loss of a whole on-policy batch (reference = the model itself, before any step), sample by sample."""
+    per_sample = []
+    for sample in samples:
+        ids, mask = torch.tensor(sample.token_ids), torch.tensor(sample.loss_mask, dtype=torch.bool)
+        log_softmax = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        logprobs = log_softmax.gather(-1, ids[1:, None])[:, 0][mask[1:]]
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)[mask[1:]]
+        old = logprobs.detach()
+        sampler = torch.tensor(sample.sampler_logprobs, dtype=torch.float32)[mask].double()
+        advantages = torch.tensor(sample.advantages, dtype=torch.float32)[mask].double()
+        weight = (old - sampler).exp().clamp(max=algorithm.tis_cap) if algorithm.correction == "tis" else 1.0
+        loss = -weight * (logprobs - old).exp() * advantages - algorithm.entropy_coefficient * entropy
+        per_sample.append(loss)
+    if algorithm.aggregation == "sequence_mean":
+        return torch.stack([loss.mean() for loss in per_sample]).mean()
+    total = torch.cat(per_sample).sum()
+    if algorithm.aggregation == "constant":
+        return total / (len(samples) * MAX_NEW_TOKENS)
+    return total / sum(len(loss) for loss in per_sample)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AlgorithmConfig(),
+        AlgorithmConfig(correction="none", entropy_coefficient=0.05),
+        AlgorithmConfig(aggregation="sequence_mean", tis_cap=1.1),
+        AlgorithmConfig(estimator="dr_grpo", aggregation="constant"),
+    ],
+)
+def test_gradients_in_pieces_equal_the_naive_loss(gpt2_path: str, make_samples, algorithm: AlgorithmConfig) -> None:
+    samples = make_samples()
+    learner = make_learner(gpt2_path, algorithm)
+    packer = Packer(max_tokens=30, world_size=1)
+    rounds = packer.add(samples[:7]) + packer.add(samples[7:]) + packer.flush()
+    assert len(rounds) > 2
+    for round_ in rounds:
+        learner.accumulate(round_.micro_batches[0])
+    model = AutoModelForCausalLM.from_pretrained(gpt2_path, dtype=torch.float64).eval()
+    loss = naive_loss(model, samples, algorithm)
+    loss.backward()
+    totals = count(samples, 0)
+    denominator = {
+        "token_mean": totals.num_loss_tokens,
+        "sequence_mean": len(samples),
+        "constant": len(samples) * MAX_NEW_TOKENS,
+    }[algorithm.aggregation]
+    ours = gradients(learner)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name] / denominator, parameter.grad, atol=1e-10, rtol=0)
+    metrics = learner.step(totals)
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-9)
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), abs=1e-9)
+
+
+def test_kl_pulls_towards_the_reference(gpt2_path: str, make_samples) -> None:
+    """After a step away from it, the k3 of a naive pass, and a gradient that isn't the policy's."""
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=0.5))
+    learner.accumulate(batch)
+    assert learner.step(totals)["train/kl_nats"] == 0.0
+    current = learner.old_pass(batch).logprobs_T.astype(np.float64)
+    reference = make_learner(gpt2_path).old_pass(batch).logprobs_T.astype(np.float64)
+    silent = replace(batch, advantages_T=np.zeros_like(batch.advantages_T))
+    learner.accumulate(silent)
+    metrics = learner.step(totals)
+    x = (reference - current)[batch.loss_mask_T > 0]
+    assert metrics["train/kl_nats"] == pytest.approx((np.exp(x) - x - 1).mean(), abs=1e-6)
+    assert metrics["train/loss"] == pytest.approx(0.5 * metrics["train/kl_nats"])
+    assert metrics["train/grad_norm"] > 0
+
+
+def test_a_kl_in_the_reward_is_not_in_the_loss_and_its_reference_stays(gpt2_path: str, make_samples) -> None:
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=0.5, kl_in="reward"))
+    before = learner.reference_logprobs(batch)
+    np.testing.assert_array_equal(before, learner.old_pass(batch).logprobs_T)
+    learner.accumulate(batch)
+    assert "train/kl_nats" not in learner.step(totals)
+    np.testing.assert_array_equal(learner.reference_logprobs(batch), before)
+    assert np.abs(learner.old_pass(batch).logprobs_T - before).max() > 1e-3
+
+
+def test_a_learner_knows_the_age_of_its_tokens(gpt2_path: str, make_samples) -> None:
+    """Decoupled with an interpolated pi_prox: at ages 0 and 1 it is the sampler and w is 1; at age 2 it is half way."""
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    algorithm = AlgorithmConfig(proximal="interpolated", correction="decoupled", decoupled_cap=1e9)
+    learner = make_learner(gpt2_path, algorithm)
+    for version in range(3):
+        trained_T = batch.loss_mask_T > 0
+        log_ratios = (learner.old_pass(batch).logprobs_T - batch.sampler_logprobs_T)[trained_T]
+        half_way = np.where(version - batch.versions_T[trained_T] == 2, np.exp(log_ratios / 2), 1.0)
+        learner.accumulate(batch)
+        assert learner.step(totals)["train/correction_mean"] == pytest.approx(half_way.mean(), rel=1e-5)
+    assert half_way.max() != 1.0
+
+
+def test_a_second_update_measures_the_ratio_against_the_first_pass(gpt2_path: str, make_samples) -> None:
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    learner = make_learner(gpt2_path, AlgorithmConfig(correction="none", clip_low=0.01, clip_high=0.01))
+    old = learner.old_pass(batch)
+    for clipped in (False, True):
+        learner.accumulate(batch, old)
+        assert (learner.step(totals)["train/clip_share"] > 0) is clipped
+
+
+def test_the_samplers_temperature_is_the_learners(gpt2_path: str, make_samples) -> None:
+    """An engine that samples from the learner's own weights at T = 0.5 doesn't count as a mismatch."""
+    batch = pack(make_samples())
+    learner = Learner(replace(make_learner(gpt2_path)._spec, temperature=0.5))
+    exact = replace(batch, sampler_logprobs_T=learner.old_pass(batch).logprobs_T)
+    learner.accumulate(exact)
+    assert learner.step(count(make_samples(), 0))["mismatch/max_nats"] < 1e-5
+    assert np.abs(learner.old_pass(batch).logprobs_T - make_learner(gpt2_path).old_pass(batch).logprobs_T).max() > 0.01
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_age_is_counted_in_batches_however_many_updates_each_has(gpt2_path: str, make_samples, updates: int) -> None:
+    """Half the tokens are of version 0, half of version 1."""
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    trained_T, versions_T = batch.loss_mask_T > 0, batch.versions_T
+    learner = make_learner(gpt2_path, AlgorithmConfig(updates_per_batch=updates))
+    for batches in range(3):
+        for _ in range(updates):
+            learner.accumulate(batch)
+            metrics = learner.step(totals)
+        ages, sizes = np.unique(np.maximum(0, batches - versions_T[trained_T]), return_counts=True)
+        shares = {name: share for name, share in metrics.items() if name.endswith("/token_share")}
+        assert shares == pytest.approx(
+            {f"mismatch/age_{age}/token_share": n / trained_T.sum() for age, n in zip(ages, sizes, strict=True)}
+        )
+
+
+def test_a_discarded_batch_leaves_no_trace(gpt2_path: str, make_samples) -> None:
+    kept, dropped = pack(make_samples(seed=1)), pack(make_samples(seed=2))
+    totals = count(make_samples(seed=1), 0)
+    plain, disturbed = make_learner(gpt2_path), make_learner(gpt2_path)
+    disturbed.accumulate(dropped)
+    disturbed.discard()
+    results = []
+    for learner in (plain, disturbed):
+        learner.accumulate(kept)
+        results.append((learner.step(totals), weights(learner), learner.version))
+    assert results[0] == results[1]
+
+
+def test_a_nan_raises_with_its_norm_and_leaves_the_learner_usable(gpt2_path: str, make_samples) -> None:
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    learner = make_learner(gpt2_path)
+    before = weights(learner)
+    learner.accumulate(replace(batch, advantages_T=batch.advantages_T * np.float32("nan")))
+    with pytest.raises(NonFiniteGradients, match="nan"):
+        learner.step(totals)
+    assert (weights(learner), learner.version) == (before, 0)
+    learner.accumulate(batch)
+    assert np.isfinite(learner.step(totals)["train/loss"])
+
+
+def test_a_batch_without_trained_tokens_is_refused(gpt2_path: str) -> None:
+    with pytest.raises(ValueError, match="without a trained token"):
+        make_learner(gpt2_path).step(count([], 0))
+
+
+def test_totals_that_do_not_fit_what_was_accumulated_are_caught(gpt2_path: str, make_samples) -> None:
+    learner = make_learner(gpt2_path)
+    learner.accumulate(pack(make_samples()))
+    with pytest.raises(AssertionError, match="in the batch"):
+        learner.step(count(make_samples(4), 0))
+
+
+@pytest.mark.parametrize("path", ["qwen_path", "gpt2_path"])
+def test_activation_checkpointing_changes_no_gradient(path: str, make_samples, request) -> None:
+    batch = pack(make_samples())
+    plain = make_learner(request.getfixturevalue(path), master="float32")
+    saving = make_learner(request.getfixturevalue(path), master="float32", activation_checkpointing=True)
+    for learner in (plain, saving):
+        learner.accumulate(batch)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(gradients(saving)[name], gradient)
+
+
+def test_activation_checkpointing_recomputes_layers(qwen_path: str, make_samples) -> None:
+    batch, calls = pack(make_samples()), []
+    for saving in (False, True):
+        learner = make_learner(qwen_path, master="float32", activation_checkpointing=saving)
+        attention = learner._model.model.layers[0].self_attn
+        attention.register_forward_pre_hook(lambda *_, saving=saving: calls.append(saving))
+        learner.accumulate(batch)
+    assert (calls.count(False), calls.count(True)) == (1, 2)
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_masters(qwen_path: str, make_samples) -> None:
+    batch, totals = pack(make_samples()), count(make_samples(), 0)
+    exact = make_learner(qwen_path, master="float32")
+    fast = make_learner(qwen_path, master="float32", dtype="bfloat16")
+    assert fast.old_pass(batch).logprobs_T == pytest.approx(exact.old_pass(batch).logprobs_T, abs=0.05)
+    assert (fast.old_pass(batch).logprobs_T != exact.old_pass(batch).logprobs_T).any()
+    fast.accumulate(batch)
+    fast.step(totals)
+    assert {parameter.dtype for parameter in fast._model.parameters()} == {torch.float32}
+
+
+def test_learning_raises_the_log_probs_of_what_was_good(qwen_path: str, make_samples) -> None:
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    learner = make_learner(qwen_path, AlgorithmConfig(correction="none"), master="float32")
+    before = (learner.old_pass(batch).logprobs_T * batch.advantages_T).sum()
+    for _ in range(5):
+        learner.accumulate(batch)
+        learner.step(totals)
+    assert (learner.old_pass(batch).logprobs_T * batch.advantages_T).sum() > before + 1.0
+
+
+def test_looking_at_an_open_batch_changes_nothing(qwen_path: str, make_samples) -> None:
+    """A pass without a backward leaves the root gathered, which must not outlive the step."""
+    samples = make_samples()
+    batch, totals = pack(samples), count(samples, 0)
+    undisturbed, watched = make_learner(qwen_path, master="float32"), make_learner(qwen_path, master="float32")
+    for _ in range(2):
+        undisturbed.accumulate(batch)
+        undisturbed.step(totals)
+        watched.accumulate(batch)
+        watched.score((1, 2, 3))
+        watched.old_pass(batch)
+        watched.step(totals)
+        assert watched.score((1, 2, 3)) == undisturbed.score((1, 2, 3))
+    assert weights(watched) == weights(undisturbed)
+
+
+def test_saving_before_the_first_step_changes_no_step(qwen_path: str, make_samples, tmp_path) -> None:
+    """The optimizer has no state yet; what makes one up for the file must not count as a step."""
+    samples = make_samples()
+    learners = [make_learner(qwen_path, master="float32") for _ in range(3)]
+    learners[1].save(str(tmp_path / "closed"))
+    assert learners[2].load(str(tmp_path / "closed")) == 0
+    learners[0].accumulate(pack(samples))
+    learners[0].save(str(tmp_path / "open"))
+    learners[0].discard()
+    assert make_learner(qwen_path, master="float32").load(str(tmp_path / "open")) == 0
+    for learner in learners:
+        learner.accumulate(pack(samples))
+        learner.step(count(samples, 0))
+    assert weights(learners[0]) == weights(learners[1]) == weights(learners[2])
+
+
+def test_saving_with_an_open_batch_keeps_it_open(qwen_path: str, make_samples, tmp_path) -> None:
+    samples = make_samples()
+    plain, saving = make_learner(qwen_path, master="float32"), make_learner(qwen_path, master="float32")
+    for learner in (plain, saving):
+        for _ in range(3):
+            learner.accumulate(pack(samples))
+            if learner is saving:
+                learner.save(str(tmp_path / str(learner.version)))
+            learner.step(count(samples, 0))
+    assert weights(plain) == weights(saving)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    qwen_path: str, make_samples, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of what is trained meanwhile gets into it."""
+    samples, disk, fsync = make_samples(), threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert disk.wait(30)
+        fsync(descriptor)
+
+    learner, written = make_learner(qwen_path, master="float32"), tmp_path / "checkpoint"
+    monkeypatch.setattr(os, "fsync", slow)
+    for step in range(2):
+        learner.accumulate(pack(samples))
+        learner.step(count(samples, step))
+    before = weights(learner)
+    learner.begin_save(str(written))
+    learner.accumulate(pack(samples))
+    learner.step(count(samples, 2))
+    assert learner.saved() is None
+    disk.set()
+    while (files := learner.saved()) is None:
+        time.sleep(0.01)
+    assert first_difference(written, files) is None
+    assert weights(learner) != before
+    other = make_learner(qwen_path, master="float32")
+    assert other.load(str(written)) == 2
+    assert weights(other) == before
+    other.accumulate(pack(samples))
+    other.step(count(samples, 2))
+    assert weights(other) == weights(learner), "the optimizer's state is of then, too"
+
+
+def test_a_write_beside_training_that_fails_is_told(qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    learner = make_learner(qwen_path, master="float32")
+    monkeypatch.setattr(os, "fsync", full)
+    learner.begin_save(str(tmp_path / "checkpoint"))
+    with pytest.raises(OSError, match=r"checkpoint can't be written: rank 0: .*No space left on device"):
+        while learner.saved() is None:
+            time.sleep(0.01)
+
+
+def test_score_is_what_transformers_says(qwen_path: str) -> None:
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    log_softmax = AutoModelForCausalLM.from_pretrained(qwen_path)(ids).logits[0, :-1].log_softmax(-1)
+    plain = log_softmax.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    assert make_learner(qwen_path, master="float32").score((1, 2, 3, 4, 5)) == pytest.approx(plain, abs=1e-5)
+
+
+def test_an_export_of_a_model_from_the_hub_has_its_tokenizer(
+    qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a joined cluster go by the hub's name: each machine has a cache of its own."""
+    snapshot = tmp_path / "hub/models--Some--Model/snapshots/abc"
+    shutil.copytree(qwen_path, snapshot)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).write_text("{}")
+    (tmp_path / "hub/models--Some--Model/refs").mkdir()
+    (tmp_path / "hub/models--Some--Model/refs/main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    make_learner("Some/Model", master="float32").export(str(tmp_path / "policy"))
+    names = {path.name for path in (tmp_path / "policy").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+
+
+def test_loading_goes_back_to_what_was_saved(qwen_path: str, make_samples, tmp_path) -> None:
+    """Whatever the learner did before, a load is where a fresh one that loads is, also at version 0."""
+    samples = make_samples()
+    learner = make_learner(qwen_path, master="float32")
+    expected = []
+    for version in range(3):
+        learner.save(str(tmp_path / str(version)))
+        learner.accumulate(pack(samples))
+        learner.step(count(samples, 0))
+        expected.append(weights(learner))
+    for version in (2, 0, 1):
+        learner.accumulate(pack(samples))
+        assert learner.load(str(tmp_path / str(version))) == version
+        learner.accumulate(pack(samples))
+        learner.step(count(samples, 0))
+        assert weights(learner) == expected[version]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_decays_over_the_run_however_many_updates_a_batch_has(
+    qwen_path: str, make_samples, schedule: str
+) -> None:
+    """Each batch begins at the rate that it has with one update, and no step is made at a rate of 0."""
+    rates = {}
+    for updates in (1, 2, 4):
+        algorithm = AlgorithmConfig(updates_per_batch=updates)
+        learner = make_learner(qwen_path, algorithm, num_steps=4, schedule=schedule)
+        rates[updates] = []
+        for _ in range(4 * updates):
+            samples = make_samples(2)
+            learner.accumulate(pack(samples))
+            rates[updates].append(learner.step(count(samples, 0))["train/lr"])
+        assert rates[updates][::updates] == pytest.approx(rates[1])
+        assert rates[updates] == sorted(rates[updates], reverse=True) and rates[updates][-1] > 0
+
+
+def test_a_run_that_learns_its_length_late_decays_over_that(qwen_path: str, make_samples) -> None:
+    learner = make_learner(qwen_path, num_steps=80, schedule="linear")
+    learner.expect(2)
+    told = []
+    for _ in range(2):
+        learner.accumulate(pack(make_samples(2)))
+        told.append(learner.step(count(make_samples(2), 0))["train/lr"])
+    assert told == pytest.approx([1e-2, 0.5e-2])
+
+
+def test_a_model_that_packed_samples_leak_through_fails_as_it_is_loaded(tmp_path: Path) -> None:
+    """Also where no check before the run has seen its files."""
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, layer_types=["conv", "full_attention"],
+        initializer_range=0.3,
+    )  # fmt: skip
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^path: .*otherwise than by itself"):
+        make_learner(str(tmp_path))

@@ -1,0 +1,197 @@
+"""The driver's view: every call reaches every rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.packer import Packer, Round, idle
+from grmpipe.train.batching.samples import count
+from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.types import BatchTotals, OldPass
+from models.types import GroupLink
+
+
+class InProcess:
+    """One rank, in this process."""
+
+    size = 1
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    async def call(self, rank: int, method: str, *args: object) -> object:
+        return getattr(self._learner, method)(*args)
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
+        (args,) = args_by_rank
+        return [getattr(self._learner, method)(*args)]
+
+    async def call_all(self, method: str, *args: object) -> list[object]:
+        return [getattr(self._learner, method)(*args)]
+
+
+class Recorded:
+    """Two ranks that answer by rank and remember what they were asked."""
+
+    size = 2
+
+    def __init__(self, answers: dict[str, list[object]]) -> None:
+        self._answers = answers
+        self.asked: list[tuple] = []
+
+    async def call(self, rank: int, method: str, *args: object) -> object:
+        self.asked.append((rank, method, *args))
+        return self._answers[method][rank]
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
+        self.asked += [(rank, method, *args) for rank, args in enumerate(args_by_rank)]
+        return self._answers[method]
+
+    async def call_all(self, method: str, *args: object) -> list[object]:
+        return await self.call_each(method, [args, args])
+
+
+def make_group(path: str) -> LearnerGroup:
+    return LearnerGroup(
+        InProcess(
+            Learner(
+                LearnerSpec(
+                    model_path=path, train=TrainConfig(lr=1e-2), algorithm=AlgorithmConfig(), max_new_tokens=8,
+                    device="cpu", bucket_bytes=10_000,
+                )
+            )
+        )
+    )  # fmt: skip
+
+
+def test_a_batch_through_the_group(qwen_path: str, make_samples, tmp_path) -> None:
+    async def scenario() -> None:
+        group, samples = make_group(qwen_path), make_samples()
+        packer = Packer(max_tokens=40, world_size=1)
+        trained = 0.0
+        for round_ in packer.add(samples) + packer.flush():
+            old = await group.old_pass(round_)
+            trained += (await group.accumulate(round_, old))["train/tokens_sum"]
+        assert trained == count(samples, 0).num_loss_tokens
+        metrics = await group.step(count(samples, 0))
+        assert metrics["train/clip_share"] == 0 and group.version == 1
+        async with group.held() as version:
+            buckets = [await group.bucket(index) for index in range(await group.num_buckets())]
+        assert version == 1 and len(buckets) > 2
+        score = await group.score([1, 2, 3])
+        await group.begin_save(str(tmp_path / "checkpoint"), aside=True)
+        assert {".metadata", "__0_0.distcp"} == {file.name for file in await group.saved()}
+        await group.export(str(tmp_path / "export"))
+        other = make_group(qwen_path)
+        assert await other.load(str(tmp_path / "checkpoint")) == other.version == 1
+        assert await other.score([1, 2, 3]) == score
+        assert await make_group(str(tmp_path / "export")).score([1, 2, 3]) == pytest.approx(score, abs=1e-6)
+
+    asyncio.run(scenario())
+
+
+def test_every_rank_gets_its_own_micro_batch() -> None:
+    actors = Recorded({"accumulate": [{"train/loss_sum": 1.0}, {"train/loss_sum": 2.0}]})
+    first, second = idle(), idle()
+    old = [OldPass(logprobs_T=np.zeros(2)), OldPass(logprobs_T=np.ones(2))]
+    sums = asyncio.run(LearnerGroup(actors).accumulate(Round(micro_batches=(first, second)), old))
+    assert sums == {"train/loss_sum": 3.0}
+    assert [ask[0] for ask in actors.asked] == [0, 1]
+    assert actors.asked[0][2] is first and actors.asked[1][2] is second
+    assert actors.asked[0][3] is old[0] and actors.asked[1][3] is old[1]
+
+
+def test_all_ranks_unshard_each_bucket_and_the_first_one_posts_and_sends_it() -> None:
+    actors = Recorded({"num_buckets": [2, 2], "bucket": ["posted", None], "deliver": [None], "connect": [None]})
+    link = GroupLink(name="a", backend="gloo", address="127.0.0.1", port=1, rank=0, world_size=2, timeout_s=1.0)
+
+    async def push() -> list[object]:
+        group = LearnerGroup(actors)
+        async with group.held() as version:
+            assert version == 0
+            await group.connect(link)
+            posted: list[object] = []
+            for index in range(await group.num_buckets()):
+                posted.append(await group.bucket(index))
+                await group.deliver(index)
+            return posted
+
+    assert asyncio.run(push()) == ["posted", "posted"]
+    assert actors.asked == [
+        (0, "connect", link), (0, "num_buckets"),
+        (0, "bucket", 0), (1, "bucket", 0), (0, "deliver", 0),
+        (0, "bucket", 1), (1, "bucket", 1), (0, "deliver", 1),
+    ]  # fmt: skip
+
+
+def test_steps_and_loads_wait_while_weights_are_held_and_accumulating_goes_on() -> None:
+    actors = Recorded({"step": [{}, {}], "load": [7, 7], "accumulate": [{}, {}]})
+    totals = BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0)
+
+    async def scenario() -> None:
+        group = LearnerGroup(actors)
+        async with group.held() as version:
+            changes = [asyncio.create_task(group.step(totals)), asyncio.create_task(group.load("somewhere"))]
+            await group.accumulate(Round(micro_batches=(idle(), idle())))
+            await asyncio.sleep(0)
+            assert version == group.version == 0
+            assert {ask[1] for ask in actors.asked} == {"accumulate"}
+        await asyncio.gather(*changes)
+        assert [ask[1] for ask in actors.asked[2:]] == ["step", "step", "load", "load"]
+        async with group.held() as version:
+            assert version == 7
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_step_is_no_version() -> None:
+    class Failing(Recorded):
+        async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
+            raise ArithmeticError
+
+    group = LearnerGroup(Failing({}))
+    totals = BatchTotals(num_loss_tokens=1, num_sequences=1, num_groups=1, oldest_version=0)
+    with pytest.raises(ArithmeticError):
+        asyncio.run(group.step(totals))
+    assert group.version == 0
+
+
+class Slow(Recorded):
+    """Takes a moment to accumulate; notes what began and ended."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.log: list[str] = []
+
+    async def call_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[object]:
+        self.log.append(f"{method} begins")
+        await asyncio.sleep(0.01)
+        self.log.append(f"{method} ends")
+        return [{}, {}]
+
+
+def test_a_learner_that_is_still_takes_no_memory_and_goes_on_afterwards() -> None:
+    """What runs ends before; what is asked meanwhile waits. Calls overlap otherwise."""
+
+    async def go() -> list[str]:
+        actors = Slow()
+        group = LearnerGroup(actors)
+        round_ = Round(micro_batches=(idle(), idle()))
+        first = [asyncio.create_task(group.accumulate(round_)) for _ in range(2)]
+        await asyncio.sleep(0)
+        async with group.still():
+            actors.log.append("still")
+            later = asyncio.create_task(group.accumulate(round_))
+            await asyncio.sleep(0.02)
+            actors.log.append("over")
+        await asyncio.gather(*first, later)
+        return actors.log
+
+    begins, ends = "accumulate begins", "accumulate ends"
+    assert asyncio.run(go()) == [begins, begins, ends, ends, "still", "over", begins, ends]

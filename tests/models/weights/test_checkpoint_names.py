@@ -1,0 +1,102 @@
+"""What is streamed to serving engines is what transformers would save: names, shapes and numbers, family by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from models.weights.checkpoint_names import CheckpointNames
+from models.weights.receiving import received
+from models.weights.sending import ObjectStore
+from models.weights.stream import WeightStream, bucket_bytes_for
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None,
+}  # fmt: skip
+# Mixtures and, last, a dense one, whose names in a checkpoint are the model's own.
+FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "granitemoe", "glm4_moe", "deepseek_v2", "deepseek_v3",
+    "minimax_m2", "phimoe", "ernie4_5_moe", "hunyuan_v1_moe", "cohere2_moe", "qwen3",
+)  # fmt: skip
+
+
+def small_model(family: str) -> PreTrainedModel:
+    config: Any = CONFIG_MAPPING[family]()
+    for key, value in SMALL.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    if family.startswith("deepseek"):
+        config.first_k_dense_replace, config.num_key_value_heads, config.n_group, config.topk_group = 1, 4, 1, 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def streamed(model: PreTrainedModel) -> dict[str, Tensor]:
+    stream, store = (
+        WeightStream(model, "float32", 1 << 14, names=CheckpointNames.of(model.config)),
+        ObjectStore("float32"),
+    )
+    tensors: dict[str, Tensor] = {}
+    for index in range(stream.num_buckets):
+        with received(store.post(index, stream.unsharded(index))) as came:
+            tensors |= {announced.name: tensor.clone() for announced, tensor in came}
+    return tensors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_sent_as_transformers_saves_it(family: str) -> None:
+    model = small_model(family)
+    own = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight" or not tied(model)}
+    expected = revert_weight_conversion(model, own)
+    sent = streamed(model)
+    assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+    for name, tensor in expected.items():
+        torch.testing.assert_close(sent[name], tensor, atol=0, rtol=0)
+
+
+def tied(model: PreTrainedModel) -> bool:
+    return bool(model.config.tie_word_embeddings)
+
+
+def test_experts_travel_one_by_one() -> None:
+    sent = streamed(small_model("qwen3_moe"))
+    assert sent["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (16, 32)
+    assert not [name for name in sent if name.endswith("experts.gate_up_proj")]
+
+
+def test_an_engine_takes_a_tied_head_under_both_names() -> None:
+    config = CONFIG_MAPPING["qwen3_moe"](**SMALL, tie_word_embeddings=True)
+    shapes, held = CheckpointNames.of(config).taken()
+    assert shapes["lm_head.weight"] == (64, 32)
+    assert held["lm_head.weight"] == held["model.embed_tokens.weight"] == "model.embed_tokens.weight"
+
+
+def test_a_family_that_needs_several_tensors_for_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from models.weights import checkpoint_names
+
+    def fused(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"qkv": next(iter(state.values()))} if len(state) > 1 else dict(state)
+
+    monkeypatch.setattr(checkpoint_names, "revert_weight_conversion", fused)
+    with pytest.raises(ValueError, match=r"^engine: .*'qwen3_moe'.* made of several.*type engine=embedded"):
+        CheckpointNames.of(CONFIG_MAPPING["qwen3_moe"](**SMALL))
+
+
+@pytest.mark.parametrize(
+    ("model_bytes", "bucket_bytes"), [(1 << 20, 64 << 20), (141 << 30, (141 << 30) // 256), (1 << 40, 1 << 30)]
+)
+def test_a_larger_model_travels_in_larger_buckets(model_bytes: int, bucket_bytes: int) -> None:
+    assert bucket_bytes_for(model_bytes) == bucket_bytes
