@@ -5,7 +5,7 @@ from __future__ import annotations
 from grmpipe.config.roles import Model, knows_checkpoint_names
 from grmpipe.config.run_config import ConfigError, RunConfig
 from models.lm.causal_lm import outline_causal_lm
-from models.weights.checkpoint_names import CheckpointNames
+from models.lm.checkpoint_names import CheckpointNames
 
 
 def check_weight_names(model: Model, config: RunConfig) -> None:

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.parallelize import CAUSAL_LM, Architecture, decoder_layers
+from models.lm.pieces import Outgoing, Piece, pieces_of, unshard
 from models.settings import INSTALL_PEFT, LoraConfig
-from models.weights.stream import Outgoing, Piece, pieces_of, unshard
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig

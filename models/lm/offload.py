@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from models.weights.arena import padded
+from models.arena import padded
 
 
 class LentMemory:

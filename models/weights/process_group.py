@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.arena import Arena
 from models.rendezvous import address_towards, store_at
 from models.types import GroupLink
-from models.weights.arena import Arena
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 

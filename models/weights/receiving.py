@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.arena import bytes_of, room_for, views
 from models.types import (
     Broadcast,
     InlineBytes,
@@ -29,7 +30,6 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.arena import bytes_of, room_for, views
 from models.weights.checksums import tensor_checksums
 from models.weights.gpu_handles import opened
 from models.weights.process_group import BroadcastGroup

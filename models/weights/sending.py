@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models.arena import Arena, room_for, views
 from models.types import (
     Broadcast,
     CudaHandles,
@@ -21,7 +22,6 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.arena import Arena, room_for, views
 from models.weights.checksums import as_bytes, tensor_checksums
 from models.weights.gpu_handles import gpu_id, handles_of
 from models.weights.process_group import BroadcastGroup

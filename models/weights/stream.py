@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from models.weights.checkpoint_names import CheckpointNames
+from models.lm.checkpoint_names import CheckpointNames
+from models.lm.pieces import Outgoing, Piece, pieces_of
 
 BUCKETS_PER_PUSH = 256  # where the bucket's size goes by the model's
 SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30
@@ -33,23 +32,6 @@ class UnshardedBucket:
         """Take part in what is left of the collective, and keep nothing."""
         for _ in self.tensors:
             pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One tensor of a push: its name there, what has its shape, and how it becomes whole (a collective)."""
-
-    name: str
-    tensor: Tensor
-    unsharded: Callable[[], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outgoing:
-    """What a push sends. An engine needs what is fixed once."""
-
-    changing: Sequence[Piece]
-    fixed: Sequence[Piece] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,19 +98,6 @@ def bucket_bytes_for(num_bytes: int) -> int:
     return max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, num_bytes // BUCKETS_PER_PUSH))
 
 
-def pieces_of(model: nn.Module, dtype: str) -> Iterator[Piece]:
-    """All of a model, as it stands."""
-    for name, tensor in _tensors(model):
-        yield Piece(name=name, tensor=tensor, unsharded=partial(unshard, tensor, getattr(torch, dtype)))
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (each once, however often it is tied) and what else a checkpoint of the model holds."""
-    yield from model.named_parameters()
-    saved = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-
-
 def _sent(piece: Piece, names: CheckpointNames | None) -> _Sent:
     own = {piece.name: tuple(piece.tensor.shape)}
     return _Sent(piece=piece, shapes=names.shapes(piece.name, piece.tensor.shape) if names else own, names=names)
@@ -147,16 +116,3 @@ def _plan(pieces: Sequence[_Sent], itemsize: int, bucket_bytes: int) -> Iterator
         filled += size
     if bucket:
         yield bucket
-
-
-@torch.no_grad()
-def unshard(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A collective. Already in `dtype` where there are several ranks."""
-    held = tensor.detach()
-    if not isinstance(held, DTensor):
-        return held
-    if held.device_mesh.size() == 1:
-        return held.to_local()
-    cast = held.to(dtype)  # before gathering: half the traffic for bf16
-    assert isinstance(cast, DTensor)
-    return cast.full_tensor()

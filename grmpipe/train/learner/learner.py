@@ -22,6 +22,7 @@ from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
 from models.lm.checkpoint import ShardedSave, export_hf, load_sharded
+from models.lm.checkpoint_names import CheckpointNames
 from models.lm.expert_routing import Replay, Routers
 from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
@@ -30,7 +31,6 @@ from models.lm.parallelize import CAUSAL_LM, choose_device, join_ranks, load_par
 from models.settings import LoraConfig
 from models.stored_files import StoredFile
 from models.types import GroupLink, WeightBucket
-from models.weights.checkpoint_names import CheckpointNames
 from models.weights.sending import FROM_EVERY_RANK, TRANSPORTS, WeightTransport
 from models.weights.stream import WeightStream
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from models.engines.sglang.http_client import SglangHttp, within
 from models.engines.sglang.sglang_applied import digests_of, unapplied
+from models.lm.checkpoint_names import CheckpointNames
 from models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
-from models.weights.checkpoint_names import CheckpointNames
 from models.weights.receiving import checksums_of, received
 from models.weights.weight_files import folders_of_shared_memory, held_folder
 

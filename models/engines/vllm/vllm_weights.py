@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
+from models.arena import room_for, views
 from models.types import (
     Broadcast,
     CudaHandles,
@@ -20,7 +21,6 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.arena import room_for, views
 from models.weights.receiving import received
 from models.weights.weight_files import SharedArena
 

@@ -40,8 +40,8 @@ from models.engines.vllm.applied import Application
 from models.engines.vllm.options import OWNER_PID, WEIGHT_BACKEND
 from models.engines.vllm.vllm_weights import Applied, PlainBucket, telling, under_sent_names
 from models.lm.causal_lm import outline_causal_lm
+from models.lm.checkpoint_names import CheckpointNames
 from models.types import GroupLink, ModelFiles, WeightTensor
-from models.weights.checkpoint_names import CheckpointNames
 from models.weights.process_group import BroadcastGroup
 from models.weights.receiving import checksums_of, received
 

@@ -11,7 +11,7 @@ from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.validate.weights import check_weight_names
-from models.weights import checkpoint_names
+from models.lm import checkpoint_names
 
 
 def check(path: Path, engine: str) -> None:

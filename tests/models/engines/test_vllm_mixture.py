@@ -14,9 +14,9 @@ from models.engines.installed import vllm_missing
 from models.engines.vllm.vllm_engine import VllmEngine
 from models.engines.vllm.vllm_engine import options as vllm_options
 from models.lm.causal_lm import load_causal_lm
+from models.lm.checkpoint_names import CheckpointNames
 from models.settings import VllmConfig
 from models.types import WeightReceipt
-from models.weights.checkpoint_names import CheckpointNames
 from models.weights.sending import ObjectStore
 from models.weights.stream import WeightStream
 

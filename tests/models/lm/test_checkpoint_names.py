@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from models.weights.checkpoint_names import CheckpointNames
+from models.lm.checkpoint_names import CheckpointNames
 from models.weights.receiving import received
 from models.weights.sending import ObjectStore
 from models.weights.stream import WeightStream, bucket_bytes_for
@@ -85,7 +85,7 @@ def test_an_engine_takes_a_tied_head_under_both_names() -> None:
 
 
 def test_a_family_that_needs_several_tensors_for_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.weights import checkpoint_names
+    from models.lm import checkpoint_names
 
     def fused(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"qkv": next(iter(state.values()))} if len(state) > 1 else dict(state)
