@@ -20,7 +20,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build, from_values, read_yaml, to_yaml
 from grmpipe.validate.deadlines import check_deadlines
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

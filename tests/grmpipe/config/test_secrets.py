@@ -15,7 +15,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build, from_values, read_yaml, to_yaml
 from grmpipe.observe.logs import setup_logging
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SECRET, OTHER = "sk-planted-0123456789", "sk-rotated-0123456789"
 BODY = "engine.openai.extra_body"
 

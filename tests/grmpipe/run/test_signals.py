@@ -85,7 +85,7 @@ asyncio.run(run())
 
 
 def test_the_second_ctrl_c_waits_for_nothing_that_takes_long() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     assert subprocess.run([sys.executable, "-c", STUBBORN], timeout=20, check=False, env=environment).returncode == 130
 
 

@@ -155,7 +155,7 @@ def test_the_learners_state_is_16_bytes_a_parameter() -> None:
 def test_a_learners_peak_is_what_fake_tensors_count(
     shape: ModelShape, ranks: int, num_tokens: int, peak_gb: float
 ) -> None:
-    """As counted by tests/grmpipe/plan/test_learner_memory.py, which takes a minute."""
+    """As counted by tests/grmpipe/capacity/plan/test_learner_memory.py, which takes a minute."""
     footprint = footprint_of_shape(shape)
     working = footprint.working_bytes("bfloat16", num_tokens, checkpointing=True)
     assert (footprint.learner_state_bytes(ranks) + working.total) / 1e9 == pytest.approx(peak_gb, rel=0.03)

@@ -16,7 +16,7 @@ from grmpipe.validate.prepare import prepare
 from models.lm.footprint import footprint_of
 from models.tiny.resolve import SHIPPED
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 WEIGHTS_MB = footprint_of(str(SHIPPED / "policy")).weight_bytes("float32") / 1e6
 
 

@@ -21,7 +21,7 @@ from grmpipe.validate.prepare import prepare
 from models.engines.vllm.options import VllmStart, arguments_of
 from models.settings import VllmConfig
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EACH = ("policy.engine_options", "grm.engine_options")
 
 

@@ -147,7 +147,7 @@ def test_closing_ends_the_servers_children_too(python: str) -> None:
 def test_a_server_dies_with_the_process_that_started_it(python: str, how: signal.Signals) -> None:
     program = f"""
 import sys, time
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+sys.path.insert(0, {str(Path(__file__).parents[4])!r})
 from models.engines.sglang.server import SglangServer, SglangStart
 from models.settings import SglangConfig
 server = SglangServer(SglangStart(model_path="m", config=SglangConfig(python={python!r}), context_tokens=128,

@@ -17,7 +17,7 @@ from grmpipe.capacity.plan.survey import survey_run
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.yaml_io import build
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SCRIPT = Path(__file__).with_name("fake_learner_process.py")
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SHORT = "policy.shape.num_layers=4"

@@ -23,7 +23,7 @@ from models.lm.footprint import footprint_of
 from models.tiny.resolve import SHIPPED
 from scheduler.placement import Placement, place
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def composed(*overrides: str) -> RunConfig:

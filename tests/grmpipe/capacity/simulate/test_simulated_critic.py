@@ -14,7 +14,7 @@ from grmpipe.capacity.simulate.simulation import run_simulation, simulator
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 COSTS = (
     "simulate.costs.policy.step_s=0.01", "simulate.costs.grm.step_s=0.01", "simulate.costs.learner_token_s=1e-4",
     "simulate.costs.learner_step_s=0.1", "plan.cores=8",

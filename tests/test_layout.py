@@ -1,0 +1,151 @@
+"""The layout: folders in one order, imports go down it, one place per library, every file says what it holds."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("models", "scheduler", "grmpipe")
+# Every folder and every file beside folders. Each imports only from entries above it, and from itself.
+ORDER = [
+    "models",
+    "models/lm",
+    "models/weights",
+    "models/engines",
+    "models/engines/embedded",
+    "models/engines/vllm",
+    "models/engines/sglang",
+    "models/engines/openai",
+    "models/engines/simulated",
+    "models/tiny",
+    "scheduler",
+    "scheduler/processes",
+    "scheduler/routing",
+    "scheduler/weights",
+    "scheduler/slots",
+    "grmpipe/__init__.py",
+    "grmpipe/types.py",
+    "grmpipe/config",
+    "grmpipe/algorithm",
+    "grmpipe/envs",
+    "grmpipe/data",
+    "grmpipe/judge",
+    "grmpipe/judge/monitor",
+    "grmpipe/judge/protocols",
+    "grmpipe/pipeline",
+    "grmpipe/observe",
+    "grmpipe/train",
+    "grmpipe/train/batching",
+    "grmpipe/train/scalar",
+    "grmpipe/train/critic",
+    "grmpipe/train/learner",
+    "grmpipe/run_dir",
+    "grmpipe/evaluation",
+    "grmpipe/validate",
+    "grmpipe/run/cotrain",
+    "grmpipe/run",
+    "grmpipe/capacity",
+    "grmpipe/capacity/plan",
+    "grmpipe/capacity/simulate",
+    "grmpipe/tasks.py",
+]
+SCHEDULER_SEES = {"models/types.py"}  # of models: the scheduler moves tokens and weights, and knows no model
+LIBRARIES = {
+    "ray": "scheduler/processes/",
+    "vllm": "models/engines/vllm/",
+    "sglang": "models/engines/sglang/",
+    "peft": "models/lm/lora.py",
+    "math_verify": "grmpipe/judge/math_rule.py",
+    "pydantic_core": "grmpipe/observe/plain_json.py",
+    "wandb": "grmpipe/observe/",
+    "omegaconf": "grmpipe/config/yaml_io.py",
+    "hydra": "launch.py",
+}
+
+
+def sources() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def place_of(path: Path) -> str:
+    """The entry of ORDER that holds a file: itself, or its folder."""
+    relative = path.relative_to(ROOT)
+    return relative.as_posix() if relative.parent.as_posix() == "grmpipe" else relative.parent.as_posix()
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names that a file imports, wherever in the file; `from a import b` gives a.b."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def file_of(name: str) -> Path | None:
+    """The file of ours that a dotted name stands for, or lies in."""
+    parts = name.split(".")
+    if parts[0] not in PACKAGES:
+        return None
+    for end in range(len(parts), 0, -1):
+        base = ROOT.joinpath(*parts[:end])
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file():
+                return path
+    raise AssertionError(f"{name}: there is no such module")
+
+
+def imports_up(edges: list[tuple[str, str]], order: list[str]) -> list[tuple[str, str]]:
+    """Those edges, from an importing place to an imported one, that don't go down the order."""
+    rank = {place: index for index, place in enumerate(order)}
+    return [(place, other) for place, other in edges if rank[other] > rank[place]]
+
+
+def edges() -> list[tuple[str, str]]:
+    found = ((path, file_of(name)) for path in sources() for name in imported(path))
+    return [(place_of(path), place_of(file)) for path, file in found if file is not None]
+
+
+def test_the_order_holds_every_folder() -> None:
+    assert sorted(ORDER) == sorted({place_of(path) for path in sources()})
+
+
+def test_imports_go_down_the_order_only() -> None:
+    assert imports_up(edges(), ORDER) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "order"), [([("a", "b")], ["a", "b"]), ([("a", "b"), ("b", "a")], ["b", "a"]), ([("a", "c")], ["a", "c"])]
+)
+def test_an_import_up_or_in_a_circle_is_noticed(wrong: list[tuple[str, str]], order: list[str]) -> None:
+    assert imports_up(wrong, order)
+
+
+def test_the_scheduler_knows_no_model_and_models_know_nobody() -> None:
+    for path in sources():
+        package = path.relative_to(ROOT).parts[0]
+        for name in imported(path) if package != "grmpipe" else ():
+            file = file_of(name)
+            if file is not None and file.relative_to(ROOT).parts[0] != package:
+                assert package == "scheduler", f"{path} imports {name}"
+                assert file.relative_to(ROOT).as_posix() in SCHEDULER_SEES, f"{path} imports {name}"
+
+
+def test_each_library_has_one_place() -> None:
+    for path in [ROOT / "launch.py", *sources()]:
+        for name in imported(path):
+            place = LIBRARIES.get(name.split(".")[0])
+            assert place is None or path.relative_to(ROOT).as_posix().startswith(place), f"{path} imports {name}"
+
+
+def test_tests_are_no_packages_and_every_file_says_what_it_holds() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+    for path in [ROOT / "launch.py", *sources()]:
+        if path.name != "__init__.py":
+            assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path}: no first sentence"
