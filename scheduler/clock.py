@@ -1,4 +1,4 @@
-"""Time as deadlines see it: the event loop's clock, less the pauses. No wall clock, so a virtual loop drives it too."""
+"""Time as deadlines see it, the event loop's clock less the pauses, and the gate of a pause. No wall clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can set about task=plan. Frozen, checked; plans nothing."""
+"""Settings of task=plan and task=simulate. Frozen, checked; plans and simulates nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can set about prompts. Frozen, checked; opens no file."""
+"""Settings of prompts, rollouts and their groups. Frozen, checked; opens no file."""
 
 from __future__ import annotations
 

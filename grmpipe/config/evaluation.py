@@ -1,4 +1,4 @@
-"""What a user can set about task=evaluate: the data, the votes. Frozen, checked; opens no file."""
+"""Settings of task=evaluate, of rejection-sampling fine-tuning and of the meta-RM. Frozen, checked; opens no file."""
 
 from __future__ import annotations
 

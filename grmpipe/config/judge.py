@@ -1,4 +1,4 @@
-"""What a user can set about judging. Frozen, checked; opens no file."""
+"""Settings of judging: protocol, votes, limits, the scale of scores, labels. Frozen, checked; opens no file."""
 
 from __future__ import annotations
 

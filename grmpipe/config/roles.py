@@ -1,4 +1,4 @@
-"""Which engine serves which role, with which options, how it is made. Its library is imported where it is made.
+"""Which engine serves which role, with which options, on which device. Makes no engine.
 
 A new engine is a file in models/engines/, a section in models/settings.py, a row in ENGINES.
 """

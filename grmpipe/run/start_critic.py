@@ -1,4 +1,4 @@
-"""The critic of a run, put together: its model found and checked, its ranks, how it hears of rollouts. Runs no loop."""
+"""Starts the ranks of the critic. Runs no loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The meta-RM of a run: found, checked against the GRM, served. Trains nothing, votes nothing."""
+"""Starts the processes of the meta-RM, seen as one scorer. Trains nothing, votes nothing."""
 
 from __future__ import annotations
 

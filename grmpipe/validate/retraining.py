@@ -1,4 +1,4 @@
-"""All that can be known of a replay, and refused, before anything starts. Writes nothing, starts nothing.
+"""All that can be known of retraining from a run, and refused, before anything starts. Writes and starts nothing.
 
 Every refusal is a ConfigError that names the key and what to type.
 """

@@ -1,4 +1,4 @@
-"""Decides when work pauses or stops for its failures, and when a judge deserves distrust. Pure: holds no clock."""
+"""Pauses judging while the judge fails too often, and then stops the run. Judges nothing."""
 
 from __future__ import annotations
 
