@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from models.types import (
@@ -79,8 +79,7 @@ class Router:
         self._events = events or NoEvents()
         self._continuation = continuation
         self._where: dict[str, str] = {}  # request_id -> engine
-        self._deaths: list[str] = []
-        self._blamed: set[int] = set()  # of these, by place: on requests
+        self._deaths: list[_Death] = []
         self._waits: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)  # for answers of engines
         self._heard_s: dict[str, float] = {}  # when an engine last answered a request, or began to
         self._coming: set[str] = set()  # those that will be replaced
@@ -170,7 +169,7 @@ class Router:
         del self._alive[name]
         self._serve_no_more(name)
         self._concurrency.forget(name)
-        self._deaths.append(f"{name}: {death}")
+        self._deaths.append(_Death(name=name, cause=str(death)))
         now_s = asyncio.get_running_loop().time()
         for wait in self._waits.pop(name, ()):
             wait.reschedule(now_s)
@@ -210,7 +209,7 @@ class Router:
         """Raises EngineDied only when no engine is left, and none will come; RequestKillsEngines where
         `max_deaths_per_request` died with this one."""
         once, begun = _Once(on_first_token), Begun(tuple(prompt_ids), params)
-        deaths: list[int] = []  # by their place in `_deaths`
+        deaths: list[_Death] = []
         while True:
             among = await self._until_room(context.priority)
             name, expected = self._place(among, begun, context.group_id)
@@ -281,20 +280,17 @@ class Router:
             except EngineDied as death:
                 self.bury(name, engine, death)
 
-    def _last_death_of(self, name: str) -> int:
-        return max(place for place, told in enumerate(self._deaths) if told.startswith(f"{name}: "))
+    def _last_death_of(self, name: str) -> _Death:
+        return next(death for death in reversed(self._deaths) if death.name == name)
 
-    def _refusal(self, request_id: str, deaths: Sequence[int]) -> RequestKillsEngines:
-        """These deaths are put down to the request; others that it took along may be blamed for the same ones."""
-        names = [self._deaths[place].partition(": ")[0] for place in deaths]
-        for place, name in zip(deaths, names, strict=True):
-            if place not in self._blamed and self.on_kills is not None:
-                self.on_kills(name)
-            self._blamed.add(place)
-        last = self._deaths[deaths[-1]]
-        return RequestKillsEngines(
-            f"{request_id} killed {len(names)} engines: {', '.join(names)}; the last one: {last}"
-        )
+    def _refusal(self, request_id: str, deaths: Sequence[_Death]) -> RequestKillsEngines:
+        """The request is blamed for these deaths; others that died with it may be blamed for the same ones."""
+        for death in deaths:
+            if not death.blamed and self.on_kills is not None:
+                self.on_kills(death.name)
+            death.blamed = True
+        names = ", ".join(death.name for death in deaths)
+        return RequestKillsEngines(f"{request_id} killed {len(deaths)} engines: {names}; the last one: {deaths[-1]}")
 
     def _serve(self, name: str, engine: Engine) -> None:
         self._serving[name] = engine
@@ -349,7 +345,7 @@ class Router:
             self._heard_s[name] = asyncio.get_running_loop().time()
         except TimeoutError as error:
             if wait.expired():
-                raise EngineDied(self._deaths[self._last_death_of(name)].partition(": ")[2]) from error
+                raise EngineDied(self._last_death_of(name).cause) from error
             raise
         finally:
             waits.discard(wait)
@@ -379,6 +375,18 @@ class Router:
             await self.until_served()
             await asyncio.gather(*(ask_one(name, engine) for name, engine in self.alive.items()))
         return answers
+
+
+@dataclass(slots=True, kw_only=True)
+class _Death:
+    """blamed: on a request."""
+
+    name: str  # of the engine
+    cause: str
+    blamed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.cause}"
 
 
 class _Once:
