@@ -12,15 +12,15 @@ import httpx
 import pytest
 
 from models.engines.openai.openai_engine import OpenAIEngine
+from models.engines.sglang import join as sglang_join
+from models.engines.sglang import server as sglang_server
 from models.engines.sglang.http_client import SglangHttp
-from models.engines.sglang.sglang_engine import join as sglang_join
-from models.engines.sglang.sglang_engine import server as sglang_server
 from models.settings import OpenAIConfig
 from models.types import EngineDied, Message, RequestContext, SamplingParams
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"connect", "read", "write", "pool"}
-WALKED = {"openai.py", "sglang_http.py", "sglang_join.py", "sglang_server.py"}
+WALKED = {"openai_engine.py", "http_client.py", "join.py", "server.py"}
 Handler = Callable[[httpx.Request], httpx.Response]
 
 

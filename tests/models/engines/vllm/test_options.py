@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from models.engines.installed import vllm_missing
+from models.engines.vllm import options as vllm_options
 from models.engines.vllm.options import FIXED, INSTEAD, VllmStart, arguments_of, environment_of
 from models.engines.vllm.vllm_engine import VllmEngine, check_vllm_options
-from models.engines.vllm.vllm_engine import options as vllm_options
 from models.settings import VllmConfig
 
 pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))

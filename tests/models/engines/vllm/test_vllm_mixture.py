@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from models.engines.installed import vllm_missing
+from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
-from models.engines.vllm.vllm_engine import options as vllm_options
 from models.lm.causal_lm import load_causal_lm
 from models.lm.checkpoint_names import CheckpointNames
 from models.settings import VllmConfig

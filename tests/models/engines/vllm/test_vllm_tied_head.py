@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from models.engines.installed import vllm_missing
+from models.engines.vllm import options as vllm_options
 from models.engines.vllm.vllm_engine import VllmEngine
-from models.engines.vllm.vllm_engine import options as vllm_options
 from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
 from models.weights.sending import ObjectStore
