@@ -181,7 +181,7 @@ def report(lines: list[Line], num_tokens: float) -> str:
         if line.replayed is None:
             table.append(f"| {line.model} | {line.what} | it has none | {cells(line.own)} | |")
             continue
-        table.append(f"| {line.model} | {line.what} | chosen anew | {cells(line.own)} | |")
+        table.append(f"| {line.model} | {line.what} | chosen again | {cells(line.own)} | |")
         table.append(f"| | | replayed | {cells(line.replayed)} | {line.replayed.rerouted:.2%} |")
     text = [
         "# Routing replay",
