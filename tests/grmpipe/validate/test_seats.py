@@ -33,7 +33,7 @@ def checked(*overrides: str) -> None:
         (["placement=two_ranks", "placement.roles.policy.slots_per_replica=2"],
          r"^placement\.roles\.policy\.slots_per_replica: .* can't share them \(with learner\)"),
         (["placement.pools.train.slots=2", "placement.pools.train.strategy=STRICT_SPREAD", "task=train"],
-         r"^placement\.pools\.train: needs 2 cpu slots \(STRICT_SPREAD\) .* not on one machine"),
+         r"^placement\.pools\.train: needs 2 cpu slots \(STRICT_SPREAD\) .* no arrangement of them fits"),
         (["~placement.roles.grm"], r"^placement\.roles\.grm: has no pool; type '\+placement\.roles=\{grm: \{pool: tr"),
     ],
 )  # fmt: skip
