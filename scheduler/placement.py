@@ -340,7 +340,10 @@ def _shortage(placement: Placement, name: str, nodes: Sequence[NodeCapacity], he
     if pool.resource == "gpu" and total == 0:
         return f"{wants}; set placement.pools.{name}.resource=cpu, or placement=laptop"
     if total - taken >= pool.slots:
-        return f"{wants}, but no arrangement of them fits; set placement.pools.{name}.strategy=PACK, or fewer slots_per_replica"
+        return (
+            f"{wants}, but no arrangement of them fits; set placement.pools.{name}.strategy=PACK, or fewer "
+            "slots_per_replica"
+        )
     if total > taken:
         return f"{wants}; set placement.pools.{name}.slots={total - taken}"
     return f"{wants}; set {' '.join(f'placement.roles.{role}.pool={held[0]}' for role in lodgers)}"

@@ -170,7 +170,7 @@ def test_a_strict_pack_does_not_spread_over_nodes() -> None:
     loose = place(pools(train=PoolConfig(slots=8, resource="gpu")), ("train",))
     check_capacity(loose, nodes)
     strict = place(pools(train=PoolConfig(slots=8, resource="gpu", strategy="STRICT_PACK")), ("train",))
-    with pytest.raises(ValueError, match=r"a has 4 GPUs; b has 4 GPUs, but no arrangement of them fits; .*strategy=PACK"):
+    with pytest.raises(ValueError, match=r"a has 4 GPUs; b has 4 GPUs, but no arrangement .*strategy=PACK"):
         check_capacity(strict, nodes)
 
 

@@ -56,7 +56,7 @@ def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: i
     role, options = sized.role, options_of(sized.role, survey.config)
     engine = engine_config_of(role, survey.config)
     if isinstance(engine, SglangConfig) and engine.urls:
-        return [Part(what="a client; the server is on another machine", num_bytes=0.0)]
+        return [Part(what="a client; the server runs separately", num_bytes=0.0)]
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
     weights = footprint.weight_bytes(options.dtype) / num_gpus
     held = [Part(what=f"weights{shared}", num_bytes=weights, kind="weights")]
