@@ -180,7 +180,7 @@ class SglangWeights:
         in_file = isinstance(bucket.payload, SafetensorsFile)
         if not (in_file or self._same_machine):
             raise ValueError(
-                f"sync.transport: a separate SGLang server takes no {type(bucket.payload).__name__}; "
+                f"sync.transport: an SGLang server on another machine takes no {type(bucket.payload).__name__}; "
                 "set disk, gloo or nccl"
             )
         with held_folder(_place_for(bucket), "sglang") as folder:
