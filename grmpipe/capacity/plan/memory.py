@@ -165,7 +165,7 @@ def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
         for slot in range(pool.slots):
             here = [seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots]
             known = all(parts[seat.role] for seat in here)
-            held = size(held_at_once(survey, name, here, parts)) if known else "not known"
+            held = size(held_at_once(survey, name, here, parts)) if known else "unknown"
             limit = f" of {pool.memory_gb:g} GB" if pool.memory_gb else ""
             roles = (" + ".join(seat.role for seat in here) or "no role") + by_turns(survey, name)
             lines.setdefault(f"{name}\0{held}{limit}  {roles}", []).append(str(slot))

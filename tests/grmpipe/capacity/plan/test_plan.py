@@ -185,7 +185,7 @@ def test_the_recipe_asks_for_its_prompts() -> None:
 
 def test_a_model_of_unknown_shape_is_planned_but_for_its_memory(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run, "policy=path", "policy.path=Nobody/Nothing")
-    assert "policy   not known" in text
+    assert "policy   unknown" in text
     assert "memory of policy: declare policy.shape" in text
 
 
