@@ -107,8 +107,8 @@ def main() -> int:
     try:
         for key in secrets_typed_in_a_sweep(sys.argv[1:]):
             return complain(
-                f"{key}: a sweep's command line stands in its multirun.yaml; export the secret in an environment "
-                f"variable and type {key}='${{oc.env:NAME}}', or the key of it that ends in _env",
+                f"{key}: a sweep's command line is written to its multirun.yaml; export the secret in an environment "
+                f"variable and type {key}='${{oc.env:NAME}}', or use its key that ends in _env",
                 2,
             )
         compose_and_run()

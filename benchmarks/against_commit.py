@@ -103,7 +103,7 @@ def interval_of(ratios: Sequence[float]) -> tuple[float, float, float]:
 def report(commit: str, pairs: Sequence[tuple[Measured, Measured]]) -> list[str]:
     """`pairs`: this checkout's run, then the commit's."""
     lines = [
-        f"# The quickstart beside that of commit {commit}",
+        f"# The quickstart compared with commit {commit}",
         "",
         f"`python benchmarks/against_commit.py {commit} runs/against_commit --pairs {len(pairs)}`: {machine()}.",
         f"Other work on the cores before a run: at most {max(run.busy_share for pair in pairs for run in pair):.0%}.",
@@ -118,12 +118,12 @@ def report(commit: str, pairs: Sequence[tuple[Measured, Measured]]) -> list[str]
         medians = " | ".join(f"{statistics.median(values):.3f}" for values in (now, then))
         lines.append(f"| {label} | {medians} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} |")
     confidence = interval_of([1.0] * len(pairs))[2]
-    return [*lines, "", f"The interval holds the median of the ratio with {confidence:.1%}."]
+    return [*lines, "", f"The interval contains the median of the ratio with probability {confidence:.1%}."]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", help="to be run beside this checkout")
+    parser.add_argument("commit", help="to be compared with this checkout")
     parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
     parser.add_argument("--pairs", type=int, default=10)
     args = parser.parse_args()
@@ -136,7 +136,7 @@ def main() -> None:
         order = list(sides) if seed % 2 == 0 else list(reversed(sides))
         measured = {side: run_once(sides[side], folder / f"{side}_{seed}", seed) for side in order}
         pairs.append((measured["now"], measured["then"]))
-        print(f"pair {seed}: {measured['now'].step_mean_s:.3f} s a step, {measured['then'].step_mean_s:.3f} s then")
+        print(f"pair {seed}: {measured['now'].step_mean_s:.3f} s per step, {measured['then'].step_mean_s:.3f} s then")
         lines = report(args.commit, pairs)
         REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))

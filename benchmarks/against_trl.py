@@ -289,41 +289,41 @@ def report(folder: Path) -> list[str]:
     ours, trls = [one for one, _ in both], [other for _, other in both]
     settings = read(folder, "settings")
     told_ratios = " and ".join(f"{other.mean_s / one.mean_s:.1f}" for one, other in both)
-    tried = ", ".join(f"{name} ({seconds:.2f} s a step)" for name, seconds in settings.items())
+    tried = ", ".join(f"{name} ({seconds:.2f} s per step)" for name, seconds in settings.items())
     return [
-        "# Beside TRL",
+        "# Comparison with TRL",
         "",
         *paragraph(f"""
-            `python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python`: the quickstart beside TRL
-            1.16.0's `GRPOTrainer`, by turns on the same machine: {machine()}; code of {commit_date()}.
+            `python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python`: the quickstart and TRL
+            1.16.0's `GRPOTrainer`, alternating on the same machine: {machine()}; code of {commit_date()}.
         """),
         "",
-        f"**A step of TRL takes {told_ratios} times as long as ours** (by seed; means: ours are long and short by",
-        "turns).",
+        f"**A step of TRL takes {told_ratios} times as long as ours** (by seed; means, since ours alternate",
+        "between long and short).",
         "",
         "## The same on both sides",
         "",
         *paragraph(f"""
             `tiny://policy` and `tiny://grm` in float32; the same training problems in the same order; {GROUPS} groups
             of {GROUP_SIZE}; AdamW, lr 3e-4, 5 steps of warm-up, gradients clipped at 1; token mean, clip 0.2, no KL;
-            at most 64 new tokens at temperature 1; one judgement a rollout, of at most 128 tokens at temperature 1.
-            Looks at the same {HELD_OUT} held-out problems every {LOOK_EVERY} steps, by the hidden rule, are in
-            nobody's seconds. What was trained is measured once more at the end, by one program for both (512
+            at most 64 new tokens at temperature 1; one judgement per rollout, of at most 128 tokens at temperature 1.
+            Evaluations on the same {HELD_OUT} held-out problems every {LOOK_EVERY} steps, by the hidden rule, aren't
+            counted. The trained policies are measured again at the end, by one program for both (512
             problems).
         """),
         "",
         *paragraph(f"""
-            Both have both cores: ours is three processes of one thread each, on Ray; TRL is one process, and the
-            fastest of these settings was taken: {tried}. TRL's judge is a reward function that writes all judgements
+            Both use both cores: ours is three processes of one thread each, on Ray; TRL is one process, with the
+            fastest of these settings: {tried}. TRL's judge is a reward function that writes all judgements
             of a step in one batched `generate`. Gradient checkpointing and bf16 are off, all rollouts of a step go
             through forward and backward as one batch, and there is no old or reference policy to compute. Its vLLM
             mode is for GPUs and was not used; its continuous batching (`--continuous-batching` of trl_run.py) took
-            12 GB on this CPU and had not ended {SETTINGS_STEPS} steps after 100 s.
+            12 GB on this CPU and had not finished {SETTINGS_STEPS} steps after 100 s.
         """),
         "",
         *paragraph("""
-            Not the same: ours is at most one version behind and corrects for it (TIS), TRL is on-policy. TRL divides
-            by the sample's standard deviation, ours by the population's. A judgement that can't be read is worth 0 in
+            Differences: ours is at most one version behind and corrects for it (TIS), TRL is on-policy. TRL divides
+            by the sample's standard deviation, ours by the population's. An unparseable judgement is worth 0 in
             TRL; ours asks once more, and then leaves the rollout out.
         """),
         "",
@@ -335,11 +335,12 @@ def report(folder: Path) -> list[str]:
         "",
         *curve(ours, trls),
         "",
-        "## Where the time goes",
+        "## Time by stage",
         "",
         *stages(ours, trls, read(folder, "stages") if (folder / "stages.json").exists() else None),
         "",
-        "In flight is not computing: the pipeline's stages overlap and share the cores, so that column doesn't add up.",
+        "`In flight` is not compute time: the pipeline's stages overlap and share the cores, so that column doesn't "
+        "add up.",
     ]
 
 
@@ -349,7 +350,7 @@ def paragraph(text: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="for the runs; what is there isn't run again")
+    parser.add_argument("folder", type=Path, help="for the runs; finished runs there aren't repeated")
     parser.add_argument("--trl", required=True, help="the interpreter of TRL's environment: see trl_run.py")
     parser.add_argument(
         "--only", nargs="*", help="settings, grmpipe-0, trl-0, trl-1, grmpipe-1, stages; all by default"

@@ -235,12 +235,12 @@ def introduction(results: Sequence[Result]) -> list[str]:
         *paragraph(f"""
             `python benchmarks/algorithms.py run runs/algorithms`, then `report`: the quickstart with one generative
             judge, {STEPS} steps of {GROUPS} groups x 8, one process on one core. The same for all: lr 3e-4, one
-            update a batch, at most one version behind; the rest is what conf/algorithm says. Nothing was tuned.
+            update per batch, at most one version behind; the rest is from conf/algorithm. Nothing was tuned.
         """),
         "",
         *paragraph(f"""
             True accuracy is that of {HELD_OUT} held-out problems; before the first step it is {min(before):.3f} to
-            {max(before):.3f} at T = 1. The machine did other work meanwhile (load {min(loads):.1f} to
+            {max(before):.3f} at T = 1. The machine had other load ({min(loads):.1f} to
             {max(loads):.1f} on {os.cpu_count()} cores): compare seconds with care.
         """),
     ]
@@ -250,35 +250,35 @@ def noise(results: Sequence[Result]) -> list[str]:
     spread = spread_of_seeds(results, lambda result: result.after)
     sampling = math.sqrt(0.25 / HELD_OUT)
     return paragraph(f"""
-        **How noisy.** {HELD_OUT} problems alone give an accuracy a standard deviation of up to {sampling:.3f}.
-        Between the two seeds of a cell it is {spread:.3f} (pooled): rows that lie less than {2 * spread:.2f} apart are
-        not told apart by this table. The cells of a row share their seeds, and mostly their gradients: a row's mean
+        **Noise.** {HELD_OUT} problems alone give an accuracy a standard deviation of up to {sampling:.3f}.
+        Between the two seeds of a cell it is {spread:.3f} (pooled): this table can't separate rows that differ by
+        less than {2 * spread:.2f}. The cells of a row share their seeds, and mostly their gradients: a row's mean
         is hardly better known than one of its cells.
     """)
 
 
 SAME = """\
-Left out, since they would be a column or a row twice: `gspo_token` is `gspo` where all tokens of a sample have the same
-advantage, and `process` and `process_grpo` are `grpo` where a rollout has one reward; the quickstart's judge gives one.
-`gae_raw` is `gae` before it is whitened over the batch. `gae` asks a critic, a third model that learns meanwhile; its
-seconds are of it as well. `rloo` is `dr_grpo` times 8 / 7, and Adam hardly sees a factor.
+Left out as duplicates: `gspo_token` equals `gspo` if all tokens of a sample have the same advantage, and `process` and
+`process_grpo` equal `grpo` if a rollout has one reward; the quickstart's judge gives one. `gae_raw` is `gae` without
+whitening over the batch. `gae` uses a critic, a third model that learns; its seconds include the critic. `rloo` is
+`dr_grpo` times 8 / 7, and Adam is nearly invariant to a factor.
 
 The ratio losses take their ratio against the sampler, a version behind (`proximal: sampler`); with a recomputed
-proximal policy and one update a batch the ratio would be 1, and all of them the same. `policy_gradient` has no ratio:
-it is corrected by TIS instead. One version behind moves hardly a token beyond a clip of 0.2: all columns but `gspo` are
-nearly one and the same gradient here, and what tells them apart is chance. GSPO's band of 3e-4 is narrower than what a
-step at this lr moves a sample's ratio by, so it clips much; nothing was tuned to spare it that.""".splitlines()
+proximal policy and one update per batch the ratio would be 1, and all of them the same. `policy_gradient` has no ratio:
+it is corrected by TIS instead. One version behind hardly any token exceeds a clip of 0.2: all columns but `gspo` have
+nearly the same gradient here, and differ by chance. GSPO's band of 3e-4 is narrower than the change of a sample's ratio
+in a step at this lr, so it clips much; nothing was tuned to avoid that.""".splitlines()
 
 
 def report(results: Sequence[Result], trl: Sequence[str] = ()) -> list[str]:
     lines = ["# Algorithms", "", *introduction(results), "", "## Estimators x losses", ""]
-    lines += ["True accuracy after the last step, sampled at T = 1, a figure per seed:", ""]
+    lines += ["True accuracy after the last step, sampled at T = 1, one figure per seed:", ""]
     lines += [*crossed(results, lambda result: result.after, ".3f"), ""]
     if any(len(by_seed(results, row)) < len(SEEDS) for row in GRID.values()):
         lines += ["A cell with one figure was run with the first seed alone: compare columns seed by seed.", ""]
     lines += [*noise(results), "", *SAME, ""]
     lines += ["Greedy:", "", *crossed(results, lambda result: result.after_greedy, ".3f"), ""]
-    lines += ["Seconds a step (median of a run):", "", *crossed(results, lambda result: result.step_s, ".2f"), ""]
+    lines += ["Seconds per step (median of a run):", "", *crossed(results, lambda result: result.step_s, ".2f"), ""]
     lines += [
         "Share of tokens that the loss clips:",
         "",
@@ -286,7 +286,7 @@ def report(results: Sequence[Result], trl: Sequence[str] = ()) -> list[str]:
         "",
     ]
     for title, rows in (
-        ("Algorithms as their files have them", WHOLE),
+        ("Algorithms as in their files", WHOLE),
         ("Corrections, with GRPO, up to four versions behind", CORRECTIONS),
     ):
         if told := listed(rows, results):
@@ -304,10 +304,11 @@ def beside_trl(folder: Path) -> list[str]:
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
     return [
-        f"## Losses beside TRL {found['trl']}'s",
+        f"## Losses compared with TRL {found['trl']}'s",
         "",
         "`python benchmarks/losses_of_trl.py runs/algorithms`: the same log-probs through both, float64, 20 random",
-        "batches of 8 samples. The largest difference of the loss, and of its gradient by a token's log-prob:",
+        "batches of 8 samples. The largest difference of the loss, and of its gradient with respect to a token's "
+        "log-prob:",
         "",
         "| loss | difference |",
         "|---|---|",
@@ -319,10 +320,10 @@ def beside_trl(folder: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("folder", type=Path, help="for the runs and results.jsonl; what is there isn't run again")
+    parser.add_argument("folder", type=Path, help="for the runs and results.jsonl; finished rows there aren't repeated")
     parser.add_argument("--rows", nargs="*", default=[], help="by name; all if none is named")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after them no other run is begun")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after that no other run starts")
     args = parser.parse_args()
     folder = args.folder.resolve()
     if args.what == "run":

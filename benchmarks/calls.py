@@ -24,16 +24,16 @@ from scheduler.processes.ray_cluster import RayCluster
 from scheduler.processes.unix_rpc import Line
 
 OUTPUT = Path(__file__).with_suffix(".md")
-ABOUT = """# What a call to an engine costs
+ABOUT = """# Cost of a call to an engine
 
-`python benchmarks/calls.py`: an engine that answers at once, {tokens} token ids there and as many log-probs back;
-medians of {rounds} rounds of {calls} calls, both ways by turns. CPU counts all threads of a process.
+`python benchmarks/calls.py`: an engine that answers at once, {tokens} token ids in and as many log-probs out;
+medians of {rounds} rounds of {calls} calls, both transports alternating. CPU counts all threads of a process.
 
 | | call to answer, ms | CPU of the driver, ms | CPU of the engine's process, ms |
 |---|---|---|---|"""
 AFTER = """
-By the socket a call takes {latency:.0%} of the time and {cpu:.0%} of the CPU. Requests and answers of a step of the
-quickstart are about 70 calls."""
+Through the socket a call takes {latency:.0%} of the time and {cpu:.0%} of the CPU. Requests and answers of a step of
+the quickstart are about 70 calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

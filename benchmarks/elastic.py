@@ -375,15 +375,15 @@ HEAD = """\
 # Elastic slots against every static split
 
 8 slots, seconds of a step on a virtual clock. The pipeline, the routers, the pushes and the balancer are those of
-real runs; the engines only take time (`models/engines/simulated/`): policy {policy_ms:g} ms a decoding step, judge
-{grm_ms:g} ms, rows and cached tokens on top. A batch is 64 groups of 8 rollouts, which fill the 64 rows of each of 8
-slots, or a quarter or a sixteenth of that; 4 judgements a rollout. Lengths are log-normal (sigma {sigma:g}). Medians of
-a rollout and a judgement: judge-heavy 400 and 400 tokens, policy-heavy 1600 and 100, drifting from 1600 and 100 to 400
-and 400 over the run. A push of weights takes {push:g} s, waking an engine {wake:g} s, an optimizer step {learn:g} s.
-Static splits are policy + judge slots, 1 + 7 to 7 + 1. A ratio above 1: elastic is faster.
+real runs; the engines only take time (`models/engines/simulated/`): policy {policy_ms:g} ms per decoding step, judge
+{grm_ms:g} ms, plus rows and cached tokens. A batch is 64 groups of 8 rollouts, which fill the 64 rows of each of 8
+slots, or a quarter or a sixteenth of that; 4 judgements per rollout. Lengths are log-normal (sigma {sigma:g}). Medians
+of a rollout and a judgement: judge-heavy 400 and 400 tokens, policy-heavy 1600 and 100, drifting from 1600 and 100 to
+400 and 400 over the run. A push of weights takes {push:g} s, waking an engine {wake:g} s, an optimizer step
+{learn:g} s. Static splits are policy + judge slots, 1 + 7 to 7 + 1. A ratio above 1: elastic is faster.
 
 `python benchmarks/elastic.py --steps {steps} --seeds {seeds} --first-seed {first_seed}`: means over {seeds} draws of
-the lengths, and how far the ratio went among them. The balancer's rule was chosen on draws 0 to 2; these are fresh.
+the lengths, and the range of the ratio. The balancer's rule was chosen on draws 0 to 2; these are new.
 
 | mix | staleness | load | elastic | best split | ratio | by draw | even split | ratio | moves a step |
 |---|---|---|---|---|---|---|---|---|---|"""
@@ -397,7 +397,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=100)
-    parser.add_argument("--keep", type=Path, help="a file for what was measured, to go on from")
+    parser.add_argument("--keep", type=Path, help="a file for the measurements, to continue from")
     parser.add_argument("--minutes", type=float, default=math.inf, help="measure no further case after that")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -413,7 +413,7 @@ def main() -> None:
         try:
             print(row(cases, case, seeds), flush=True)
         except TimeoutError:
-            sys.exit("the time is up: type the same again to go on")
+            sys.exit("the time is up: run the same command again to continue")
 
 
 if __name__ == "__main__":

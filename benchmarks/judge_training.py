@@ -105,7 +105,7 @@ def cost(frozen: Sequence[Run], learning: Sequence[Run]) -> str:
     voided = sum(one.summary["judging"]["voided_verdicts"] for one in learning)
     judged = sum(one.summary["judging"]["counted"] for one in learning)
     return (
-        f"A step of the policy took {step_s(learning):.2f} s beside a GRM in training, {step_s(frozen):.2f} s beside a "
+        f"A step of the policy took {step_s(learning):.2f} s with a GRM in training, {step_s(frozen):.2f} s with a "
         f"frozen one (medians; both on the same cores). Judged again after a push: {voided} of {judged} verdicts."
     )
 
@@ -122,22 +122,22 @@ def report(runs: Mapping[str, Sequence[Run]], overrides: Sequence[str]) -> list[
         "# Training the judge",
         "",
         f"`{typed}`, seeds {seeds}.",
-        "Defaults of the experiments; the judge is `tiny://weak_grm`, half taught, and impressed by work that is",
-        "longer than the question asks for.",
+        "Defaults of the experiments; the judge is `tiny://weak_grm`, partly trained, and fooled by answers that are",
+        "longer than needed.",
         "",
-        "## On labelled judgements",
+        "## Training on labelled judgements",
         "",
         "Share of held-out judgements that agree with their label (a right answer is passed, and no other).",
         "`rft_grm` is rejective fine-tuning, `train_grm` reinforcement learning by rule, both from the weak judge;",
-        "in the last rows the second goes on from where the first came to.",
+        "in the last rows the second continues from the result of the first.",
         "",
         *labelled(runs),
         "",
-        "## Beside the policy: frozen against in training",
+        "## During policy training: frozen and in training",
         "",
         "The same policy, prompts and seeds. True accuracy of held-out answers by a rule that the policy never learns",
-        f"from, at T = 1. It ends at {finals(learning)} beside a judge in training, and at",
-        f"{finals(frozen)} beside a frozen one.",
+        f"from, at T = 1. It ends at {finals(learning)} with a judge in training, and at",
+        f"{finals(frozen)} with a frozen one.",
         "",
         *beside(frozen, learning, "eval/true_accuracy", ".2f"),
         "",
@@ -145,19 +145,19 @@ def report(runs: Mapping[str, Sequence[Run]], overrides: Sequence[str]) -> list[
         "",
         *beside(frozen, learning, "eval/true_accuracy_greedy", ".2f"),
         "",
-        "What the judge thinks of them (its mean score, 1 to 10):",
+        "The judge's mean score of them (1 to 10):",
         "",
         *beside(frozen, learning, "eval/grm_score", ".1f"),
         "",
-        "How often it passes right answers, and no others, where it was in training (step 0: before its warm-up):",
+        "The share of answers that a judge in training classifies correctly (step 0: before its warm-up):",
         "",
         *beside([], learning, "eval/grm_accuracy", ".2f"),
         "",
         cost(frozen, learning),
         "",
-        "### A race",
+        "### Shorter warm-up",
         "",
-        "With 20 steps of warm-up instead of 60, and no lesson replaced that teaches nothing (true accuracy):",
+        "With 20 steps of warm-up instead of 60, and without replacing lessons without signal (true accuracy):",
         "",
         *beside([], runs["cotrain_soon"], "eval/true_accuracy", ".2f"),
     ]

@@ -194,7 +194,7 @@ PRINCIPLE_TOKENS, CRITIQUE_TOKENS = 150, 250
 
 def principles(num_steps: int, num_judges: int) -> None:
     """Rollouts of 500 tokens, critiques of 250; principles of 150: in each judgement, or once per prompt."""
-    print("| GRM engines | principles | max_staleness | s a step | GRM busy |\n|---|---|---|---|---|")
+    print("| GRM engines | principles | max_staleness | s per step | GRM busy |\n|---|---|---|---|---|")
     for staleness in (0, 1):
         for ahead in (False, True):
             tokens = CRITIQUE_TOKENS if ahead else CRITIQUE_TOKENS + PRINCIPLE_TOKENS

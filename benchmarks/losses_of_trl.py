@@ -156,7 +156,7 @@ def compare() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="that benchmarks/algorithms.py has its results in")
+    parser.add_argument("folder", type=Path, help="with the results of benchmarks/algorithms.py")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     found = {"trl": trl.__version__, "largest_difference": compare()}

@@ -69,12 +69,12 @@ def places(examples: Sequence[Example]) -> list[int]:
 def report(runs: Sequence[Measured], command: str) -> str:
     """A table over k; figures are means over the runs, with each run's in brackets."""
     lines = [
-        "# What a meta-RM is worth to the vote",
+        "# Effect of a meta-RM on the vote",
         "",
-        f"`{command}`: {len(runs)} runs of `+experiment=train_meta_rm`, a seed each; "
+        f"`{command}`: {len(runs)} runs of `+experiment=train_meta_rm`, one seed each; "
         f"{runs[0].num_items} held-out items (one item is {100 / runs[0].num_items:.1f} points).",
         "",
-        "Share of items on whose label the vote over k judgements agrees.",
+        "Share of items on which the vote over k judgements agrees with the label.",
         "",
         "| k | mean of all | best half | weighted |",
         "|---|---|---|---|",
@@ -85,13 +85,16 @@ def report(runs: Sequence[Measured], command: str) -> str:
     lines += ["", "Of single judgements:", ""]
     for name, what in (
         ("base_rate", "are right"),
-        ("accuracy", "are told right or wrong by the meta-RM"),
+        ("accuracy", "are classified correctly by the meta-RM"),
         ("auc", "AUC"),
         ("brier", "Brier score"),
         ("calibration_error", "calibration error"),
     ):
         lines.append(f"- {what}: {shown([run.single[name] for run in runs])}")
-    lines += ["", f"Sampling and training took {shown([run.wall_s for run in runs], 0)} s, with others on the machine."]
+    lines += [
+        "",
+        f"Sampling and training took {shown([run.wall_s for run in runs], 0)} s, with other load on the machine.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -54,27 +54,28 @@ INTRODUCTION = (
     f"""
     `python benchmarks/off_policy.py run runs/off_policy`, then `report`: the quickstart's policy and prompts, judged
     by the rule; {STEPS} steps of 16 groups x 8, lr {LR:g}, {len(SEEDS)} seeds. All sample from weights that are
-    rounded to 4 bits after each push (`engine.embedded.quantize=int4`), and train what is up to {STALENESS} versions
+    rounded to 4 bits after each push (`engine.embedded.quantize=int4`), and train on samples up to {STALENESS} versions
     old; `naive` corrects for neither.
     """,
     """
     Accuracy is that of the rule: on 256 held-out problems (good to 3 points) at T = 1, and in the batches themselves.
-    The mismatch is |log pi_old - log mu| per token, rounding and staleness together; the probe is rounding alone, at
-    worst. The dip that all curves begin with is the order of the groups: the first batch is of those that end first,
-    the short ones, and the next ones are of the rest.
+    The mismatch is |log pi_old - log mu| per token, rounding and staleness together; the probe is the largest
+    rounding error alone. The dip at the beginning of all curves comes from the order of the groups: the first batch
+    consists of those that end first, the short ones, and the next ones of the rest.
     """,
 )
 NOTES = (
     """
     The naive loss ends below where it began, with every seed. TIS learns with every seed, from the same sampler and
     in the same number of steps. The two corrections that leave tokens out do less: IcePop (weights from 0.5 to 5)
-    gains a little in two seeds of three, decoupled PPO (up to 5) in one; why, wasn't looked into. Three seeds tell
-    naive and TIS apart, and not the other two.
+    gains a little in two seeds of three, decoupled PPO (up to 5) in one; the reason wasn't examined. Three seeds
+    separate naive and TIS, but not the other two.
     """,
     """
-    How the setting was found, one seed each, 30 steps: at lr 1e-3 the naive loss stood still (0.305 to 0.305) where
-    TIS went to 0.391; at lr 3e-3 both collapsed (to 0.07 and 0.06). With int8 the mismatch of the first five steps was
-    0.02 nats at most, too little to ask for more. Nothing else was tried; no key of a correction was changed.
+    The setting was chosen with one seed each, 30 steps: at lr 1e-3 the naive loss didn't improve (0.305 to 0.305)
+    while TIS reached 0.391; at lr 3e-3 both collapsed (to 0.07 and 0.06). With int8 the mismatch of the first five
+    steps was 0.02 nats at most, too little for a comparison. Nothing else was tried; no key of a correction was
+    changed.
     """,
 )
 
@@ -145,7 +146,7 @@ def report(folder: Path) -> str:
         "beyond 10 %", "probe, nats",
     )  # fmt: skip
     lines = [
-        "# A sampler that isn't the learner",
+        "# Off-policy samplers",
         "",
         *paragraphs(INTRODUCTION),
         f"| {' | '.join(columns)} |",

@@ -164,7 +164,7 @@ WALL: tuple[Row, ...] = (
     ("command to exit, s", ".1f", lambda run: run.process.ended_s),
     ("start-up: command to ready, s", ".1f", lambda run: run.process.ready_s),
     ("of it: imports, configuration, data and models checked, s", ".1f", lambda run: run.process.checked_s),
-    ("of it: processes up, models loaded, s", ".1f", lambda run: run.process.ready_s - run.process.checked_s),
+    ("of it: processes started, models loaded, s", ".1f", lambda run: run.process.ready_s - run.process.checked_s),
     ("all steps, s", ".1f", lambda run: run.steps_s),
     ("one step (mean), s", ".3f", lambda run: statistics.fmean(step["time/step_s"] for step in run.steps)),
     ("one step (median), s", ".3f", lambda run: run.median("time/step_s")),
@@ -173,9 +173,13 @@ STAGES: tuple[Row, ...] = (
     ("policy: a rollout in flight", ".0%", busy_share("policy")),
     ("GRM: a judgement in flight", ".0%", busy_share("grm")),
     ("learner: in its calls", ".0%", busy_share("learner")),
-    ("looks at held-out problems, between the steps", ".0%", lambda run: 1 - run.total("time/step_s") / run.steps_s),
-    ("learner waits for groups, share of the steps without looks", ".0%", step_share("wait/learner_for_groups_s")),
-    ("no rollout in flight, admission shut, share of them", ".0%", step_share("wait/engines_for_learner_s")),
+    ("held-out evaluations, between the steps", ".0%", lambda run: 1 - run.total("time/step_s") / run.steps_s),
+    (
+        "learner waits for groups, share of the steps without evaluations",
+        ".0%",
+        step_share("wait/learner_for_groups_s"),
+    ),
+    ("no rollout in flight, admission closed, share of them", ".0%", step_share("wait/engines_for_learner_s")),
     ("weight syncs, share of them", ".1%", step_share("sync/push_s")),
     ("one weight sync (median), ms", ".0f", lambda run: 1e3 * run.median("sync/push_s")),
     ("of it: generation paused (median), ms", ".0f", lambda run: 1e3 * run.median("sync/pause_s")),
@@ -201,16 +205,16 @@ def report(runs: Sequence[Run], rounds: Rounds, busy_share: float) -> list[str]:
     return [
         "# Quickstart",
         "",
-        "`python benchmarks/quickstart.py runs/benchmark`: default settings on Ray, models at hand, W&B offline.",
+        "`python benchmarks/quickstart.py runs/benchmark`: default settings on Ray, local models, W&B offline.",
         f"{machine()}; code of {commits}.",
         f"Other work on the cores, right before or after each measurement: {others}.",
-        "Seconds are noisy, also on a machine that seems idle: trust the medians and the ratios, and measure on yours.",
+        "Seconds are noisy, also on a machine that seems idle: use the medians and the ratios, and measure on yours.",
         "",
         "## Learning",
         "",
         "![The learning curve](../docs/learning_curve.png)",
         "",
-        "Held-out problems, a column per seed. The rule behind the true accuracy is never trained on.",
+        "Held-out problems, one column per seed. Training never uses the rule behind the true accuracy.",
         "",
         *table(LEARNING, runs),
         "",
@@ -218,15 +222,16 @@ def report(runs: Sequence[Run], rounds: Rounds, busy_share: float) -> list[str]:
         "",
         *table(WALL, runs),
         "",
-        "Where the time of the steps goes. `In flight` is not computing: on few cores the stages share them.",
+        "Time of the steps by stage. `In flight` is not compute time: on few cores the stages share them.",
         "",
         *table(STAGES, runs),
         "",
-        "## The pipeline beside its stages in sequence",
+        "## The pipeline compared with its stages in sequence",
         "",
         "In sequence: all rollouts of a batch, then all judgements, then all micro-batches and the step, then the",
-        "weight sync, with the engines, judge, learner and placement of the pipeline. All ways run in one process, by",
-        f"turns: {len(rounds)} rounds of {STEPS_PER_BLOCK} steps each. A block has one more step at either end, where",
+        "weight sync, with the engines, judge, learner and placement of the pipeline. All variants alternate in one",
+        f"process: {len(rounds)} rounds of {STEPS_PER_BLOCK} steps each. A block has one more step at either end, "
+        "where",
         "the pipeline fills and drains; these are not counted.",
         "",
         *table_of_ways(rounds),
@@ -255,7 +260,7 @@ def quiet(config: RunConfig) -> RunConfig:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
-    parser.add_argument("--rounds", type=int, default=5, help="of the pipeline beside its stages in sequence")
+    parser.add_argument("--rounds", type=int, default=5, help="of the pipeline and of its stages in sequence")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

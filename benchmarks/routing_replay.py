@@ -181,25 +181,25 @@ def report(lines: list[Line], num_tokens: float) -> str:
         if line.replayed is None:
             table.append(f"| {line.model} | {line.what} | it has none | {cells(line.own)} | |")
             continue
-        table.append(f"| {line.model} | {line.what} | chosen anew | {cells(line.own)} | |")
+        table.append(f"| {line.model} | {line.what} | chosen again | {cells(line.own)} | |")
         table.append(f"| | | replayed | {cells(line.replayed)} | {line.replayed.rerouted:.2%} |")
     text = [
-        "# Replayed experts",
+        "# Routing replay",
         "",
         f"`OMP_NUM_THREADS=1 python benchmarks/routing_replay.py`: {NUM_PROMPTS} answers of up to {MAX_NEW_TOKENS} "
-        f"tokens by each sampler, some {num_tokens:,.0f} trained tokens a row; 8 experts a layer, 2 a token.",
+        f"tokens by each sampler, about {num_tokens:,.0f} trained tokens per row; 8 experts per layer, 2 per token.",
         "",
-        "How far two log-probs of the same token are apart. Rows without R2: learner and sampler (R3 replays the "
-        "sampler's experts). Rerouted: token and layer where the router would have chosen otherwise.",
+        "Difference of two log-probs of the same token. Rows without R2: learner and sampler (R3 replays the "
+        "sampler's experts). Rerouted: share of tokens and layers for which the router would choose other experts.",
         "",
         *table,
         "",
-        "Few tokens are rerouted, and those rule the maximum: a ratio of the loss, or a weight that corrects "
-        "for the sampler, is then made of another function's output. With the sampler's experts replayed "
-        "(R3) the maximum is of the order of the dense model's, whose distance is rounding alone, or below "
+        "Few tokens are rerouted, and those determine the maximum: a ratio of the loss, or a weight that corrects "
+        "for the sampler, then compares outputs of two functions. With the sampler's experts replayed "
+        "(R3) the maximum is of the order of the dense model's, whose difference is rounding alone, or below "
         "it; in bfloat16 the mean stays above the dense model's. After updates as large as these most of the "
-        "distance is the updates' own: R2 takes away an eighth to a quarter of the mean, and no maximum to "
-        "speak of.",
+        "difference comes from the updates: R2 removes an eighth to a quarter of the mean, and hardly lowers "
+        "the maximum.",
     ]
     return "\n".join(text) + "\n"
 

@@ -86,7 +86,7 @@ def overlap_workload(staleness: int) -> Workload:
 
 def overlap(num_steps: int, num_judges: int, virtual: bool) -> None:
     placement = seats(policy=2, grm=num_judges, learner=1)
-    print("| way | s a step | bound | times the bound | busy: policy, grm, learner |\n|---|---|---|---|---|")
+    print("| variant | s per step | bound | times the bound | busy: policy, grm, learner |\n|---|---|---|---|---|")
     if not virtual:
         sequence = asyncio.run(in_sequence(placement, num_steps))
         print(f"| stages in sequence | {sequence:.3f} | | | |", flush=True)
@@ -121,7 +121,7 @@ FREE_COSTS = Costs(engines={"policy": FREE, "grm": FREE}, learner=LearnerSpeed(t
 
 def overhead(in_flight: list[int], profiled: bool) -> None:
     """Short answers: what is measured is the way through the pipeline, not the copying of token ids."""
-    print("| rollouts in flight | judgements each | rollouts a CPU second | KB each, at most |\n|---|---|---|---|")
+    print("| rollouts in flight | judgements each | rollouts per CPU second | KB each, at most |\n|---|---|---|---|")
     for num_judgements in (1, 4):
         for rollouts in in_flight:
             few = lognormal(32, 0.3)
@@ -161,7 +161,7 @@ def simulator(slots: int, rollouts: int, num_steps: int) -> None:
     print(
         f"{slots} slots, {num_steps} steps of {rollouts} rollouts x 4 judgements: "
         f"{took_s:.1f} CPU s, {peak_kb() / 1024:.0f} MB; "
-        f"simulated {run.step_s:.2f} s a step, {run.times_bound:.2f} times the bound"
+        f"simulated {run.step_s:.2f} s per step, {run.times_bound:.2f} times the bound"
     )
 
 

@@ -103,11 +103,11 @@ def report(steps: dict[str, list[Step]], busy_share: float) -> list[str]:
         "# Shared prompts",
         "",
         "`OMP_NUM_THREADS=1 python benchmarks/shared_prompts.py <run>`: the learner of a finished quickstart, with",
-        "`train.shared_prompts=true` and with `false`: the same judged groups in one process, by turns, over",
+        "`train.shared_prompts=true` and with `false`: the same judged groups in one process, alternating, over",
         f"{len(steps['shared'])} steps ({WARM_UP_STEPS} not counted). {machine()}; code of {commit_date()}.",
         f"Other work on the cores, right before or after: {busy_share:.0%}.",
         "",
-        "| what siblings begin with | tokens a step (median) | s a step (median) | lowest, highest | times as fast |",
+        "| prompt of siblings | tokens per step (median) | s per step (median) | lowest, highest | times as fast |",
         "|---|---|---|---|---|",
     ]
     for name, some in counted.items():
@@ -123,8 +123,9 @@ def sameness(steps: dict[str, list[Step]]) -> list[str]:
     norms = [[some.metrics["train/grad_norm"] for some in pair] for pair in zip(*steps.values(), strict=True)]
     apart = [abs(shared / copied - 1) for shared, copied in norms]
     return [
-        f"Gradient norms are {apart[0]:.1e} apart in the first step, relatively, and {max(apart):.1e} at most in all:",
-        "float32 rounds in another order, and the weights of later steps have been through it.",
+        f"Gradient norms differ by {apart[0]:.1e} in the first step, relatively, and by at most {max(apart):.1e} in "
+        "all:",
+        "float32 rounds in another order, which affects the weights of later steps.",
     ]
 
 

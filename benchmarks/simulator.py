@@ -191,32 +191,32 @@ def foretold_by(runs: Mapping[int, Path], profiles: Mapping[int, Path]) -> dict[
 # -- telling ---------------------------------------------------------------------------------------------------------
 
 
-HEADING = """# Is the simulator right?
+HEADING = """# Accuracy of the simulator
 
 `{command}`: {placements} placements of the quickstart on Ray with embedded engines, {cores} cores,
 {runs} rounds in which each is run once, {steps} steps. A step is the mean of a run without its first {filling} and last
-{draining} steps; of the rounds, the median. It is foretold as `task=simulate` does, with costs and lengths of a run of
-*another* placement in the same round (`plan.profile` and `simulate.lengths`): nothing was fitted to what it is compared
-with. Beside a figure stand its error and, in brackets, how far the error went among the rounds.
+{draining} steps; of the rounds, the median. It is predicted as by `task=simulate`, with costs and lengths of a run of
+*another* placement in the same round (`plan.profile` and `simulate.lengths`): nothing was fitted to the run it is
+compared with. Each prediction has its error and, in brackets, the range of the error over the rounds.
 
-"Laptop" is the quickstart as it is: the learner, an engine of the policy, one of the GRM; staleness 1, one judgement of
-a rollout. "Two engines of each role": two of the policy, two of the GRM, and the learner.
+"Laptop" is the quickstart as it is: the learner, one engine of the policy, one of the GRM; staleness 1, one judgement
+per rollout. "Two engines of each role": two of the policy, two of the GRM, and the learner.
 """
 
 
-OUTSIDE = """## Where a profile is wrong, and why
+OUTSIDE = """## Errors of profiles, and their causes
 
-A profile knows what can be told apart in its run (docs/planning.md).
+A profile contains only costs that its run can separate (docs/planning.md).
 
-- *4 judgements* at staleness 1 keeps the GRM's batch full: every step takes rows in, and batches never differ in size.
-  What a row, a prompt and the joining of a row cost can't be told apart there; the joining, for which the embedded
-  engine has a pass of its own, is read as the price of prompts. Where rows join many at once that is too dear.
+- *4 judgements* at staleness 1 keeps the GRM's batch full: every step admits rows, and batches never differ in size.
+  The costs of a row, of a prompt and of admitting a row can't be separated there. The embedded engine has a separate
+  pass for admission, whose cost is attributed to prompts. That is too high where many rows join at once.
   Synchronous, the same placement has batches of all sizes, and its profile is nearly right.
 - *Two engines of each role* are five processes and the driver on two cores. They took a quarter to a third more CPU
-  seconds for the same judgements and rollouts; the smaller batches explain a part of it, the turns
-  ([turns.md](turns.md)) another, and what is left makes its profile too dear for placements with fewer processes.
+  seconds for the same judgements and rollouts. Smaller batches explain one part, switching
+  ([turns.md](turns.md)) another; the rest makes its profile too expensive for placements with fewer processes.
 
-Take a profile of a run whose engines aren't always full, with about as many processes as cores.
+Use a profile of a run whose engines aren't always full, with about as many processes as cores.
 """
 
 
@@ -238,15 +238,16 @@ def noise(rows: Sequence[Row]) -> str:
     widest, usual = max(rows, key=lambda row: row.spread), statistics.median(row.spread for row in rows)
     return (
         f"The machine is shared. Runs of one placement differ by {usual:.0%} in "
-        f"the median, by {widest.spread:.0%} at most ({widest.name}); how much of all cores others took right before "
-        "a run is in the table."
+        f"the median, by {widest.spread:.0%} at most ({widest.name}); the table shows the load of other processes "
+        "right before a run."
     )
 
 
 def table(rows: Sequence[Row], profiled: Sequence[str]) -> str:
-    heads = [f"foretold by the profile of: {name}" for name in profiled]
+    heads = [f"predicted by the profile of: {name}" for name in profiled]
     lines = [
-        f"| placement | measured, s a step | lowest, highest run | others before it, at most | {' | '.join(heads)} |",
+        f"| placement | measured, s per step | lowest, highest run | other load before it, at most "
+        f"| {' | '.join(heads)} |",
         "|---|---|---|---|" + "---|" * len(profiled),
     ]
     for row in rows:
@@ -273,7 +274,7 @@ def verdicts(rows: Sequence[Row], profiled: Sequence[str]) -> str:
         kept = sum((a.seconds < b.seconds) == (a.foretold_s(name) < b.foretold_s(name)) for a, b in apart)
         lines.append(
             f"- By the profile of {name}: {inside} of {len(told)} within {TARGET:.0%}; of the {len(apart)} pairs of "
-            f"which every run of one was faster than any of the other, {kept} are foretold in their order."
+            f"which every run of one was faster than any of the other, {kept} are predicted in their order."
         )
     return "\n".join(lines)
 

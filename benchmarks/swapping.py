@@ -45,12 +45,12 @@ The machine was shared: compare within a row.
 `OMP_NUM_THREADS=1 python benchmarks/swapping.py`"""
 HEAD = """| parameters | weights | started | its memory | read | pushed | copied | read at |
 |---|---|---|---|---|---|---|---|"""
-READING = """- started, its memory: an engine of its own, from its first import to its first token. One engine for both
+READING = """- started, its memory: a separate engine, from its first import to its first token. One engine for both
   roles saves that on every slot.
-- read: the other model's files by vLLM's own loader, from the page cache: how a frozen GRM's weights come back.
-- pushed: its tensors from shared memory, hashed on both ends: how a policy's weights come back.
-- copied: the same bytes, host to host: the least that waking a sleeping engine costs where its bus is as fast as this
-  memory. vLLM for CPUs can't sleep, so that way itself was not measured."""
+- read: the other model's files by vLLM's own loader, from the page cache: the way a frozen GRM's weights return.
+- pushed: its tensors from shared memory, hashed on both ends: the way a policy's weights return.
+- copied: the same bytes, host to host: the lower bound of waking a sleeping engine if its bus is as fast as this
+  memory. vLLM for CPUs can't sleep, so waking itself was not measured."""
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for the policy and trl.json")
     parser.add_argument("--policy", required=True)
     parser.add_argument("--grm", required=True)
-    parser.add_argument("--questions", type=Path, required=True, help="one a line, in the order of training")
+    parser.add_argument("--questions", type=Path, required=True, help="one per line, in the order of training")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)

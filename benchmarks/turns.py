@@ -27,14 +27,14 @@ SECONDS = 5.0
 
 
 REPORT = Path(__file__).with_suffix(".md")
-HEADING = """# Taking turns on cores
+HEADING = """# Processes that share cores
 
-`OMP_NUM_THREADS=1 python benchmarks/turns.py`: embedded engines of the tiny GRM, each in a process of its own, on
-{cores} cores: batches of {rows} rows x {new_tokens} tokens, as many a second as all of them decode together. Beside it,
-over what as many engines as cores did, what simulations and profiles assume (`capacity.shared_cores.TURN_COST` =
-{turn_cost}).
+`OMP_NUM_THREADS=1 python benchmarks/turns.py`: embedded engines of the tiny GRM, each in a separate process, on
+{cores} cores: batches of {rows} rows x {new_tokens} tokens, per second, of all engines together. The last columns
+compare that with as many engines as cores, and with the value that simulations and profiles use
+(`grmpipe.capacity.shared_cores.TURN_COST` = {turn_cost}).
 
-| engines | batches a second | over {cores} engines | reckoned |
+| engines | batches per second | over {cores} engines | model |
 |---|---|---|---|
 """
 

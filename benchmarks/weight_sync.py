@@ -202,19 +202,19 @@ def seconds(value: float) -> str:
 def report(lines: list[str], load: float) -> str:
     return "\n".join(
         [
-            "# A push of weights, by its way",
+            "# A weight push, by transport",
             "",
-            "`OMP_NUM_THREADS=1 python benchmarks/weight_sync.py`: seconds from the first bucket asked for to the last",
-            "one loaded by another process, float32, buckets of 64 MB; medians of 3 pushes after the first.",
+            "`OMP_NUM_THREADS=1 python benchmarks/weight_sync.py`: seconds from the request of the first bucket until "
+            "the last one is loaded by another process, float32, buckets of 64 MB; medians of 3 later pushes.",
             f"{platform.machine()} CPU, {os.cpu_count()} cores, torch {torch.__version__}, ray {ray.__version__}.",
-            f"When it began, {load:.1f} other threads wanted those cores: hashing, which keeps two busy, suffers most.",
-            "The ratio is to a plain copy of the same bytes, by one thread, taken right before each push.",
+            f"At its start, {load:.1f} other threads used those cores: this affects hashing most, which uses two.",
+            "The ratio is to a plain copy of the same bytes, by one thread, measured right before each push.",
             "",
-            "| parameters | way | first push | then | ratio | without hashing | ratio |",
+            "| parameters | transport | first push | later | ratio | without hashing | ratio |",
             "|---|---|---|---|---|---|---|",
             *lines,
             "",
-            "The ways between GPUs (nccl, cuda_ipc) were not measured: there was no GPU.",
+            "The transports between GPUs (nccl, cuda_ipc) were not measured: there was no GPU.",
             "",
         ]
     )

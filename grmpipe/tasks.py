@@ -82,7 +82,7 @@ def outcome(summary: Summary, run_dir: Path) -> float | None:
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":
-        raise RunInterrupted(f"interrupted at step {summary.steps}; go on with resume=auto run_dir={run_dir}")
+        raise RunInterrupted(f"interrupted at step {summary.steps}; continue with resume=auto run_dir={run_dir}")
     return summary.objective
 
 
@@ -96,8 +96,8 @@ def run_train_meta(config: RunConfig) -> float | None:
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":
         raise RunInterrupted(
-            f"interrupted at step {summary.steps}; once there is {run_dir}/judgements.jsonl, a new run can read "
-            "it by meta.judgements=..."
+            f"interrupted at step {summary.steps}; once {run_dir}/judgements.jsonl exists, a new run can read "
+            "it with meta.judgements=..."
         )
     return summary.objective
 

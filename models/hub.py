@@ -30,7 +30,7 @@ def find_files(path: str, *, weights: bool) -> str:
     if weights and not any(list(Path(directory).glob(pattern)) for pattern in WEIGHT_FILES):
         if is_hub_name(path):
             raise NotHere(f"path: {path!r} has no weights in the cache (*.safetensors){how(path)}")
-        raise ValueError(f"path: {path!r} holds no weights (*.safetensors); give a whole model")
+        raise ValueError(f"path: {path!r} holds no weights (*.safetensors); give a complete model")
     return directory
 
 
@@ -51,11 +51,11 @@ def _fetched(path: str, weights: bool) -> str:
     try:
         return snapshot_download(path, allow_patterns=patterns, etag_timeout=ANSWER_TIMEOUT_S)
     except LocalEntryNotFoundError as error:
-        raise NotHere(f"path: no directory {path!r}, and the hub can't be asked for it now{how(path)}") from error
+        raise NotHere(f"path: no directory {path!r}, and the hub can't be reached{how(path)}") from error
     except HfHubHTTPError as error:
         said = next(line for line in str(error).splitlines() if line.strip())
         raise ValueError(f"path: no directory {path!r}, and the hub refuses it ({said}); give another path") from error
 
 
 def how(path: str) -> str:
-    return f"; where there is a network, type `hf download {path}`, or give the model's directory"
+    return f"; on a machine with network access type `hf download {path}`, or give the model's directory"

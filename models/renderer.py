@@ -76,7 +76,7 @@ class Renderer:
         text_config = config.get_text_config()
         window = getattr(text_config, "max_position_embeddings", None)  # not every architecture has one
         if window is None:
-            raise ValueError(f"path: the config in {path!r} names no window (max_position_embeddings)")
+            raise ValueError(f"path: the config in {path!r} gives no context window (max_position_embeddings)")
         return Renderer(
             tokenizer,
             context_tokens=int(window),
@@ -132,13 +132,13 @@ class Renderer:
                 conversation, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
             )
         except TemplateError as error:
-            raise ValueError(f"chat_template: it takes no conversation of {', '.join(roles)}: {error}") from error
+            raise ValueError(f"chat_template: it can't render a conversation of {', '.join(roles)}: {error}") from error
         assert isinstance(rest, str)
         pieces = []
         for role, placeholder in zip(roles, placeholders, strict=True):
             before, found, rest = rest.partition(placeholder)
             if not found or placeholder in rest:
-                raise ValueError(f"chat_template: it doesn't write the {role} message exactly once, in its place")
+                raise ValueError(f"chat_template: it doesn't write the {role} message exactly once, in order")
             pieces.append(before)
         return [*pieces, rest]
 
@@ -161,7 +161,9 @@ def _load_config(path: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"path: {path!r} is no Hugging Face model (a directory with config.json): {error}") from error
+        raise ValueError(
+            f"path: {path!r} is not a Hugging Face model (a directory with config.json): {error}"
+        ) from error
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -185,9 +187,7 @@ def _tell_unknown_kwargs(path: str, tokenizer: PreTrainedTokenizerBase, kwargs: 
     template = tokenizer.get_chat_template()
     for name in kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            log.warning(
-                "chat_template_kwargs: the chat template of %s knows no %s, so it changes nothing there", path, name
-            )
+            log.warning("chat_template_kwargs: the chat template of %s doesn't use %s, so it has no effect", path, name)
 
 
 def _stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class ModelShape:
         sizes = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "tied"}
         lacking = [name for name, size in sizes.items() if size < 1]
         if any(sizes.values()) and lacking:
-            raise ValueError(f"{lacking[0]}: must be at least 1; a shape is declared whole, as in config.json")
+            raise ValueError(f"{lacking[0]}: must be at least 1; declare all fields of a shape, as in config.json")
 
     @property
     def declared(self) -> bool:
@@ -127,7 +127,7 @@ def check_template_kwarg(name: str, value: object) -> None:
     """Of a chat template: a name that isn't the renderer's own, and a value that JSON knows."""
     if not isinstance(name, str) or not name.isidentifier() or name in TEMPLATE_KWARGS_OF_OURS:
         raise ValueError(
-            f"chat_template_kwargs: {name!r} can't be set; give names that the chat template knows, as "
+            f"chat_template_kwargs: {name!r} can't be set; give names that the chat template uses, as in "
             "chat_template_kwargs={enable_thinking: false}"
         )
     try:
@@ -253,8 +253,8 @@ def _refuse_userinfo(key: str, url: str) -> None:
     if re.match(r"\w+://[^/?#]*@", url):
         host = re.sub(r"^(\w+://)[^/?#]*@", r"\1", url)
         raise ValueError(
-            f"{key}: a URL may not hold a name or a password; type {host!r}, export the key in an environment variable "
-            "and give its name as api_key_env"
+            f"{key}: a URL must not contain a user name or a password; type {host!r}, export the key in an "
+            "environment variable and give its name as api_key_env"
         )
 
 
@@ -262,10 +262,10 @@ def _check_markup(pattern: str) -> None:
     try:
         matches_nothing_at_all = re.compile(pattern).match("") is not None
     except re.error as error:
-        raise ValueError(f"chat_markup: {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"chat_markup: {pattern!r} is not a regular expression: {error}") from None
     if matches_nothing_at_all:
         raise ValueError(
-            f"chat_markup: {pattern!r} matches an empty text, and so everywhere; type what markup begins with"
+            f"chat_markup: {pattern!r} matches an empty text, and so everywhere; type the beginning of the markup"
         )
 
 

@@ -81,7 +81,7 @@ def _bytes_differ(directory: Path, file: StoredFile) -> str | None:
         same = checksum_of(directory / file.name) == file.xxh3
     except OSError as error:
         return f"{file.name} can't be read ({error.strerror})"
-    return None if same else f"{file.name} holds other bytes than were written (xxh3-64)"
+    return None if same else f"{file.name} was changed after it was written (xxh3-64)"
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -36,7 +36,7 @@ class DeviceSpec:
         for known in (dtype, *sorted(sixteen if dtype in sixteen else ())):
             if known in self.tflops:
                 return self.tflops[known] * 1e12
-        raise ValueError(f"tflops: nothing for {dtype}; known: {', '.join(self.tflops)}")
+        raise ValueError(f"tflops: no value for {dtype}; known: {', '.join(self.tflops)}")
 
 
 # NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 (2025). Dense figures: where a

@@ -27,13 +27,13 @@ class PoolConfig:
         if self.slots < 1:
             raise ValueError(f"slots: must be at least 1, got {self.slots}")
         if self.memory_gb is not None and not self.memory_gb > 0:
-            raise ValueError(f"memory_gb: must be above 0, or null where it isn't known, got {self.memory_gb}")
+            raise ValueError(f"memory_gb: must be above 0, or null if unknown, got {self.memory_gb}")
         if self.resource not in RESOURCES:
             raise ValueError(f"resource: unknown resource {self.resource!r}; known: {', '.join(RESOURCES)}")
         if self.elastic and self.time_shared:
             raise ValueError(
-                "time_shared: slots of an elastic pool move while the learner works beside them, so it can't have them "
-                "by turns; set elastic=false, or time_shared=false"
+                "time_shared: slots of an elastic pool move while the learner works, so it can't alternate with "
+                "them; set elastic=false, or time_shared=false"
             )
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy: unknown strategy {self.strategy!r}; known: {', '.join(STRATEGIES)}")
@@ -93,8 +93,8 @@ class ClusterConfig:
         for name in self.env_vars:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*\*?", name):
                 raise ValueError(
-                    "env_vars: takes names only, such as HF_HOME or NCCL_*: the values are those of this process, so "
-                    f"that no secret stands in config.yaml; got {name.partition('=')[0]!r}"
+                    "env_vars: expected only names, such as HF_HOME or NCCL_*: the values are those of this process, "
+                    f"so that no secret is in config.yaml; got {name.partition('=')[0]!r}"
                 )
         if self.object_store_mb < 80:
             raise ValueError(f"object_store_mb: Ray needs at least 80, got {self.object_store_mb}")
@@ -218,11 +218,11 @@ def _blocks(config: PlacementConfig, role: str, placed: Mapping[str, list[tuple[
     """The slots of each replica of a role, the emptiest first."""
     where = config.roles.get(role)
     if where is None:
-        raise ValueError(f"placement.roles.{role}: has no place; {_add_role(config, role)}")
+        raise ValueError(f"placement.roles.{role}: has no pool; {_add_role(config, role)}")
     pool = config.pools.get(where.pool)
     if pool is None:
         raise ValueError(
-            f"placement.roles.{role}.pool: there is no pool {where.pool!r}; "
+            f"placement.roles.{role}.pool: unknown pool {where.pool!r}; "
             f"set placement.roles.{role}.pool={_or(config.pools)}, or add placement.pools.{where.pool}"
         )
     if pool.elastic and role in SERVED_ROLES:
@@ -230,8 +230,8 @@ def _blocks(config: PlacementConfig, role: str, placed: Mapping[str, list[tuple[
     wanted, width = where.replicas * where.slots_per_replica, where.slots_per_replica
     if wanted > pool.slots:
         raise ValueError(
-            f"placement.roles.{role}: {where.replicas} replicas of {width} slots want {wanted} slots, "
-            f"pool {where.pool} has {pool.slots}; set placement.pools.{where.pool}.slots={wanted}"
+            f"placement.roles.{role}: {where.replicas} replicas of {width} slots need {wanted} slots, "
+            f"but pool {where.pool} has {pool.slots}; set placement.pools.{where.pool}.slots={wanted}"
         )
     occupants = _occupants(config, placed)
     free = [tuple(range(start, start + width)) for start in range(0, pool.slots - width + 1, width)]
@@ -277,7 +277,7 @@ def _refuse_shared_blocks(
             if others:
                 raise ValueError(
                     f"placement.roles.{role}.slots_per_replica: a replica of several slots can't share them "
-                    f"(with {others[0]}); give {role} a pool of its own, or set slots_per_replica=1"
+                    f"(with {others[0]}); give {role} a separate pool, or set slots_per_replica=1"
                 )
 
 
@@ -288,21 +288,21 @@ def _refuse_turns_of_one(placement: Placement) -> None:
         strangers = [role for role in here if role not in ("learner", *SERVED_ROLES)]
         if pool.time_shared and strangers:
             raise ValueError(
-                f"placement.roles.{strangers[0]}.pool: only the learner, policy and grm have the slots of the "
-                f"time-shared pool {name} by turns; set placement.roles.{strangers[0]}.pool to another one, or "
+                f"placement.roles.{strangers[0]}.pool: only the learner, policy and grm can alternate on the "
+                f"time-shared pool {name}; set placement.roles.{strangers[0]}.pool to another one, or "
                 f"placement.pools.{name}.time_shared=false"
             )
         if pool.time_shared and "grm" in here and "grm_learner" in placement.seats:
             raise ValueError(
-                f"placement.roles.grm.pool: a GRM that learns gets its weights at times of its own, when engines of "
+                f"placement.roles.grm.pool: a GRM that learns gets its weights at any time, also when engines of "
                 f"the time-shared pool {name} may sleep; set placement.roles.grm.pool to another one, or "
                 f"placement.pools.{name}.time_shared=false"
             )
         if pool.time_shared and not ("learner" in here and placement.time_sharing_roles):
             raise ValueError(
-                f"placement.pools.{name}.time_shared: the learner and engines take turns, and only {', '.join(here)} "
-                f"is there; set placement.roles.learner.pool={name} and placement.roles.policy.pool={name}, or "
-                f"placement.pools.{name}.time_shared=false"
+                f"placement.pools.{name}.time_shared: the learner and engines must alternate, but only "
+                f"{', '.join(here)} uses it; set placement.roles.learner.pool={name} and "
+                f"placement.roles.policy.pool={name}, or placement.pools.{name}.time_shared=false"
             )
 
 
@@ -332,15 +332,18 @@ def _shortage(placement: Placement, name: str, nodes: Sequence[NodeCapacity], he
     there = "; ".join(f"{node.name} has {node.units(pool.resource) or 'no'} {unit}" for node in nodes)
     lodgers = [role for role, seats in placement.seats.items() if seats[0].pool == name]
     wants = (
-        f"placement.pools.{name}: wants {pool.slots} {pool.resource} slots ({pool.strategy}) for {', '.join(lodgers)}; "
+        f"placement.pools.{name}: needs {pool.slots} {pool.resource} slots ({pool.strategy}) for {', '.join(lodgers)}; "
         f"{there}"
     )
     if taken:
-        wants += f", {taken} of them taken by {', '.join(held)}"
+        wants += f", {taken} of them used by {', '.join(held)}"
     if pool.resource == "gpu" and total == 0:
         return f"{wants}; set placement.pools.{name}.resource=cpu, or placement=laptop"
     if total - taken >= pool.slots:
-        return f"{wants}, but not in one piece; set placement.pools.{name}.strategy=PACK, or fewer slots_per_replica"
+        return (
+            f"{wants}, but no arrangement of them fits; set placement.pools.{name}.strategy=PACK, or fewer "
+            "slots_per_replica"
+        )
     if total > taken:
         return f"{wants}; set placement.pools.{name}.slots={total - taken}"
     return f"{wants}; set {' '.join(f'placement.roles.{role}.pool={held[0]}' for role in lodgers)}"
@@ -349,7 +352,7 @@ def _shortage(placement: Placement, name: str, nodes: Sequence[NodeCapacity], he
 def _add_role(config: PlacementConfig, role: str) -> str:
     """What to type: a value for a member that isn't there yet needs the section around it."""
     if not config.pools:
-        return "give the run some pools, as placement=laptop does"
+        return "define pools, as placement=laptop does"
     first, *others = config.pools
     instead = f" (or {_or(others)})" if others else ""
     return f"type '+placement.roles={{{role}: {{pool: {first}}}}}'{instead}, or add it to the file of this placement"

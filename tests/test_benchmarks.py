@@ -129,10 +129,10 @@ def test_shares_are_of_the_steps_and_not_of_the_looks_around_them(tmp_path: Path
     rows = {label: format(value(run), form) for label, form, value in (*quickstart.STAGES, *quickstart.WALL)}
     assert rows["policy: a rollout in flight"] == "80%"
     assert rows["learner: in its calls"] == "30%"
-    assert rows["learner waits for groups, share of the steps without looks"] == "25%"
-    assert rows["looks at held-out problems, between the steps"] == "20%"
+    assert rows["learner waits for groups, share of the steps without evaluations"] == "25%"
+    assert rows["held-out evaluations, between the steps"] == "20%"
     assert rows["one weight sync (median), ms"] == "50"
-    assert rows["of it: processes up, models loaded, s"] == "6.0"
+    assert rows["of it: processes started, models loaded, s"] == "6.0"
 
 
 def test_a_finished_run_is_used_again_and_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

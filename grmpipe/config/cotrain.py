@@ -43,4 +43,4 @@ class CotrainConfig:
         if not 0 <= self.own_share <= 1:
             raise ValueError(f"own_share: must be between 0 and 1, got {self.own_share}")
         if self.own_share == 0 and self.data_path is None:
-            raise ValueError("own_share: 0 and no data_path leave nothing to learn from; type cotrain.own_share=1")
+            raise ValueError("own_share: 0 without data_path gives no training data; type cotrain.own_share=1")

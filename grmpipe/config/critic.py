@@ -55,18 +55,18 @@ def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, train: TrainC
     needed = algorithm.estimator in CRITIC_ESTIMATORS
     if needed and not critic.enabled:
         raise ValueError(
-            f"critic.enabled: algorithm.estimator={algorithm.estimator} is estimated from a critic's values, and there "
+            f"critic.enabled: algorithm.estimator={algorithm.estimator} needs a critic's values, and there "
             "is no critic; type critic=policy, or algorithm.estimator=grpo"
         )
     if critic.enabled and not needed:
         raise ValueError(
-            f"critic.enabled: algorithm.estimator={algorithm.estimator} asks no critic; type algorithm=ppo, "
+            f"critic.enabled: algorithm.estimator={algorithm.estimator} uses no critic; type algorithm=ppo, "
             "or critic.enabled=false"
         )
     if critic.enabled and critic.warmup_steps >= train.num_steps:
         raise ValueError(
-            f"critic.warmup_steps: {critic.warmup_steps} steps without the policy leave none of train.num_steps="
-            f"{train.num_steps} to it; type critic.warmup_steps={train.num_steps - 1} or less"
+            f"critic.warmup_steps: {critic.warmup_steps} warm-up steps leave the policy none of train.num_steps="
+            f"{train.num_steps}; type critic.warmup_steps={train.num_steps - 1} or less"
         )
 
 

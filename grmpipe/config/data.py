@@ -29,7 +29,7 @@ class DataConfig:
         if self.replay == "":
             raise ValueError("replay: is empty; give the rollouts.jsonl of a run, or type data.replay=null")
         if self.eval_path == "":
-            raise ValueError("eval_path: is empty; give a file, or type data.eval_path=null to evaluate on nothing")
+            raise ValueError("eval_path: is empty; give a file, or type data.eval_path=null for no evaluation")
         for key, count in (("num_prompts", self.num_prompts), ("num_eval_prompts", self.num_eval_prompts)):
             if count < 1:
                 raise ValueError(f"{key}: must be at least 1, got {count}")
@@ -67,9 +67,13 @@ class RolloutConfig:
                 f"temperature: must be above 0 to train (siblings would be equal at 0), got {self.temperature}"
             )
         if self.top_p != 1.0:
-            raise ValueError(f"top_p: must be 1 to train (the learner's log-probs know no nucleus), got {self.top_p}")
+            raise ValueError(
+                f"top_p: must be 1 to train (the learner's log-probs are over all tokens), got {self.top_p}"
+            )
         if self.top_k != 0:
-            raise ValueError(f"top_k: must be 0 to train (the learner's log-probs know all tokens), got {self.top_k}")
+            raise ValueError(
+                f"top_k: must be 0 to train (the learner's log-probs are over all tokens), got {self.top_k}"
+            )
         if not self.min_tokens_per_s > 0:
             raise ValueError(f"min_tokens_per_s: must be above 0, got {self.min_tokens_per_s}")
         needed_s = self.max_turns * self.max_new_tokens / self.min_tokens_per_s
@@ -77,5 +81,5 @@ class RolloutConfig:
             raise ValueError(
                 f"group_deadline_s: {self.group_deadline_s:g} s is less than max_turns x max_new_tokens / "
                 f"min_tokens_per_s = {needed_s:g} s; type rollout.group_deadline_s={needed_s:g} or more, "
-                "or a truer rollout.min_tokens_per_s"
+                "or correct rollout.min_tokens_per_s"
             )

@@ -55,8 +55,8 @@ class EarlyStopConfig:
             raise ValueError(f"max_error: must be above 0, got {self.max_error}")
         if not 0 < self.audit_share <= 1:
             raise ValueError(
-                f"audit_share: must be above 0 and at most 1, got {self.audit_share}: without an audit nobody knows "
-                "what a relaxed stop costs"
+                f"audit_share: must be above 0 and at most 1, got {self.audit_share}: without an audit the error of "
+                "a relaxed stop is unknown"
             )
 
 
@@ -150,11 +150,11 @@ class JudgeConfig:
         if self.protocol != protocol:
             raise ValueError(
                 f"template: {self.template} is for the {protocol} protocol; type judge.protocol={protocol}, or "
-                f"judge={self.protocol} for all that belongs to {self.protocol}"
+                f"judge={self.protocol} for all keys of {self.protocol}"
             )
         if self.parser != parser:
             raise ValueError(
-                f"parser: {self.parser} can't read what template {self.template} asks for; type judge.parser={parser}"
+                f"parser: {self.parser} can't read the format of template {self.template}; type judge.parser={parser}"
             )
         if self.protocol != "pointwise" and self.parser == "score_line":
             raise ValueError(
@@ -204,13 +204,13 @@ class JudgeConfig:
     def _check_votes(self) -> None:
         if self.protocol == "pairwise" and self.num_judgements % 2:
             raise ValueError(
-                f"num_judgements: half of a pair's judgements show it in the other order, so {self.num_judgements} "
+                f"num_judgements: each pair is judged in both orders equally often, so {self.num_judgements} "
                 f"is one too few; type judge.num_judgements={self.num_judgements + 1}"
             )
         if self.protocol == "pairwise" and self.vote != "majority":
-            raise ValueError(f"vote: a pair goes to the majority, not by {self.vote}; type judge.vote=majority")
+            raise ValueError(f"vote: a pair is decided by the majority, not by {self.vote}; type judge.vote=majority")
         if self.k_meta > self.num_judgements:
-            raise ValueError(f"k_meta: {self.k_meta} of judge.num_judgements={self.num_judgements} can't be kept")
+            raise ValueError(f"k_meta: {self.k_meta} of judge.num_judgements={self.num_judgements} can't vote")
 
     def _check_early_stop(self) -> None:
         stop = self.early_stop
@@ -218,20 +218,22 @@ class JudgeConfig:
             return
         wanted = {"exact": ("pairwise",), "relaxed": ("pointwise", "rubric")}[stop.kind]
         if self.protocol not in wanted:
-            why = "a winner fixes no rewards but a pair's" if stop.kind == "exact" else "it is for single scores"
+            why = (
+                "a winner determines only the rewards of a pair" if stop.kind == "exact" else "it is for single scores"
+            )
             raise ValueError(
                 f"early_stop.kind: {stop.kind} is for judge.protocol={' or '.join(wanted)}, not {self.protocol}: "
                 f"{why}; type judge.early_stop.kind=none"
             )
         if stop.kind == "relaxed" and self.vote not in ("mean", "sum"):
             raise ValueError(
-                f"early_stop.kind: relaxed reckons with the error of a mean, not of vote={self.vote}; "
+                f"early_stop.kind: relaxed uses the standard error of a mean, not of vote={self.vote}; "
                 "type judge.vote=mean, or judge.early_stop.kind=none"
             )
         fewest = stop.first + 1 if stop.kind == "relaxed" else 2
         if self.num_judgements < fewest:
             raise ValueError(
-                f"early_stop.kind: of {self.num_judgements} judgements none can be left out; "
+                f"early_stop.kind: of {self.num_judgements} judgements none can be saved; "
                 f"type judge.num_judgements={fewest} or more, or judge.early_stop.kind=none"
             )
 
@@ -242,9 +244,13 @@ class JudgeConfig:
             if name not in COMPONENTS:
                 raise ValueError(f"mix: unknown component {name!r}; known: {', '.join(COMPONENTS)}")
             if not 0 < weight < math.inf:
-                raise ValueError(f"mix.{name}: a weight must be above 0, got {weight}; leave out what isn't to count")
+                raise ValueError(
+                    f"mix.{name}: a weight must be above 0, got {weight}; leave out components that don't count"
+                )
         if self.kind == "mixed" and self.vote == "sum":
-            raise ValueError("vote: a sum goes from k to 10 k, and mixes with no other score; type judge.vote=mean")
+            raise ValueError(
+                "vote: a sum goes from k to 10 k, and can't be mixed with other scores; type judge.vote=mean"
+            )
         if self.kind == "own" and not self.target:
             raise ValueError("target: is empty; for kind=own type judge.target=my_package.my_module.MyJudge")
 
@@ -255,7 +261,7 @@ class JudgeConfig:
         if not needed_s <= self.timeout_s < math.inf:
             raise ValueError(
                 f"timeout_s: {self.timeout_s:g} s is less than max_new_tokens / min_tokens_per_s = {needed_s:g} s; "
-                f"type judge.timeout_s={needed_s:g} or more, or a truer judge.min_tokens_per_s"
+                f"type judge.timeout_s={needed_s:g} or more, or correct judge.min_tokens_per_s"
             )
 
 

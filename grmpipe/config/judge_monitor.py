@@ -27,7 +27,7 @@ class LimitConfig:
             raise ValueError(f"action: unknown value {self.action!r}; known: {', '.join(ACTIONS)}")
         bounds = [bound for bound in (self.above, self.below) if bound is not None]
         if not bounds or not all(math.isfinite(bound) for bound in bounds):
-            raise ValueError(f"above: give a finite above, below or both for {self.metric}")
+            raise ValueError(f"above: give a finite number for above, below or both for {self.metric}")
 
 
 @dataclass(frozen=True)

@@ -76,12 +76,12 @@ def no_such_choice(text: str) -> str:
     if options:
         message += f"{' There' if near else '; there'} are {', '.join(options)}"
     own = [option for option in OWN if option in options]
-    return message + (f"; for one of your own type {group}={own[0]} {group}.path={name}" if own and not near else "")
+    return message + (f"; for your own type {group}={own[0]} {group}.path={name}" if own and not near else "")
 
 
 def chosen_twice(text: str) -> str:
     found = re.search(r"Multiple values for (\S+)\. To override a value use 'override \S+: ([^']+)'", text)
-    return f"{found[1]}: is chosen already; to choose another type {found[1]}={found[2]}, without +" if found else ""
+    return f"{found[1]}: is already chosen; to choose another type {found[1]}={found[2]}, without +" if found else ""
 
 
 def no_assignment(text: str) -> str:
@@ -98,14 +98,14 @@ def no_such_member(text: str) -> str:
     key, value = typed.groups()
     for section in (section for section, hint in _keys(RunConfig) if _member_of(hint)):
         if key == section:
-            return f"{section}: holds none of that name yet; to add one type '+{section}={value}'"
+            return f"{section}: has no such entry; to add one type '+{section}={value}'"
         if key.startswith(f"{section}."):
             names = key.removeprefix(f"{section}.").split(".")
             if section == "placement.roles" and names[0] not in ROLES:
                 return unknown_key(f"{section}.{names[0]}", [f"{section}.{role}" for role in ROLES])
             for name in reversed(names):
                 value = f"{{{name}: {value}}}"
-            return f"{section}.{names[0]}: {section} has no {names[0]} yet; to add one type '+{section}={value}'"
+            return f"{section}.{names[0]}: {section} has no {names[0]}; to add one type '+{section}={value}'"
     return ""
 
 
@@ -115,7 +115,7 @@ def not_there_yet(text: str) -> str:
     for section, hint in _keys(RunConfig) if found else ():
         own_keys = typing.get_origin(hint) is dict and not _member_of(hint)
         if found and own_keys and f"{found[1]}.".startswith(f"{section}."):
-            return f"{found[1]}: {section} doesn't hold it yet; to add it type +{found[1]}=..."
+            return f"{found[1]}: {section} doesn't have it; to add it type +{found[1]}=..."
     return ""
 
 
@@ -125,7 +125,7 @@ def no_single_value(text: str) -> str:
     inner = [key for key in known_keys(f"{found[1]}.") if key.rpartition(".")[0] == found[1]] if found else []
     if not found or not inner:
         return ""
-    return f"{found[1]}: has keys of its own ({', '.join(map(leaf_of, inner))}); type {inner[0]}={found[2]}"
+    return f"{found[1]}: is a section with keys ({', '.join(map(leaf_of, inner))}); type {inner[0]}={found[2]}"
 
 
 def no_such_key(text: str) -> str:

@@ -103,17 +103,17 @@ class RunConfig:
         check_critic(self.critic, self.algorithm, self.train)
         if self.policy.engine not in ENGINES_OF_THE_POLICY:
             raise ValueError(
-                f"policy.engine: {self.policy.engine} takes no weights and gives no log-probs, so it can't serve a "
+                f"policy.engine: {self.policy.engine} can't receive weights or return log-probs, so it can't serve a "
                 f"model in training; type policy.engine={' or '.join(ENGINES_OF_THE_POLICY)}"
             )
         if self.judge_is_outside and self.grm.path.startswith("tiny://"):
             raise ValueError(
-                f"grm.path: {self.grm.path} is a model of this project; with grm.engine=openai type the model's name "
+                f"grm.path: {self.grm.path} is a shipped tiny model; with grm.engine=openai type the model's name "
                 "at engine.openai.base_url, as in grm.path=gpt-4.1-mini"
             )
         if self.judge.structured and self.judged_by_model and self.grm.engine not in ENGINES_WITH_GRAMMAR:
             raise ValueError(
-                f"judge.structured: {self.grm.engine} can't hold a judgement to a form; "
+                f"judge.structured: {self.grm.engine} can't constrain a judgement by a grammar; "
                 f"type judge.structured=false, or grm.engine={' or '.join(ENGINES_WITH_GRAMMAR)}"
             )
 
@@ -165,8 +165,8 @@ class RunConfig:
         if self.data.replay is None:
             return
         if self.task != "train":
-            raise ValueError(f"data.replay: task={self.task} replays nothing; type task=train, or data.replay=null")
-        alone = "data.replay trains the policy alone"
+            raise ValueError(f"data.replay: task={self.task} can't replay; type task=train, or data.replay=null")
+        alone = "data.replay trains only the policy"
         if self.cotrain.enabled:
             raise ValueError(f"cotrain.enabled: {alone}; type cotrain.enabled=false")
         if self.critic.enabled:
@@ -178,17 +178,17 @@ class RunConfig:
             return
         if self.task in ("plan", "simulate"):
             raise ValueError(
-                f"judge.vote: task={self.task} knows no meta-RM, whose work is small beside the GRM's; to see the rest "
-                "of the run type judge.vote=mean"
+                f"judge.vote: task={self.task} doesn't model a meta-RM, whose work is small compared with the GRM's; "
+                "to see the rest of the run type judge.vote=mean"
             )
         if self.judge_is_outside:
             raise ValueError(
-                f"judge.vote: {self.judge.vote} asks a meta-RM, which reads the judge's tokens, and an endpoint shows "
-                "none; type judge.vote=mean"
+                f"judge.vote: {self.judge.vote} needs a meta-RM, which reads the judge's tokens, and an endpoint "
+                "returns none; type judge.vote=mean"
             )
         if self.meta.path is None:
             raise ValueError(
-                f"meta.path: judge.vote={self.judge.vote} asks a meta-RM, and there is none; train one by "
+                f"meta.path: judge.vote={self.judge.vote} needs a meta-RM, and there is none; train one by "
                 "+experiment=train_meta_rm and type meta.path=<its run_dir>/meta, or judge.vote=mean"
             )
 
@@ -197,7 +197,7 @@ class RunConfig:
         for role, model in (("policy", self.policy), ("grm", self.grm)):
             if model.lora.in_engines and model.engine != "embedded":
                 raise ValueError(
-                    f"{role}.lora.sync: {model.engine} gets no adapters by themselves; type {role}.lora.sync=merged, "
+                    f"{role}.lora.sync: {model.engine} can't receive adapters alone; type {role}.lora.sync=merged, "
                     f"or {role}.engine=embedded"
                 )
         # Where the judge itself is the policy, its settings are taken from those of the GRM.
@@ -206,18 +206,20 @@ class RunConfig:
                 "grm.lora.rank: the GRM doesn't learn in this run; type grm.lora.rank=0, or cotrain.enabled=true"
             )
         if self.policy.lora.learns and self.task == "train_meta":
-            raise ValueError("policy.lora.rank: task=train_meta trains a meta-RM, whole; type policy.lora.rank=0")
+            raise ValueError(
+                "policy.lora.rank: task=train_meta trains all weights of a meta-RM; type policy.lora.rank=0"
+            )
 
     def _check_simulated(self) -> None:
         """A scripted GRM must know how many scores are wanted of it."""
         if self.task != "simulate":
             return
         if self.judge.kind == "own":
-            raise ValueError("judge.kind: task=simulate knows no judge of yours; to see the rest type judge=rule")
+            raise ValueError("judge.kind: task=simulate can't simulate a custom judge; to see the rest type judge=rule")
         if self.judged_by_model and self.judge.protocol in ("rubric", "steps"):
             raise ValueError(
-                f"judge.protocol: task=simulate doesn't know how many scores a judgement by {self.judge.protocol} has; "
-                "to see the rest of the run type judge=pointwise"
+                f"judge.protocol: task=simulate doesn't know the number of scores in a {self.judge.protocol} "
+                "judgement; to see the rest of the run type judge=pointwise"
             )
 
     def _check_cotrain(self) -> None:
@@ -226,12 +228,12 @@ class RunConfig:
             return
         if not self.judged_by_model or self.judge_is_outside:
             raise ValueError(
-                "cotrain.enabled: there is no GRM of ours to train: judge.kind=generative (or mixed) with a grm.path "
-                "and an engine here has one"
+                "cotrain.enabled: there is no local GRM to train; type judge.kind=generative (or mixed), with a "
+                "grm.path and a grm.engine other than openai"
             )
         if self.task in ("plan", "simulate"):
             raise ValueError(
-                f"cotrain.enabled: task={self.task} knows one learner only; to see the rest of the run type "
+                f"cotrain.enabled: task={self.task} models only one learner; to see the rest of the run type "
                 "cotrain.enabled=false"
             )
         if self.judge.protocol == "pairwise" and self.cotrain.own_share > 0:
@@ -240,10 +242,10 @@ class RunConfig:
                 "give rankings as cotrain.data_path"
             )
         if not self.judge.temperature > 0:
-            raise ValueError("cotrain.enabled: greedy judgements are all alike; type judge.temperature=1")
+            raise ValueError("cotrain.enabled: greedy judgements are all the same; type judge.temperature=1")
         if self.algorithm.estimator in ESTIMATORS_OF_A_BATCH:
             raise ValueError(
-                f"algorithm.estimator: {self.algorithm.estimator} compares over a whole batch, whose groups may be "
+                f"algorithm.estimator: {self.algorithm.estimator} compares over a whole batch, and its groups may be "
                 "judged by different versions of a GRM that learns; with cotrain.enabled type algorithm.estimator=grpo"
             )
 
@@ -253,16 +255,16 @@ class RunConfig:
             return
         if self.task in ("finetune", "train_meta"):
             raise ValueError(
-                f"critic.enabled: task={self.task} asks no critic; type critic=none algorithm.estimator=grpo"
+                f"critic.enabled: task={self.task} uses no critic; type critic=none algorithm.estimator=grpo"
             )
         if self.cotrain.enabled:
             raise ValueError(
-                "critic.enabled: what a critic expects is by the scale of one judge, and a GRM that learns moves it; "
+                "critic.enabled: a critic learns the scale of one judge, and a GRM that learns changes it; "
                 "type critic=none algorithm.estimator=grpo, or cotrain.enabled=false"
             )
         if self.data.replay is not None:
             raise ValueError(
-                "critic.enabled: data.replay trains the policy alone; type critic=none algorithm.estimator=grpo"
+                "critic.enabled: data.replay trains only the policy; type critic=none algorithm.estimator=grpo"
             )
 
     @property

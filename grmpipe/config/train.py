@@ -136,7 +136,7 @@ class AlgorithmConfig:
                 raise ValueError(f"{key}: must be between 0 and 1, got {getattr(self, key)}")
         if self.half_weight_spread is not None and not self.half_weight_spread > 0:
             raise ValueError(
-                f"half_weight_spread: must be above 0, got {self.half_weight_spread}; null weighs all alike"
+                f"half_weight_spread: must be above 0, got {self.half_weight_spread}; null weighs all equally"
             )
         if not self.dual_clip_ratio > 1:
             raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
@@ -145,18 +145,18 @@ class AlgorithmConfig:
         """pi_theta / mu enters the gradient once: as r, as w, or as r * w with pi_prox between them."""
         if self.proximal == "sampler" and self.correction != "none":
             raise ValueError(
-                f"correction: {self.correction} on top of proximal=sampler would weigh pi / mu twice: the ratio of the "
-                "loss is against the sampler already; type algorithm.correction=none, or algorithm.proximal=recomputed"
+                f"correction: {self.correction} on top of proximal=sampler would count pi / mu twice: the ratio of the "
+                "loss already refers to the sampler; type algorithm.correction=none, or algorithm.proximal=recomputed"
             )
         if self.loss == "policy_gradient" and self.proximal != "recomputed":
             raise ValueError(
-                f"proximal: {self.proximal} leaves a part of pi / mu to the ratio of the loss, and policy_gradient has "
+                f"proximal: {self.proximal} leaves a part of pi / mu to the ratio of the loss, but policy_gradient has "
                 "none; type algorithm.proximal=recomputed, or algorithm.loss=ppo_clip"
             )
         if self.loss == "policy_gradient" and self.updates_per_batch > 1:
             raise ValueError(
-                f"updates_per_batch: {self.updates_per_batch} updates move the policy away from the one that the batch "
-                "is of, and policy_gradient has no ratio for that; type algorithm.updates_per_batch=1, or "
+                f"updates_per_batch: {self.updates_per_batch} updates change the policy after the first one, and "
+                "policy_gradient has no ratio to correct for that; type algorithm.updates_per_batch=1, or "
                 "algorithm.loss=ppo_clip"
             )
 
@@ -166,7 +166,7 @@ def check_routing_replay(algorithm: AlgorithmConfig, groups_per_batch: int) -> N
     num_updates = min(algorithm.updates_per_batch, groups_per_batch)
     if algorithm.routing_replay == "old_logprobs" and (num_updates == 1 or algorithm.proximal != "recomputed"):
         raise ValueError(
-            "algorithm.routing_replay: old_logprobs replays the experts of the pass for pi_old, and with "
+            "algorithm.routing_replay: old_logprobs replays the experts of the pass for pi_old, but with "
             f"{num_updates} updates per batch and proximal={algorithm.proximal} there is none; "
             "type algorithm.updates_per_batch=2 or more (train.groups_per_batch as well) with "
             "algorithm.proximal=recomputed, or algorithm.routing_replay=rollout"
@@ -177,8 +177,8 @@ def check_interpolated(algorithm: AlgorithmConfig, max_staleness: int) -> None:
     """Raises ValueError where no token is old enough for a policy between its sampler's and the current one."""
     if algorithm.proximal == "interpolated" and max_staleness < 2:
         raise ValueError(
-            "algorithm.proximal: interpolated lies between sampler and policy for tokens two versions old or more, and "
-            f"train.max_staleness={max_staleness} admits none: it would be the sampler, whatever the correction; type "
+            "algorithm.proximal: interpolated differs from the sampler only for tokens two versions old or more, and "
+            f"train.max_staleness={max_staleness} admits none; type "
             "train.max_staleness=2 or more, or algorithm.proximal=recomputed"
         )
 
@@ -189,12 +189,12 @@ def check_replay(algorithm: AlgorithmConfig, max_staleness: int) -> None:
         return
     if max_staleness == 0:
         raise ValueError(
-            "algorithm.replay_groups: what was trained once is a version old, and train.max_staleness=0 allows none; "
-            "type train.max_staleness=1 or more, or algorithm.replay_groups=0"
+            "algorithm.replay_groups: a trained group is at least one version old, and train.max_staleness=0 allows "
+            "none; type train.max_staleness=1 or more, or algorithm.replay_groups=0"
         )
     if algorithm.correction == "none" and algorithm.proximal != "sampler":
         raise ValueError(
-            "algorithm.replay_groups: nothing corrects for the age of what is replayed; type algorithm.correction=tis, "
+            "algorithm.replay_groups: nothing corrects for the age of replayed groups; type algorithm.correction=tis, "
             "or algorithm.proximal=sampler"
         )
 
@@ -203,8 +203,8 @@ def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:
     """Raises ValueError where the whole group is the only choice of k, and no sibling adds anything."""
     if algorithm.estimator == "pass_at_k" and algorithm.pass_k >= group_size:
         raise ValueError(
-            f"algorithm.pass_k: must be below train.group_size = {group_size}, got {algorithm.pass_k}: with all "
-            f"siblings in every choice none adds anything; type algorithm.pass_k={group_size // 2} or less"
+            f"algorithm.pass_k: must be below train.group_size = {group_size}, got {algorithm.pass_k}: if each "
+            f"choice includes all siblings, none adds anything; type algorithm.pass_k={group_size // 2} or less"
         )
 
 
@@ -212,7 +212,7 @@ def check_spread(algorithm: AlgorithmConfig, num_judgements: int) -> None:
     """Raises ValueError where verdicts are to be weighed by a spread that one judgement doesn't have."""
     if algorithm.half_weight_spread is not None and num_judgements < 2:
         raise ValueError(
-            "algorithm.half_weight_spread: one judgement has no spread to weigh a verdict by; "
+            "algorithm.half_weight_spread: a single judgement has no spread; "
             "type judge.num_judgements=4, or algorithm.half_weight_spread=null"
         )
 

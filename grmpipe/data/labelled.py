@@ -127,5 +127,5 @@ def refuse_duplicates(file: Path, items: Sequence[Labelled]) -> None:
     seen: set[str] = set()
     for item in items:
         if item.item_id in seen:
-            raise ValueError(f"{file}: item_id {item.item_id!r} stands there twice; each item needs its own, or none")
+            raise ValueError(f"{file}: item_id {item.item_id!r} occurs twice; give each item a different one, or none")
         seen.add(item.item_id)

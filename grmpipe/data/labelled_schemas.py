@@ -240,7 +240,7 @@ def truth_of(score: object, place: Place) -> float:
     """PPE marks a response by a number or a truth value, or by a list of one."""
     value = score[0] if isinstance(score, list) and score else score
     if not isinstance(value, bool | int | float):
-        raise ValueError(f"{place.where}: scores: expected numbers or truth values, got {shown(score)}")
+        raise ValueError(f"{place.where}: scores: expected numbers or booleans, got {shown(score)}")
     return float(value)
 
 

@@ -105,7 +105,7 @@ def json_object(line: bytes, where: str) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where}: no JSON in UTF-8 ({error})") from error
+        raise ValueError(f"{where}: not JSON in UTF-8 ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object, got {shown(row)}")
     return row
@@ -156,7 +156,7 @@ def refuse_half_characters(texts: Iterable[tuple[str, str]], where: str) -> None
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"{where}: {field}: half of a surrogate pair ({text[error.start]!r}) at character {error.start}: the "
-                "text was cut within a character; leave the row out, or write \\ufffd in its place"
+                "text was cut within a character; remove the row, or write \\ufffd instead"
             ) from None
 
 
@@ -171,7 +171,7 @@ def messages_of(row: Row, where: str) -> tuple[Message, ...]:
         raise ValueError(f"{where}: messages: expected a list of {{role, content}}, got {shown(messages)}")
     made = tuple(message_of(message, f"{where}: messages[{index}]") for index, message in enumerate(messages))
     if made[-1].role != "user":
-        raise ValueError(f"{where}: messages: the last one must be the user's, got role {made[-1].role!r}")
+        raise ValueError(f"{where}: messages: the last one must have role user, got role {made[-1].role!r}")
     return made
 
 
@@ -228,8 +228,8 @@ def refuse_duplicates(file: Path, prompts: Sequence[Prompt]) -> None:
     for place, prompt in enumerate(prompts, start=1):
         if prompt.prompt_id in first_place:
             raise ValueError(
-                f"{file}: prompt_id {prompt.prompt_id!r} is that of prompts {first_place[prompt.prompt_id]} "
-                f"and {place}; each needs its own, or leave the field out"
+                f"{file}: prompt_id {prompt.prompt_id!r} is used by prompts {first_place[prompt.prompt_id]} "
+                f"and {place}; give each a different one, or leave the field out"
             )
         first_place[prompt.prompt_id] = place
 

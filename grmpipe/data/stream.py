@@ -37,7 +37,7 @@ class PromptStream:
         assert draw >= 0, draw
         epoch, item = divmod(draw, len(self._prompts))
         if self._max_epochs is not None and epoch >= self._max_epochs:
-            raise EndOfData(f"{self._max_epochs} epochs of {len(self._prompts)} prompts are drawn")
+            raise EndOfData(f"{self._max_epochs} epochs of {len(self._prompts)} prompts have been drawn")
         if epoch != self._epoch:
             self._epoch, self._order_N = epoch, self._permutation(epoch)
         return self._prompts[self._order_N[item]]

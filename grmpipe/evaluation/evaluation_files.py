@@ -16,7 +16,7 @@ from grmpipe.evaluation.against_labels import Evaluation, JudgedItem, SubsetResu
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Failed
 
-NO_PICTURE = "no picture: matplotlib isn't installed; type: pip install matplotlib"
+NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
 
 
 def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: Evaluation, scale: Scale) -> dict[str, str]:
@@ -27,7 +27,7 @@ def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: Evaluation,
     files = {
         "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
         "judged.jsonl": "every item with its scores and critiques",
-        "summary.json": "the same in short",
+        "summary.json": "the same, summarized",
         "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
     }
     if draw(result, run_dir / "accuracy.png"):
@@ -70,7 +70,7 @@ def show(result: Evaluation, config: RunConfig, files: Mapping[str, str], run_di
 
 def table_of(result: Evaluation) -> Table:
     heads = ("items", "judged", "+-", *(f"k={k}" for k in result.overall.by_k), "tied", "failed")
-    return by_subset(result, "right, in percent of all items: failed and tied ones are not", heads, cells_of)
+    return by_subset(result, "right, in percent of all items: failed and tied ones count as wrong", heads, cells_of)
 
 
 def meta_table_of(result: Evaluation) -> Table:
@@ -109,21 +109,21 @@ def percent(share: float) -> str:
 
 def notes_on(result: Evaluation, config: RunConfig) -> Iterator[str]:
     """What the table can't hold, a line each."""
-    yield "judged: by the judge's own verdicts, +- its standard error; a single response is right if it got its label"
+    yield "judged: by the judge's own verdicts, +- its standard error; a single response must get its label"
     num_failed = sum(result.failed_judgements.values())
     if result.num_judgements:
         yield f"judgements: {result.num_judgements} asked, {num_failed} failed{causes(result.failed_judgements)}"
     if result.failed_items:
-        yield f"items without a verdict{causes(result.failed_items)}; none of them counts as right"
+        yield f"items without a verdict{causes(result.failed_items)}; they count as wrong"
     if result.tokens_by_k:
         costs = ", ".join(f"{tokens:.0f} at k={k}" for k, tokens in result.tokens_by_k.items())
         yield f"tokens sampled per item: {costs}"
-        yield f"smaller k: subsets of the same judgements, all or {config.evaluate.max_subsets} drawn, voted on again"
+        yield f"smaller k: subsets of the same judgements, all or {config.evaluate.max_subsets} drawn, with a new vote"
     if result.score_error is not None:
-        yield f"scored responses: the score is {result.score_error:.2f} off the label on average"
+        yield f"scored responses: the score differs from the label by {result.score_error:.2f} on average"
     names = {
         "score_length_correlation": "score and length (characters), within a prompt: correlation",
-        "label_length_correlation": "label and length, in the data themselves: correlation",
+        "label_length_correlation": "label and length, in the data: correlation",
         "first_place_share": "the first one shown wins: share of comparing judgements",
         "ties_share": "no single winner: share of comparing judgements",
         "order_flips_share": "two judgements disagree, the two responses shown in the other order: share",
@@ -133,7 +133,7 @@ def notes_on(result: Evaluation, config: RunConfig) -> Iterator[str]:
         if name in result.bias:
             yield f"{told} {result.bias[name]:.2f}"
     if "order_flips_share" not in result.bias and num_failed < result.num_judgements:
-        yield "order flips: none to measure, this judge compares no two responses in both orders"
+        yield "order flips: not measured, this judge doesn't compare two responses in both orders"
 
 
 def causes(counts: Mapping[str, int]) -> str:

@@ -110,7 +110,7 @@ class Evaluator:
                 all_ended.result()
             else:
                 late = sum(not task.done() for task in tasks)
-                log.warning("%d held-out answers are left out: none came for %g s", late, self.deadline_s)
+                log.warning("%d held-out answers are left out: no answer came for %g s", late, self.deadline_s)
         finally:
             for waiting in (*tasks, stall):
                 waiting.cancel()

@@ -17,7 +17,7 @@ def own_judge(config: JudgeConfig) -> Judge:
     """
     module_name, _, class_name = config.target.rpartition(".")
     if not module_name:
-        raise ValueError(f"target: {config.target!r} is no dotted path; type it like my_package.my_module.MyJudge")
+        raise ValueError(f"target: {config.target!r} is not a dotted path; type it like my_package.my_module.MyJudge")
     try:
         made = vars(importlib.import_module(module_name))[class_name]
     except KeyError as error:
@@ -28,18 +28,18 @@ def own_judge(config: JudgeConfig) -> Judge:
             "on PYTHONPATH"
         ) from error
     if not inspect.isclass(made):
-        raise ValueError(f"target: {config.target} is no class")
+        raise ValueError(f"target: {config.target} is not a class")
     try:
         judge = made(**config.options)
     except Exception as error:  # so does making one
         raise ValueError(
-            f"options: {config.target} can't be made with {config.options}: {type(error).__name__}: {error}"
+            f"options: {config.target} can't be constructed with {config.options}: {type(error).__name__}: {error}"
         ) from error
     if isinstance(judge, Judge):
         return judge
     if isinstance(judge, RolloutJudge):
         return OneByOne(judge)
     raise ValueError(
-        f"target: {config.target} is no judge: it needs `async def judge(self, prompt, rollout, priority=0)` that "
-        "gives a JudgeReport, or `open(self, prompt, group_id, size)` that gives a Hearing"
+        f"target: {config.target} is not a judge: it needs `async def judge(self, prompt, rollout, priority=0)` that "
+        "returns a JudgeReport, or `open(self, prompt, group_id, size)` that returns a Hearing"
     )

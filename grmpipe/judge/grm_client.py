@@ -95,7 +95,7 @@ class Asker:
             if isinstance(answer, Failed) or (answer.finish_reason != "length" and answer.text.strip()):
                 return answer
             cause: Cause = "truncated" if answer.finish_reason == "length" else "unparseable"
-            result = failed_judgement(cause, attempt, "the principles are cut or empty", prompt, answer)
+            result = failed_judgement(cause, attempt, "the principles are truncated or empty", prompt, answer)
         return result
 
     async def _answer(self, request: Request, attempt: int) -> Completion | Failed:

@@ -40,11 +40,13 @@ class Lessons:
         """As `judge` asks in a run. Raises ValueError for a template that can't be had."""
         if judge.protocol not in PROTOCOLS:
             raise ValueError(
-                f"protocol: labels are of whole responses, and {judge.protocol} judges parts; "
+                f"protocol: labels are for whole responses, and {judge.protocol} judges parts; "
                 f"type judge.protocol={' or '.join(PROTOCOLS)}"
             )
         if judge.principles == "ahead":
-            raise ValueError("principles: a lesson is one judgement, principles and all; type judge.principles=inline")
+            raise ValueError(
+                "principles: a lesson is one judgement that includes its principles; type judge.principles=inline"
+            )
         return Lessons(template=JudgePrompt.of(judge), protocol=judge.protocol, labels=labels)
 
     def of(self, items: Sequence[Labelled]) -> tuple[Prompt, ...]:
@@ -98,7 +100,7 @@ def judged_right(scores: Sequence[float], label: str) -> bool:
         best, count = int(match[1]) - 1, int(match[2])
         return len(scores) == count and all(scores[best] > s for i, s in enumerate(scores) if i != best)
     if not (match := SCORE_LABEL.fullmatch(label)):
-        raise ValueError(f"reference {label[:80]!r} is no label of a judgement")
+        raise ValueError(f"reference {label[:80]!r} is not a label of a judgement")
     (score,), bound = scores, int(match[2])
     return {"exactly": score == bound, "at least": score >= bound, "below": score < bound}[match[1]]
 

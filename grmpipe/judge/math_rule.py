@@ -22,12 +22,12 @@ def means_the_same(text: str, reference: str) -> bool:
     For the main thread alone: the library's timeouts are signals.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("math_verify: its timeouts are signals, which only the main thread gets")
+        raise RuntimeError("math_verify: its timeouts use signals, which only the main thread receives")
     from math_verify import verify
 
     expected = parsed_reference(reference)
     if not expected:
-        raise ValueError(f"reference {reference[:80]!r} holds no mathematics; type judge.rule=contains_reference")
+        raise ValueError(f"reference {reference[:80]!r} contains no mathematics; type judge.rule=contains_reference")
     return bool(verify(list(expected), parsed(text), timeout_seconds=TIMEOUT_S))
 
 

@@ -134,14 +134,14 @@ def read_example(line: str, where: str) -> Example:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is no JSON ({error})") from error
+        raise ValueError(f"{where}: not JSON ({error})") from error
     known = {spec.name for spec in fields(Example)}
     if not isinstance(row, dict) or set(row) != known:
         raise ValueError(f"{where}: expected an object with exactly the fields {', '.join(sorted(known))}")
     if row["split"] not in get_args(Split) or not isinstance(row["right"], bool):
-        raise ValueError(f"{where}: split is {' or '.join(get_args(Split))}, right is true or false")
+        raise ValueError(f"{where}: split must be {' or '.join(get_args(Split))}, right must be true or false")
     if not all(isinstance(token_id, int) for name in ("prompt_ids", "sampled_ids") for token_id in row[name]):
-        raise ValueError(f"{where}: prompt_ids and sampled_ids hold token ids")
+        raise ValueError(f"{where}: prompt_ids and sampled_ids must be token ids")
     return Example(
         split=row["split"],
         item_id=row["item_id"],

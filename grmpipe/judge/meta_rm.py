@@ -27,10 +27,12 @@ class MetaRm:
         sequences = [sequence_of(one.judgement) for one in judged]
         longest = max(map(len, sequences), default=0)
         if longest > self.context_tokens:
-            raise EngineRefused(f"a judgement of {longest} tokens; the window of meta has {self.context_tokens}")
+            raise EngineRefused(
+                f"a judgement of {longest} tokens; the context window of meta has {self.context_tokens}"
+            )
         logits = await asyncio.gather(*(self.scorer.score(sequence, priority) for sequence in sequences))
         if not all(map(math.isfinite, logits)):
-            raise EngineRefused("meta gave a score that isn't finite: its weights or meta.dtype are at fault")
+            raise EngineRefused("meta gave a score that isn't finite: check its weights and meta.dtype")
         return [sigmoid(logit) for logit in logits]
 
 

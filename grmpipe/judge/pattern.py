@@ -54,6 +54,6 @@ def scores(scale: Scale) -> str:
     if scale.high - scale.low >= MAX_SCORES:
         raise ValueError(
             f"structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "
-            "type judge.structured=false, or a shorter scale (judge.score_min, judge.score_max)"
+            "type judge.structured=false, or a smaller scale (judge.score_min, judge.score_max)"
         )
     return "(?:" + "|".join(str(score) for score in range(scale.low, scale.high + 1)) + ")"

@@ -106,8 +106,8 @@ class JudgePrompt:
             return self._template.render(fields)
         except UndefinedError as error:
             raise ValueError(
-                f"{self._label}, prompt {prompt.prompt_id}: {error.message}; give the prompts what the template "
-                "shows, or type a judge.template that does without"
+                f"{self._label}, prompt {prompt.prompt_id}: {error.message}; add the fields of the template "
+                "to the prompts, or type a judge.template without them"
             ) from error
 
     def _try_out(self) -> None:
@@ -118,7 +118,7 @@ class JudgePrompt:
         except Exception as error:  # a template is code of the user's, and may raise anything
             raise ValueError(f"{self._label}: {error}") from error
         if not all(fenced(text) in shown for text in texts):
-            raise ValueError(f"{self._label}: hides the field {self._shown} where a prompt has a reference")
+            raise ValueError(f"{self._label}: hides the field {self._shown} if a prompt has a reference")
 
 
 class PrinciplesPrompt:
@@ -163,7 +163,7 @@ def question_of(prompt: Prompt) -> str:
     for message in reversed(prompt.messages):
         if message.role == "user":
             return message.content
-    raise ValueError(f"prompt {prompt.prompt_id}: has no message of role user; a judge needs a question")
+    raise ValueError(f"prompt {prompt.prompt_id}: has no message with role user; a judge needs a question")
 
 
 def parsed(label: str, template_text: str) -> nodes.Template:
@@ -188,7 +188,7 @@ def check(label: str, tree: nodes.Template, shown: str, needs: Sequence[str]) ->
     if num_uses != len(printed) + 2 * len(loops) or around:
         raise ValueError(
             f"{label}: {shown} may only be printed, as {how_to_show(shown)}: no filter, test, assignment or "
-            "block around it, which could take its fence away"
+            "block around it, which could remove its fence"
         )
 
 

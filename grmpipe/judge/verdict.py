@@ -51,7 +51,7 @@ def _numbers(verdict: Verdict) -> Iterable[float]:
 
 
 def _not_finite(words: str, attempts: int) -> Failed:
-    detail = f"the judge gave a number that isn't finite: {words}"
+    detail = f"the judge returned a number that isn't finite: {words}"
     return Failed(stage="judge", cause="unparseable", attempts=attempts, detail=detail)
 
 

@@ -30,4 +30,4 @@ class Guard:
         cause = (observer, type(error), getattr(error, "errno", None))
         if cause not in self._told:
             self._told.add(cause)
-            log.warning("%s failed, the run goes on without it: %r", observer, error, exc_info=error)
+            log.warning("%s failed, the run continues without it: %r", observer, error, exc_info=error)

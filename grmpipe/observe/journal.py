@@ -132,7 +132,7 @@ def parsed(line: bytes) -> tuple[dict[str, Any], str, bool]:
     has_checksum = tail.startswith(BEGIN) and tail.endswith(END)
     if has_checksum and told(tail[len(BEGIN) : -len(END)]) != checksum(body):
         raise ValueError(
-            f"it is damaged: it is not what its checksum says (if it was changed on purpose, take its {CHECKSUM} out)"
+            f"it is damaged: its checksum doesn't match (if it was changed on purpose, remove its {CHECKSUM})"
         )
     try:
         record = json.loads(line)

@@ -46,7 +46,7 @@ class JsonlSink:
             if path.exists():
                 replace_journal(path, kept, checked=False)
         except OSError as error:
-            log.warning("%s keeps lines of after step %d: it can't be rewritten (%s)", path, step, error)
+            log.warning("%s keeps lines after step %d: it can't be rewritten (%s)", path, step, error)
 
 
 def is_up_to(found: object, step: int) -> bool:

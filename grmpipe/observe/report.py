@@ -101,19 +101,23 @@ def page_of(run: RunFiles) -> Page:
         run=run,
         tiles=[*tiles(run)],
         learning=present(
-            chart("True accuracy", accuracy_series(run), marked=ringing, note="by a rule that sees the reference"),
-            chart("GRM score", score_series(run), marked=ringing, note="what is trained on"),
+            chart("True accuracy", accuracy_series(run), marked=ringing, note="by a rule with access to the reference"),
+            chart("GRM score", score_series(run), marked=ringing, note="the training reward"),
         ),
         judging=present(
             chart("Spread of a vote", [*spread_series(run)], note="std of the judgements of one rollout"),
-            chart("Canaries", canary_series(run), note="fixed responses: a steady judge scores them alike"),
+            chart("Canaries", canary_series(run), note="fixed responses: a stable judge gives them the same scores"),
         ),
         failures=failure_bars(run),
         time=present(stacked("Seconds of each step", wait_layers(run), note="with the mean of each part")),
         waits=wait_bars(run),
         busy=busy_bars(run),
         age=present(
-            chart("Sampler against trainer", [*mismatch_series(run)], note="mean |log-prob difference|, nats, by age"),
+            chart(
+                "Mismatch of sampler and learner",
+                [*mismatch_series(run)],
+                note="mean |log-prob difference|, nats, by age",
+            ),
             chart("Staleness", staleness_series(run), note="versions between a group's oldest token and its batch"),
         ),
         metrics=sparks(run),
@@ -205,7 +209,7 @@ def spread_series(run: RunFiles) -> Iterator[Series]:
 def canary_series(run: RunFiles) -> list[Series]:
     return [
         Series(name="mean score", points=run.series("watch/canary_score")),
-        Series(name="of bad answers made to fool", points=run.series("watch/fooling_score")),
+        Series(name="of adversarial answers", points=run.series("watch/fooling_score")),
     ]
 
 

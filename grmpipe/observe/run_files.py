@@ -22,7 +22,7 @@ from grmpipe.types import Metrics
 
 END_BYTES = 4_000_000  # of a journal, read at either end
 LOG_BYTES = 16_000
-NEVER_ENDED = "no end on record"
+NEVER_ENDED = "no end recorded"
 
 Record = dict[str, Any]  # of this file only: a line of a journal, a part of the summary
 

@@ -70,7 +70,7 @@ class Summary:
     failure: str | None = None  # the first cause, in plain words; only when failed
 
     def __post_init__(self) -> None:
-        assert (self.failure is not None) == (self.status == "failed"), "a failed run says why, and no other does"
+        assert (self.failure is not None) == (self.status == "failed"), "only a failed run has a failure"
 
     def to_json(self) -> dict[str, object]:
         """As plain JSON: what is no finite number becomes null."""

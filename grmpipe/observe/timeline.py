@@ -60,7 +60,7 @@ class Timeline:
         """Ends the array: valid JSON from here on."""
         self.flush()
         left_out = self._lanes.num_crowded_out
-        label = f"{left_out} spans left out: a lane was out of rows" if left_out else "complete"
+        label = f"{left_out} spans left out: a lane has too few rows" if left_out else "complete"
         self._put("M", "process_labels", 0, args={"labels": label})
         with self._guard.watch(self._file.path.name):
             self._append(self._pending.pop() + CLOSING)

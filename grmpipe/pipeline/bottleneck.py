@@ -14,10 +14,10 @@ MIN_LEAD = 1.25  # over the next longest wait: where two are alike, neither is t
 Holder = Literal["policy", "judge", "batch", "weights"]
 
 SUBJECTS: Mapping[Holder, str] = {
-    "policy": "rollouts held up the learner for",
-    "judge": "judging held up the learner for",
-    "batch": "the learner held up the engines for",
-    "weights": "the push of weights held up the run for",
+    "policy": "the learner waited for rollouts for",
+    "judge": "the learner waited for judging for",
+    "batch": "the engines waited for the learner for",
+    "weights": "the run waited for weight pushes for",
 }
 
 
@@ -56,7 +56,7 @@ def advice(holder: Holder, setup: Setup) -> list[str]:
         "policy": [more_slots("policy", setup), "lower rollout.max_new_tokens"],
         "judge": judging(setup),
         "batch": [more_slots("learner", setup)],
-        "weights": ["train on more groups a step (train.groups_per_batch)", "see sync.transport"],
+        "weights": ["train on more groups per step (train.groups_per_batch)", "see sync.transport"],
     }[holder]
     if holder in ("policy", "judge", "batch") and setup.max_staleness == 0:
         changes.append("let rollouts run ahead of training (train.max_staleness=1)")

@@ -110,7 +110,7 @@ class Producer:
         self.to_restore.pop(draw, None)
         self._flight.open(group, version=min((r.oldest_version for r in kept.rollouts), default=None))
         if self._parts.too_long(prompt):
-            log.warning("prompt %s is longer than the model's window: skipped", prompt.prompt_id)
+            log.warning("prompt %s is longer than the model's context window: skipped", prompt.prompt_id)
             self._fail(group, "prompt_too_long")
             return
         if kept.killed_engines:

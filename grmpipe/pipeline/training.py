@@ -108,7 +108,7 @@ class Consumer:
             if (group := self._ready_group()) is not None:
                 return group
             if self._flight.is_over:
-                raise EndOfData("no prompts left, and none in flight")
+                raise EndOfData("no prompts left, and no group in flight")
             if not await self._flight.news(within_s=self._config.report_wait_s):
                 self._report_wait()
 

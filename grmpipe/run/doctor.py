@@ -40,7 +40,7 @@ def doctor(sglang_python: str = "") -> str:
     wandb_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline; set WANDB_API_KEY to go online"
     lines.append(f"W&B             {wandb_mode}")
     offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON")
-    lines.append(f"Hugging Face    {'offline: HF_HUB_OFFLINE is set' if offline else 'asked for hub names'}")
+    lines.append(f"Hugging Face    {'offline: HF_HUB_OFFLINE is set' if offline else 'online, for hub names'}")
     return "\n".join(lines)
 
 
@@ -74,7 +74,7 @@ def cuda_mismatch(torch_version: str, built_for: str | None, driver: str | None)
     told = [f"torch {torch_version} for {f'CUDA {built_for}' if built_for else 'CPUs'}"]
     told.append(f"driver {driver}" if driver else "no NVIDIA driver")
     if driver and not built_for:
-        told.append("a GPU is here that this torch can't use; type: pip install torch from PyPI")
+        told.append("this torch can't use the GPU of this machine; type: pip install torch from PyPI")
     if driver and built_for:
         least = LEAST_DRIVER.get(int(built_for.split(".")[0]), 0)
         if int(driver.split(".")[0]) < least:

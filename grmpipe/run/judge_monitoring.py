@@ -108,8 +108,8 @@ class Watchman:
     def _sound_drift(self, step: int, mean: float, count: int, is_sure: bool) -> None:
         if is_sure and not self._drifting:
             self._tell(
-                f"The judge has changed: at step {step} its scores of {count} fixed responses are off by {mean:+.2f} "
-                "on average, under the same seeds, and nothing trains it; is there another model behind it?"
+                f"The judge has changed: at step {step} its scores of {count} fixed responses differ by {mean:+.2f} "
+                "on average, under the same seeds, although it isn't trained; is another model behind it?"
             )
         self._drifting = is_sure
 
@@ -141,9 +141,7 @@ class Watchman:
         else:
             groups = [(prompt, (rollout.text,)) for prompt, rollout in seen]
         if count and not groups:
-            log.info(
-                "no canaries and no fooling replies: no held-out rollouts to take them from; see watch.canaries_path"
-            )
+            log.info("no canaries and no adversarial replies: no held-out rollouts for them; see watch.canaries_path")
         return tuple(Canary(prompt=prompt, texts=texts) for prompt, texts in groups[:count])
 
 

@@ -24,23 +24,23 @@ from grmpipe.run_dir.identity import run_id_of
 log = logging.getLogger(__name__)
 
 FILES = {
-    REPORT: "the run as a page: open it in a browser",
-    "summary.json": "what the run came to",
-    "metrics.jsonl": "a line a step",
+    REPORT: "the run on one page: open it in a browser",
+    "summary.json": "the result of the run",
+    "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",
     "groups.jsonl": "how each group ended",
-    "canaries.jsonl": "fixed responses that show whether the judge stands still",
+    "canaries.jsonl": "fixed responses that show whether the judge drifts",
     "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
     "changes.jsonl": "keys that a resume changed",
     "checkpoints/": "to resume from",
     "policy/": "the trained policy, a Hugging Face directory",
     "meta/": "the trained meta-RM: give it as meta.path",
-    "critic/": "the critic that it learned by: give it as critic.path",
-    "grm/": "the GRM, where it learnt too",
-    "adapter/": "what the policy learnt, in peft's own format",
-    "critiques.jsonl": "what became of each lesson, and the critiques to imitate",
-    "cotrain/": "the lessons of the GRM: what it was asked, and what it said",
+    "critic/": "the trained critic: give it as critic.path",
+    "grm/": "the trained GRM",
+    "adapter/": "the policy's adapters, in peft's own format",
+    "critiques.jsonl": "the outcome of each lesson, and the critiques to imitate",
+    "cotrain/": "the lessons of the GRM, with its judgements",
     "run.log": "everything else",
 }
 
@@ -101,7 +101,7 @@ class Observers:
             if bottleneck is not None:
                 self.console.bottleneck(bottleneck)
             for name, count in self.journal_failures.items():
-                self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will lack them")
+                self.console.alarm(f"{count} lines of {name} could not be written: a resume or a replay will miss them")
             self.console.print_files(run_dir, {name: what for name, what in FILES.items() if (run_dir / name).exists()})
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ def make_report(config: RunConfig) -> str:
     if not holds_run(run_dir):
         raise ConfigError(f"run_dir: {run_dir} holds no run; type run_dir=runs/<experiment>/latest")
     if not write_report(run_dir, bottleneck_so_far(run_dir)):
-        raise RunFailed(f"{run_dir / REPORT} could not be written; what is said above tells why")
+        raise RunFailed(f"{run_dir / REPORT} could not be written; the cause is reported above")
     return str(run_dir / REPORT)
 
 

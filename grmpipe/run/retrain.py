@@ -173,7 +173,7 @@ class ReplayRun:
     # -- cuts and ends -------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        self._observers.note("stopping after this step, with a checkpoint; once more stops at once")
+        self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
         self._interrupted = True
 
     def _void_beyond_cut(self) -> None:

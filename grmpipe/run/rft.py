@@ -110,7 +110,7 @@ class FinetuneRun:
     async def _imitate(self, running: Running, critiques: Sequence[Rollout]) -> None:
         if not critiques:
             raise ValueError(
-                "data.path: no critique is worth imitating: the GRM judges every lesson right each time, or none; give "
+                "data.path: no critique to imitate: the GRM judges every lesson right each time, or none; give "
                 "other lessons, or more finetune.num_samples"
             )
         samples = [sample for one in critiques for sample in imitated(one)]

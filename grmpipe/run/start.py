@@ -185,7 +185,7 @@ def keep_up(
 
 def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, transport: str) -> WeightSync:
     config = prepared.config
-    log.info("weights go to the policy's engines by %s", transport)
+    log.info("weights are sent to the policy's engines by %s", transport)
     return WeightSync(
         learner,
         prepared.policy.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],

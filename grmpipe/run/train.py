@@ -316,12 +316,12 @@ class TrainingRun:
             path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.open_batch), "utf-8")
         except OSError as refused:  # a full disk must not hide the first cause
             return f"\nthe batch could not be written to {path}: {refused.strerror}"
-        return f"\nthe batch is in {path}, a group a line"
+        return f"\nthe batch is in {path}, one group per line"
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _stop(self, pipeline: Pipeline) -> None:
-        self._observers.note("stopping after this step, with a checkpoint; once more stops at once")
+        self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
         pipeline.interrupt()
         if self.lookout is not None:
             self.lookout.interrupt()

@@ -95,9 +95,9 @@ class Checkpoints:
         except FileNotFoundError:  # killed before the first was named
             return None, ()
         if not PUBLISHED.fullmatch(name):
-            return None, (f"{LATEST_FILE} names no checkpoint, but {name[:40]!r}",)
+            return None, (f"{LATEST_FILE} names {name[:40]!r}, which is not a checkpoint",)
         pointed = self.directory / name
-        return (pointed, ()) if pointed.is_dir() else (None, (f"{LATEST_FILE} names {name}, which is gone",))
+        return (pointed, ()) if pointed.is_dir() else (None, (f"{LATEST_FILE} names {name}, which doesn't exist",))
 
     def _published(self) -> list[Path]:
         return [path for path in _folders(self.directory) if PUBLISHED.fullmatch(path.name)]

@@ -49,7 +49,7 @@ class Claim:
             check_inputs(identity, self._config, self.place.run_dir)
         run_dir, done, wanted = self.place.run_dir, steps_done(self.place), self._config.train.num_steps
         if done > wanted:
-            raise ConfigError(f"train.num_steps: {wanted}, and {run_dir} has done {done}; type {done} or more")
+            raise ConfigError(f"train.num_steps: {wanted}, but {run_dir} has completed {done}; type {done} or more")
 
     def __enter__(self) -> Claim:
         return self
@@ -115,4 +115,4 @@ def make_first(wanted: Path) -> Path:
         except FileExistsError:
             continue
         return path
-    raise OSError(f"{wanted} and all names after it are taken")
+    raise OSError(f"{wanted} and all following names are taken")

@@ -63,7 +63,7 @@ def is_complete(run_dir: Path, config: RunConfig) -> bool:
 
 
 def refusal(run_dir: Path) -> ConfigError:
-    return ConfigError(f"run_dir: {run_dir} holds a run already; type resume=auto to go on with it, or another run_dir")
+    return ConfigError(f"run_dir: {run_dir} already holds a run; type resume=auto to continue it, or another run_dir")
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -86,8 +86,8 @@ def resumed(run_dir: Path, config: RunConfig) -> Place:
     written = run_dir / "config.yaml"
     if lacking := torn_off(written):
         raise ConfigError(
-            f"resume: {written} is torn, or of another version of grmpipe: it lacks {', '.join(lacking[:3])}"
-            f"{' and more' if lacking[3:] else ''}; put a whole one there, or start a new run with resume=never"
+            f"resume: {written} is incomplete, or from another version of grmpipe: it lacks {', '.join(lacking[:3])}"
+            f"{' and more' if lacking[3:] else ''}; restore a complete one, or start a new run with resume=never"
         )
     old = read_yaml(written)
     if changed := changed_keys(old, config):
@@ -111,10 +111,10 @@ def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
     damaged = "; ".join(found.damaged)
     if found.checkpoint is None:
         raise ConfigError(
-            f"resume: no checkpoint in {run_dir}/checkpoints is whole ({damaged}); put a copy there, or start a new "
+            f"resume: no checkpoint in {run_dir}/checkpoints is complete ({damaged}); restore a copy, or start a new "
             "run with resume=never and another run_dir"
         )
-    return found.checkpoint, (f"damaged in {run_dir}/checkpoints: {damaged}; going on from {found.checkpoint.name}",)
+    return found.checkpoint, (f"damaged in {run_dir}/checkpoints: {damaged}; continuing from {found.checkpoint.name}",)
 
 
 def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
@@ -125,7 +125,7 @@ def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
     try:
         return str(json.loads(summary.read_text(encoding="utf-8"))["status"]), ()
     except (ValueError, TypeError, KeyError):
-        return None, (f"{summary} can't be read; the run ends anew from its last checkpoint",)
+        return None, (f"{summary} can't be read; the run finishes again from its last checkpoint",)
 
 
 def point_latest(run_dir: Path, config: RunConfig) -> None:

@@ -44,8 +44,8 @@ def read_identity(run_dir: Path) -> RunIdentity | None:
         return RunIdentity(run_id=str(values["run_id"]), inputs=dict(values["inputs"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"resume: {path} can't be read ({error!r}); put it back, remove it to go on without its checks, or start a "
-            "new run with resume=never"
+            f"resume: {path} can't be read ({error!r}); restore it, remove it to continue without its checks, or "
+            "start a new run with resume=never"
         ) from error
 
 
@@ -63,8 +63,8 @@ def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> Non
     if changed:
         files = input_files(config)
         raise ConfigError(
-            f"resume: {'; '.join(f'{key}: {files[key]}' for key in changed)}: not the content that {run_dir} began "
-            "with (by its checksum); put that back, or start a new run with resume=never"
+            f"resume: {'; '.join(f'{key}: {files[key]}' for key in changed)}: not the content that {run_dir} started "
+            "with (by its checksum); restore that, or start a new run with resume=never"
         )
 
 

@@ -38,12 +38,12 @@ def take(descriptor: int, run_dir: Path) -> None:
     except BlockingIOError as error:
         holder = os.pread(descriptor, 1000, 0).decode("utf-8", "replace").strip() or "another process"
         raise ConfigError(
-            f"run_dir: {run_dir} is in use by {holder}; wait for its end or stop it, or type another run_dir"
+            f"run_dir: {run_dir} is in use by {holder}; wait until it ends, stop it, or type another run_dir"
         ) from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        log.warning("%s is on a file system without locks: see to it that no other process writes there", run_dir)
+        log.warning("%s is on a file system without locks: make sure that no other process writes there", run_dir)
         return
     with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
         os.ftruncate(descriptor, 0)

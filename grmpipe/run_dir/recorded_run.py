@@ -69,7 +69,9 @@ def open_recorded(rollouts: Path) -> RecordedRun:
     rollouts = rollouts / "rollouts.jsonl" if rollouts.is_dir() else rollouts
     for needed in (rollouts, judgements_beside(rollouts), rollouts.with_name("groups.jsonl")):
         if not needed.exists():
-            raise ValueError(f"there is no {needed}; give the rollouts.jsonl of a run, with its journals beside it")
+            raise ValueError(
+                f"there is no {needed}; give the rollouts.jsonl of a run, with its journals in the same folder"
+            )
     steps = trained_steps(rollouts.with_name("groups.jsonl"))
     trained = {end.group_id for ends in steps for end in ends}
     run = RecordedRun(
@@ -92,7 +94,7 @@ def trained_steps(groups: Path) -> tuple[tuple[GroupEnd, ...], ...]:
     while len(steps) > 1 and len(steps[-1]) < len(steps[0]):  # the run was killed between two lines
         steps.pop()
     if not steps or numbers[: len(steps)] != list(range(1, len(steps) + 1)):
-        raise ValueError(f"{groups} tells of no steps from the first one on: nothing was trained, or lines are missing")
+        raise ValueError(f"{groups} has no steps from the first one on: nothing was trained, or lines are missing")
     if odd := next((number for number, ends in enumerate(steps, 1) if len(ends) != len(steps[0])), None):
         raise ValueError(f"{groups}: step {odd} has {len(steps[odd - 1])} groups, step 1 has {len(steps[0])}")
     return tuple(steps)
@@ -108,7 +110,7 @@ def places_in(path: Path, wanted: Collection[str]) -> Places:
                 record = decode_line(line, f"{path}:{number}")
                 group_id, sibling = record.get("group_id"), record.get("sibling")
                 if not isinstance(group_id, str) or not isinstance(sibling, int):
-                    raise ValueError(f"{path}:{number}: has no group_id and sibling; is it a run's journal?")
+                    raise ValueError(f"{path}:{number}: has no group_id and sibling; is it the journal of a run?")
                 if group_id in wanted:
                     places.setdefault(group_id, {})[sibling] = begin
             begin += len(line)
@@ -123,8 +125,8 @@ def check_whole(run: RecordedRun) -> None:
             held = sorted(run.rollout_places.get(end.group_id, ()))
             if not held or held != list(siblings):
                 raise ValueError(
-                    f"{run.rollouts} lacks rollouts of group {end.group_id}, which step {number} trained: it holds "
-                    f"siblings {held}"
+                    f"{run.rollouts} lacks rollouts of group {end.group_id}, which was trained in step {number}: it "
+                    f"holds siblings {held}"
                 )
 
 

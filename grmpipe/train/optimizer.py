@@ -28,8 +28,8 @@ class NonFiniteGradients(ArithmeticError):
         if self.group_ids:
             few = ", ".join(self.group_ids[:8]) + (", ..." if len(self.group_ids) > 8 else "")
             return (
-                f"{told}, for the advantages of {len(self.group_ids)} groups are not finite ({few}): no step was made; "
-                "look at their rewards in judgements.jsonl, or at what is taken off them (KL, a critic's values)"
+                f"{told}, since the advantages of {len(self.group_ids)} groups are not finite ({few}): no step was "
+                "made; check their rewards in judgements.jsonl, and the KL or values subtracted from them"
             )
         return f"{told}: training diverged, no step was made; try a lower {self.lr_key}"
 

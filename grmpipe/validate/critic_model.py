@@ -33,12 +33,12 @@ def find_critic(config: RunConfig, policy: Model, progress: Callable[[str, float
     renderer = Renderer.load(directory, config.policy.chat_template)
     if not renderer.means_the_same(policy.renderer):
         raise ValueError(
-            f"path: {path} has another tokenizer than the policy ({config.policy.path}), and a critic reads the "
+            f"path: {path} has a different tokenizer than the policy ({config.policy.path}), and a critic reads the "
             "policy's own tokens; give a model of the same family, or critic.path=null"
         )
     if renderer.context_tokens < policy.context_tokens:
         raise ValueError(
-            f"path: {path} reads {renderer.context_tokens} tokens, the policy writes up to {policy.context_tokens}; "
-            "give a model with a window as large, or critic.path=null"
+            f"path: {path} reads {renderer.context_tokens} tokens, the policy up to {policy.context_tokens}; "
+            "give a model with at least that context window, or critic.path=null"
         )
     return CriticModel(path=directory, tokenizer_path=policy.path)

@@ -36,9 +36,11 @@ def read_data(config: RunConfig) -> Data:
         held_out = load_held_out(config)
     train, num_shared = disjoint(prompts, held_out)
     if not train:
-        raise ConfigError(f"data.path: every prompt of {config.data.path} is in data.eval_path as well; give others")
+        raise ConfigError(
+            f"data.path: every prompt of {config.data.path} is also in data.eval_path; give other prompts"
+        )
     if num_shared:
-        log.warning("%d prompts are in the held-out set as well: they are not trained", num_shared)
+        log.warning("%d prompts are also in the held-out set: they are not trained", num_shared)
     check_amount(config, len(train))
     if config.judge.kind == "rule" or "rule" in config.judge.mix:
         with section("data.path: "):
@@ -62,9 +64,9 @@ def lessons_at(config: RunConfig, path: str, count: int, held_out: Sequence[Prom
     known = {asked(prompt) for prompt in held_out}
     kept = [item for item in items if asked(item.prompt) not in known]
     if not kept:
-        raise ValueError(f"every prompt of {path} is in data.eval_path as well; give others")
+        raise ValueError(f"every prompt of {path} is also in data.eval_path; give other prompts")
     if len(kept) < len(items):
-        log.warning("%d lessons of %s are about held-out prompts: they are not trained", len(items) - len(kept), path)
+        log.warning("%d lessons of %s use held-out prompts: they are not trained", len(items) - len(kept), path)
     return lessons.of(kept)
 
 
@@ -79,8 +81,8 @@ def stored_lessons(config: RunConfig, data: Data) -> PromptStream | None:
         return PromptStream(lessons, seed=config.seed)
     if not any(rulable(config, prompt) for prompt in data.train):
         raise ConfigError(
-            f"cotrain.data_path: is null, and of no prompt in {config.data.path} can the rule {config.judge.rule} tell "
-            "right answers from wrong ones; give labelled judgements, or prompts with a reference"
+            f"cotrain.data_path: is null, and for no prompt of {config.data.path} can the rule {config.judge.rule} "
+            "separate right from wrong answers; give labelled judgements, or prompts with a reference"
         )
     return None
 
@@ -118,7 +120,7 @@ def check_reference(config: RunConfig, prompt: Prompt) -> None:
     """Can the rule work with it? Raises ValueError."""
     if prompt.reference is None:
         raise ValueError(
-            f"the prompt has no reference, and the rule {config.judge.rule} judges by it; "
+            f"the prompt has no reference, and the rule {config.judge.rule} needs one; "
             "add the field reference, or type judge=generative"
         )
     rule_of(config.judge)("", prompt.reference)
@@ -129,6 +131,7 @@ def check_amount(config: RunConfig, num_prompts: int) -> None:
     epochs, batch = config.data.max_epochs, config.train.groups_per_batch
     if epochs is not None and epochs * num_prompts < batch:
         raise ConfigError(
-            f"data.max_epochs: {epochs} x {num_prompts} prompts fill no batch of train.groups_per_batch={batch}; "
-            f"type train.groups_per_batch={epochs * num_prompts} or less, or data.max_epochs=null"
+            f"data.max_epochs: {epochs} x {num_prompts} prompts don't fill one batch of "
+            f"train.groups_per_batch={batch}; type train.groups_per_batch={epochs * num_prompts} or less, "
+            "or data.max_epochs=null"
         )

@@ -12,7 +12,7 @@ def check_deadlines(config: RunConfig) -> None:
         rollout = config.rollout
         played_s = rollout.max_turns * rollout.max_new_tokens / rollout.min_tokens_per_s
         raise ConfigError(
-            f"judge.timeout_s: {judge_s:g} s isn't below rollout.group_deadline_s = {group_s:g} s, within which a "
-            "group is both rolled out and judged: its deadline would end judgements that still have time; "
+            f"judge.timeout_s: {judge_s:g} s isn't below rollout.group_deadline_s = {group_s:g} s, the time to "
+            "roll out and judge a group: the deadline would end judgements before their timeout; "
             f"type rollout.group_deadline_s={played_s + judge_s:g} or more, or a shorter judge.timeout_s"
         )

@@ -32,7 +32,7 @@ def check_shares(config: RunConfig, placement: Placement) -> None:
     half = " ".join(f"{role}.engine_options.{share_name(role, config)}=0.4" for role in asked)
     raise ConfigError(
         f"{keys['grm']}: the engines on the GPUs of pool {pool} ask for {sum(asked.values()):g} of each: {told}; "
-        f"type {half}, or for vLLM null: what the models leave is divided then"
+        f"type {half}, or for vLLM null: the memory that the models leave is then divided"
     )
 
 
@@ -55,7 +55,7 @@ def device_notes(config: RunConfig, placement: Placement, footprints: Mapping[st
     for role in (role for role in on_gpus if role in exact and dtype_of(role, config) == "float32"):
         notes.append(
             f"{exact[role]}: {role} computes in float32 on a GPU, without flash attention and without TF32: slow, and "
-            f"large; type {exact[role]}=bfloat16"
+            f"with twice the memory; type {exact[role]}=bfloat16"
         )
     for role in (role for role in on_gpus if role in SERVED_ROLES and options_of(role, config).engine == "embedded"):
         footprint = footprints.get(role)
@@ -66,7 +66,7 @@ def device_notes(config: RunConfig, placement: Placement, footprints: Mapping[st
             )
     if "learner" in on_gpus and not config.train.recomputes and is_large(footprints.get("policy")):
         notes.append(
-            "train.activation_checkpointing: without it the activations of all layers lie on the GPU; type "
+            "train.activation_checkpointing: without it the activations of all layers stay on the GPU; type "
             "train.activation_checkpointing=true"
         )
     return notes

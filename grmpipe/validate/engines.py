@@ -64,8 +64,8 @@ def check_limits(role: str, engine: OpenAIConfig, config: RunConfig) -> None:
             key = option_key(role, config, "tokens_per_minute")
             fitting = math.ceil(60 * judge.max_new_tokens / judge.timeout_s)
             raise ConfigError(
-                f"{key}: a judgement of judge.max_new_tokens={judge.max_new_tokens} is {one_s:.0f} s worth of {tokens} "
-                f"tokens a minute, and those that wait for it time out after judge.timeout_s={judge.timeout_s:g}; "
+                f"{key}: a judgement of judge.max_new_tokens={judge.max_new_tokens} uses {one_s:.0f} s of the {tokens} "
+                f"tokens per minute, and waiting judgements time out after judge.timeout_s={judge.timeout_s:g}; "
                 f"type {key}={2 * fitting} or more, 0 for no limit, or a lower judge.max_new_tokens"
             )
 
@@ -76,10 +76,10 @@ def check_slots(role: str, config: RunConfig, placement: Placement) -> None:
     by_engine = role in served_roles(config)  # a rank of a learner, or a scorer, knows one GPU
     if num_gpus == 1 or (by_engine and options_of(role, config).engine in SEVERAL_GPUS):
         return
-    other_engine = f" or {role}.engine=vllm, which lays one model over several" if by_engine else ""
+    other_engine = f" or {role}.engine=vllm, which splits one model over several" if by_engine else ""
     raise ConfigError(
         f"placement.roles.{role}.slots_per_replica: a process of {role} uses one GPU, "
-        f"{num_gpus - 1} of {num_gpus} would idle; "
+        f"{num_gpus - 1} of {num_gpus} would be idle; "
         f"type placement.roles.{role}.slots_per_replica=1, and replicas for more{other_engine}"
     )
 
@@ -97,12 +97,12 @@ def check_sleep(role: str, config: RunConfig, placement: Placement) -> None:
     if isinstance(engine, VllmConfig | SglangConfig) and device_of(role, placement) == "cuda" and not engine.sleep_mode:
         key = option_key(role, config, "sleep_mode")
         raise ConfigError(
-            f"{key}: slots of the {sharing} pool {pool} are used now by {role}, now by {others}, which share the GPU's "
-            f"memory; type {key}=true, or {way_out}"
+            f"{key}: slots of the {sharing} pool {pool} are used by {role} and {others} in alternation, which share "
+            f"the GPU's memory; type {key}=true, or {way_out}"
         )
     if isinstance(engine, SglangConfig) and engine.urls:
         key = option_key(role, config, "urls")
-        raise ConfigError(f"{key}: servers that run already have no slot here; type {way_out}")
+        raise ConfigError(f"{key}: servers that already run have no slots in the placement; type {way_out}")
 
 
 def check_urls(role: str, engine: SglangConfig, config: RunConfig, placement: Placement) -> None:
@@ -111,7 +111,7 @@ def check_urls(role: str, engine: SglangConfig, config: RunConfig, placement: Pl
     if len(engine.urls) != replicas:
         key = option_key(role, config, "urls")
         raise ConfigError(
-            f"{key}: {len(engine.urls)} servers for {replicas} replicas of {role}; give one each, "
+            f"{key}: {len(engine.urls)} servers for {replicas} replicas of {role}; give one per replica, "
             f"or type placement.roles.{role}.replicas={len(engine.urls)}"
         )
 
@@ -134,7 +134,7 @@ def window_of(role: str, config: RunConfig, model_tokens: int) -> int:
     if window > model_tokens > 0:
         key = option_key(role, config, "max_context_tokens")
         raise ConfigError(
-            f"{key}: {window} exceeds the window of {role} ({options_of(role, config).path}); "
+            f"{key}: {window} exceeds the context window of {role} ({options_of(role, config).path}); "
             f"type {key}={model_tokens} or less, 0 for all of it"
         )
     return window
@@ -181,14 +181,12 @@ def openai_needs(role: str, engine: EngineOptions, config: RunConfig) -> None:
     assert isinstance(engine, OpenAIConfig)
     if "chat_template_kwargs" in engine.extra_body and options_of(role, config).chat_template_kwargs:
         key = option_key(role, config, "extra_body")
-        raise ConfigError(
-            f"{key}: its chat_template_kwargs stand in {role}.chat_template_kwargs as well; keep those alone"
-        )
+        raise ConfigError(f"{key}: chat_template_kwargs are also set in {role}.chat_template_kwargs; keep only those")
     if engine.api_key_env and not os.environ.get(engine.api_key_env, "").strip():
         key = option_key(role, config, "api_key_env")
         raise ConfigError(
             f"{key}: the environment variable {engine.api_key_env} is not set; set it, type {key}=<another variable>, "
-            f"or {key}='' for an endpoint that wants no key"
+            f"or {key}='' for an endpoint without a key"
         )
 
 

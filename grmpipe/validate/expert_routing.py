@@ -31,14 +31,14 @@ def check_engine(config: RunConfig, placement: Placement) -> None:
     name, engine = config.policy.engine, engine_config_of("policy", config)
     why = ""
     if name not in ENGINES_THAT_NOTE_EXPERTS:
-        why = f"engine={name} tells none"
+        why = f"engine={name} doesn't report them"
     elif isinstance(engine, VllmConfig) and device_of("policy", placement) == "cpu":
-        why = "vLLM tells them on a GPU only"
+        why = "vLLM reports them only on a GPU"
     if why:
         raise ConfigError(
-            f"algorithm.routing_replay: rollout replays the experts that the sampler chose, and {why}; "
+            f"algorithm.routing_replay: rollout replays the experts that the sampler chose, but {why}; "
             "type policy.engine=embedded, or algorithm.routing_replay=old_logprobs"
         )
     if isinstance(engine, VllmConfig) and not engine.prefix_caching:
         key = option_key("policy", config, "prefix_caching")
-        raise ConfigError(f"{key}: vLLM keeps the experts that it tells with its prefix cache; type {key}=true")
+        raise ConfigError(f"{key}: vLLM keeps the chosen experts in its prefix cache; type {key}=true")

@@ -43,7 +43,7 @@ def shared_window(directory: str, config: RunConfig, grm: Model) -> int:
         ) from error
     if not renderer.means_the_same(grm.renderer):
         raise ValueError(
-            f"path: {directory} has another tokenizer than the GRM ({config.grm.path}), and a meta-RM reads the GRM's "
-            "own tokens; give one that was trained from this GRM or its base (+experiment=train_meta_rm)"
+            f"path: {directory} has a different tokenizer than the GRM ({config.grm.path}), and a meta-RM reads the "
+            "GRM's own tokens; give one that was trained from this GRM or its base (+experiment=train_meta_rm)"
         )
     return renderer.context_tokens

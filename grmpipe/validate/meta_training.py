@@ -45,12 +45,12 @@ def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaTraining
 def check_task(config: RunConfig) -> None:
     if config.judge.kind != "generative" or config.judge_is_outside:
         raise ConfigError(
-            "judge.kind: task=train_meta samples a GRM of ours; type judge.kind=generative, and a grm.engine that "
+            "judge.kind: task=train_meta samples a local GRM; type judge.kind=generative, and a grm.engine that "
             "isn't openai"
         )
     if config.resume != "never":
         raise ConfigError(
-            "resume: task=train_meta starts anew; what it sampled is kept: type resume=never and "
+            "resume: task=train_meta can't be resumed, but its judgements can be used again: type resume=never and "
             "meta.judgements=<its run_dir>/judgements.jsonl"
         )
 
@@ -73,7 +73,7 @@ def read_lessons(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
     """Labelled work to train on and to measure on; none is in both."""
     held_out_path = HELD_OUT_OF.get(config.data.path) if config.data.eval_path == "auto" else config.data.eval_path
     if held_out_path is None:
-        raise ConfigError("data.eval_path: labelled work that isn't trained on must tell what was learnt; give a file")
+        raise ConfigError("data.eval_path: held-out labelled responses are needed to measure the result; give a file")
     with section("data.path: "):
         train = lessons_at(config, config.data.path, config.data.num_prompts)
     with section("data.eval_path: "):
@@ -93,7 +93,9 @@ def find_start(config: RunConfig, grm: Model, progress: Progress) -> str:
         check_packable(outline_scalar_head(directory), directory)
         window = shared_window(directory, config, grm)
         if window < grm.context_tokens:
-            raise ValueError(f"path: its window of {window} tokens is smaller than the GRM's ({grm.context_tokens})")
+            raise ValueError(
+                f"path: its context window of {window} tokens is smaller than the GRM's ({grm.context_tokens})"
+            )
     return directory
 
 

@@ -43,7 +43,7 @@ def check_vocabulary(name: str, options: ModelConfig, renderer: Renderer) -> Non
     """A tokenizer that gives ids which the model has no row for is another model's."""
     if renderer.num_token_ids > renderer.vocab_size:
         raise ConfigError(
-            f"{name}.path: the tokenizer in {options.path} gives ids up to {renderer.num_token_ids - 1}, the model "
-            f"there has {renderer.vocab_size} rows (vocab_size in config.json): they don't belong together; give a "
+            f"{name}.path: the tokenizer in {options.path} has ids up to {renderer.num_token_ids - 1}, the model "
+            f"there has {renderer.vocab_size} rows (vocab_size in config.json): they don't match; give a "
             "directory with the model's own tokenizer"
         )

@@ -31,7 +31,7 @@ def seat_roles(config: RunConfig) -> Placement:
     if config.task == "finetune" and placement.time_sharing_roles:
         pool = placement.seats["learner"][0].pool
         raise ConfigError(
-            f"placement.pools.{pool}.time_shared: fine-tuning samples first and learns then, without turns; "
+            f"placement.pools.{pool}.time_shared: fine-tuning samples first and then learns, without alternation; "
             f"set placement.pools.{pool}.time_shared=false"
         )
     return placement
@@ -42,7 +42,7 @@ def check_grm_stays_awake(config: RunConfig, placement: Placement) -> None:
     pool = placement.seats["grm"][0].pool
     if placement.elastic_slots(pool) and not shares_engine(config, placement):
         raise ConfigError(
-            f"cotrain.enabled: the pool {pool} is elastic, and an engine that sleeps takes no weights of a GRM that "
+            f"cotrain.enabled: the pool {pool} is elastic, and a sleeping engine takes no weights of a GRM that "
             f"learns; set placement.pools.{pool}.elastic=false, placement.roles.grm.pool to another, or (on "
             "vLLM) balance.swap=weights"
         )

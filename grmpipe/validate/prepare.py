@@ -112,5 +112,5 @@ def check_objective(config: RunConfig) -> None:
         near = difflib.get_close_matches(config.objective, looks, n=1) or looks[-2:-1]
         raise ConfigError(
             f"objective: {config.objective!r} is no number of summary.json; did you mean {near[0]}? "
-            f"Of eval there are {', '.join(looks)}"
+            f"Metrics of eval: {', '.join(looks)}"
         )

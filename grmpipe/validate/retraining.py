@@ -56,10 +56,10 @@ def check_sizes(config: RunConfig, recorded: RecordedRun) -> None:
         ("groups_per_batch", config.train.groups_per_batch, recorded.groups_per_batch),
     ):
         if wanted != held:
-            raise ConfigError(f"train.{key}: {wanted}, and {recorded.rollouts} has {held}; type train.{key}={held}")
+            raise ConfigError(f"train.{key}: {wanted}, but {recorded.rollouts} has {held}; type train.{key}={held}")
     if recorded.max_staleness > config.train.max_staleness:
         raise ConfigError(
-            f"train.max_staleness: {config.train.max_staleness}, and {recorded.rollouts} has groups that were trained "
+            f"train.max_staleness: {config.train.max_staleness}, but {recorded.rollouts} has groups that were trained "
             f"{recorded.max_staleness} versions old; type train.max_staleness={recorded.max_staleness}"
         )
 
@@ -73,7 +73,7 @@ def check_tokens(config: RunConfig, policy: Model, recorded: RecordedRun) -> Non
         sampled = [i for one in group.rollouts for turn in one.turns for i in turn.completion.token_ids]
         if max(*sent, *sampled) >= policy.renderer.vocab_size or policy.renderer.render(group.prompt.messages) != sent:
             raise ConfigError(
-                f"policy.path: the tokenizer or the chat template of {config.policy.path} is another than that of "
-                f"{recorded.rollouts}: it writes prompt {group.prompt.prompt_id} in other ids; give the policy that "
+                f"policy.path: the tokenizer or the chat template of {config.policy.path} differs from that of "
+                f"{recorded.rollouts}: the ids of prompt {group.prompt.prompt_id} differ; give the policy that "
                 "the recorded run started from"
             )

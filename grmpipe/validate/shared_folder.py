@@ -13,5 +13,5 @@ async def check_shared(cluster: Cluster, run_dir: Path) -> None:
     if told := await cluster.strangers_to(run_dir):
         raise ConfigError(
             f"run_dir: the machines of cluster.address don't share {run_dir} ({'; '.join(told)}), and ranks write "
-            "checkpoints and exports there; type run_dir=<a folder that all of them see>"
+            "checkpoints and exports there; type run_dir=<a folder that all of them share>"
         )

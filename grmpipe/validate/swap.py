@@ -20,8 +20,8 @@ def check_one_engine(config: RunConfig, placement: Placement) -> None:
     for role, engine in options.items():
         if not isinstance(engine, VllmConfig):
             raise ConfigError(
-                f"balance.swap: weights needs engine=vllm, and {role} is on {options_of(role, config).engine}, where "
-                "each role has an engine of its own; type balance.swap=auto"
+                f"balance.swap: weights needs engine=vllm, but {role} is on {options_of(role, config).engine}, where "
+                "each role needs a separate engine; type balance.swap=auto"
             )
     policy, grm = options["policy"], options["grm"]
     assert isinstance(policy, VllmConfig) and isinstance(grm, VllmConfig)
@@ -50,6 +50,6 @@ def refuse(different: list[str], config: RunConfig, placement: Placement) -> Non
     on_gpu = placement.pools[pool].resource == "gpu"
     way_out = "engine.vllm.sleep_mode=true balance.swap=sleep" if on_gpu else "balance.swap=auto"
     raise ConfigError(
-        f"balance.swap: (policy, grm) can't share the engines of the elastic pool {pool}, for they differ in "
-        f"{', '.join(different)}; type {way_out}: each role then has engines of its own"
+        f"balance.swap: (policy, grm) can't share the engines of the elastic pool {pool}, since they differ in "
+        f"{', '.join(different)}; type {way_out}: each role then has separate engines"
     )

@@ -104,6 +104,6 @@ def check_window(
     shorter = "shorter prompts, a shorter judge.template" if name == "grm" else "shorter prompts"
     way_out = f"type {key}={room} or less" if room > 0 else f"give {shorter}, or a model with a larger window"
     raise ConfigError(
-        f"{key}: {new_tokens} new tokens after even the shortest {what} ({prompt_id}: {length} tokens) exceed the "
+        f"{key}: {new_tokens} new tokens after the shortest {what} ({prompt_id}: {length} tokens) exceed the "
         f"{context_tokens} tokens of {name}; {way_out}"
     )

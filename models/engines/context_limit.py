@@ -22,8 +22,8 @@ class Window:
         """`max_context_tokens`: 0 for all that the model has. Raises ValueError for more."""
         if max_context_tokens > renderer.context_tokens:
             raise ValueError(
-                f"max_context_tokens: {max_context_tokens} exceeds the model's window of "
-                f"{renderer.context_tokens} tokens; give that or less (0: all of it)"
+                f"max_context_tokens: {max_context_tokens} exceeds the model's context window of "
+                f"{renderer.context_tokens} tokens; set at most that (0: all of it)"
             )
         return Window(model_name, max_context_tokens or renderer.context_tokens, renderer.vocab_size)
 
@@ -31,8 +31,8 @@ class Window:
         """Raises EngineRefused."""
         if len(prompt_ids) + params.max_new_tokens > self.tokens:
             raise EngineRefused(
-                f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the window of "
-                f"{self.tokens} tokens of {self.model_name}"
+                f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the context window "
+                f"of {self.tokens} tokens of {self.model_name}"
             )
         self._check_ids(prompt_ids)
         if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
@@ -42,9 +42,11 @@ class Window:
         """Of a text that is to be scored. Raises EngineRefused."""
         self._check_ids(token_ids)
         if len(token_ids) > self.tokens:
-            raise EngineRefused(f"{len(token_ids)} tokens exceed the window of {self.tokens} of {self.model_name}")
+            raise EngineRefused(
+                f"{len(token_ids)} tokens exceed the context window of {self.tokens} of {self.model_name}"
+            )
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         """Others would end an engine for everybody."""
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            raise EngineRefused(f"one or more ids from 0 to {self.vocab_size - 1} are needed")
+            raise EngineRefused(f"expected one or more ids from 0 to {self.vocab_size - 1}")

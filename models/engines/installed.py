@@ -36,7 +36,7 @@ def sglang_missing(python: str) -> str | None:
     if not python:
         return None if _version("sglang") is not None else _no_sglang("this environment")
     if not Path(python).is_file():
-        return f"engine.sglang.python: there is no interpreter {python!r}; give the path of SGLang's own bin/python"
+        return f"engine.sglang.python: no interpreter {python!r}; give the path of SGLang's own bin/python"
     return None if _has_sglang(python) else _no_sglang(f"the environment of {python}")
 
 
@@ -52,8 +52,8 @@ def _has_sglang(python: str) -> bool:
 
 def _no_sglang(where: str) -> str:
     return (
-        f"SGLang is not installed in {where}; it needs one of its own (`pip install sglang` there for GPUs, "
-        "`make sglang-cpu` for CPUs): then set engine.sglang.python to its interpreter"
+        f"SGLang is not installed in {where}; it needs a separate environment (`pip install sglang` there for GPUs, "
+        "`make sglang-cpu` for CPUs); then set engine.sglang.python to its interpreter"
     )
 
 

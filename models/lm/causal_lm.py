@@ -73,7 +73,7 @@ def read_config(path: str) -> PreTrainedConfig:
     except OSError as error:
         raise ValueError(f"path: {path!r} holds no model: {error}") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"path: {path!r} holds a {config.model_type!r} model, which is no causal language model")
+        raise ValueError(f"path: {path!r} holds a {config.model_type!r} model, which is not a causal language model")
     return config
 
 

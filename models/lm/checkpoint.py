@@ -80,7 +80,7 @@ def save_sharded(
     save = ShardedSave()
     save.begin(directory, model, optimizer, version, aside=False)
     written = save.files()
-    assert written is not None, "nothing was left to be written"
+    assert written is not None, "nothing is being written"
     return written
 
 

@@ -32,7 +32,7 @@ class SafeReader(FileSystemReader):
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             read = _MetadataUnpickler(file).load()
         if not isinstance(read, metadata.Metadata):
-            raise pickle.UnpicklingError(f".metadata holds no metadata, but {type(read).__name__}")
+            raise pickle.UnpicklingError(f".metadata holds {type(read).__name__} instead of metadata")
         read.storage_meta = read.storage_meta or metadata.StorageMeta()
         read.storage_meta.load_id = self.load_id
         return read
@@ -45,12 +45,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if (module, name) not in KNOWN:
-            raise pickle.UnpicklingError(f".metadata asks for {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which no checkpoint needs")
         return KNOWN[module, name]
 
 
 def _layout(name: str) -> torch.layout:
     layout = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(layout, torch.layout):
-        raise pickle.UnpicklingError(f".metadata asks for the layout {name!r}")
+        raise pickle.UnpicklingError(f".metadata refers to the layout {name!r}")
     return layout

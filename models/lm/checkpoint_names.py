@@ -70,7 +70,7 @@ class CheckpointNames:
         expected = [(name, tuple(tensor.shape)) for name, tensor in whole.items()]
         if sorted(alone) != sorted(expected):
             different = min((Counter(alone) - Counter(expected)) + (Counter(expected) - Counter(alone)))
-            raise _refusal(self._outline, f"{different[0]!r} is made of several")
+            raise _refusal(self._outline, f"{different[0]!r} is built from several tensors")
 
 
 def _refusal(outline: PreTrainedModel, why: str) -> ValueError:

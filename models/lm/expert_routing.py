@@ -83,7 +83,7 @@ class Routers:
         if not named:
             raise ValueError(
                 f"routing_replay: {type(model).__name__} has no router whose experts could be replayed: it is dense, "
-                "or chooses them in a way that isn't known here; type algorithm.routing_replay=none"
+                "or chooses them in an unknown way; type algorithm.routing_replay=none"
             )
         router: Any = named[0][1]
         layers = tuple(_layer_of(name) for name, _ in named)

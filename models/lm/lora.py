@@ -71,7 +71,7 @@ def targets_of(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     if unknown or not there:
         raise ValueError(
             f"lora.target_modules: no block of this {type(model).__name__} has a linear layer "
-            f"{unknown[0] if unknown else ''!r}; there are: {', '.join(sorted(there)) or 'none'}"
+            f"{unknown[0] if unknown else ''!r}; known: {', '.join(sorted(there)) or 'none'}"
         )
     return sorted(lora.target_modules or there)
 

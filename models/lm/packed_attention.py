@@ -40,13 +40,13 @@ def packed_attention(
     """
     if packing is None:
         if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
-            raise ValueError(f"path: {type(module).__name__} doesn't tell its attention where packed samples end")
+            raise ValueError(f"path: {type(module).__name__} doesn't pass the ends of packed samples to its attention")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for unsupported in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(unsupported) is not None:
             raise ValueError(f"path: packed attention has no {unsupported}, which {type(module).__name__} needs")
     if sliding_window is None and _slides(module):
-        raise ValueError(f"path: {type(module).__name__} tells packed attention nothing of its sliding_window")
+        raise ValueError(f"path: {type(module).__name__} doesn't pass its sliding_window to packed attention")
     query_THD, key_TGD, value_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
     varlen = on_gpu(query) and query.dtype in (torch.bfloat16, torch.float16)
     attend = _varlen if varlen else _padded

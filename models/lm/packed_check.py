@@ -53,7 +53,7 @@ def unpackable(model: PreTrainedModel) -> str | None:
         return why
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
-            return f"{name} ({type(module).__name__}) runs over the borders of packed samples"
+            return f"{name} ({type(module).__name__}) crosses the borders of packed samples"
         if getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__}) isn't causal"
     return None
@@ -63,14 +63,14 @@ def _unpackable_config(config: PreTrainedConfig) -> str | None:
     kind = config.model_type
     others = sorted({str(one) for one in getattr(config, "layer_types", None) or ()} - {*ATTENTIONS})
     if others:
-        return f"{kind!r} models have layers of {', '.join(others)}, which packed samples leak through"
+        return f"{kind!r} models have layers of {', '.join(others)}, through which packed samples leak"
     for key in SPARSE:
         if getattr(config, key, None) is not None:
             return f"packed attention has no {key} ({getattr(config, key)} in its config.json)"
     if kind in LAYERS_KEEP_OPTIONS:
-        return f"the layers of {kind!r} models don't tell their attention where packed samples end"
+        return f"the layers of {kind!r} models don't pass the ends of packed samples to their attention"
     if kind in WINDOW_IN_MASK_ALONE and window_of_layers(config) is not None:
-        return f"packed attention isn't told the sliding_window of {kind!r} models"
+        return f"{kind!r} models don't pass their sliding_window to packed attention"
     return None
 
 
@@ -131,8 +131,8 @@ def _behind_another(num_shared: int, device: torch.device) -> tuple[Tensor, Tens
 def _refuse_above(tolerance: float, off: float, unit: str, num_shared: int, model: PreTrainedModel) -> None:
     if off <= tolerance:
         return
-    how = "that goes on from another's prompt" if num_shared else "packed behind another"
+    how = "with a shared prompt" if num_shared else "packed behind another"
     raise ValueError(
-        f"path: {type(model).__name__} computes a sample {how} otherwise than by itself: off by {off:.2g} {unit}, "
-        f"where rounding explains {tolerance}; training would learn from wrong log-probs; {WORKS}"
+        f"path: {type(model).__name__} computes a sample {how} differently than alone: off by {off:.2g} {unit}, "
+        f"but rounding explains only {tolerance}; training would learn from wrong log-probs; {WORKS}"
     )

@@ -49,7 +49,7 @@ def choose_device(device: str, rank: int) -> torch.device:
     if kind != "cuda":
         return torch.device(kind)
     if not torch.cuda.is_available():
-        raise ValueError("device: cuda was asked for and torch sees no GPU; use cpu, or install torch for CUDA")
+        raise ValueError("device: cuda was requested, but torch finds no GPU; use cpu, or install torch for CUDA")
     # A Ray actor sees its own GPU only, as number 0; torchrun's ranks see all of them.
     return torch.device("cuda", rank % torch.cuda.device_count())
 
@@ -63,10 +63,10 @@ def join_ranks(rank: int, world_size: int, init_method: str | None, device: torc
     if not dist.is_initialized():
         if init_method is None and world_size > 1:
             raise ValueError(
-                f"init_method: {world_size} ranks need an address to meet at, such as tcp://127.0.0.1:29500"
+                f"init_method: {world_size} ranks need a rendezvous address, such as tcp://127.0.0.1:29500"
             )
         _start_group(backend, rank, world_size, init_method)
-    assert dist.get_world_size() == world_size, "this process already belongs to a group of another size"
+    assert dist.get_world_size() == world_size, "this process already belongs to a group of a different size"
     return init_device_mesh(device.type, (world_size,))
 
 

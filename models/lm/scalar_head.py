@@ -60,7 +60,7 @@ def scalar_config(path: str) -> PreTrainedConfig:
         )
     if config.num_labels != 1:
         raise ValueError(
-            f"path: the head of {path!r} ({kind}) gives {config.num_labels} numbers, and a scalar head gives one "
+            f"path: the head of {path!r} ({kind}) has {config.num_labels} outputs, and a scalar head has one "
             "(num_labels in config.json); give a model with one label"
         )
     config.token_classification_bias = kind.endswith(PER_TOKEN)
@@ -84,7 +84,7 @@ def with_one_label(config: PreTrainedConfig, path: str) -> PreTrainedConfig:
 def head_of(model: nn.Module, path: str = "") -> nn.Linear:
     head = model.get_submodule(HEAD) if isinstance(model, GenericForTokenClassification) else None
     if not isinstance(head, nn.Linear):
-        raise ValueError(f"path: {type(model).__name__} ({path!r}) has no head that reads the trunk alone")
+        raise ValueError(f"path: {type(model).__name__} ({path!r}) has no head that reads only the trunk")
     return head
 
 

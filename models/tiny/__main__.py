@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> list[str]:
     build.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(RECIPES)}; all of them if none")
     names: list[str] = parser.parse_args(argv).names
     if unknown := set(names) - set(RECIPES):
-        parser.error(f"there is no tiny model {', '.join(sorted(unknown))}; known: {', '.join(RECIPES)}")
+        parser.error(f"no tiny model {', '.join(sorted(unknown))}; known: {', '.join(RECIPES)}")
     return names
 
 

@@ -27,7 +27,7 @@ def resolve_model(path: str, progress: Callable[[str, float], None] = lambda nam
     name = path.removeprefix(SCHEME)
     if name not in RECIPES:
         known = ", ".join(f"{SCHEME}{known}" for known in RECIPES)
-        raise ValueError(f"path: there is no tiny model {path!r}; known: {known}")
+        raise ValueError(f"path: no tiny model {path!r}; known: {known}")
     return str(directory_of(RECIPES[name], progress))
 
 

@@ -28,7 +28,7 @@ def opened(handles: Mapping[str, Sequence[Handle]]) -> list[Tensor]:
         if (own := handles.get(gpu_id(device))) is not None:
             return [_opened(handle, device) for handle in own]
     raise ValueError(
-        f"sync.transport: cuda_ipc is for engines on the learner's GPUs ({', '.join(handles)}); this engine sees "
+        f"sync.transport: cuda_ipc is for engines on the learner's GPUs ({', '.join(handles)}); this engine has "
         "none of them: set sync.transport=auto"
     )
 

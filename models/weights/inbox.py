@@ -66,5 +66,5 @@ def _held_tensor(held: dict[str, Tensor], tensor: WeightTensor) -> Tensor:
     if target is None:
         raise ValueError(f"weights: the engine's model has no tensor {tensor.name!r}; is it the same architecture?")
     if tuple(target.shape) != tensor.shape:
-        raise ValueError(f"weights: {tensor.name!r} came as {tensor.shape}, the engine holds {tuple(target.shape)}")
+        raise ValueError(f"weights: {tensor.name!r} arrived as {tensor.shape}, the engine has {tuple(target.shape)}")
     return target

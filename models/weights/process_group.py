@@ -90,7 +90,9 @@ class BroadcastGroup:
     def _broadcast(self, names: Sequence[str], tensors: Sequence[Tensor], what: str) -> None:
         link = self._link
         if self._backend is None or link is None:
-            raise ConnectionError("weights: a bucket comes by broadcast, and no group was joined since it last broke")
+            raise ConnectionError(
+                "weights: a bucket comes by broadcast, but no process group was joined since the last one failed"
+            )
         timeouts_s = [
             link.timeout_s if self._connected or index else link.meeting_timeout_s for index in range(len(tensors))
         ]

@@ -72,11 +72,11 @@ def _arrivals(bucket: WeightBucket, group: BroadcastGroup | None) -> Iterator[tu
         came = _read(tensors, payload)
     elif isinstance(payload, Broadcast):
         if group is None:
-            raise ConnectionError("weights: a bucket comes by broadcast, and this engine has no group to join")
+            raise ConnectionError("weights: a bucket comes by broadcast, but this engine has no process group")
         names, shapes = [tensor.name for tensor in tensors], [tensor.shape for tensor in tensors]
         came = group.receive(names, [_dtype(tensor) for tensor in tensors], shapes)
     elif isinstance(payload, ModelFiles):
-        raise ValueError(f"weights: {payload.path} is for engines that read a model's files themselves")
+        raise ValueError(f"weights: {payload.path} is for engines that read model files themselves")
     else:
         came = opened(payload.handles)
     return zip(tensors, came, strict=True)
@@ -86,7 +86,7 @@ def _checked(announced: WeightTensor, tensor: Tensor) -> tuple[WeightTensor, Ten
     if tensor.dtype != _dtype(announced) or tuple(tensor.shape) != announced.shape:
         raise ValueError(
             f"weights: {announced.name!r} was announced as {announced.dtype} {announced.shape}, "
-            f"and came as {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            f"but arrived as {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
         )
     return announced, tensor
 
@@ -95,7 +95,9 @@ def _inline(tensors: Sequence[WeightTensor], payload: InlineBytes) -> list[Tenso
     came = []
     for tensor, data in zip(tensors, payload.data, strict=True):
         if data.nbytes != num_bytes(tensor):
-            raise ValueError(f"weights: {tensor.name!r} came with {data.nbytes} bytes instead of {num_bytes(tensor)}")
+            raise ValueError(
+                f"weights: {tensor.name!r} arrived with {data.nbytes} bytes instead of {num_bytes(tensor)}"
+            )
         # torch wants memory that may be written; what lies in a shared store may not.
         writable = data if data.flags.writeable else data.copy()
         came.append(torch.from_numpy(writable).view(_dtype(tensor)).view(tensor.shape))

@@ -134,7 +134,7 @@ class Broadcasts(WeightTransport):
     def __init__(self, dtype: str, device: torch.device, backend: str) -> None:
         super().__init__(dtype, device)
         if backend == "nccl" and device.type != "cuda":
-            raise ValueError(f"sync.transport: nccl sends from a GPU, and the learner is on {device}; set gloo")
+            raise ValueError(f"sync.transport: nccl sends from a GPU, but the learner is on {device}; set gloo")
         self._backend = backend
         self._group = BroadcastGroup(device)
         self._arenas = tuple(Arena(device if backend == "nccl" else CPU) for _ in range(2))
@@ -142,7 +142,9 @@ class Broadcasts(WeightTransport):
 
     def connect(self, link: GroupLink | None) -> None:
         if link is not None and link.backend != self._backend:
-            raise ValueError(f"sync.transport: the learner sends by {self._backend}, the group is for {link.backend}")
+            raise ValueError(
+                f"sync.transport: the learner sends by {self._backend}, but the group is for {link.backend}"
+            )
         self._group.join(link)
 
     def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
@@ -171,7 +173,7 @@ class CudaMemory(WeightTransport):
         super().__init__(dtype, device, folder)
         if device.type != "cuda":
             raise ValueError(
-                f"sync.transport: cuda_ipc shares a GPU's memory, and the learner is on {device}; set shared_memory"
+                f"sync.transport: cuda_ipc shares a GPU's memory, but the learner is on {device}; set shared_memory"
             )
         self._arenas = tuple(Arena(device) for _ in range(2))
 

@@ -45,7 +45,7 @@ class SharedArena:
 
     @property
     def path(self) -> str:
-        assert self._file is not None, "room comes first"
+        assert self._file is not None, "reserve space first"
         return str(self._file.path)
 
     def reserve(self, num_bytes: int) -> Tensor:
@@ -109,8 +109,8 @@ def _mapped(num_bytes: int) -> tuple[WeightFile, mmap]:
             file.close()
     found = ", ".join(f"{folder} has {room >> 20} MB free" for folder, room in free.items())
     raise ValueError(
-        f"sync.transport: shared_memory needs {num_bytes >> 20} MB more and {found or 'no folder can be written'}; "
-        "make /dev/shm larger (docker run --shm-size), or set sync.transport=disk or object_store"
+        f"sync.transport: shared_memory needs {num_bytes >> 20} MB more but {found or 'no folder is writable'}; "
+        "enlarge /dev/shm (docker run --shm-size), or set sync.transport=disk or object_store"
     )
 
 

@@ -129,7 +129,7 @@ class InProcessGroup:
 
     async def call(self, rank: int, method: str, *args: object) -> object:
         if rank != 0:
-            raise IndexError(f"{self._name} is alone in its group; there is no rank {rank}")
+            raise IndexError(f"{self._name} is the only rank of its group; there is no rank {rank}")
         if self._closed:
             raise ActorDied(self._name, "it was closed")
         ask = operator.methodcaller(method, *args)
@@ -162,7 +162,7 @@ class InProcessCluster:
         seats = self._placement.seats[role]
         if len(seats) > 1:
             raise ValueError(
-                f"placement.roles.{role}.replicas: {len(seats)} ranks need a process each; "
+                f"placement.roles.{role}.replicas: {len(seats)} ranks need one process each; "
                 f"set cluster=ray, or placement.roles.{role}.replicas=1"
             )
         group = await InProcessGroup.start(seats[0].name, make_member)

@@ -30,5 +30,5 @@ class CallLimits:
         name = str(args[0]) if method == MEMBER_CALL and args else method
         return (
             f"its process did not answer {name!r} within {self.of(method, args):g} s "
-            f"(cluster.call_timeout_s={self.call_timeout_s:g}): it hangs, or needs a longer limit"
+            f"(cluster.call_timeout_s={self.call_timeout_s:g}): it hangs, or the limit is too short"
         )

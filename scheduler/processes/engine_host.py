@@ -152,7 +152,7 @@ class EngineHost:
 
     @property
     def engine(self) -> Engine:
-        assert self._engine is not None, "start comes first"
+        assert self._engine is not None, "call start first"
         return self._engine
 
     def _take_on(self, request: Request) -> None:

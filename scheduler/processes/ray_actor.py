@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOG_LINES = 8  # of a dead process, in its report
 CAUSE_GRACE_S = 2.0  # a dead rank makes its peers fail first: wait for the death itself
-ENDED = "its process was ended by the run"
+ENDED = "the run ended its process"
 CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started; then they are killed
 
 
@@ -104,7 +104,7 @@ class RayActor:
         try:
             self._line = await Line.connect(cast(str, await self._call_by_ray("open_line")), self.name)
         except OSError as error:  # a folder for temporary files whose path is too long for a socket's, say
-            log.warning("%s: calls go by Ray, no socket could be had: %s", self.name, error)
+            log.warning("%s: calls use Ray, since there is no socket: %s", self.name, error)
 
     async def call(self, method: str, *args: object) -> object:
         """Raises what the method raised, or ActorDied. A process that doesn't answer in time is ended: it counts as
@@ -128,7 +128,7 @@ class RayActor:
         except LineBroken:
             if self._death is None:
                 await self._call_by_ray("process_id")  # raises, with the cause, where the process is gone
-                self.kill("its process lived on, but the connection to it broke")
+                self.kill("its process was alive, but the connection to it broke")
             raise ActorDied(self.name, str(self._death)) from None
 
     async def _call_by_ray(self, method: str, *args: object) -> object:

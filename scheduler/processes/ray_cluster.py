@@ -170,7 +170,7 @@ class RayCluster:
                 raise ValueError(
                     f"placement.pools.{name}: its {self._placement.pools[name].slots} "
                     f"{self._placement.pools[name].resource} slots did not become free within "
-                    f"{self._config.start_timeout_s:.0f} s (free now: {free_now()}); another job holds the rest: "
+                    f"{self._config.start_timeout_s:.0f} s (free now: {free_now()}); another job uses the rest: "
                     f"wait for it, or set placement.pools.{name}.slots lower"
                 )
 
@@ -231,13 +231,13 @@ def _answer_of_folder(token: str) -> str:
     """Runs on a machine of the cluster: what keeps it from using the token's folder; empty where nothing does."""
     path = Path(token)
     if not path.is_file():
-        return "it is not there"
+        return "it doesn't exist"
     try:
         answer = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
         answer.touch()
         answer.unlink()
     except OSError as error:
-        return f"it can't be written to ({error.strerror})"
+        return f"it isn't writable ({error.strerror})"
     return ""
 
 

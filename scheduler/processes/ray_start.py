@@ -77,7 +77,7 @@ def passed_on(names: Sequence[str], environment: Mapping[str, str]) -> dict[str,
         elif name in environment:
             found[name] = environment[name]
         else:
-            raise ValueError(f"cluster.env_vars: {name} is not set here; export it first, or take it off the list")
+            raise ValueError(f"cluster.env_vars: {name} is not set; export it first, or remove it from the list")
     return found
 
 
@@ -100,8 +100,9 @@ def _join_ray(address: str, packages: Sequence[str], env_vars: Mapping[str, str]
         )
     except (ConnectionError, AuthenticationError) as error:
         raise ValueError(
-            f"cluster.address: no Ray at {address} lets us in ({error}); check that it runs, and if it asks for a "
-            "token set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH; or set cluster.address=null to start one here"
+            f"cluster.address: can't connect to a Ray at {address} ({error}); check that it runs, and if it requires a "
+            "token set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH; or set "
+            "cluster.address=null to start one on this machine"
         ) from error
 
 
@@ -114,15 +115,15 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except OSError as error:
         raise ValueError(
-            f"cluster.address: nobody listens at {address} ({error}); give the address that `ray start --head` "
-            "printed, or set cluster.address=null to start a Ray here"
+            f"cluster.address: nothing listens at {address} ({error}); give the address that `ray start --head` "
+            "printed, or set cluster.address=null to start a Ray on this machine"
         ) from error
 
 
 def _folder_of(package: str) -> str:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise ValueError(f"cluster.packages: {package!r} can't be imported here; name importable packages")
+        raise ValueError(f"cluster.packages: {package!r} can't be imported; give importable packages")
     return str(Path(spec.origin).parent)
 
 

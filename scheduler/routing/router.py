@@ -107,7 +107,7 @@ class Router:
 
     def admit(self, name: str, engine: Engine) -> None:
         """A new engine lives from now on, and serves unless it is to rest."""
-        assert name not in self._alive, f"{name} serves already"
+        assert name not in self._alive, f"{name} already serves"
         self._alive[name] = engine
         self._coming.discard(name)
         if name not in self._resting:
@@ -192,7 +192,7 @@ class Router:
         try:
             while not self._serving:
                 if not self._coming and not self._alive:
-                    first = self._deaths[0] if self._deaths else "there was none to begin with"
+                    first = self._deaths[0] if self._deaths else "none was started"
                     raise EngineDied(f"all engines of role {self._role} died; the first: {first}")
                 self._change.clear()
                 await self._change.wait()
@@ -256,7 +256,7 @@ class Router:
         await self._on_all(lambda engine: engine.resume())
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
-        assert link is None, "each member of a group needs a rank of its own"
+        assert link is None, "each member of a group needs a different rank"
         await self._on_all(lambda engine: engine.begin_weights())
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
@@ -268,7 +268,7 @@ class Router:
         first, *others = receipts.items()
         for name, receipt in others:
             if receipt != first[1]:
-                raise RuntimeError(f"engines {first[0]} and {name} of {self._role} took different weights")
+                raise RuntimeError(f"engines {first[0]} and {name} of {self._role} received different weights")
         return first[1]
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:

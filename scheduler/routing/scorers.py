@@ -139,7 +139,7 @@ class ScorerPool:
         self._send()
 
     def _fail_all(self) -> None:
-        first = self._deaths[0] if self._deaths else "there was none to begin with"
+        first = self._deaths[0] if self._deaths else "none was started"
         for ask in self._waiting:
             settle(ask, EngineDied(f"all scorers of role {self.role} died; the first: {first}"))
         self._waiting.clear()

@@ -136,7 +136,7 @@ def decide(pool: Pool) -> Move | None:
 def _rescue(pool: Pool, slot: Slot, target: str) -> Move | None:
     if pool.roles[target].requests == 0 or pool.num_serving(target):
         return None
-    return pool.move(slot, target, f"nobody serves {target}, which has {_work(pool, target)}")
+    return pool.move(slot, target, f"no slot serves {target}, which has {_work(pool, target)}")
 
 
 def _gain(pool: Pool, slot: Slot, target: str) -> Move | None:
@@ -155,7 +155,7 @@ def _idle(pool: Pool, slot: Slot, target: str) -> Move | None:
 def _home(pool: Pool, slot: Slot, target: str) -> Move | None:
     first, cost_s = next(iter(pool.roles)), pool.cost_s(slot.role, target)
     at_rest = all(role.requests == 0 and role.idle_s >= cost_s for role in pool.roles.values())
-    return pool.move(slot, target, f"no work; {first} is where it starts") if at_rest and target == first else None
+    return pool.move(slot, target, f"no work; slots start with {first}") if at_rest and target == first else None
 
 
 def _work(pool: Pool, role: str) -> str:

@@ -227,7 +227,7 @@ class ElasticPool:
         elastic, name = self._roles[move.source], self._engines[move.slot][move.source]
         if self._config.hand_over:
             with suppress(EngineDied):  # it has no requests any more then
-                async with _in_time(elastic.router, name, "let its requests go"):
+                async with _in_time(elastic.router, name, "release its requests"):
                     await elastic.router.hand_over(name)
         await elastic.router.until_idle(name)
         engine, clock = elastic.router.alive.get(name), asyncio.get_running_loop().time
@@ -255,7 +255,7 @@ class ElasticPool:
         those of waiting for a learner that is between a step and its push."""
         elastic, name = self._roles[move.target], self._engines[move.slot][move.target]
         if (engine := elastic.router.alive.get(name)) is None:
-            raise EngineDied(f"{name} died before its slot came to it")
+            raise EngineDied(f"{name} died before it was activated")
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:

@@ -134,7 +134,7 @@ class RoleHealth:
 
     def _forgive(self, name: str) -> None:
         """A request killed it: that says nothing about the engine."""
-        log.warning("a death of %s is put down to a request and uses up no replacement", name)
+        log.warning("a death of %s is attributed to a request and uses up no replacement", name)
         if tries := self._tries_s[name]:
             tries.pop()
 
@@ -151,7 +151,7 @@ class RoleHealth:
     async def _replace(self, name: str) -> None:
         """From DEAD to HEALTHY, or LOST. The first try is counted already."""
         while (failure := await self._try(name)) is not None:
-            log.warning("%s could not be replaced (try %d of %d): %s", name, len(self._tries_s[name]),
+            log.warning("%s could not be replaced (attempt %d of %d): %s", name, len(self._tries_s[name]),
                         self._config.max_replacements, failure)  # fmt: skip
             self._enter(name, State.DEAD)
             if not self._may_try(name):
@@ -181,7 +181,7 @@ class RoleHealth:
 
     def _lose(self, name: str) -> None:
         self._enter(name, State.LOST)
-        log.warning("%s is not replaced: its health.max_replacements=%d tries in %.0f s are used up", name,
+        log.warning("%s is not replaced: its health.max_replacements=%d attempts in %.0f s are used up", name,
                     self._config.max_replacements, self._config.replacement_window_s)  # fmt: skip
 
     def _enter(self, name: str, state: State) -> None:

@@ -21,9 +21,9 @@ async def lull(name: str, engine: SleepingEngine, *, lends: bool = True) -> int:
     """Returns the bytes that became free. `lends`: its neighbour counts on them, whatever it says of its sleep."""
     await engine.pause()
     if (num_bytes := await engine.sleep()) == 0 and lends:
-        log.warning("%s sleeps and freed no memory: its neighbour on the slot may find none", name)
+        log.warning("%s sleeps but freed no memory: the other engine of the slot may lack it", name)
     else:
-        log.info("%s sleeps: %.3g GB became free", name, num_bytes / 1e9)
+        log.info("%s sleeps: %.3g GB were freed", name, num_bytes / 1e9)
     return num_bytes
 
 

@@ -167,7 +167,7 @@ class TimeShare:
             if needed == self._resides:
                 return
             freed = await self._learner.reside(needed)
-            log.info("the learner has %s on the device: %+.3g GB are free", needed, freed / 1e9)
+            log.info("the learner has %s on the device: %+.3g GB were freed", needed, freed / 1e9)
             if self._resides == "everything":
                 self.freed_bytes[LEARNER] = freed
             elif needed == "nothing" and self._began_s is not None:  # the other half of what a turn ends with

@@ -42,7 +42,7 @@ class StoredWeights:
         yield 0
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        assert tuple(token_ids) == self.probe_ids, "these log-probs aren't known"
+        assert tuple(token_ids) == self.probe_ids, "these log-probs are unknown"
         return self.logprobs
 
     async def connect(self, link: GroupLink | None) -> None:

@@ -14,9 +14,9 @@ TAKES: dict[str, tuple[str, ...]] = {
 }
 WHY = {
     "shared_memory": "needs learner and engines on one machine",
-    "gloo": "needs the engines in processes of their own (cluster=ray)",
-    "nccl": "needs a GPU for the learner's first rank that has no engine, and engines on GPUs in other processes",
-    "cuda_ipc": "needs every engine on the GPU of a rank of the learner's, in another process",
+    "gloo": "needs the engines in separate processes (cluster=ray)",
+    "nccl": "needs the learner's first rank on a GPU without an engine, and engines on GPUs in other processes",
+    "cuda_ipc": "needs every engine on the GPU of a learner rank, in another process",
 }
 
 
@@ -48,7 +48,7 @@ def choose_transport(wanted: str, engine: str, route: Route) -> str:
         return _best(engine, route)
     if wanted in able:
         return wanted
-    reason = f"{wanted} {WHY[wanted]}" if wanted in TAKES[engine] else f"engine={engine} can't take {wanted}"
+    reason = f"{wanted} {WHY[wanted]}" if wanted in TAKES[engine] else f"engine={engine} doesn't support {wanted}"
     raise ValueError(f"sync.transport: {reason}; set sync.transport to {' or '.join(['auto', *able])}")
 
 

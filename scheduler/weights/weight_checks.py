@@ -35,19 +35,20 @@ def check_receipt(engine: str, version: int, sent: Mapping[str, str], receipt: W
     """Was what was sent (name -> checksum) what arrived, and is it what the engine has now? An empty checksum says
     nothing: the probe stands in."""
     if receipt.version != version:
-        raise WeightMismatch(f"{engine} says it has version {receipt.version}; version {version} was sent")
+        raise WeightMismatch(f"{engine} reports version {receipt.version}; version {version} was sent")
     got = receipt.checksums
     wrong = sorted(name for name in sent.keys() | got.keys() if not _agree(sent.get(name), got.get(name)))
     if wrong:
         first = wrong[0]
         raise WeightMismatch(
-            f"{engine} got other weights than version {version} in {tensor_groups(wrong)}: "
-            f"{first} came as {_told(got.get(first))}, sent was {_told(sent.get(first))} (xxh3-64)"
+            f"{engine} received other weights than version {version} in {tensor_groups(wrong)}: "
+            f"{first} arrived as {_told(got.get(first))}, {_told(sent.get(first))} was sent (xxh3-64)"
         )
     if receipt.unapplied:
         raise WeightMismatch(
-            f"{engine} got version {version} and has not applied it in {tensor_groups(sorted(receipt.unapplied))}: "
-            "its own parameters don't show these tensors; report this with the versions that task=doctor tells"
+            f"{engine} received version {version} but has not applied it in "
+            f"{tensor_groups(sorted(receipt.unapplied))}: its parameters don't show these tensors; "
+            "report this with the output of task=doctor"
         )
 
 
@@ -58,8 +59,8 @@ def check_probe(
     error = probe_error(expected, scored)
     if not error <= tolerance:  # true of nan
         raise WeightMismatch(
-            f"{engine} took version {version}, but scores a probe {error:.2g} nats away from the learner "
-            f"(median of the likelier tokens; tolerance {tolerance:g}): its weights were not applied"
+            f"{engine} received version {version}, but its score of the probe differs by {error:.2g} nats from the "
+            f"learner's (median of the likelier tokens; tolerance {tolerance:g}): its weights were not applied"
         )
     return error
 
@@ -88,7 +89,7 @@ def tensor_groups(names: Collection[str]) -> str:
     counts = Counter(_group_of(name) for name in names)
     told = [next(n for n in names if _group_of(n) == group) if count == 1 else f"{group}.* ({count} tensors)"
             for group, count in counts.items()]  # fmt: skip
-    more = f" and {len(told) - GROUPS_SHOWN} groups more" if len(told) > GROUPS_SHOWN else ""
+    more = f" and {len(told) - GROUPS_SHOWN} more groups" if len(told) > GROUPS_SHOWN else ""
     return ", ".join(told[:GROUPS_SHOWN]) + more
 
 

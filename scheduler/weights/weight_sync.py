@@ -53,7 +53,7 @@ class WeightSync:
         new_address: NewAddress | None = None,
     ) -> None:
         """`transport` is what `sync.transport` came to; a broadcast needs `new_address`."""
-        assert transport not in BROADCASTS or new_address is not None, f"{transport}: nobody says where to meet"
+        assert transport not in BROADCASTS or new_address is not None, f"{transport}: no rendezvous address"
         self._source = source
         self._probe_ids = tuple(probe_ids)
         self._config = config
@@ -79,10 +79,10 @@ class WeightSync:
             arrivals = dict(self._arrivals)
             everyone = {**engines(), **self.arrivals}
             if not everyone:
-                raise NoEngines(f"version {version} has no engine to go to")
+                raise NoEngines(f"version {version} has no engine to be sent to")
             push = self._begin(everyone, version)
             async with push.deadline(), AsyncExitStack() as hold:
-                steps = await push.step(LEARNER, "to hold still", hold.enter_async_context(self._source.held()))
+                steps = await push.step(LEARNER, "to pause", hold.enter_async_context(self._source.held()))
                 report = await self._run(push)
             self._last = (version, steps)
             for name, arrival in arrivals.items():

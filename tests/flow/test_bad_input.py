@@ -60,7 +60,7 @@ def inputs(tmp_path: Path) -> Path:
         (["data.path=good.jsonl", "data.eval_path=nope.jsonl"], r"^data\.eval_path: nope.jsonl: no such file"),
         (["data.path=good.jsonl", "data.eval_path=good.jsonl"], r"^data\.path: every prompt .* in data\.eval_path"),
         (["data.eval_path=words.jsonl"], r"^data\.eval_path: .*words.jsonl, line 1: .*contains_reference"),
-        (["data.path=good.jsonl", "data.max_epochs=1"], r"^data\.max_epochs: 1 x 1 prompts fill no batch"),
+        (["data.path=good.jsonl", "data.max_epochs=1"], r"^data\.max_epochs: 1 x 1 prompts don't fill one batch"),
         (["data.path=long.jsonl"], r"^rollout\.max_new_tokens: 64 new .* shortest prompt \(long.jsonl:2: \d+ tok"),
         (["rollout.max_new_tokens=512", "rollout.group_deadline_s=999"],
          r"^rollout\.max_new_tokens: 512 new .*type rollout.max_new_tokens=4\d\d or less"),
@@ -69,7 +69,7 @@ def inputs(tmp_path: Path) -> Path:
         (["policy.path=empty_directory"], r"^policy\.path: 'empty_directory' holds no config.json"),
         (["policy.path=hollow"], r"^policy\.path: 'hollow' holds no weights"),
         (["grm.path=Nobody/Nothing"], r"^grm\.path: no directory 'Nobody/Nothing', and the hub "),
-        (["policy.path=tiny://polizy"], r"^policy\.path: there is no tiny model .*tiny://policy"),
+        (["policy.path=tiny://polizy"], r"^policy\.path: no tiny model .*tiny://policy"),
         (["policy.path=mute"], r"^policy\.chat_template: the tokenizer in '.*mute' has none; set"),
         (["policy.path=mute", "policy.chat_template=nope.jinja"], r"^policy\.chat_template: 'nope.jinja' can't"),
         (["policy.path=mute", "policy.chat_template=broken.jinja"], r"^policy\.chat_template: "),
@@ -82,32 +82,32 @@ def inputs(tmp_path: Path) -> Path:
         (["judge=rule", "data.path=bare.jsonl"], r"^data\.path: .*bare.jsonl, line 1: the prompt has no reference"),
         (["judge=rule", "data.path=words.jsonl"], r"^data\.path: .*words.jsonl, line 1: .*contains_reference"),
         (["engine.embedded.max_context_tokens=600"], r"^engine\.embedded\.max_context_tokens: 600 exceeds the window"),
-        (["cluster=ray", "placement.pools.train.slots=4096"], r"^placement\.pools\.train: wants 4096 cpu slots"),
-        (["placement=eight_gpus"], r"^placement\.pools\.train: wants 4 gpu slots.*placement=laptop"),
+        (["cluster=ray", "placement.pools.train.slots=4096"], r"^placement\.pools\.train: needs 4096 cpu slots"),
+        (["placement=eight_gpus"], r"^placement\.pools\.train: needs 4 gpu slots.*placement=laptop"),
         (["placement.pools.judging.resource=gpu", "placement.pools.judging.slots=2",
-          "placement.roles.grm.slots_per_replica=2"], r"^placement\.roles\.grm\.slots_per_replica: .* would idle"),
+          "placement.roles.grm.slots_per_replica=2"], r"^placement\.roles\.grm\.slots_per_replica: .* would be idle"),
         (["placement.pools.train.slots=2", "placement.pools.train.resource=gpu",
           "placement.roles.learner.slots_per_replica=2"], r"^placement\.roles\.learner\.slots_per_replica: .*share"),
         (["policy.engine=openai"], r"^policy\.engine: openai takes no weights .*embedded or vllm or sglang$"),
-        (["grm.engine=openai"], r"^grm\.path: tiny://grm is a model of this project; .* at engine.openai.base_url"),
+        (["grm.engine=openai"], r"^grm\.path: tiny://grm is a shipped tiny model; .* at engine.openai.base_url"),
         (["grm.engine=openai", "grm.path=a-judge", "engine.openai.api_key_env=NO_KEY_IS_CALLED_THIS"],
          r"^engine\.openai\.api_key_env: the environment variable NO_KEY_IS_CALLED_THIS is not set; set it"),
         (["grm.engine=openai", "grm.path=a-judge", "engine.openai.api_key_env=''", "judge.structured=true"],
-         r"^judge\.structured: openai can't hold a judgement to a form; type judge\.structured=false, or"),
+         r"^judge\.structured: openai can't constrain a judgement by a grammar; type judge\.structured=false, or"),
         (["judge=ahead", "judge.principles_template=misspelt.jinja"],
          r"^judge\.principles_template misspelt.jinja: unknown field 'questio'; known: question"),
         (["judge=rubric"], r"^judge\.protocol: rubric judges by the prompt's criteria, and prompt \S+ has none; add"),
         (["judge.kind=own", "judge.target=nowhere.Judge"], r"^judge\.target: nowhere can't be imported .*install it"),
         (["rollout.top_k=50"], r"^rollout\.top_k: must be 0 to train"),
         (["policy.engine=sglang", "engine.sglang.python=nope/bin/python"],
-         r"^engine\.sglang\.python: there is no interpreter 'nope/bin/python'"),
+         r"^engine\.sglang\.python: no interpreter 'nope/bin/python'"),
         (["policy.engine=sglang", "engine.sglang.urls=[http://a,http://b]"],
-         r"^engine\.sglang\.urls: 2 servers for 1 replicas of policy; give one each, or type .*replicas=2"),
+         r"^engine\.sglang\.urls: 2 servers for 1 replicas of policy; give one per replica, or type .*replicas=2"),
         (["+policy.engine_options.max_bach_rows=3"],
          r"^unknown key 'policy.engine_options.max_bach_rows'; did you mean policy.engine_options.max_batch_rows"),
         (["+grm.engine_options.max_context_tokens=600"],
-         r"^grm\.engine_options\.max_context_tokens: 600 exceeds the window of grm .*=512 or less"),
-        (["policy.path=misfit"], r"^policy\.path: the tokenizer in misfit gives ids up to 488, .* has 400 rows"),
+         r"^grm\.engine_options\.max_context_tokens: 600 exceeds the context window of grm .*=512 or less"),
+        (["policy.path=misfit"], r"^policy\.path: the tokenizer in misfit has ids up to 488, .* has 400 rows"),
         (["objective=eval.final.true_acuracy"], r"^objective: .* did you mean eval\.final\.true_accuracy\?"),
         (["objective=reward"], r"^objective: 'reward' is no number of summary.json"),
         (["run_dir=good.jsonl/run"], r"^run_dir: good.jsonl/run can't be written to"),
@@ -143,7 +143,7 @@ def test_an_engine_that_is_not_installed_is_told_with_the_command_that_installs_
         ),
         (
             ["engine.vllm.max_context_tokens=600"],
-            r"^engine\.vllm\.max_context_tokens: 600 exceeds the window of policy",
+            r"^engine\.vllm\.max_context_tokens: 600 exceeds the context window of policy",
         ),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_complete_run_is_neither_overwritten_nor_gone_on_with(
     one_step = ("train.num_steps=1", "data.num_eval_prompts=4")
     files = small_run(*one_step)
     before = {path: path.stat().st_mtime_ns for path in files.run_dir.rglob("*")}
-    with pytest.raises(ConfigError, match=r"^run_dir: run holds a run already; type resume=auto"):
+    with pytest.raises(ConfigError, match=r"^run_dir: run already holds a run; type resume=auto"):
         small_run(*one_step)
     with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5"):
         small_run(*one_step, "resume=auto", "rollout.temperature=0.5")

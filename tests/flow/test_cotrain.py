@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("judge=rule", "no GRM of ours"),
+        ("judge=rule", "no local GRM"),
         ("judge.temperature=0", r"judge\.temperature=1"),
         ("algorithm.estimator=reinforce_pp", r"algorithm\.estimator=grpo"),
         ("placement=elastic", r"grm_learner|elastic=false"),

@@ -85,13 +85,15 @@ def test_a_meta_rm_guides_the_vote_of_a_run(small_run: Callable[..., Any], meta_
 
 @pytest.mark.parametrize("vote", ["best", "weighted"])
 def test_a_vote_without_its_meta_rm_is_refused(vote: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^meta\.path: judge\.vote={vote} asks a meta-RM, and there is none; train"):
+    with pytest.raises(
+        ConfigError, match=rf"^meta\.path: judge\.vote={vote} needs a meta-RM, and there is none; train"
+    ):
         composed("+experiment=quickstart", f"judge.vote={vote}", "judge.num_judgements=4")
 
 
 def test_a_judge_outside_shows_a_meta_rm_nothing() -> None:
     outside = ("judge.vote=best", "grm.engine=openai", "grm.path=gpt", "meta.path=somewhere")
-    with pytest.raises(ConfigError, match=r"^judge\.vote: best asks a meta-RM, which reads the judge's tokens"):
+    with pytest.raises(ConfigError, match=r"^judge\.vote: best needs a meta-RM, which reads the judge's tokens"):
         composed("+experiment=quickstart", *outside)
 
 
@@ -103,7 +105,7 @@ def test_a_model_without_a_scalar_head_is_refused_by_name(tmp_path: Path, meta_p
     for_two.num_labels = 2
     shutil.copytree(meta_path, tmp_path / "two")
     Qwen3ForTokenClassification(for_two).save_pretrained(tmp_path / "two")
-    with pytest.raises(ConfigError, match=r"^meta\.path: the head of .* gives 2 numbers, and a scalar head gives one"):
+    with pytest.raises(ConfigError, match=r"^meta\.path: the head of .* has 2 outputs, and a scalar head has one"):
         run_task(composed(*guided, f"meta.path={tmp_path / 'two'}"))
 
 
@@ -113,16 +115,16 @@ def test_another_tokenizer_than_the_grms_is_refused(tmp_path: Path, meta_path: P
     vocab = tokenizer["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match=r"^meta\.path: .* has another tokenizer than the GRM \(tiny://grm\)"):
+    with pytest.raises(ConfigError, match=r"^meta\.path: .* has a different tokenizer than the GRM \(tiny://grm\)"):
         run_task(composed("+experiment=quickstart", "cluster=inprocess", *GUIDED, f"meta.path={tmp_path / 'other'}"))
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("judge=rule", r"^judge\.kind: task=train_meta samples a GRM of ours"),
-        ("resume=auto", r"^resume: task=train_meta starts anew"),
-        ("data.eval_path=null", r"^data\.eval_path: labelled work that isn't trained on"),
+        ("judge=rule", r"^judge\.kind: task=train_meta samples a local GRM"),
+        ("resume=auto", r"^resume: task=train_meta can't be resumed"),
+        ("data.eval_path=null", r"^data\.eval_path: held-out labelled responses"),
         ("meta.judgements=nowhere.jsonl", r"^meta\.judgements: nowhere\.jsonl can't be read"),
         ("meta.start_path=/nowhere", r"^meta\.start_path: no directory"),
     ],

@@ -80,13 +80,13 @@ def test_several_updates_and_unwhitened_advantages_train(small_run: Callable, al
         ((*PPO, "critic.dtype=int8"), r"critic\.dtype"),
         ((*PPO, "critic=path"), r"critic\.path: is empty"),
         ((*PPO, "critic.path=tiny://nothing"), r"critic\.path"),
-        ((*PPO, "~placement.roles.critic"), r"placement\.roles\.critic: has no place"),
-        ((*PPO, "placement.roles.critic.pool=nowhere"), r"placement\.roles\.critic\.pool: there is no pool"),
+        ((*PPO, "~placement.roles.critic"), r"placement\.roles\.critic: has no pool"),
+        ((*PPO, "placement.roles.critic.pool=nowhere"), r"placement\.roles\.critic\.pool: unknown pool"),
         ((*PPO, "placement=time_shared"), r"placement\.roles\.critic\.pool: only the learner"),
         ((*PPO, "placement.roles.critic.replicas=2"), r"placement\.roles\.critic"),
         ((*PPO, "cotrain.enabled=true"), r"cotrain\.enabled"),
         ((*PPO, "algorithm.gae_lambda=1.1"), r"algorithm\.gae_lambda"),
-        ((*PPO, "judge=label", "task=finetune"), r"task=finetune asks no critic"),
+        ((*PPO, "judge=label", "task=finetune"), r"task=finetune uses no critic"),
     ],
 )
 def test_what_a_critic_cant_do_is_refused_by_name(small_run: Callable, overrides: tuple[str, ...], told: str) -> None:

@@ -65,7 +65,7 @@ def test_the_doctor_examines_where_torch_is_missing(monkeypatch: pytest.MonkeyPa
         ("2.13.0", "13.0", "570.86.15", "CUDA 13.0 needs driver 580 or newer: "),
         ("2.13.0+cu126", "12.6", "570.86.15", "torch 2.13.0+cu126 for CUDA 12.6; driver 570.86.15"),
         ("2.11.0", "12.8", "570.86.15", "; the learner on GPUs needs torch 2.13 or newer"),
-        ("2.13.0+cpu", None, "580.95.05", "a GPU is here that this torch can't use"),
+        ("2.13.0+cpu", None, "580.95.05", "this torch can't use the GPU of this machine"),
         ("2.13.0+cpu", None, None, "torch 2.13.0+cpu for CPUs; no NVIDIA driver"),
     ],
 )

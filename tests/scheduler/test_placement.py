@@ -111,7 +111,7 @@ def test_a_replica_of_several_slots_has_them_alone() -> None:
         roles={"policy": RoleConfig(pool="all", replicas=2, slots_per_replica=2), "grm": RoleConfig(pool="all")},
     )
     assert place(config, ("policy",)).bundles("all") == ((0, 1), (2, 3))
-    with pytest.raises(ValueError, match=r"placement\.roles\.policy\.slots_per_replica: .* pool of its own"):
+    with pytest.raises(ValueError, match=r"placement\.roles\.policy\.slots_per_replica: .* a separate pool"):
         place(config, ("policy", "grm"))
 
 
@@ -122,7 +122,7 @@ def test_a_role_without_place_is_told_which_pools_there_are() -> None:
 
 def test_an_unknown_pool_is_named() -> None:
     config = PlacementConfig(pools=LAPTOP.pools, roles={"grm": RoleConfig(pool="judgin")})
-    with pytest.raises(ValueError, match=r"placement\.roles\.grm\.pool: there is no pool 'judgin'"):
+    with pytest.raises(ValueError, match=r"placement\.roles\.grm\.pool: unknown pool 'judgin'"):
         place(config, ("grm",))
 
 
@@ -134,7 +134,7 @@ def test_more_replicas_than_slots_says_how_many_slots_to_set() -> None:
 
 def test_more_slots_than_cores_says_what_there_is_and_what_to_type() -> None:
     placement = place(pools(train=PoolConfig(slots=4)), ("train",))
-    with pytest.raises(ValueError, match=r"wants 4 cpu slots .* has 2 cores; set placement\.pools\.train\.slots=2"):
+    with pytest.raises(ValueError, match=r"needs 4 cpu slots .* has 2 cores; set placement\.pools\.train\.slots=2"):
         check_capacity(placement, [machine(cpus=2)])
 
 
@@ -149,7 +149,7 @@ def test_every_shortage_names_node_resource_and_role() -> None:
         with pytest.raises(ValueError, match=r"gpu slots \(\w+\) for learner; node-a has 1 GPUs; node-b has 1 GPUs"):
             check_capacity(place(config, ("learner",)), two)
     with pytest.raises(
-        ValueError, match=r"wants 1 cpu slots \(PACK\) for grm; this machine has 1 cores, 1 of them taken"
+        ValueError, match=r"needs 1 cpu slots \(PACK\) for grm; this machine has 1 cores, 1 of them used"
     ):
         check_capacity(place(LAPTOP, ROLES), [machine(cpus=1)])
 
@@ -161,7 +161,7 @@ def test_gpus_that_are_not_there_are_refused() -> None:
 
 
 def test_a_pool_that_others_left_nothing_for_is_pointed_to_them() -> None:
-    with pytest.raises(ValueError, match=r"1 of them taken by train; set placement\.roles\.grm\.pool=train"):
+    with pytest.raises(ValueError, match=r"1 of them used by train; set placement\.roles\.grm\.pool=train"):
         check_capacity(place(LAPTOP, ROLES), [machine(cpus=1)])
 
 
@@ -170,13 +170,13 @@ def test_a_strict_pack_does_not_spread_over_nodes() -> None:
     loose = place(pools(train=PoolConfig(slots=8, resource="gpu")), ("train",))
     check_capacity(loose, nodes)
     strict = place(pools(train=PoolConfig(slots=8, resource="gpu", strategy="STRICT_PACK")), ("train",))
-    with pytest.raises(ValueError, match=r"a has 4 GPUs; b has 4 GPUs, but not in one piece; .*strategy=PACK"):
+    with pytest.raises(ValueError, match=r"a has 4 GPUs; b has 4 GPUs, but no arrangement .*strategy=PACK"):
         check_capacity(strict, nodes)
 
 
 def test_a_strict_spread_wants_a_node_per_slot() -> None:
     config = pools(train=PoolConfig(slots=2, strategy="STRICT_SPREAD"))
-    with pytest.raises(ValueError, match="not in one piece"):
+    with pytest.raises(ValueError, match="no arrangement of them fits"):
         check_capacity(place(config, ("train",)), [machine(cpus=8)])
     check_capacity(place(config, ("train",)), [machine(name="a"), machine(name="b")])
 
@@ -186,7 +186,7 @@ def test_a_replica_of_two_gpus_needs_both_on_one_node() -> None:
         pools={"rollout": PoolConfig(slots=2, resource="gpu")},
         roles={"policy": RoleConfig(pool="rollout", slots_per_replica=2)},
     )
-    with pytest.raises(ValueError, match="not in one piece"):
+    with pytest.raises(ValueError, match="no arrangement of them fits"):
         check_capacity(place(config, ("policy",)), [machine(gpus=1, name="a"), machine(gpus=1, name="b")])
 
 

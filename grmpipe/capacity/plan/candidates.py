@@ -97,11 +97,11 @@ class Weighed:
     def reason(self) -> str:
         """Why it takes as long as it does."""
         if self.bound_s > self.work_s:
-            return "one rollout's chain is longer than anybody's work"
+            return "the chain of one rollout is longer than the work of any role"
         if self.work_s < self.slots_s[0]:
             role = max(self.loads, key=lambda role: self.loads[role])
             alone = self.loads[role] >= self.work_s
-            return f"bound by {role} {self.loads[role]:.3g} s" if alone else "bound by the cores, which all run on"
+            return f"bound by {role} {self.loads[role]:.3g} s" if alone else "bound by the cores, which all roles share"
         rooms = self.candidate.rooms
         room = max(rooms, key=lambda room: sum(self.loads[role] for role in room.seats))
         parts = " + ".join(f"{role} {self.loads[role]:.3g} s" for role in room.seats)
@@ -243,7 +243,7 @@ def nothing_fits(question: Question, candidates: Sequence[Candidate]) -> str:
     """Why there is no candidate left, by the one that lacks least."""
     there = ", ".join(f"{pool.slots} of {kind}" for kind, pool in question.kinds.items())
     if not candidates:
-        return f"placement.pools: no way to seat {', '.join(question.work.roles)} on the slots there are ({there})"
+        return f"placement.pools: {', '.join(question.work.roles)} can't be placed on the available slots ({there})"
     nearest = min(candidates, key=lambda one: max(wanted / limit for wanted, limit in memory_of(one, question)))
     held = [
         (question.memory(role, seating, room.kind) or 0.0, role, room)
@@ -253,8 +253,8 @@ def nothing_fits(question: Question, candidates: Sequence[Candidate]) -> str:
     num_bytes, role, room = max(held, key=lambda entry: entry[0])
     memory_gb = question.kinds[room.kind].memory_gb or 0.0
     return (
-        f"placement.pools.{room.kind}: no placement fits its slots ({there}): even in the nearest one {role} wants "
-        f"{num_bytes / GB:.3g} of {memory_gb:g} GB a slot; give more slots or larger ones, or lower what {role} holds "
+        f"placement.pools.{room.kind}: no placement fits its slots ({there}): even in the best one {role} needs "
+        f"{num_bytes / GB:.3g} of {memory_gb:g} GB per slot; give more or larger slots, or lower the memory of {role} "
         "(see task=plan without plan.search)"
     )
 

@@ -107,10 +107,10 @@ def assumptions(survey: Survey, profile: Profile | None) -> str:
     """Where lengths and costs come from, in a line."""
     work = step_work(survey, profile)
     lengths = ", ".join(
-        f"{asked.new_tokens:.0f} tokens a {'rollout' if role == 'policy' else 'judgement'}"
+        f"{asked.new_tokens:.0f} tokens per {'rollout' if role == 'policy' else 'judgement'}"
         for role, asked in work.engines.items()
     )
-    source = f"measured in {survey.config.plan.profile}" if profile else "by the devices' data sheets"
+    source = f"measured in {survey.config.plan.profile}" if profile else "estimated from the devices' data sheets"
     return f"{source}; {lengths} on average"
 
 
@@ -146,7 +146,7 @@ def costs_of(
 def speed_of(role: str, survey: Survey, profile: Profile | None, where: Seated) -> EngineSpeed:
     """Of one engine of a role: measured where the profile has the same model on the same kind of engine."""
     engine = engine_config_of(role, survey.config)
-    assert not isinstance(engine, OpenAIConfig), "a judge outside has no place"
+    assert not isinstance(engine, OpenAIConfig), "an external judge has no slots"
     width = where.seating.width if survey.config.placement.pools[where.pool].resource == "gpu" else 1
     kv_bytes = kv_bytes_of(role, survey, where, width)
     if profile is not None and role in profile.engines and measured_alike(role, survey.config, profile.config):
@@ -216,7 +216,7 @@ def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> Learner
         return learner_of(survey, profile, where)
     footprint = survey.models[CRITIC].footprint
     if footprint is None:
-        raise CostUnknown("critic.path: the model's size isn't known here; type critic.path=null")
+        raise CostUnknown("critic.path: the model's size is unknown here; type critic.path=null")
     return learner_speed(
         footprint.num_parameters,
         device_for(where.pool, survey),
@@ -263,7 +263,7 @@ def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str
 def sizes_of(role: str, survey: Survey) -> ModelSizes:
     footprint, dtype = survey.models[role].footprint, options_of(role, survey.config).dtype
     if footprint is None:
-        raise CostUnknown(f"{role}.shape: the model's size isn't known; declare it, as in conf/policy/qwen3_8b.yaml")
+        raise CostUnknown(f"{role}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml")
     return ModelSizes(
         num_parameters=footprint.num_parameters,
         weight_bytes=footprint.weight_bytes(dtype),
@@ -286,7 +286,7 @@ def device_for(pool: str, survey: Survey) -> DeviceSpec:
     device = survey.devices[pool]
     if device is None:
         raise CostUnknown(
-            f"placement.pools.{pool}.device: nobody says which GPU it is; type placement.pools.{pool}.device=h100 "
-            "(or what it is), or plan.profile=<an earlier run>"
+            f"placement.pools.{pool}.device: the GPU is unknown; type placement.pools.{pool}.device=h100 "
+            "(or its name), or plan.profile=<an earlier run>"
         )
     return device

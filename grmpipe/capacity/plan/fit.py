@@ -267,7 +267,7 @@ def fit_learner(tokens: Sequence[float], busy_s: Sequence[float]) -> tuple[Learn
     # The median step: a first one that compiles or allocates must not slow down all the others.
     return (
         LearnerSpeed(token_s=float(np.median(busy_S / tokens_S)), step_s=0.0),
-        "the optimizer step couldn't be told from its tokens (steps too much alike): it is counted per token",
+        "the optimizer step couldn't be separated from its tokens (steps too similar): it is counted per token",
     )
 
 

@@ -56,7 +56,7 @@ def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: i
     role, options = sized.role, options_of(sized.role, survey.config)
     engine = engine_config_of(role, survey.config)
     if isinstance(engine, SglangConfig) and engine.urls:
-        return [Part(what="a client; the server is elsewhere", num_bytes=0.0)]
+        return [Part(what="a client; the server runs separately", num_bytes=0.0)]
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
     weights = footprint.weight_bytes(options.dtype) / num_gpus
     held = [Part(what=f"weights{shared}", num_bytes=weights, kind="weights")]
@@ -67,7 +67,7 @@ def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: i
         rows, tokens = engine.max_batch_rows, sized.context_tokens
         cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
         # It grows by copying: for a moment the old one and the new one are held.
-        grown = f"KV of {rows} rows x {tokens} tokens, twice while it grows"
+        grown = f"KV of {rows} rows x {tokens} tokens, twice during growth"
         return [*held, Part(what=grown, num_bytes=2 * cache, kind="kv")]
     room = kv_room(engine, pool, weights)
     if room is None:
@@ -89,7 +89,7 @@ def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | N
         assert isinstance(engine, SglangConfig)
         share, key = engine.mem_fraction, "engine.sglang.mem_fraction"
     left = max(0.0, share * pool.memory_gb * GB - weights)
-    return Part(what=f"KV, what is left of {key}={share:g}", num_bytes=left, kind="kv")
+    return Part(what=f"KV, the rest of {key}={share:g}", num_bytes=left, kind="kv")
 
 
 def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
@@ -148,10 +148,10 @@ def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]
 
 def memory(parts: Mapping[str, list[Part]]) -> str:
     """A block: every role's parts."""
-    lines = ["memory per process, on each of its slots, at most, by estimate"]
+    lines = ["memory per process, on each of its slots: estimated peak"]
     for role, held in parts.items():
         if not held:
-            lines.append(f"  {role:<8} not known")
+            lines.append(f"  {role:<8} unknown")
             continue
         lines.append(f"  {role:<8} {size(sum(part.num_bytes for part in held))}")
         lines += [f"           {size(part.num_bytes):>8}  {part.what}" for part in held]
@@ -165,9 +165,9 @@ def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
         for slot in range(pool.slots):
             here = [seat for seat in everybody(survey.placement) if seat.pool == name and slot in seat.slots]
             known = all(parts[seat.role] for seat in here)
-            held = size(held_at_once(survey, name, here, parts)) if known else "not known"
+            held = size(held_at_once(survey, name, here, parts)) if known else "unknown"
             limit = f" of {pool.memory_gb:g} GB" if pool.memory_gb else ""
-            roles = (" + ".join(seat.role for seat in here) or "nobody") + by_turns(survey, name)
+            roles = (" + ".join(seat.role for seat in here) or "no role") + by_turns(survey, name)
             lines.setdefault(f"{name}\0{held}{limit}  {roles}", []).append(str(slot))
     told = [(key.split("\0"), slots) for key, slots in lines.items()]
     wide = max(len(f"{name} {spanned(slots)}") for (name, _), slots in told)
@@ -209,12 +209,12 @@ def kept_asleep(survey: Survey, role: str, parts: Sequence[Part]) -> float:
 def by_turns(survey: Survey, pool: str) -> str:
     """How those of a slot get along that don't hold their memory at the same time."""
     if survey.placement.pools[pool].time_shared:
-        return ", the learner and the engines by turns"
+        return ", the learner alternates with the engines"
     served = [role for role in survey.placement.seats if role in SERVED_ROLES]
     if not (survey.placement.elastic_slots(pool) and one_at_a_time(survey, served)):
         return ""
     one = shares_engine(survey.config, survey.placement)
-    return ", one engine for both roles" if one else ", the engines by turns"
+    return ", one engine for both roles" if one else ", the engines alternate"
 
 
 def one_at_a_time(survey: Survey, served: Sequence[str]) -> bool:
@@ -241,7 +241,7 @@ def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]
             if pool.memory_gb and wanted > pool.memory_gb * GB:
                 who = ", ".join(seat.name for seat in here)
                 warnings.append(
-                    f"{name} {slot}: {who} may want {size(wanted)} of {pool.memory_gb:g} GB "
+                    f"{name} {slot}: {who} may need {size(wanted)} of {pool.memory_gb:g} GB "
                     f"(placement.pools.{name}.memory_gb); {remedy({seat.role for seat in here}, survey.config)}"
                 )
     return warnings
@@ -249,7 +249,7 @@ def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]
 
 def remedy(roles: set[str], config: RunConfig) -> str:
     if len(roles) > 1:
-        return "give the roles pools of their own"
+        return "give the roles separate pools"
     (role,) = roles
     if role == "critic":
         return "lower critic.micro_batch_tokens, type train.activation_checkpointing=true, or add critic ranks"

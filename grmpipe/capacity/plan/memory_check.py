@@ -29,10 +29,10 @@ def divide_gpus(prepared: Prepared) -> Prepared:
     for role in undecided(config, survey):
         pool = survey.placement.seats[role][0].pool
         raise ConfigError(
-            f"placement.roles.{role}.pool: nothing is left for {role}'s keys and values on the GPUs of pool {pool}, "
-            f"after weights, the learner and its activations; give {role} a pool of its own, lower "
-            f"train.micro_batch_tokens, or set {role}.engine_options.gpu_memory_utilization yourself; task=plan tells "
-            "what is held"
+            f"placement.roles.{role}.pool: no memory is left for {role}'s keys and values on the GPUs of pool {pool}, "
+            f"after weights, the learner and its activations; give {role} a separate pool, lower "
+            f"train.micro_batch_tokens, or set {role}.engine_options.gpu_memory_utilization yourself; task=plan shows "
+            "the memory by part"
         )
     return replace(prepared, config=config)
 
@@ -69,12 +69,12 @@ def check_pool(survey: Survey, name: str, parts: dict[str, list[Part]]) -> None:
         held = held_at_once(survey, name, here, parts)
         if pool.memory_gb and held > pool.memory_gb * GB:
             each = ", ".join(f"{seat.role} {size(sum(part.num_bytes for part in parts[seat.role]))}" for seat in here)
-            apart = "give the roles pools of their own, " if len(here) > 1 else ""
+            apart = "give the roles separate pools, " if len(here) > 1 else ""
             raise ConfigError(
-                f"placement.pools.{name}.memory_gb: {pool.resource} slot {slot} has {pool.memory_gb:g} GB, and those "
-                f"on it hold {size(held)} at once in weights and optimizer alone ({each}); {apart}lay models over more "
-                "slots (replicas of a learner, slots_per_replica of an engine), or take larger ones; "
-                "task=plan tells all that is held"
+                f"placement.pools.{name}.memory_gb: {pool.resource} slot {slot} has {pool.memory_gb:g} GB, and the "
+                f"processes on it hold {size(held)} at once in weights and optimizer alone ({each}); {apart}split "
+                "models over more slots (replicas of a learner, slots_per_replica of an engine), or use larger ones; "
+                "task=plan shows all memory by part"
             )
 
 

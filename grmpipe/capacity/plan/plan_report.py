@@ -46,7 +46,7 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
     except CostUnknown as error:
         if config.plan.search:
             raise
-        unchecked.append(f"how long a step takes: {error}")
+        unchecked.append(f"the time of a step: {error}")
     if config.plan.search:
         plans = find_plans(survey, profile, simulate)
         blocks += [table(plans), write_best(plans, config)]
@@ -98,7 +98,7 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
     if costs.driver_request_s:
         loads[DRIVER] = busy_s(DRIVER, work, costs, 1)
         lines.append(
-            f"  {DRIVER:<8} {seconds(loads[DRIVER])} of work, on {costs.cores} cores with all that are on CPUs"
+            f"  {DRIVER:<8} {seconds(loads[DRIVER])} of work, on {costs.cores} cores, shared with all processes on CPUs"
         )
     busiest = busiest_slot_s(placement, loads, costs.cores)
     why = (
@@ -108,7 +108,7 @@ def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) ->
     )
     lines.append(f"  at least {seconds(max(busiest, chain))}: {why}")
     if simulate is not None and work.engines["policy"].requests > MOST_ROLLOUTS:
-        lines.append("  so large a step isn't simulated in passing: type task=simulate")
+        lines.append("  a step of this size isn't simulated in a plan: type task=simulate")
     elif simulate is not None:
         predicted = simulate(placement, costs)
         shares = ", ".join(f"{role} {share:.0%}" for role, share in predicted.busy.items())

@@ -84,14 +84,14 @@ def read_profile(path: str, cores: int, believed: Mapping[str, EngineSpeed] | No
         if (fit := engine_of(role, spans, clear, known[role], config, driver, belief)) is not None:
             engines[role] = fit.held_to(work.cpu_s[role]) if role in work.cpu_s else fit
         else:
-            notes.append(f"{role}: too few requests in the timeline to tell its speed")
+            notes.append(f"{role}: too few requests in the timeline to measure its speed")
     learner, said = learner_of(spans, run_dir, known[POLICY], config.train.shared_prompts)
     notes += said
     pushes = [span.end_s - span.start_s for span in spans if span.lane == SYNC][WARM_UP_STEPS:]
     if not pushes:
         notes.append("sync: fewer than two pushes of weights")
     if driver is None:
-        notes.append("driver: its own time isn't told apart; take a run of two steps or more on cluster=ray")
+        notes.append("driver: its own time can't be separated; use a run of two steps or more on cluster=ray")
     return Profile(
         config=config,
         engines=engines,
@@ -221,5 +221,5 @@ def learner_of(
     steps = [step for step in sorted(busy) if step in tokens][WARM_UP_STEPS:]
     fit = fit_learner([tokens[step] for step in steps], [busy[step] for step in steps])
     if fit is None:
-        return None, ["learner: fewer than three steps, the first not counted"]
+        return None, ["learner: fewer than three steps, not counting the first"]
     return fit[0], [f"learner: {fit[1]}"] if fit[1] else []

@@ -204,7 +204,7 @@ def table(plans: Plans) -> str:
     lines = ["  ".join(text.ljust(wide) for text, wide in zip(row, widths, strict=True)).rstrip() for row in rows]
     counted = (
         f"placements: {ranking.num_candidates} candidates, {ranking.num_too_large} too large for their slots, "
-        f"{plans.simulated} simulated (>=: by the bound alone)"
+        f"{plans.simulated} simulated (>=: only the bound)"
     )
     return "\n".join([counted, *(f"  {line}" for line in lines)])
 
@@ -229,7 +229,7 @@ def write_best(plans: Plans, config: RunConfig) -> str:
     path = directory / "placement" / f"{NAME}.yaml"
     placement = placement_of(best.weighed.candidate, plans.kinds)
     seat_roles(replace(config, placement=placement))  # what a run would refuse isn't written
-    said = f"# {best.weighed.candidate.describe()}: {seconds(best.step_s)} a step, {best.weighed.reason}.\n"
+    said = f"# {best.weighed.candidate.describe()}: {seconds(best.step_s)} per step, {best.weighed.reason}.\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(said + placement_yaml(placement), encoding="utf-8")

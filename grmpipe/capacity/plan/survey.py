@@ -65,7 +65,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         try:
             check()
         except ConfigError as error:
-            unchecked.append(f"{error}, or run where they are")
+            unchecked.append(f"{error}, or run on a machine that has them")
     models: dict[str, Sized] = {}
     for role in ("policy", "grm"):
         if role in config.roles:

@@ -62,9 +62,7 @@ def workload_of(survey: Survey, profile: Profile | None) -> Workload:
     """Raises ConfigError where a judge lives outside: nobody here knows its speed."""
     config = survey.config
     if config.judge_is_outside:
-        raise ConfigError(
-            "grm.engine: a judge behind an endpoint has no place to be simulated on; type grm.engine=vllm"
-        )
+        raise ConfigError("grm.engine: a judge behind an endpoint can't be simulated; type grm.engine=vllm")
     roles = [role for role in (POLICY, GRM) if role in config.roles]
     data = config.data
     return Workload(
@@ -127,9 +125,9 @@ def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
         return costs_of(survey, profile, seated)
     for role in roles:
         if role not in known:
-            raise ConfigError(f"simulate.costs.{role}.step_s: state it too: costs are stated for all roles or for none")
+            raise ConfigError(f"simulate.costs.{role}.step_s: missing; give the costs of all roles or of none")
     if not stated.learner_token_s:
-        raise ConfigError("simulate.costs.learner_token_s: state it too: costs are stated for all roles or for none")
+        raise ConfigError("simulate.costs.learner_token_s: missing; give the costs of all roles or of none")
     return Costs(
         engines={role: speeds[role].speed() for role in roles},
         learner=LearnerSpeed(token_s=stated.learner_token_s, step_s=stated.learner_step_s),
@@ -146,7 +144,7 @@ def stated_critic(survey: Survey) -> LearnerSpeed | None:
     if not survey.config.critic.enabled:
         return None
     if not stated.critic_token_s:
-        raise ConfigError("simulate.costs.critic_token_s: state it too: costs are stated for all roles or for none")
+        raise ConfigError("simulate.costs.critic_token_s: missing; give the costs of all roles or of none")
     return LearnerSpeed(token_s=stated.critic_token_s, step_s=stated.critic_step_s)
 
 

@@ -59,7 +59,7 @@ def bottleneck(run: SimulatedRun) -> str:
     what, longest_s = max(waited.items(), key=lambda item: item[1])
     if run.busy[role] >= FULLY_BUSY or not longest_s:
         return f"bottleneck: {role}, busy {run.busy[role]:.0%} of the time"
-    return f"bottleneck: {longest_s / total_s:.0%} of the time went by waiting for {what}"
+    return f"bottleneck: {longest_s / total_s:.0%} of the time was spent waiting for {what}"
 
 
 def record_of(run: SimulatedRun) -> dict[str, object]:

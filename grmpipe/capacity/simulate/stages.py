@@ -69,6 +69,6 @@ def make_judge(workload: Workload, grm: Router | None, kind: str, driver: Simula
     if kind == "mixed":
         mix = config.judge.mix.items()
         return MixedJudge({name: (make_judge(workload, grm, name, driver), weight) for name, weight in mix})
-    assert grm is not None, "a GRM outside has no place to be simulated on"
+    assert grm is not None, "an external GRM can't be simulated"
     here = AttendedGrm(GRM, grm, CountingRenderer(workload.chars_per_token[GRM]), driver)
     return GenerativeJudge(here, config.judge, config.seed)

@@ -63,7 +63,8 @@ class Limits:
                 continue
             near = difflib.get_close_matches(metric, sorted(self._known), n=1)
             told.append(
-                f"watch.limits.{name}: no step had the metric {metric}" + (f"; did you mean {near[0]}?" if near else "")
+                f"watch.limits.{name}: no step reported the metric {metric}"
+                + (f"; did you mean {near[0]}?" if near else "")
             )
         return told
 

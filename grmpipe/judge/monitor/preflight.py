@@ -39,11 +39,11 @@ def explained(config: JudgeConfig, failures: Sequence[Failed]) -> str:
     last = [failure for failure in failures if failure.cause == cause][-1]
     if cause == "truncated":
         return (
-            f"max_new_tokens: {count} of {len(failures)} dry judgements were cut at {config.max_new_tokens} tokens, "
-            "and none ended; type a larger judge.max_new_tokens, or a template that asks for less"
+            f"max_new_tokens: {count} of {len(failures)} dry judgements were truncated at {config.max_new_tokens} "
+            "tokens, and none ended; type a larger judge.max_new_tokens, or a template for shorter judgements"
         )
     return (
-        f"parser: {config.parser} could read none of {len(failures)} dry judgements under template {config.template}; "
+        f"parser: {config.parser} could read none of {len(failures)} dry judgements with template {config.template}; "
         f"{last.detail}; type a judge.template (and its judge.parser) that this GRM can follow, or "
-        "judge.structured=true where its engine has a grammar"
+        "judge.structured=true if its engine has a grammar"
     )

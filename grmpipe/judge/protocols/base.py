@@ -82,5 +82,5 @@ class Court:
         limit = self.config.abstain_above_spread
         if limit is None or spread <= limit:
             return None
-        detail = f"judgements lie {spread:.2f} apart (std); judge.abstain_above_spread={limit:g}"
+        detail = f"the spread of the judgements is {spread:.2f} (std); judge.abstain_above_spread={limit:g}"
         return Failed(stage="judge", cause="undecided", attempts=1, detail=detail)

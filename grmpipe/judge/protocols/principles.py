@@ -85,7 +85,7 @@ class SharedPrinciples:
         except ValueError as error:
             return unasked("refused", str(error))
         if self._room is not None and asked_for.num_tokens > self._room:
-            detail = f"principles: {asked_for.num_tokens} tokens; there is room for {self._room}"
+            detail = f"principles: {asked_for.num_tokens} tokens; the limit is {self._room}"
             return unasked("too_long", detail)
         name = f"{self._group_id}/principles/{self._num_tries}"
         self._num_tries += 1

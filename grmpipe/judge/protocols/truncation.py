@@ -19,7 +19,7 @@ def fitted(render: Rendered, texts: Sequence[str], room: int | None, too_long: s
         return whole
     if too_long == "cut_response_middle" and (cut := longest_that_fits(render, texts, room)) is not None:
         return cut
-    return f"{whole.num_tokens} tokens; there is room for {room}"
+    return f"{whole.num_tokens} tokens; the limit is {room}"
 
 
 def longest_that_fits(render: Rendered, texts: Sequence[str], room: int) -> GrmPrompt | None:

@@ -60,7 +60,7 @@ def trainee(
     """With the probe of its weight sync: the beginning of a question that the GRM is asked."""
     if started is None:
         return None
-    assert prepared.grm is not None and engines is not None, "a GRM that learns is served here"
+    assert prepared.grm is not None and engines is not None, "a GRM that learns has local engines"
     (learner, transport), config = started, prepared.config
     sync = WeightSync(
         learner,

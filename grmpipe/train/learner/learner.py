@@ -219,7 +219,7 @@ class Learner:
         algorithm = self._spec.algorithm
         denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, self._spec.max_new_tokens)
         if not denominator > 0:
-            raise ValueError("a batch without a trained token can't be stepped on; discard it")
+            raise ValueError("a batch without trained tokens allows no step; discard it")
         metrics = self._meter.read(totals, denominator)
         factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
         try:

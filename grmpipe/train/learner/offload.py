@@ -70,11 +70,11 @@ class LendingLearner(Learner):
             self._lent_weights.lend([*self._model.parameters(), *self._model.buffers()])
 
     def _assert_has_weights(self) -> None:
-        assert not self._lent_weights.is_lent, "the learner's weights wait on the host"
+        assert not self._lent_weights.is_lent, "the learner's weights are on the host"
 
     def _assert_has_all(self) -> None:
         self._assert_has_weights()
-        assert not self._lent_rest.is_lent, "the optimizer's state waits on the host"
+        assert not self._lent_rest.is_lent, "the optimizer's state is on the host"
 
     def _state_but_weights(self) -> Iterator[Tensor]:
         """What a push can do without."""

@@ -132,7 +132,7 @@ class ScalarRank:
         dist.all_reduce(added)
         sums = dict(zip(names, added.tolist(), strict=True))
         weight = sums.pop("weight")
-        assert weight > 0, "a step has something to learn from"
+        assert weight > 0, "a step needs samples with weight"
         try:  # FSDP2 averages over ranks; a batch's loss is a sum over them
             factor = self._world_size / weight
             train = self._scalar_spec.train

@@ -151,7 +151,7 @@ def _measure_kv_shape(model: PreTrainedModel, routing: RoutingShape | None) -> K
     """From the cache that the model itself fills; configs name heads in too many ways."""
     cache = model(torch.tensor([PROBE[0]], device=model.device), use_cache=True).past_key_values
     if not isinstance(cache, DynamicCache):
-        raise ValueError(_unfit(model, "it keeps something else than keys and values"))
+        raise ValueError(_unfit(model, "its cache isn't keys and values only"))
     keys_and_values: list[Tensor] = []
     for layer in cache.layers:
         if type(layer) is not DynamicLayer:

@@ -164,7 +164,7 @@ class EmbeddedWorker:
 
     def _refuse_in_its_sleep(self) -> None:
         if self._asleep:
-            raise RuntimeError("the engine sleeps: wake it first")
+            raise RuntimeError("the engine is asleep: wake it first")
 
     def begin(self, link: GroupLink | None) -> None:
         self._refuse_in_its_sleep()

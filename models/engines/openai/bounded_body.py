@@ -20,7 +20,7 @@ async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
     """Of a streamed answer. Raises BadBody, or the httpx.RequestError of a connection that fails."""
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in PLAIN | GZIP:
-        raise BadBody(f"an answer packed as {encoding[:40]!r}, which nobody asked for")
+        raise BadBody(f"an answer compressed as {encoding[:40]!r}, which wasn't requested")
     unpack = Gunzip() if encoding in GZIP else None
     body = bytearray()
     assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -30,7 +30,7 @@ async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise BadBody(f"an answer of more than {max_bytes} bytes")
     if unpack is not None and body and not unpack.complete:
-        raise BadBody("a packed answer that is cut off")
+        raise BadBody("a truncated compressed answer")
     return bytes(body)
 
 
@@ -48,4 +48,4 @@ class Gunzip:
         try:
             return self._decoder.decompress(chunk, max_bytes)
         except zlib.error as error:
-            raise BadBody(f"a packed answer that can't be read: {error}") from None
+            raise BadBody(f"a compressed answer that can't be read: {error}") from None

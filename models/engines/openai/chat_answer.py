@@ -112,5 +112,5 @@ def _count(value: object) -> int:
 
 def _kind(value: object) -> str:
     """What JSON calls it."""
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null or missing"}
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null or missing"}
     return kinds.get(type(value), "a number")

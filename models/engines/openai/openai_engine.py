@@ -144,7 +144,7 @@ class OpenAIEngine:
     def _refuse_what_cannot_run(self, params: SamplingParams) -> None:
         if params.pattern is not None:
             raise EngineRefused(
-                "a pattern isn't part of the OpenAI protocol; drop it, and where the endpoint has a field for it, "
+                "a pattern isn't part of the OpenAI protocol; remove it, and if the endpoint has a field for it, "
                 "set that in engine.openai.extra_body (vLLM: structured_outputs: {regex: ..}, SGLang: regex: ..)"
             )
         if params.max_new_tokens < 1:
@@ -214,7 +214,7 @@ class OpenAIEngine:
         try:
             answer = read_answer(reply.body)
         except NoChatCompletion as error:
-            cause = f"an answer that is no chat completion: {error}; it says: {reply.words}"
+            cause = f"an answer that is no chat completion: {error}; the answer: {reply.words}"
         else:
             self._check_model(answer)
             return Completion(
@@ -237,7 +237,7 @@ class OpenAIEngine:
         is_first, self._model_answered = not self._model_answered, True
         if not answer.model or same_model(self._model_path, answer.model):
             return
-        said = f"{self._host} was asked for {self._model_path!r}, and {answer.model[:200]!r} answered"
+        said = f"{self._host} was asked for {self._model_path!r}, but {answer.model[:200]!r} answered"
         if is_first:
             raise ValueError(self._clean(f"grm.path: {said}; give the name of a model that it serves"))
         raise EngineRefused(self._clean(said))
@@ -288,14 +288,14 @@ def _key_of(config: OpenAIConfig) -> str:
     if not key:
         raise ValueError(
             f"engine.openai.api_key_env: the environment variable {config.api_key_env} isn't set; export it, "
-            "or set api_key_env='' for an endpoint that wants no key"
+            "or set api_key_env='' for an endpoint without a key"
         )
     return key
 
 
 def _refuse_fields_of_ours(config: OpenAIConfig) -> None:
     for field in sorted(FIELDS_OF_OURS & config.extra_body.keys()):
-        raise ValueError(f"engine.openai.extra_body: {field!r} is set by the run itself; drop it")
+        raise ValueError(f"engine.openai.extra_body: {field!r} is set by the run itself; remove it")
 
 
 def _wants_newer_name(reply: _Reply) -> bool:
@@ -332,4 +332,4 @@ def _wait_s(busy: _BusyError, attempt: int, request_id: str) -> float:
 
 def _given_up(host: str, num_tries: int, busy: _BusyError) -> str:
     asked = f"; it asks to wait {busy.retry_after_s:.0f} s" if busy.retry_after_s else ""
-    return f"{host} gave no answer in {num_tries} tries (engine.openai.max_retries); the last one: {busy}{asked}"
+    return f"{host} gave no answer in {num_tries} attempts (engine.openai.max_retries); the last one: {busy}{asked}"

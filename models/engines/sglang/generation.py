@@ -170,7 +170,7 @@ class SglangGeneration:
                 raise EngineRefused(f"SGLang at {self._http.url} refused: {message_of(event)}")
             ticket.add(event)
         if ticket.sampled.finish is None:
-            raise EngineDied(f"SGLang at {self._http.url} broke off an answer")
+            raise EngineDied(f"SGLang at {self._http.url} aborted an answer")
 
     async def _interrupt_later(self, ticket: Ticket) -> None:
         await asyncio.sleep(ABORT_GRACE_S)

@@ -94,7 +94,7 @@ class SglangHttp:
 
     def _raise_for(self, response: httpx.Response) -> None:
         if response.status_code >= 500:
-            raise self.die(f"broke with HTTP {response.status_code}: {words_of(response)}")
+            raise self.die(f"failed with HTTP {response.status_code}: {words_of(response)}")
         if response.status_code != 200:
             raise EngineRefused(f"SGLang at {self.url} refused: {words_of(response)}")
 

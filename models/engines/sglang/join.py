@@ -64,18 +64,18 @@ class _Server:
 
     def refuse_another_model(self, model_path: str, served_path: str, now: dict[str, Any]) -> None:
         if model_name_of(served_path) != model_name_of(model_path):
-            raise self._error(f"serves {served_path!r}, and the run's model is {model_path!r}")
+            raise self._error(f"serves {served_path!r}, but the run's model is {model_path!r}")
         ours = AutoConfig.from_pretrained(model_path)
         theirs = now.get("architectures")
         if theirs and ours.architectures and list(theirs) != list(ours.architectures):
-            raise self._error(f"serves a {theirs[0]}, and {model_path!r} is a {ours.architectures[0]}")
+            raise self._error(f"serves a {theirs[0]}, but {model_path!r} is a {ours.architectures[0]}")
 
     def refuse_a_shorter_window(self, context_tokens: int) -> None:
         served = self.get("/v1/models").get("data") or [{}]
         window = served[0].get("max_model_len")
         if window is not None and window < context_tokens:
             raise self._error(
-                f"has a window of {window} tokens, and the run needs {context_tokens}: start it with a longer "
+                f"has a context window of {window} tokens, but the run needs {context_tokens}: start it with a longer "
                 f"--context-length, or set engine.sglang.max_context_tokens={window}"
             )
 
@@ -83,7 +83,7 @@ class _Server:
         theirs = self.post("/tokenize", {"prompt": PROBE, "add_special_tokens": False}).get("tokens")
         ours = AutoTokenizer.from_pretrained(model_path).encode(PROBE, add_special_tokens=False)
         if theirs != ours:
-            raise self._error(f"has another vocabulary than the tokenizer in {model_path!r}")
+            raise self._error(f"has a different vocabulary than the tokenizer in {model_path!r}")
 
     def reload(self, model_path: str, version: str) -> None:
         body = {"model_path": model_path, "weight_version": version, "abort_all_requests": True}
@@ -95,7 +95,7 @@ class _Server:
         except (httpx.RequestError, httpx.InvalidURL) as error:
             raise self._error(f"doesn't answer ({type(error).__name__}: {error})") from None
         if response.status_code == 401:
-            raise self._error(f"wants another key than the one in the environment variable {self._api_key_env}")
+            raise self._error(f"expects another key than the one in the environment variable {self._api_key_env}")
         if response.status_code != 200:
             raise self._error(f"answers {path} with HTTP {response.status_code}: {words_of(response)}")
         return as_json(response)

@@ -164,8 +164,8 @@ class SglangServer:
                     pass
                 time.sleep(POLL_S)
         raise RuntimeError(
-            f"engine.sglang.start_timeout_s: SGLang didn't answer within {timeout_s:g} s; give it longer, or look "
-            f"at its log{self.post_mortem()}"
+            f"engine.sglang.start_timeout_s: SGLang didn't answer within {timeout_s:g} s; increase it, or check "
+            f"its log{self.post_mortem()}"
         )
 
     def _failure(self) -> Exception:
@@ -186,7 +186,7 @@ def arguments_of(start: SglangStart) -> list[str]:
             instead = FLAGS_OF_OURS[flag]
             raise ValueError(
                 f"engine.sglang.options: {name!r} is set by the run itself; "
-                + (f"it follows from {instead}" if instead else "drop it")
+                + (f"it follows from {instead}" if instead else "remove it")
             )
         flags[flag] = value
     flags |= {

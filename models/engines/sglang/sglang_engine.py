@@ -252,8 +252,8 @@ class SglangEngine:
         served = (await self._http.get("/model_info")).get("model_path")
         if served != self._served_path:
             raise RuntimeError(
-                f"engine.sglang.urls: the server at {self._http.url} was joined for {self._served_path!r}, and serves "
-                f"{served!r} now"
+                f"engine.sglang.urls: the server at {self._http.url} was joined for {self._served_path!r}, but now "
+                f"serves {served!r}"
             )
         self._confirmed_at = now
 

@@ -133,7 +133,7 @@ def finish_reason_of(ticket: Ticket) -> FinishReason:
     if finish is None or ticket.aborted:
         return "abort" if finish is None else FINISH_REASONS[finish["type"]]
     if finish["type"] == "abort":
-        message = f"SGLang aborted a request: {finish.get('message') or 'it says no more'}"
+        message = f"SGLang aborted a request: {finish.get('message') or 'no message'}"
         raise (EngineRefused if 400 <= int(finish.get("status_code") or 500) < 500 else EngineDied)(message)
     return FINISH_REASONS[finish["type"]]
 
@@ -171,8 +171,8 @@ def spans_of(sampled: Sampled, model: str, versions: Mapping[str, int]) -> tuple
 def _version(name: str, versions: Mapping[str, int]) -> int:
     if name not in versions:
         raise RuntimeError(
-            f"the server sampled with weights of version {name!r}, which this run never sent: somebody else pushes "
-            "weights to it; give each run servers of its own (engine.sglang.urls)"
+            f"the server sampled with weights of version {name!r}, which this run never sent: another process pushes "
+            "weights to it; give each run its own servers (engine.sglang.urls)"
         )
     return versions[name]
 

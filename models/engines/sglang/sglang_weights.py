@@ -84,7 +84,7 @@ class SglangWeights:
         await self._http.post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
         told = str((await self._http.get("/model_info")).get("weight_version"))
         if told != name:
-            raise RuntimeError(f"weights: version {name} was sent to SGLang at {self._http.url}, and it says {told}")
+            raise RuntimeError(f"weights: version {name} was sent to SGLang at {self._http.url}, but it reports {told}")
         collected, self._checksums = self._checksums, {}
         after = await self._parameters()
         missing = unapplied(self._sent, self._last_sent, self._before, after)
@@ -98,7 +98,9 @@ class SglangWeights:
         try:
             return digests_of(await self._http.post("/weights_checker", {"action": "checksum"}))
         except EngineRefused as error:
-            log.warning("SGLang at %s can't tell its weights, so pushes rest on the probe: %s", self._http.url, error)
+            log.warning(
+                "SGLang at %s can't report its weights, so only the probe checks pushes: %s", self._http.url, error
+            )
             self._tells_parameters = False
             return {}
 
@@ -135,7 +137,7 @@ class SglangWeights:
             try:
                 await within(GRACE_S, lambda: self._http.get("/server_info"))
             except ConnectionError:
-                raise self._http.die("hangs in a broadcast whose sender sends nothing") from None
+                raise self._http.die("hangs in a broadcast without data from the sender") from None
             self._stuck = False
 
     async def _open_session(self) -> None:
@@ -154,7 +156,9 @@ class SglangWeights:
     async def _receive(self, bucket: WeightBucket) -> None:
         link = self._link
         if link is None:
-            raise ConnectionError("weights: a bucket comes by broadcast, and no group was joined since it last broke")
+            raise ConnectionError(
+                "weights: a bucket comes by broadcast, but no process group was joined since the last one failed"
+            )
         body = {
             "names": [self._held[tensor.name] for tensor in bucket.tensors],
             "dtypes": [tensor.dtype for tensor in bucket.tensors],
@@ -162,7 +166,7 @@ class SglangWeights:
             "group_name": link.name,
             "flush_cache": False,
         }
-        first = f"weights: {bucket.tensors[0].name!r} and what follows"
+        first = f"weights: {bucket.tensors[0].name!r} and the following"
         try:
             await within(link.timeout_s + GRACE_S, lambda: self._http.post("/update_weights_from_distributed", body))
         except ConnectionError as error:
@@ -176,7 +180,7 @@ class SglangWeights:
         in_file = isinstance(bucket.payload, SafetensorsFile)
         if not (in_file or self._same_machine):
             raise ValueError(
-                f"sync.transport: an SGLang server elsewhere takes no {type(bucket.payload).__name__}; "
+                f"sync.transport: an SGLang server on another machine takes no {type(bucket.payload).__name__}; "
                 "set disk, gloo or nccl"
             )
         with held_folder(_place_for(bucket), "sglang") as folder:
@@ -185,7 +189,7 @@ class SglangWeights:
             try:
                 await self._http.post("/update_weights_from_disk", body)
             except EngineRefused as error:
-                raise ValueError(f"weights: {bucket.tensors[0].name!r} and what follows: {error}") from None
+                raise ValueError(f"weights: {bucket.tensors[0].name!r} and the following: {error}") from None
         self._checksums |= checksums
 
     def _refuse_what_does_not_fit(self, name: str, shape: tuple[int, ...]) -> None:
@@ -193,7 +197,7 @@ class SglangWeights:
         if held is None:
             raise ValueError(f"weights: the engine's model has no tensor {name!r}; is it the same architecture?")
         if held != shape:
-            raise ValueError(f"weights: {name!r} came as {shape}, the engine holds {held}")
+            raise ValueError(f"weights: {name!r} arrived as {shape}, the engine has {held}")
 
 
 def _place_for(bucket: WeightBucket) -> Path:

@@ -78,10 +78,10 @@ def check_vllm_options(config: VllmConfig) -> None:
         if name in INSTEAD:
             raise ValueError(f"{key}: is set by {INSTEAD[name]}; use that key instead")
         if name in FIXED:
-            raise ValueError(f"{key}: this engine depends on a value of its own; leave it out")
+            raise ValueError(f"{key}: this engine sets it itself; leave it out")
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)
-            raise ValueError(f"{key}: vLLM has no such argument; the nearest one is {nearest[0]!r} (AsyncEngineArgs)")
+            raise ValueError(f"{key}: vLLM has no such argument; the closest one is {nearest[0]!r} (AsyncEngineArgs)")
 
 
 @cache
@@ -181,8 +181,8 @@ def _check_heads(head_size: int, model_path: str) -> None:
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if head_size not in sizes:
         raise ValueError(
-            f"engine: vLLM on a CPU runs attention heads of {', '.join(map(str, sizes))} only; those of {model_path!r} "
-            f"have {head_size}; use engine=embedded"
+            f"engine: vLLM on a CPU runs attention heads of {', '.join(map(str, sizes))} only; the heads of "
+            f"{model_path!r} have {head_size}; use engine=embedded"
         )
 
 

@@ -81,5 +81,5 @@ def _shut_down(held: list[AsyncLLM]) -> None:
 
 def _end_of(exit_code: int | None) -> str:
     if exit_code is None:
-        return "met an error (its log says which)"
+        return "failed with an error (see its log)"
     return f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"

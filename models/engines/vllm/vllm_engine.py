@@ -184,7 +184,7 @@ class VllmEngine:
         """Raises RuntimeError where not paused, or for an engine without `takes_weights`."""
         self._refuse_the_dead()
         if not (self._paused and self._takes_weights):
-            raise RuntimeError("weights may only be sent to a paused engine that was made to take them")
+            raise RuntimeError("weights may only be sent to a paused engine that takes weights")
         await self._drop_update()
         await self._disown_cached_prompts()
         await self._join(link)
@@ -222,7 +222,7 @@ class VllmEngine:
         ids = tuple(token_ids)
         self._window.check_text(ids)
         if self._paused:
-            raise RuntimeError("a paused engine scores nothing")
+            raise RuntimeError("a paused engine can't score")
         return await self._call(self._score(ids)) if len(ids) > 1 else ()
 
     async def sleep(self) -> int:

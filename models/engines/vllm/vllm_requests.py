@@ -125,7 +125,7 @@ def refuse_what_cannot_run(params: SamplingParams) -> None:
     """What vLLM can't draw, beyond what no engine can."""
     cold = 0 < params.temperature < COLDEST
     if cold or params.seed < 0:
-        too_cold = f" (temperatures between 0 and {COLDEST} can't be had)" if cold else ""
+        too_cold = f" (temperatures between 0 and {COLDEST} aren't supported)" if cold else ""
         raise EngineRefused(f"these sampling parameters can't be served{too_cold}: {params}")
 
 

@@ -63,7 +63,7 @@ def _plain(payload: Payload) -> tuple[str, str | bytes]:
             return "CudaHandles", pickle.dumps(handles)  # to a process of our own, over vLLM's private socket
         case Broadcast():
             return "Broadcast", ""
-    raise AssertionError(f"{type(payload).__name__} doesn't cross")
+    raise AssertionError(f"{type(payload).__name__} can't be sent to vLLM")
 
 
 def _restored(kind: str, value: str | bytes) -> Payload:

@@ -148,7 +148,7 @@ class Inbox(WeightTransferEngine):
         loader = get_model_loader(self.vllm_config.load_config)
         if not isinstance(loader, DefaultModelLoader):
             raise ValueError(
-                f"engine.vllm.options.load_format: {type(loader).__name__} reads no files of another model"
+                f"engine.vllm.options.load_format: {type(loader).__name__} can't read the files of another model"
             )
         yield from loader.get_all_weights(model, self.model)
 
@@ -191,7 +191,7 @@ class Taken:
         if shape is None:
             raise ValueError(f"weights: the engine's model has no tensor {tensor.name!r}; is it the same architecture?")
         if shape != tensor.shape:
-            raise ValueError(f"weights: {tensor.name!r} came as {tensor.shape}, the engine holds {shape}")
+            raise ValueError(f"weights: {tensor.name!r} arrived as {tensor.shape}, the engine has {shape}")
         return self.own_names[tensor.name]
 
     def all_in(self, names: Iterable[str]) -> bool:
@@ -233,7 +233,7 @@ def _fill_up_layer(layer: nn.Module, info: LayerReloadingInfo) -> None:
     method = getattr(layer, "quant_method", None)
     if not (method is None or isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))):
         raise ValueError(
-            f"weights: only some tensors of a {type(layer).__name__} came, and vLLM keeps it in a form of its own "
+            f"weights: only some tensors of a {type(layer).__name__} arrived, and vLLM keeps it in its own format "
             f"({type(method).__name__}); send all of them (sync.delta=false)"
         )
     assert info.kernel_tensors is not None

@@ -95,8 +95,8 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
             {"protocol": "listwise", "template": "own.jinja"},
             r"^parser: score_line reads one score, .*judge\.parser=boxed",
         ),
-        ({**PAIRS, "num_judgements": 3}, r"^num_judgements: half of a pair's .*judge\.num_judgements=4"),
-        ({**PAIRS, "num_judgements": 2, "vote": "mean"}, r"^vote: a pair goes to the majority"),
+        ({**PAIRS, "num_judgements": 3}, r"^num_judgements: each pair is judged .*judge\.num_judgements=4"),
+        ({**PAIRS, "num_judgements": 2, "vote": "mean"}, r"^vote: a pair is decided by the majority"),
         (
             {"protocol": "listwise", "template": "pointwise", "parser": "boxed"},
             r"^template: .* for the pointwise .*judge=listwise",
@@ -115,8 +115,8 @@ def test_what_does_not_go_together_says_what_to_type(settings: dict[str, Any], s
     [
         ("exact", {"num_judgements": 8}, r"^early_stop\.kind: exact is for judge\.protocol=pairwise, not pointwise"),
         ("relaxed", {**PAIRS, "num_judgements": 8}, r"^early_stop\.kind: relaxed is for judge\.protocol=pointwise or"),
-        ("relaxed", {"num_judgements": 8, "vote": "median"}, r"^early_stop\.kind: relaxed reckons with .* of a mean"),
-        ("relaxed", {"num_judgements": 2}, r"^early_stop\.kind: of 2 judgements none can be left out"),
+        ("relaxed", {"num_judgements": 8, "vote": "median"}, r"^early_stop\.kind: relaxed uses .* of a mean"),
+        ("relaxed", {"num_judgements": 2}, r"^early_stop\.kind: of 2 judgements none can be saved"),
     ],
 )
 def test_an_early_stop_where_it_would_change_what_counts_is_refused(

@@ -89,7 +89,9 @@ def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request(
     asyncio.run(ask())
     assert bodies[0]["chat_template_kwargs"] == {"enable_thinking": False} and bodies[0]["top_k"] == 20
     twice = {"openai": {"api_key_env": "", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}}
-    with pytest.raises(ConfigError, match=r"extra_body: its chat_template_kwargs stand in grm\.chat_template_kwargs"):
+    with pytest.raises(
+        ConfigError, match=r"extra_body: chat_template_kwargs are also set in grm\.chat_template_kwargs"
+    ):
         check_installed(config(grm=grm, engine=twice))
 
 
@@ -173,7 +175,7 @@ def test_several_gpus_are_for_engines_that_can_share_a_model(role: str, kind: st
     if not refused:
         seat_roles(run)
         return
-    with pytest.raises(ConfigError, match=rf"^placement\.roles\.{role}\.slots_per_replica: .* 1 of 2 would idle"):
+    with pytest.raises(ConfigError, match=rf"^placement\.roles\.{role}\.slots_per_replica: .* 1 of 2 would be idle"):
         seat_roles(run)
 
 
@@ -264,7 +266,7 @@ def test_a_known_window_of_a_judge_outside_is_held_against_the_questions(monkeyp
     ("sections", "message"),
     [
         ({"policy": {"engine": "openai"}}, r"^policy\.engine: openai takes no weights .*embedded or vllm or sglang$"),
-        ({"grm": {"path": "tiny://grm", "engine": "openai"}}, r"^grm\.path: tiny://grm is a model of this project"),
+        ({"grm": {"path": "tiny://grm", "engine": "openai"}}, r"^grm\.path: tiny://grm is a shipped tiny model"),
         ({"judge": {"structured": True}, "grm": OUTSIDE}, r"^judge\.structured: openai can't hold"),
     ],
 )  # fmt: skip
@@ -295,7 +297,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     shutil.copytree(SHIPPED / "policy", tmp_path / "short")
     shape = json.loads((tmp_path / "short" / "config.json").read_text())
     (tmp_path / "short" / "config.json").write_text(json.dumps({**shape, "vocab_size": 400}))
-    with pytest.raises(ConfigError, match=r"^policy\.path: the tokenizer in .* gives ids up to 488, .* has 400 rows"):
+    with pytest.raises(ConfigError, match=r"^policy\.path: the tokenizer in .* has ids up to 488, .* has 400 rows"):
         find_model("policy", config(policy={"path": str(tmp_path / "short")}), no_progress)
 
 

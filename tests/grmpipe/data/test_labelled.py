@@ -146,7 +146,7 @@ def test_the_place_of_the_best_tells_nothing(tmp_path: Path) -> None:
         ({"prompt": "?", "response_1": "a", "response_2": "b", "winner": "b"}, "winner: expected model_a, model_b"),
         ({"conversation_input": [], "chosen": {"answer": "a"}, "reject": {"answer": "b"}}, "field conversation_input"),
         ({"conversation_input": TALK, "chosen": "a", "reject": {"answer": "b"}}, "chosen: expected an object"),
-        ({"prompt": "?", "response": "a", "score": 1, "item_id": "same"}, "item_id 'same' stands there twice"),
+        ({"prompt": "?", "response": "a", "score": 1, "item_id": "same"}, "item_id 'same' occurs twice"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, row: dict[str, Any], told: str) -> None:

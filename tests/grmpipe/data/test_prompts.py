@@ -77,7 +77,7 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         ({"messages": [*CHAT, {"role": "user"}]}, r"messages\[2\]: expected an object"),
         ({"messages": [{"role": "human", "content": "a"}]}, r"messages\[0\]\.role: expected one of system, user"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, r"messages\[0\]\.content: expected a text"),
-        ({"messages": [*CHAT, {"role": "assistant", "content": "12"}]}, "the last one must be the user's"),
+        ({"messages": [*CHAT, {"role": "assistant", "content": "12"}]}, "the last one must have role user"),
         ({"prompt": "a", "reference": True}, "reference: expected a text or a finite number"),
         ({"prompt": "a", "reference": [12]}, "reference: expected"),
         ('{"prompt": "a", "reference": NaN}', "reference: expected"),
@@ -94,7 +94,7 @@ def test_a_malformed_row_is_an_error_that_names_file_line_and_field(tmp_path: Pa
 def test_text_that_is_not_utf8_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match="line 2: no JSON in UTF-8"):
+    with pytest.raises(ValueError, match="line 2: not JSON in UTF-8"):
         load_prompts(str(path))
 
 
@@ -108,7 +108,7 @@ def test_a_malformed_parquet_row_and_file_are_named(tmp_path: Path) -> None:
 
 def test_two_prompts_with_one_id_are_an_error_that_names_both(tmp_path: Path) -> None:
     rows = [{"prompt": text, "prompt_id": name} for text, name in (("x", "a"), ("y", "b"), ("z", "a"))]
-    with pytest.raises(ValueError, match="'a' is that of prompts 1 and 3"):
+    with pytest.raises(ValueError, match="'a' is used by prompts 1 and 3"):
         load_prompts(write_jsonl(tmp_path, *rows))
 
 

@@ -56,13 +56,17 @@ def test_it_is_made_with_its_options(bench: Any, module: str) -> None:
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        ("ByRule", {}, r"^target: 'ByRule' is no dotted path"),
+        ("ByRule", {}, r"^target: 'ByRule' is not a dotted path"),
         ("no_such_package.Judge", {}, r"^target: no_such_package can't be imported \(ModuleNotFoundError"),
         ("users_broken_judges.Judge", {}, r"^target: users_broken_judges can't be imported .*nowhere_to_be_found"),
         ("users_own_judges.ByRuler", {}, r"^target: the module users_own_judges has no ByRuler"),
-        ("users_own_judges.number", {}, r"^target: users_own_judges.number is no class"),
-        ("users_own_judges.NoJudge", {}, r"^target: users_own_judges.NoJudge is no judge: it needs"),
-        ("users_own_judges.ByRule", {"ruler": "x"}, r"^options: users_own_judges.ByRule can't be made with .*ruler"),
+        ("users_own_judges.number", {}, r"^target: users_own_judges.number is not a class"),
+        ("users_own_judges.NoJudge", {}, r"^target: users_own_judges.NoJudge is not a judge: it needs"),
+        (
+            "users_own_judges.ByRule",
+            {"ruler": "x"},
+            r"^options: users_own_judges.ByRule can't be constructed with .*ruler",
+        ),
     ],
 )
 def test_what_is_no_judge_is_refused_by_its_key(module: str, target: str, options: dict, said: str) -> None:

@@ -52,7 +52,7 @@ def test_ties_are_wrong_and_a_single_score_must_agree_with_its_label(
 
 
 def test_a_reference_that_is_no_label_is_refused() -> None:
-    with pytest.raises(ValueError, match="no label"):
+    with pytest.raises(ValueError, match="not a label"):
         judged_right((5,), "42")
 
 

@@ -90,10 +90,10 @@ def test_a_bad_line_of_a_file_is_named(tmp_path: Path) -> None:
     write_examples(path, [example("a", 9.0, True, "train"), example("b", 1.0, False)])
     good = path.read_text().splitlines()
     for line, words in (
-        ("{", "line 2: is no JSON"),
+        ("{", "line 2: not JSON"),
         ('{"split": "train"}', "line 2: expected an object with exactly the fields item_id, label"),
         (good[1].replace('"held_out"', '"test"'), "line 2: split is train or held_out"),
-        (good[1].replace("[2, 3]", '["2"]'), "line 2: prompt_ids and sampled_ids hold token ids"),
+        (good[1].replace("[2, 3]", '["2"]'), "line 2: prompt_ids and sampled_ids must be token ids"),
     ):
         path.write_text(f"{good[0]}\n{line}\n")
         with pytest.raises(ValueError, match=words):

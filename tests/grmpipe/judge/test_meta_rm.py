@@ -46,7 +46,7 @@ def test_it_reads_the_grms_prompt_and_then_what_the_grm_sampled() -> None:
 
 def test_a_judgement_beyond_its_window_is_refused_and_nothing_is_asked() -> None:
     scorer = Recorded()
-    with pytest.raises(EngineRefused, match="a judgement of 5 tokens; the window of meta has 4"):
+    with pytest.raises(EngineRefused, match="a judgement of 5 tokens; the context window of meta has 4"):
         asyncio.run(MetaRm(scorer=scorer, context_tokens=4).scores([judged((1,), (2,)), judged((1, 2), (3, 4, 5))]))
     assert scorer.asked == []
 

@@ -1,4 +1,4 @@
-"""The console: a panel in a terminal, a line a step elsewhere, and no text of a model can harm it."""
+"""The console: a panel in a terminal, one line per step elsewhere, and no text of a model can harm it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_text_of_a_model_is_neither_markup_nor_an_escape_sequence() -> None:
 def test_the_files_of_a_run_are_listed_under_their_directory() -> None:
     console = recorded(terminal=False)
     directory = Path("runs") / ("long" * 40)
-    ConsoleSink(num_steps=2, console=console).print_files(directory, {"metrics.jsonl": "a line a step"})
+    ConsoleSink(num_steps=2, console=console).print_files(directory, {"metrics.jsonl": "one line per step"})
     lines = text_of(console).splitlines()
     assert lines[0] == str(directory)  # in one piece: it will be copied
     assert lines[1].split() == ["metrics.jsonl", "a", "line", "a", "step"]

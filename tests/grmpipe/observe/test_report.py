@@ -111,12 +111,12 @@ def test_a_run_shows_its_ends_its_bottleneck_its_alarms_and_its_failures_by_caus
         eval=EvalSummary(initial={"true_accuracy": 0.25}, final={"true_accuracy": 0.875}),
         judging=JudgingSummary(asked=200, counted=198, failed={"unparseable": 2}),
         busy_s={"grm": 3.0},
-        bottleneck="judging held up the learner",
+        bottleneck="the learner waited for judging",
         alarms=("the score rises, the truth falls",),
     ).write(tmp_path / "summary.json")
     text = text_of(tmp_path)
     for told in (
-        "completed", "1 min 15 s", "0.25 → 0.875", "judging held up the learner", "the score rises, the truth falls",
+        "completed", "1 min 15 s", "0.25 → 0.875", "the learner waited for judging", "the score rises, the truth falls",
         "unparseable 2 (1 %)", "waits for verdicts 50 %", "grm 75 %", "True accuracy", "GRM score",
     ):  # fmt: skip
         assert told in text, told
@@ -143,8 +143,8 @@ def test_a_killed_run_is_told_from_the_files_that_it_left_torn_lines_ignored(tmp
     assert (run.status, run.steps, run.asked, run.failed) == (NEVER_ENDED, 1, 30, {"timeout": 3})
     assert run.eval_initial == {"true_accuracy": 0.3}
     assert not run.eval_final
-    words = " ".join(page_of(tmp_path, "rollouts held up the learner").words)
-    assert "rollouts held up the learner" in words
+    words = " ".join(page_of(tmp_path, "the learner waited for rollouts").words)
+    assert "the learner waited for rollouts" in words
     assert "resume=auto" in words
 
 
@@ -250,9 +250,9 @@ def test_whatever_goes_wrong_no_run_fails_by_its_page(tmp_path: Path, monkeypatc
 
 
 def test_a_page_replaces_the_one_of_before(tmp_path: Path) -> None:
-    assert "no end on record" in text_of(tmp_path)
+    assert "no end recorded" in text_of(tmp_path)
     summary().write(tmp_path / "summary.json")
-    assert "no end on record" not in text_of(tmp_path)
+    assert "no end recorded" not in text_of(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [REPORT, "summary.json"]
 
 

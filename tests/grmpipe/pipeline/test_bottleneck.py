@@ -16,7 +16,7 @@ SETUP = Setup(judge="here", num_judgements=4, max_staleness=1)
 def test_the_longest_wait_is_named_with_its_share_and_what_to_change() -> None:
     said = bottleneck(WaitTimes(steps_s=100.0, judge_s=41.0, policy_s=20.0, batch_s=3.0, weights_s=5.0), SETUP)
     assert said == (
-        "judging held up the learner for 41 % of the step time: "
+        "the learner waited for judging for 41 % of the step time: "
         "give grm more slots (placement.roles.grm.replicas), or lower judge.num_judgements"
     )
 

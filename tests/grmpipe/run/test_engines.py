@@ -82,8 +82,8 @@ def test_the_engine_of_both_roles_has_the_wider_options() -> None:
     ("kind", "grm", "told"),
     [
         ("vllm", {"engine_options": {"prefix_caching": False}}, r"differ in prefix_caching \(True, False\)"),
-        ("vllm", {"engine": "embedded"}, r"balance\.swap: weights needs engine=vllm, and grm is on embedded"),
-        ("sglang", {}, r"balance\.swap: weights needs engine=vllm, and policy is on sglang"),
+        ("vllm", {"engine": "embedded"}, r"balance\.swap: weights needs engine=vllm, but grm is on embedded"),
+        ("sglang", {}, r"balance\.swap: weights needs engine=vllm, but policy is on sglang"),
     ],
 )
 def test_roles_that_want_different_engines_can_t_share_one(kind: str, grm: dict[str, object], told: str) -> None:
@@ -102,7 +102,7 @@ def test_models_that_differ_in_more_than_their_weights_can_t_share_an_engine(tmp
     (wider / "config.json").write_text(json.dumps(shape | {"intermediate_size": 300}))
     config = on_gpus("vllm", False, "weights", "cpu")
     check_swap(config, placement, policy, grm)
-    with pytest.raises(ConfigError, match=r"elastic pool engines, for they differ in intermediate_size \(288, 300\)"):
+    with pytest.raises(ConfigError, match=r"elastic pool engines, since they differ in intermediate_size \(288, 300\)"):
         check_swap(config, placement, policy, replace(grm, path=str(wider)))
 
 

@@ -92,7 +92,7 @@ def test_a_frozen_judge_that_moved_is_an_alarm_once_and_after_a_resume(tmp_path:
     assert isinstance(metrics, dict)
     assert (metrics["watch/canary_drift"], metrics["alarm/canary_drift"]) == (-1.5, 1.0)
     (alarm,) = scene.alarms
-    assert "scores of 3 fixed responses are off by -1.50" in alarm
+    assert "scores of 3 fixed responses differ by -1.50" in alarm
 
 
 def test_a_judge_that_learns_may_drift(tmp_path: Path) -> None:

@@ -25,13 +25,13 @@ def run_of(run_dir: Path) -> RunConfig:
 
 def test_a_killed_run_gets_its_page_with_the_sentence_that_it_did_not_live_to_say(tmp_path: Path) -> None:
     page = Path(make_report(run_of(tmp_path))).read_text()
-    assert "judging held up the learner for 75 % of the step time" in page
+    assert "the learner waited for judging for 75 % of the step time" in page
 
 
 def test_a_finished_run_has_said_it_itself(tmp_path: Path) -> None:
     config = run_of(tmp_path)
     (tmp_path / "summary.json").write_text('{"status": "completed", "bottleneck": null}')
-    assert "held up" not in Path(make_report(config)).read_text()
+    assert "the learner waited for judging" not in Path(make_report(config)).read_text()
 
 
 def test_a_configuration_of_another_version_leaves_out_only_the_sentence(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_configuration_of_another_version_leaves_out_only_the_sentence(tmp_pat
     (tmp_path / "config.yaml").write_text("no_such_key: 1\n")
     page = Path(make_report(config)).read_text()
     assert "waits for verdicts" in page
-    assert "held up" not in page
+    assert "the learner waited for judging" not in page
 
 
 def test_without_a_run_dir_it_is_the_latest_of_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

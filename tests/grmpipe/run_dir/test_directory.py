@@ -79,14 +79,14 @@ def test_what_another_process_began_meanwhile_is_not_written_over() -> None:
     with Claim(named) as late:
         leave_run(Path("mine"))
         before = Path("mine/config.yaml").read_bytes()
-        with pytest.raises(ConfigError, match=r"^run_dir: mine holds a run already"):
+        with pytest.raises(ConfigError, match=r"^run_dir: mine already holds a run"):
             late.open()
     assert Path("mine/config.yaml").read_bytes() == before
 
 
 def test_a_directory_that_holds_a_run_is_refused_with_the_way_out() -> None:
     leave_run(Path("mine"))
-    with pytest.raises(ConfigError, match=r"^run_dir: mine holds a run already; type resume=auto"):
+    with pytest.raises(ConfigError, match=r"^run_dir: mine already holds a run; type resume=auto"):
         find_place(dataclasses.replace(CONFIG, run_dir="mine"))
 
 
@@ -117,7 +117,7 @@ def test_a_torn_configuration_is_told_as_torn(share: float) -> None:
     whole = Path("mine/config.yaml").read_text()
     cut = whole[: int(share * len(whole))]
     Path("mine/config.yaml").write_text(cut[: cut.rfind("\n") + 1])
-    with pytest.raises(ConfigError, match=r"^resume: mine/config\.yaml is torn.* it lacks .*resume=never"):
+    with pytest.raises(ConfigError, match=r"^resume: mine/config\.yaml is incomplete.* it lacks .*resume=never"):
         find_place(dataclasses.replace(auto(), run_dir="mine"))
 
 
@@ -126,7 +126,7 @@ def test_every_cut_of_a_configuration_is_refused_in_words() -> None:
     whole = Path("mine/config.yaml").read_bytes()
     for length in [*range(60), *range(len(whole) - 30, len(whole) - 2)]:
         Path("mine/config.yaml").write_bytes(whole[:length])
-        with pytest.raises(ConfigError, match=r"mine/config\.yaml (is torn|can't be read)"):
+        with pytest.raises(ConfigError, match=r"mine/config\.yaml (is incomplete|can't be read)"):
             find_place(dataclasses.replace(auto(), run_dir="mine"))
 
 
@@ -136,7 +136,7 @@ def test_a_torn_summary_is_told_and_the_run_ends_anew(text: str) -> None:
     Path("mine/summary.json").write_text(text)
     place = find_place(dataclasses.replace(auto(), run_dir="mine"))
     assert not place.complete
-    assert place.notes == ("mine/summary.json can't be read; the run ends anew from its last checkpoint",)
+    assert place.notes == ("mine/summary.json can't be read; the run finishes again from its last checkpoint",)
 
 
 def leave_checkpoint(run_dir: Path, step: int) -> Path:
@@ -155,7 +155,7 @@ def test_a_resume_takes_the_newest_whole_checkpoint_and_tells_what_it_passed_ove
     place = find_place(resume)
     assert place.checkpoint == Path("mine/checkpoints/step_2")
     assert place.notes[0].startswith("damaged in mine/checkpoints: step_4: run_state.json has 0 bytes instead of ")
-    assert place.notes[0].endswith("; going on from step_2")
+    assert place.notes[0].endswith("; continuing from step_2")
 
 
 def test_ranks_that_stand_elsewhere_get_absolute_paths() -> None:
@@ -169,7 +169,7 @@ def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
     leave_run(Path("mine"))
     (leave_checkpoint(Path("mine"), 4) / "manifest.json").unlink()
     with pytest.raises(
-        ConfigError, match=r"^resume: no checkpoint in mine/.* is whole \(step_4: manifest\.json is mis"
+        ConfigError, match=r"^resume: no checkpoint in mine/.* is complete \(step_4: manifest\.json is mis"
     ):
         find_place(dataclasses.replace(auto(), run_dir="mine"))
 
@@ -202,7 +202,7 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is() -> None:
         claim.open()
     assert changes_of(Path("mine")) == ("after step 80: train.num_steps: 80 -> 81",)
     Path("mine/summary.json").unlink()
-    with pytest.raises(ConfigError, match=r"^train\.num_steps: 79, and mine has done 80; type 80 or more"):
+    with pytest.raises(ConfigError, match=r"^train\.num_steps: 79, but mine has completed 80; type 80 or more"):
         Claim(shorter)
 
 

@@ -110,14 +110,16 @@ def test_lines_that_are_missing_are_told(tmp_path: Path) -> None:
     rollouts, groups = tmp_path / "rollouts.jsonl", tmp_path / "groups.jsonl"
     whole = rollouts.read_text()
     rollouts.write_text("".join(whole.splitlines(keepends=True)[:-1]))
-    with pytest.raises(ValueError, match=r"lacks rollouts of group d, which step 2 trained: it holds siblings \[1\]"):
+    with pytest.raises(
+        ValueError, match=r"lacks rollouts of group d, which was trained in step 2: it holds siblings \[1\]"
+    ):
         opened(tmp_path)
     rollouts.write_text('{"text": "another file"}\n')
     with pytest.raises(ValueError, match="rollouts.jsonl:1: has no group_id and sibling"):
         opened(tmp_path)
     rollouts.write_text(whole)
     groups.write_text("".join(groups.read_text().splitlines(keepends=True)[2:]))
-    with pytest.raises(ValueError, match="tells of no steps from the first one on"):
+    with pytest.raises(ValueError, match="has no steps from the first one on"):
         opened(tmp_path)
 
 
@@ -127,7 +129,7 @@ def test_lines_that_are_missing_are_told(tmp_path: Path) -> None:
         ("train.group_size=4", r"^train\.group_size: 4, .* has 2; type train\.group_size=2"),
         ("train.groups_per_batch=8", r"^train\.groups_per_batch: 8, .* has 1; type train\.groups_per_batch=1"),
         ("train.max_staleness=1", r"^train\.max_staleness: 1, .* type train\.max_staleness=2"),
-        ("task=plan", r"^data\.replay: task=plan replays nothing"),
+        ("task=plan", r"^data\.replay: task=plan can't replay"),
         ("data.replay=nowhere.jsonl", r"^data\.replay: there is no nowhere\.jsonl"),
         ("train.num_steps=3", r"^policy\.path: the tokenizer or the chat template of tiny://policy is another"),
     ],

@@ -23,7 +23,7 @@ def check(engine: str, resource: str, **options: bool) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "resource", "why"),
-    [("sglang", "gpu", "engine=sglang tells none"), ("vllm", "cpu", "vLLM tells them on a GPU only")],
+    [("sglang", "gpu", "engine=sglang tells none"), ("vllm", "cpu", "vLLM reports them only on a GPU")],
 )
 def test_who_does_not_tell_them_is_refused(engine: str, resource: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^algorithm\.routing_replay: .*{why}; type policy\.engine=embedded"):

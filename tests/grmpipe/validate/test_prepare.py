@@ -91,7 +91,7 @@ def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, ca
     assert lessons is not None and len(lessons) == 1
     assert "1 lessons of" in caplog.text
     (tmp_path / "labels.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(ConfigError, match=r"^cotrain\.data_path: every prompt of .* is in data\.eval_path"):
+    with pytest.raises(ConfigError, match=r"^cotrain\.data_path: every prompt of .* is also in data\.eval_path"):
         stored_lessons(learning, read_data(learning))
 
 

@@ -27,14 +27,14 @@ def checked(*overrides: str) -> None:
     ("overrides", "message"),
     [
         (["placement.pools.train.slots=4096"],
-         r"^placement\.pools\.train: wants 4096 cpu slots .* for policy, learner; this machine has \d+ cores.*; set"),
-        (["placement.roles.grm.pool=nowhere"], r"^placement\.roles\.grm\.pool: there is no pool 'nowhere'; set"),
+         r"^placement\.pools\.train: needs 4096 cpu slots .* for policy, learner; this machine has \d+ cores.*; set"),
+        (["placement.roles.grm.pool=nowhere"], r"^placement\.roles\.grm\.pool: unknown pool 'nowhere'; set"),
         (["placement.roles.grm.replicas=5"], r"^placement\.roles\.grm: 5 replicas .* pool judging has 1; set"),
         (["placement=two_ranks", "placement.roles.policy.slots_per_replica=2"],
          r"^placement\.roles\.policy\.slots_per_replica: .* can't share them \(with learner\)"),
         (["placement.pools.train.slots=2", "placement.pools.train.strategy=STRICT_SPREAD", "task=train"],
-         r"^placement\.pools\.train: wants 2 cpu slots \(STRICT_SPREAD\) .* not in one piece"),
-        (["~placement.roles.grm"], r"^placement\.roles\.grm: has no place; type '\+placement\.roles=\{grm: \{pool: tr"),
+         r"^placement\.pools\.train: needs 2 cpu slots \(STRICT_SPREAD\) .* no arrangement of them fits"),
+        (["~placement.roles.grm"], r"^placement\.roles\.grm: has no pool; type '\+placement\.roles=\{grm: \{pool: tr"),
     ],
 )  # fmt: skip
 def test_a_place_that_cannot_be_had_names_slot_resource_and_role(overrides: list[str], message: str) -> None:
@@ -69,4 +69,4 @@ def test_places_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "there is no pool 'nowhere'" in done.stderr
+    assert "unknown pool 'nowhere'" in done.stderr

@@ -15,13 +15,13 @@ from scheduler.processes.actors import InProcessCluster
 
 class TwoMachines(InProcessCluster):
     async def strangers_to(self, folder: Path) -> list[str]:
-        return ["on node-2 it is not there"] if "local" in folder.parts else []
+        return ["on node-2 it doesn't exist"] if "local" in folder.parts else []
 
 
 def test_a_folder_that_is_not_shared_is_refused_with_the_way_out() -> None:
     cluster = TwoMachines(place(PlacementConfig(), ()))
     asyncio.run(check_shared(cluster, Path("/shared/run")))
     with pytest.raises(
-        ConfigError, match=r"^run_dir: .* don't share /local/run \(on node-2 it is not there\).*type run_d"
+        ConfigError, match=r"^run_dir: .* don't share /local/run \(on node-2 it doesn't exist\).*type run_d"
     ):
         asyncio.run(check_shared(cluster, Path("/local/run")))

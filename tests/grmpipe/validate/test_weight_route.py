@@ -82,13 +82,13 @@ def test_on_gpus_each_rank_serves_the_engines_of_its_own(name: str, transport: s
 
 
 def test_a_rank_whose_gpu_has_an_engine_can_t_be_told_to_send_by_nccl() -> None:
-    words = r"^sync\.transport: nccl needs a GPU for the learner's first rank that has no engine, .*auto or shared"
+    words = r"^sync\.transport: nccl needs the learner's first rank on a GPU without an engine, .*auto or shared"
     with pytest.raises(ValueError, match=words):
         chosen(config_of("all on two slots", "gpu", "vllm", "nccl"))
 
 
 def test_an_engine_that_shares_no_gpu_with_the_learner_can_t_be_told_to_map_one() -> None:
-    with pytest.raises(ValueError, match=r"^sync\.transport: cuda_ipc needs every engine on the GPU of a rank"):
+    with pytest.raises(ValueError, match=r"^sync\.transport: cuda_ipc needs every engine on the GPU of a learner rank"):
         chosen(config_of("two slots, one rank", "gpu", "vllm", "cuda_ipc"))
 
 

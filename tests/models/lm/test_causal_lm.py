@@ -106,7 +106,7 @@ def test_a_missing_directory_is_named() -> None:
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(ValueError, match="no causal language model"):
+    with pytest.raises(ValueError, match="not a causal language model"):
         load_causal_lm(str(tmp_path))
 
 

@@ -91,7 +91,7 @@ def test_a_family_that_needs_several_tensors_for_one_is_refused(monkeypatch: pyt
         return {"qkv": next(iter(state.values()))} if len(state) > 1 else dict(state)
 
     monkeypatch.setattr(checkpoint_names, "revert_weight_conversion", fused)
-    with pytest.raises(ValueError, match=r"^engine: .*'qwen3_moe'.* made of several.*type engine=embedded"):
+    with pytest.raises(ValueError, match=r"^engine: .*'qwen3_moe'.* built from several.*type engine=embedded"):
         CheckpointNames.of(CONFIG_MAPPING["qwen3_moe"](**SMALL))
 
 

@@ -84,7 +84,7 @@ def test_a_tied_head_is_counted_once() -> None:
 
 def test_a_shape_is_declared_whole_or_not_at_all() -> None:
     assert not ModelShape().declared
-    with pytest.raises(ValueError, match=r"^hidden_size: .* declared whole"):
+    with pytest.raises(ValueError, match=r"^hidden_size: .* declare all fields"):
         ModelShape(num_layers=3)
 
 

@@ -52,8 +52,8 @@ REFUSED = {
     "doge": (TINY | {"keep_window_size": 4}, "keep_window_size"),
     "gpt_oss": (TINY | {"num_local_experts": 4}, "attention implementation"),
     "gemma2": (TINY, "softcap"),
-    "stablelm": (TINY, "don't tell their attention"),
-    "nemotron": (TINY, "don't tell their attention"),
+    "stablelm": (TINY, "don't pass the ends of packed samples"),
+    "nemotron": (TINY, "don't pass the ends of packed samples"),
     "falcon": ({"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, ""),
     "bert": (TINY, "causal"),
     "bart": ({"vocab_size": 64, "d_model": 32, "decoder_layers": 2}, ""),
@@ -113,7 +113,7 @@ def test_the_probe_finds_what_leaks_or_looks_ahead(tmp_path: Path, kind: str) ->
     options = {"num_local_experts": 4} if kind == "minimax" else {}
     model = load_causal_lm(saved(tmp_path, kind, REFUSED[kind][0] | options))
     for dtype in ("float32", "bfloat16"):
-        with torch.no_grad(), pytest.raises(ValueError, match=r"^path: .* otherwise than by itself: off by .* nats"):
+        with torch.no_grad(), pytest.raises(ValueError, match=r"^path: .* differently than alone: off by .* nats"):
             probe_logprobs(model, CPU, dtype)
 
 
@@ -121,7 +121,7 @@ def test_a_new_scalar_head_is_probed_by_what_it_reads(tmp_path: Path) -> None:
     with torch.no_grad():
         probe_scores(start_scalar_head(saved(tmp_path / "good", "qwen3", WORKING["qwen3"])), CPU, "float32")
         leaking = start_scalar_head(saved(tmp_path / "bad", "qwen3_next", REFUSED["qwen3_next"][0]))
-        with pytest.raises(ValueError, match=r"^path: .* otherwise than by itself"):
+        with pytest.raises(ValueError, match=r"^path: .* differently than alone"):
             probe_scores(leaking, CPU, "float32")
 
 
@@ -141,5 +141,5 @@ def test_a_window_that_packed_attention_is_not_told_of_is_an_error(tmp_path: Pat
 
 def test_an_attention_that_is_not_told_of_packing_is_an_error(tmp_path: Path) -> None:
     model = load_causal_lm(saved(tmp_path, "stablelm", TINY))
-    with pytest.raises(ValueError, match="path: StableLmAttention doesn't tell"):
+    with pytest.raises(ValueError, match="path: StableLmAttention doesn't pass"):
         packed_logprobs(model, torch.arange(3, 9), torch.arange(6), torch.tensor([6]))

@@ -35,7 +35,7 @@ def test_an_actor_that_sees_one_gpu_uses_it_whatever_its_rank(monkeypatch: pytes
 
 def test_a_missing_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 0)
-    with pytest.raises(ValueError, match="torch sees no GPU"):
+    with pytest.raises(ValueError, match="torch finds no GPU"):
         choose_device("cuda", 0)
 
 

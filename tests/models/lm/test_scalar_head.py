@@ -148,7 +148,7 @@ def test_a_causal_model_is_no_scalar_head(causal_path: str) -> None:
 
 def test_a_head_of_two_numbers_is_refused_by_name(tmp_path: Path) -> None:
     Qwen3ForTokenClassification(config(num_labels=2)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="gives 2 numbers, and a scalar head gives one .num_labels"):
+    with pytest.raises(ValueError, match="has 2 outputs, and a scalar head has one .num_labels"):
         scalar_config(str(tmp_path))
 
 

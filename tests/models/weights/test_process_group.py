@@ -35,5 +35,5 @@ def test_a_failure_leaves_its_own_group_and_none_that_was_joined_since(
     if joined_since:
         group.send(["w"], [torch.zeros(1)])
     else:
-        with pytest.raises(ConnectionError, match="no group was joined"):
+        with pytest.raises(ConnectionError, match="no process group was joined"):
             group.send(["w"], [torch.zeros(1)])

@@ -17,7 +17,7 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     began_s = time.monotonic()
-    with pytest.raises(ValueError, match=rf"^cluster\.address: nobody listens at {address} .*cluster\.address=null"):
+    with pytest.raises(ValueError, match=rf"^cluster\.address: nothing listens at {address} .*cluster\.address=null"):
         init_ray(ClusterConfig(address=address))
     assert time.monotonic() - began_s < 5
 
@@ -27,12 +27,12 @@ def test_named_variables_are_passed_on_and_no_others() -> None:
     assert passed_on(["HF_TOKEN", "NCCL_*", "GLOO_*"], here) == {
         "HF_TOKEN": "secret", "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5"
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"^cluster\.env_vars: HF_HOMES is not set here; export it first"):
+    with pytest.raises(ValueError, match=r"^cluster\.env_vars: HF_HOMES is not set; export it first"):
         passed_on(["HF_HOMES"], here)
 
 
 def test_a_value_among_the_names_is_refused_and_not_repeated() -> None:
-    with pytest.raises(ValueError, match=r"^env_vars: takes names only.* got 'HF_TOKEN'$"):
+    with pytest.raises(ValueError, match=r"^env_vars: expected only names.* got 'HF_TOKEN'$"):
         ClusterConfig(env_vars=["HF_TOKEN=hf_secret"])
 
 

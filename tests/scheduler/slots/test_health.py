@@ -523,7 +523,9 @@ def test_wrong_weights_in_a_replacement_stop_the_run() -> None:
         role.engines["policy-0"].die("gone")
         await role.ask(1)
 
-    with pytest.raises(WeightMismatch, match=r"policy-0 took version 3, but scores a probe 0\.8 nats away"):
+    with pytest.raises(
+        WeightMismatch, match=r"policy-0 received version 3, but its score of the probe differs by 0\.8 nats"
+    ):
         play(lambda: Role(1), scene)
 
 

@@ -61,10 +61,10 @@ def test_what_auto_chooses_could_have_been_asked_for(engine: str, route: Route) 
     [
         ("shared_memory", "sglang", CPU, r"^sync\.transport: engine=sglang can't take shared_memory; set .* auto or d"),
         ("shared_memory", "vllm", CPU_FAR, "shared_memory needs learner and engines on one machine; .* disk or gloo"),
-        ("nccl", "vllm", CPU, "nccl needs a GPU for the learner's first rank that has no engine, and engines on GPUs"),
-        ("nccl", "vllm", ONE_GPU, "nccl needs a GPU for the learner's first rank that has no engine"),
-        ("cuda_ipc", "embedded", GPU, "cuda_ipc needs every engine on the GPU of a rank of the learner's"),
-        ("gloo", "embedded", IN_PROCESS, r"gloo needs the engines in processes of their own \(cluster=ray\)"),
+        ("nccl", "vllm", CPU, "nccl needs the learner's first rank on a GPU without an engine, and engines on GPUs"),
+        ("nccl", "vllm", ONE_GPU, "nccl needs the learner's first rank on a GPU without an engine"),
+        ("cuda_ipc", "embedded", GPU, "cuda_ipc needs every engine on the GPU of a learner rank"),
+        ("gloo", "embedded", IN_PROCESS, r"gloo needs the engines in separate processes \(cluster=ray\)"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_what_can(wanted: str, engine: str, route: Route, words: str) -> None:

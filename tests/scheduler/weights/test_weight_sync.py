@@ -250,17 +250,23 @@ def test_requests_in_flight_go_on_under_the_new_weights() -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("bit", r"policy-1 got other weights than version 3 in layers\.1\.q: layers\.1\.q came as 0{16}, sent was \w+"),
-        ("layer", r"policy-1 got other weights than version 3 in layers\.1\.\* \(2 tensors\): layers\.1\.k came as 0"),
+        (
+            "bit",
+            r"policy-1 received other weights than version 3 in layers\.1\.q: layers\.1\.q arrived as 0{16}, \w+ was",
+        ),
+        (
+            "layer",
+            r"policy-1 received other weights than version 3 in layers\.1\.\* \(2 tensors\): layers\.1\.k arrived as 0",
+        ),
         (
             "unapplied",
-            r"policy-1 got version 3 and has not applied it in layers\.1\.q, layers\.2\.k: its own parameters",
+            r"policy-1 received version 3 but has not applied it in layers\.1\.q, layers\.2\.k: its parameters",
         ),
-        ("lost", r"policy-1 .* in layers\.1\.q: layers\.1\.q came as nothing"),
-        ("version", "policy-1 says it has version 2; version 3 was sent"),
-        ("stale", r"policy-1 took version 3, but scores a probe 0\.8 nats away from the learner"),
-        ("drift", r"policy-1 .* 0\.01 nats away .* tolerance 0\.001\)"),
-        ("nan", "policy-1 .* nan nats away"),
+        ("lost", r"policy-1 .* in layers\.1\.q: layers\.1\.q arrived as nothing"),
+        ("version", "policy-1 reports version 2; version 3 was sent"),
+        ("stale", r"policy-1 received version 3, but its score of the probe differs by 0\.8 nats"),
+        ("drift", r"policy-1 .* 0\.01 nats .* tolerance 0\.001\)"),
+        ("nan", "policy-1 .* by nan nats"),
     ],
 )
 def test_a_mismatch_names_engine_and_tensors_and_leaves_all_paused_until_a_push_succeeds(
@@ -299,7 +305,7 @@ def test_after_a_push_that_proved_itself_an_engine_may_not_be_far_noisier() -> N
         engine.fault = "drift"
         await sync.push(lambda: named(engine), 2)  # 0.01 nats
         engine.fault = "noise"
-        with pytest.raises(WeightMismatch, match=r"0\.2 nats away .* tolerance 0\.1\)"):
+        with pytest.raises(WeightMismatch, match=r"0\.2 nats .* tolerance 0\.1\)"):
             await sync.push(lambda: named(engine), 3)
 
     asyncio.run(main())
@@ -635,7 +641,7 @@ def test_tensors_are_told_by_their_layer() -> None:
     names = [f"model.layers.{n}.mlp.{part}.weight" for n in (0, 3) for part in ("up", "down")]
     assert tensor_groups(names) == "model.layers.0.* (2 tensors), model.layers.3.* (2 tensors)"
     assert tensor_groups(["lm_head.weight"]) == "lm_head.weight"
-    assert tensor_groups([f"h.{n}.w" for n in range(9)]).endswith("h.3.w and 5 groups more")
+    assert tensor_groups([f"h.{n}.w" for n in range(9)]).endswith("h.3.w and 5 more groups")
 
 
 @pytest.mark.parametrize("key", ["deadline_s", "probe_tokens", "probe_tolerance", "probe_tolerance_16bit", "bucket_mb",

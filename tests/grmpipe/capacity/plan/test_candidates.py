@@ -128,13 +128,13 @@ def test_nothing_fits_names_the_pool_the_role_and_its_memory() -> None:
     def memory(role: str, seating: Seating, kind: str) -> float:
         return 900e9 / seating.replicas if role == "learner" else 45e9
 
-    with pytest.raises(ValueError, match=r"^placement\.pools\.gpus: .* learner wants 129 of 80 GB a slot"):
+    with pytest.raises(ValueError, match=r"^placement\.pools\.gpus: .* learner needs 129 of 80 GB per slot"):
         search(question(memory=memory), None, max_simulated=1)
 
 
 def test_too_few_slots_for_roles_that_cannot_share_is_a_sentence() -> None:
     lone = {"gpus": PoolConfig(slots=1, resource="gpu", memory_gb=80)}
-    with pytest.raises(ValueError, match="no way to seat policy, grm, learner on the slots there are"):
+    with pytest.raises(ValueError, match="policy, grm, learner can't be placed on the available slots"):
         search(question(kinds=lone, widths={"policy": (2,), "grm": (2,)}), None, max_simulated=1)
 
 
@@ -250,7 +250,7 @@ def test_on_cores_that_all_run_on_the_work_of_a_slot_breaks_ties_and_is_no_reaso
     assert second.slots_s == pytest.approx((15.0, 5.0)) and second.reason == "bound by learner 10 s"
     quick = dataclasses.replace(asked, work=dataclasses.replace(asked.work, learner_tokens=40_000))
     weighed = search(quick, None, max_simulated=1).ranked[-1].weighed
-    assert weighed.bound_s == pytest.approx(7.0) and weighed.reason == "bound by the cores, which all run on"
+    assert weighed.bound_s == pytest.approx(7.0) and weighed.reason == "bound by the cores, which all roles share"
 
 
 def test_partitions_are_all_of_them() -> None:

@@ -32,7 +32,9 @@ def test_an_elastic_pool_holds_its_roles_at_once_where_engines_cannot_sleep() ->
     checked(*elastic, f"placement.pools.engines.memory_gb={6.2 * WEIGHTS_MB / 1e3}")
     with pytest.raises(ConfigError, match=r"^placement\.pools\.engines\.memory_gb: cpu slot 0 has .* GB, ") as told:
         checked(*elastic, f"placement.pools.engines.memory_gb={5.8 * WEIGHTS_MB / 1e3}")
-    assert re.search(r"\(policy 1\.48 MB, learner 5\.93 MB, grm 1\.48 MB\); give the roles pools", str(told.value))
+    assert re.search(
+        r"\(policy 1\.48 MB, learner 5\.93 MB, grm 1\.48 MB\); give the roles separate pools", str(told.value)
+    )
 
 
 def test_a_critic_wants_as_much_as_a_learner() -> None:

@@ -97,7 +97,7 @@ def test_a_run_for_eight_gpus_is_planned_without_gpu_and_models(big_run: tuple[s
     unchecked = text.split("not checked here")[1]
     assert "hf download Qwen/Qwen3-8B" in unchecked
     assert "hf download Qwen/Qwen3-14B" in unchecked
-    assert "placement.pools.train: wants 4 gpu slots" in unchecked
+    assert "placement.pools.train: needs 4 gpu slots" in unchecked
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
@@ -105,9 +105,9 @@ def test_the_recipe_for_eight_gpus_fits_them_and_a_larger_batch_does_not(big_run
     assert "warnings" not in planned(*big_run)
     embedded = ("engine=embedded", "engine.embedded.max_context_tokens=7168", "engine.embedded.max_batch_rows=64")
     text = planned(*big_run, "train.micro_batch_tokens=65536", *embedded)
-    assert "train 0: learner-0 may want" in text
+    assert "train 0: learner-0 may need" in text
     assert "lower train.micro_batch_tokens" in text
-    assert "judging 1: grm-1 may want" in text
+    assert "judging 1: grm-1 may need" in text
     assert "lower engine.embedded.max_batch_rows" in text
 
 
@@ -124,7 +124,7 @@ def test_an_engine_over_two_gpus_holds_half_the_weights_on_each(big_run: tuple[s
     assert "rollout 1  gpu       policy-0" in text
     assert "8.19 GB  weights, over 2 GPUs" in text
     # 0.85 x 80 GB less half of 16.38 GB of weights, of two such GPUs; 147456 bytes a token.
-    assert "59.8 GB  KV, what is left of engine.vllm.gpu_memory_utilization=0.85: 811215 tokens" in text
+    assert "59.8 GB  KV, the rest of engine.vllm.gpu_memory_utilization=0.85: 811215 tokens" in text
 
 
 def test_heads_that_gpus_cannot_share_are_refused_by_their_declared_number(big_run: tuple[str, ...]) -> None:
@@ -148,7 +148,7 @@ def test_roles_that_crowd_one_gpu_are_told_apart(big_run: tuple[str, ...]) -> No
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
     warnings = overfull_slots(survey, parts)
     assert warnings
-    assert all("give the roles pools of their own" in warning for warning in warnings)
+    assert all("give the roles separate pools" in warning for warning in warnings)
 
 
 def held(*overrides: str) -> tuple[float, dict[str, float]]:
@@ -175,7 +175,7 @@ def test_a_plan_says_who_has_a_slot_by_turns(big_run: tuple[str, ...]) -> None:
     text = planned(
         "+experiment=qwen3_one_gpu", *big_run[1:], "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true"
     )
-    assert ", the learner and the engines by turns" in text
+    assert ", the learner alternates with the engines" in text
 
 
 def test_the_recipe_asks_for_its_prompts() -> None:
@@ -185,7 +185,7 @@ def test_the_recipe_asks_for_its_prompts() -> None:
 
 def test_a_model_of_unknown_shape_is_planned_but_for_its_memory(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run, "policy=path", "policy.path=Nobody/Nothing")
-    assert "policy   not known" in text
+    assert "policy   unknown" in text
     assert "memory of policy: declare policy.shape" in text
 
 
@@ -215,7 +215,10 @@ H100 = tuple(f"placement.pools.{pool}.device=h100" for pool in ("train", "rollou
 
 def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run, "engine=vllm", *H100)
-    assert "time of a step (by the devices' data sheets; 1536 tokens a rollout, 512 tokens a judgement" in text
+    assert (
+        "time of a step (estimated from the devices' data sheets; 1536 tokens per rollout, 512 tokens per judgement"
+        in text
+    )
     assert "learner  16.4 s of work for each of 4" in text
     # 256 x (1536 + prompts of 2) tokens, 8 operations for each of 8.19e9 parameters, 4 x 989 TFLOPS at 0.4: 16.3 s.
     assert "the busiest slot's work" in text
@@ -223,13 +226,13 @@ def test_times_come_from_the_devices_data_sheets(big_run: tuple[str, ...]) -> No
 
 def test_lengths_can_be_set(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run, "engine=vllm", *H100, "plan.rollout_tokens=700", "plan.judgement_tokens=300")
-    assert "700 tokens a rollout, 300 tokens a judgement on average" in text
+    assert "700 tokens per rollout, 300 tokens per judgement on average" in text
 
 
 def test_a_device_that_nobody_names_is_asked_for(big_run: tuple[str, ...]) -> None:
     text = planned(*big_run).split("not checked here")[1]
-    assert "how long a step takes: placement.pools.rollout.device: nobody says which GPU it is; type" in text
-    with pytest.raises(ConfigError, match=r"^placement\.pools\.\w+\.device: nobody says which GPU"):
+    assert "the time of a step: placement.pools.rollout.device: the GPU is unknown; type" in text
+    with pytest.raises(ConfigError, match=r"^placement\.pools\.\w+\.device: the GPU is unknown"):
         planned(*big_run, "plan.search=true")
     with pytest.raises(ConfigError, match=r"^placement\.pools\.train\.device: unknown device 'h10'; did you mean h100"):
         planned(*big_run, "placement.pools.train.device=h10")
@@ -282,7 +285,7 @@ def test_a_search_without_a_simulator_ranks_by_the_bound_and_says_so(big_run: tu
     began_s = time.monotonic()
     text = planned(*big_run, *WIDE_ENGINES, *H100, "plan.search=true", f"run_dir={tmp_path}/run")
     assert time.monotonic() - began_s < 30
-    assert "0 simulated (>=: by the bound alone)" in text
+    assert "0 simulated (>=: only the bound)" in text
     assert "  1   >= 43.8 s" in text
     assert (tmp_path / "run/plan/placement/planned.yaml").exists()
 
@@ -301,6 +304,6 @@ def test_a_model_too_large_for_the_slots_fails_by_its_pool_and_role(big_run: tup
     small = [override.replace("h100", "l40s") for override in H100]
     memory = tuple(f"placement.pools.{pool}.memory_gb=24" for pool in ("train", "rollout", "judging"))
     began_s = time.monotonic()
-    with pytest.raises(ConfigError, match=r"^placement\.pools\.train: no placement fits .* wants .* of 24 GB a slot"):
+    with pytest.raises(ConfigError, match=r"^placement\.pools\.train: no placement fits .* needs .* of 24 GB per slot"):
         planned(*big_run, "engine=vllm", *small, *memory, "plan.search=true")
     assert time.monotonic() - began_s < 10

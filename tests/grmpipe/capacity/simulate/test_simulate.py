@@ -143,10 +143,10 @@ def test_who_has_most_to_do_is_busy_all_the_time() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"engines": {"policy": SPEED, "grm": replace(SPEED, step_s=0.1)}}, "judging held up the learner"),
-        ({"engines": {"policy": replace(SPEED, step_s=0.1), "grm": SPEED}}, "rollouts held up the learner"),
-        ({"learner": LearnerSpeed(token_s=5e-3, step_s=0.1)}, "the learner held up the engines"),
-        ({"sync_s": 10.0}, "the push of weights held up the run"),
+        ({"engines": {"policy": SPEED, "grm": replace(SPEED, step_s=0.1)}}, "the learner waited for judging"),
+        ({"engines": {"policy": replace(SPEED, step_s=0.1), "grm": SPEED}}, "the learner waited for rollouts"),
+        ({"learner": LearnerSpeed(token_s=5e-3, step_s=0.1)}, "the engines waited for the learner"),
+        ({"sync_s": 10.0}, "the run waited for weight pushes"),
     ],
 )
 def test_at_its_end_a_run_names_who_was_slow(changed: dict, said: str, staleness: int) -> None:

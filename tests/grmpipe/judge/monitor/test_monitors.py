@@ -149,14 +149,14 @@ def test_a_limit_on_a_metric_that_never_was_is_told_with_the_nearest_name() -> N
     limits = Limits({"long": LimitConfig(metric="judge/length_correlation", above=0.5)})
     limits.read(1, {"judge/score_length_correlation": 0.1})
     (told,) = limits.never_read()
-    assert "no step had the metric judge/length_correlation; did you mean judge/score_length_correlation?" in told
+    assert "no step reported the metric judge/length_correlation; did you mean judge/score_length_correlation?" in told
 
 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
         ({"above": 1.0}, "metric: missing"),
-        ({"metric": "x"}, "above: give a finite above, below or both"),
+        ({"metric": "x"}, "above: give a finite number for above, below or both"),
         ({"metric": "x", "below": math.nan}, "above: give a finite"),
         ({"metric": "x", "above": 1.0, "action": "shout"}, "action: unknown value 'shout'; known: warn, pause, stop"),
     ],

@@ -28,7 +28,7 @@ def test_a_parser_that_never_matches_is_named_with_what_it_could_not_read(bench:
 
 def test_judgements_that_are_all_cut_name_their_length(bench: Any) -> None:
     said = told(bench, bench.answer("Score: 1", "length"), max_new_tokens=9)
-    assert said is not None and said.startswith("max_new_tokens: 4 of 4 dry judgements were cut at 9 tokens")
+    assert said is not None and said.startswith("max_new_tokens: 4 of 4 dry judgements were truncated at 9 tokens")
 
 
 @pytest.mark.parametrize(("answer", "config"), [("Score: 3", {}), ("\\boxed{3, 4}", PAIRS), ("\\boxed{3, 4}", LIST)])

@@ -110,7 +110,7 @@ def test_a_model_is_read_from_its_own_files_and_pushes_and_files_take_turns(
         return seen
 
     if not kind.reads_models:
-        with pytest.raises(ValueError, match="read a model's files themselves"):
+        with pytest.raises(ValueError, match="read model files themselves"):
             run(read(next_version_path, 7))
         return
     receipt, by_files, pushed, by_push, _, completion = run(by_turns())

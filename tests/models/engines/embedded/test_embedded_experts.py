@@ -208,7 +208,7 @@ def test_experts_that_came_and_were_not_taken_up_fail_the_very_push_though_one_s
     finally:
         engine.close()
     if drops:
-        with pytest.raises(WeightMismatch, match=r"policy-0 got other weights than version 1 in .*experts"):
+        with pytest.raises(WeightMismatch, match=r"policy-0 received other weights than version 1 in .*experts"):
             check_receipt("policy-0", 1, sent, receipt)
     else:
         check_receipt("policy-0", 1, sent, receipt)

@@ -107,7 +107,7 @@ def test_the_key_comes_from_the_environment_and_a_wrong_one_names_its_variable(
         ("/server_info", {"model_path": "/models/other"}, "serves '/models/other'"),
         ("/model_info", {"architectures": ["LlamaForCausalLM"]}, "serves a LlamaForCausalLM"),
         ("/v1/models", {"data": [{"max_model_len": 64}]}, r"window of 64 .* set engine\.sglang\.max_context_tokens=64"),
-        ("/tokenize", {"tokens": [1, 2, 3]}, "another vocabulary"),
+        ("/tokenize", {"tokens": [1, 2, 3]}, "different vocabulary"),
     ],
 )
 def test_another_model_vocabulary_or_a_shorter_window_is_refused(

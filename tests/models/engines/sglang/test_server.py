@@ -212,8 +212,8 @@ def test_options_pass_through_and_may_change_what_we_only_prefer() -> None:
 @pytest.mark.parametrize(
     ("option", "instead"),
     [
-        ("port", "drop it"),
-        ("api_key", "drop it"),
+        ("port", "remove it"),
+        ("api_key", "remove it"),
         ("--context-length", r"engine\.sglang\.max_context_tokens"),
         ("tp_size", "the placement"),
     ],

@@ -126,7 +126,7 @@ def test_an_answer_that_ends_in_the_middle_is_for_another_engine_to_give(model_p
     async def go() -> None:
         script = Script(generate=lambda body: streamed(event([5], None)))
         engine = engine_of(model_path, script)
-        with pytest.raises(EngineDied, match="broke off an answer"):
+        with pytest.raises(EngineDied, match="aborted an answer"):
             await ask(engine)
         script.replies["generate"] = lambda body: streamed(event([5, 6], {"type": "length"}))
         assert (await ask(engine)).token_ids == (5, 6)
@@ -326,7 +326,7 @@ def test_a_server_that_hangs_in_a_broadcast_fails_the_push_and_counts_as_dead_at
         engine = engine_of(model_path, script)
         await engine.pause()
         await engine.begin_weights(LINK)
-        with pytest.raises(ConnectionError, match="'model.norm.weight' and what follows"):
+        with pytest.raises(ConnectionError, match="'model.norm.weight' and the following"):
             await engine.load_bucket(BUCKET)
         script.replies["server_info"] = hang
         with pytest.raises(EngineDied, match="hangs in a broadcast"):
@@ -345,7 +345,7 @@ def test_a_broadcast_that_the_server_can_not_load_is_told_from_one_that_broke_of
         await engine.begin_weights(LINK)
         with pytest.raises(error, match=message):
             await engine.load_bucket(BUCKET)
-        with pytest.raises(ConnectionError, match="no group was joined"):
+        with pytest.raises(ConnectionError, match="no process group was joined"):
             await engine.load_bucket(BUCKET)
 
     asyncio.run(go("Failed to receive weights: connection closed by peer", ConnectionError))
