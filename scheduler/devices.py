@@ -11,7 +11,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One slot, a GPU or a core, under a name of your own for placement.pools. Rates are peaks in one direction."""
+    """One slot, a GPU or a core, under a name for the `device` of a pool. Rates are peaks in one direction."""
 
     memory_gb: float  # Memory of the device.
     memory_gb_per_s: float  # Bandwidth of its memory.

@@ -53,9 +53,9 @@ python launch.py +experiment=quickstart judge=pointwise train.lr=1e-4
 ```
 
 Later values win: the defaults below, the files that `conf/config.yaml` chooses by group (`judge=pointwise` is
-`conf/judge/pointwise.yaml`), the experiment, single keys. An unknown key or value is refused with the nearest one that
-exists. `<name>` stands for a name of your own; in `placement.roles` for a role. A name that isn't there yet is added
-with its section: `'+placement.pools={{more: {{slots: 2}}}}'`. A share is a number from 0 to 1.
+`conf/judge/pointwise.yaml`), the experiment, single keys. `<name>` stands for a name of your own; in `placement.roles`
+for a role. A name that isn't there yet is added with its section: `'+placement.pools={{more: {{slots: 2}}}}'`. A share
+is a number from 0 to 1.
 
 {contents}
 """

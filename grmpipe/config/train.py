@@ -55,7 +55,7 @@ class AlgorithmConfig:
     # train.groups_per_batch; 0: none (DAPO).
     max_resampled_batches: float = 0.0
 
-    # The policy loss. r = pi_theta / pi_prox.
+    # The policy loss.
 
     loss: str = "ppo_clip"  # Loss of the policy, by r = pi_theta / pi_prox; docs/algorithms.md has the formulas.
     clip_low: float = 0.2  # Lower clip of r, at 1 - clip_low (PPO, arXiv 1707.06347).
@@ -69,7 +69,7 @@ class AlgorithmConfig:
     # by a token's age, or the sampler.
     proximal: str = "recomputed"
 
-    # What the sampler is corrected by: w = pi_prox / mu, which multiplies the policy loss.
+    # The correction for the sampler.
 
     correction: str = "tis"  # How the policy loss is weighted by w = pi_prox / mu, where mu sampled the token.
     tis_cap: float = 2.0  # For tis: largest weight of a token.
@@ -85,8 +85,8 @@ class AlgorithmConfig:
     veto_below: float = 1e-4  # For veto: a sample with a token whose w is below is not trained.
     # [nats] For off_policy: a sample of negative advantage is not trained if mean(log mu - log pi_theta) is above.
     off_policy_delta: float = 0.1
-    # Mixtures of experts: the choice of experts that updates repeat, none, the sampler's (R3, arXiv 2510.11370) or that
-    # of the pass for pi_old (R2, arXiv 2507.18071). Gates are computed again.
+    # Mixtures of experts: whose choice of experts the updates repeat, that of none, of the sampler (R3, arXiv
+    # 2510.11370), or of the pass for pi_old (R2, arXiv 2507.18071). Gates are computed again.
     routing_replay: str = "none"
 
     # Regularisation.
@@ -101,7 +101,7 @@ class AlgorithmConfig:
 
     # [updates] Optimizer steps on each batch; above 1 training starts only when the batch is complete.
     updates_per_batch: int = 1
-    # [groups] Groups of earlier batches that are trained again in each batch, none older than train.max_staleness.
+    # [groups] Groups of earlier batches that each batch trains again, none older than train.max_staleness; 0: none.
     replay_groups: int = 0
     replay_times: int = 1  # [batches] Most batches in which a group is trained again.
     reset_every: int = 0  # [batches] Interval between two steps back towards the initial weights; 0: none.
@@ -247,7 +247,7 @@ class TrainConfig:
     shared_prompts: bool = True  # The tokens that siblings begin with go through the learner once for all of them.
     lr: float = 3e-4  # Peak learning rate of AdamW.
     warmup_steps: int = 5  # Steps in which the learning rate rises linearly.
-    schedule: str = "constant"  # Course of the learning rate from the warm-up to num_steps; linear and cosine end at 0.
+    schedule: str = "constant"  # Learning rate after the warm-up; linear and cosine fall towards 0 at num_steps.
     weight_decay: float = 0.0  # AdamW's weight decay.
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's two betas.
     max_grad_norm: float = 1.0  # Norm that gradients are clipped to.
