@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test test-long lint clean vllm-cpu sglang-cpu
+.PHONY: quickstart test test-long lint docs clean vllm-cpu sglang-cpu
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python launch.py +experiment=quickstart
@@ -22,6 +22,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The page of all keys, from the comments of the configuration's dataclasses.
+docs: $(VENV)/.installed
+	$(BIN)/python -m grmpipe.config.reference
 
 # torch by itself first: a range in a later install would take the newest build, with gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml

@@ -34,17 +34,20 @@ TEMPLATE_KWARGS_OF_OURS = frozenset(
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes as in a model's config.json: to plan a run where the model isn't at hand. Declared whole or not at all."""
+    """Sizes as in the model's config.json, for task=plan and task=simulate where the model isn't at hand.
 
-    num_layers: int = 0  # 0: not declared
-    hidden_size: int = 0
-    intermediate_size: int = 0
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    head_dim: int = 0
-    vocab_size: int = 0
-    context_tokens: int = 0
-    tied: bool = False  # the output head is the embedding
+    Declared whole or not at all.
+    """
+
+    num_layers: int = 0  # Number of transformer layers; 0: no shape is declared.
+    hidden_size: int = 0  # Size of a hidden state.
+    intermediate_size: int = 0  # Inner size of the feed-forward layers.
+    num_heads: int = 0  # Number of attention heads.
+    num_kv_heads: int = 0  # Number of heads of keys and values.
+    head_dim: int = 0  # Size of an attention head.
+    vocab_size: int = 0  # [tokens] Size of the vocabulary.
+    context_tokens: int = 0  # Longest sequence that the model takes.
+    tied: bool = False  # The output head is the embedding.
 
     def __post_init__(self) -> None:
         sizes = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "tied"}
@@ -62,14 +65,13 @@ class LoraConfig:
     """Adapters that learn instead of the model's weights (LoRA, arXiv 2106.09685): W + alpha / rank * B A.
 
     There is no dropout: the ratio of two passes would no longer be that of two policies.
-
-    sync: what travels to the engines. merged: the weights with the adapters' change in them, to any engine; adapters:
-        A and B alone, to one that applies them itself.
     """
 
-    rank: int = 0  # 0: all weights learn
-    alpha: float = 32.0
-    target_modules: list[str] = field(default_factory=list)  # as q_proj; empty: all linear layers of the blocks
+    rank: int = 0  # Rank of the adapters; 0: no adapters, all weights learn.
+    alpha: float = 32.0  # The adapters' change of a weight is multiplied by alpha / rank.
+    # Names of the linear layers with adapters, such as q_proj; empty: all within the blocks.
+    target_modules: list[str] = field(default_factory=list)
+    # What a push sends: the weights with the adapters' change merged in, or the adapters alone (embedded engine only).
     sync: str = "merged"
 
     def __post_init__(self) -> None:
@@ -93,21 +95,18 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model with a role (`policy` or `grm`).
+    """The model of a role, `policy` or `grm`."""
 
-    path: a Hugging Face directory or hub name, or `tiny://<name>` for a model that the project makes itself; for
-        engine=openai the model's name at the endpoint.
-    chat_template_kwargs: what its chat template branches on, as enable_thinking: false; sent along to an endpoint.
-    engine_options: of this role, where they differ from `engine.<engine>`.
-    shape: what task=plan reckons with where `path` isn't at hand; a run never looks at it.
-    lora: where the model learns, by adapters.
-    """
-
+    # Hugging Face directory or hub name, or tiny://<name> for a model that the project makes; with engine=openai the
+    # model's name at the endpoint.
     path: str = "tiny://policy"
-    engine: str = "embedded"
+    engine: str = "embedded"  # Engine that serves the model; conf/config.yaml sets it to engine.kind.
+    # Options of this role's engine where they differ from engine.<engine>.
     engine_options: dict[str, Any] = field(default_factory=dict)
-    dtype: str = AUTO  # bfloat16 on a GPU, float32 on cores
-    chat_template: str | None = None  # a Jinja file, for a tokenizer without one (or with an unfit one)
+    dtype: str = AUTO  # Type of the weights in the engine; auto: bfloat16 on a GPU, float32 elsewhere.
+    # Jinja file with a chat template; null: the tokenizer's own.
+    chat_template: str | None = None
+    # Variables of the chat template, as {enable_thinking: false}; an endpoint gets them with each request.
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     shape: ModelShape = field(default_factory=ModelShape)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -141,13 +140,16 @@ def check_template_kwarg(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class EmbeddedConfig:
-    """The engine in torch, in our own process or actor."""
+    """The engine in torch, in the driver's process or an actor."""
 
-    max_batch_rows: int = 256  # requests that decode at once; more wait
-    max_context_tokens: int = 0  # prompt + new tokens per row; 0: the model's own window
-    prefill_tokens_per_step: int = 8192  # joining requests wait when their prompts exceed this
-    recompute_kv_on_sync: bool = False  # True: kept requests prefill again under new weights
-    quantize: str = "none"  # int8, int4: sample from weights rounded to so few bits (per row, absmax); no faster
+    max_batch_rows: int = 256  # [requests] Requests that decode at once; the others wait.
+    max_context_tokens: int = 0  # Prompt and new tokens of a request; 0: the model's own window.
+    # [tokens] Prompt tokens that are prefilled in one step; further requests wait for the next one.
+    prefill_tokens_per_step: int = 8192
+    # Requests in flight at a push prefill again under the new weights; false: they keep their keys and values.
+    recompute_kv_on_sync: bool = False
+    # Sample from weights rounded to 8 or 4 bits, per row by its largest value; this makes nothing faster.
+    quantize: str = "none"
 
     def __post_init__(self) -> None:
         if self.quantize not in QUANTIZATIONS:
@@ -162,18 +164,25 @@ class EmbeddedConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """vLLM's AsyncLLM, in an actor of ours. What isn't named here passes through `options`, as its own arguments."""
+    """vLLM's AsyncLLM in an actor of its own. What isn't named here passes through `options`."""
 
-    max_batch_rows: int = 256  # vLLM's max_num_seqs
-    max_context_tokens: int = 0  # vLLM's max_model_len; 0: the model's own window
-    kv_cache_mb: int = 0  # 0: on a GPU what gpu_memory_utilization leaves; on a CPU 256
-    gpu_memory_utilization: float | None = None  # null: 0.85; of a GPU that it shares, what the others leave
-    enforce_eager: bool = False  # True starts sooner and decodes slower; a CPU is always eager
-    prefix_caching: bool = True
-    recompute_kv_on_sync: bool = False  # True: kept requests prefill again under new weights
-    sleep_mode: bool = False  # True: may lend its memory to a learner on the same GPU
-    cpu_threads: int = 1
-    options: dict[str, Any] = field(default_factory=dict)  # other arguments of vLLM's AsyncEngineArgs
+    max_batch_rows: int = 256  # [requests] Requests that decode at once (vLLM's max_num_seqs).
+    # Prompt and new tokens of a request (vLLM's max_model_len); 0: the model's own window.
+    max_context_tokens: int = 0
+    # Memory for keys and values; 0: what gpu_memory_utilization leaves on a GPU, 256 MiB on a CPU.
+    kv_cache_mb: int = 0
+    # [share] Part of the GPU's memory for weights and cache; null: 0.85, or on a shared GPU a part of what the others
+    # leave.
+    gpu_memory_utilization: float | None = None
+    # Decode without CUDA graphs, which starts sooner and decodes slower; on a CPU always.
+    enforce_eager: bool = False
+    prefix_caching: bool = True  # Requests that begin with the same tokens share their keys and values.
+    # Requests in flight at a push prefill again under the new weights; false: they keep their keys and values.
+    recompute_kv_on_sync: bool = False
+    # The engine may lend its GPU memory to a learner or another engine (vLLM's enable_sleep_mode).
+    sleep_mode: bool = False
+    cpu_threads: int = 1  # [threads] Threads of an engine on a CPU.
+    options: dict[str, Any] = field(default_factory=dict)  # Other arguments of vLLM's AsyncEngineArgs.
 
     def __post_init__(self) -> None:
         for key in ("max_batch_rows", "cpu_threads"):
@@ -194,18 +203,25 @@ class VllmConfig:
 
 @dataclass(frozen=True)
 class SglangConfig:
-    """SGLang servers: started by us from an environment of their own, or joined by URL."""
+    """SGLang servers, started by grmpipe from an environment of their own, or joined by URL."""
 
-    python: str = ""  # the interpreter of SGLang's environment; empty: this one
-    urls: list[str] = field(default_factory=list)  # servers that run already, one per replica; empty: start our own
-    api_key_env: str = "SGLANG_API_KEY"  # the environment variable with a joined server's key; our own get a new one
-    max_batch_rows: int = 256  # SGLang's max-running-requests
-    max_context_tokens: int = 0  # SGLang's context-length; 0: the model's own window
-    mem_fraction: float = 0.8  # SGLang's mem-fraction-static
-    recompute_kv_on_sync: bool = False  # True: kept requests prefill again under new weights (pause mode retract)
-    sleep_mode: bool = False  # SGLang's enable-memory-saver: may lend its memory to a learner on the same GPU
-    start_timeout_s: float = 300.0  # until a server of ours answers
-    options: dict[str, Any] = field(default_factory=dict)  # other flags of SGLang's server, without the dashes
+    python: str = ""  # Interpreter of SGLang's environment; empty: the one that runs grmpipe.
+    # URLs of running servers to join, one per replica; empty: servers are started.
+    urls: list[str] = field(default_factory=list)
+    # Environment variable with the key of joined servers; servers that are started get a new key.
+    api_key_env: str = "SGLANG_API_KEY"
+    max_batch_rows: int = 256  # [requests] Requests that decode at once (SGLang's max-running-requests).
+    # Prompt and new tokens of a request (SGLang's context-length); 0: the model's own window.
+    max_context_tokens: int = 0
+    mem_fraction: float = 0.8  # [share] Part of the GPU's memory for weights and cache (SGLang's mem-fraction-static).
+    # Requests in flight at a push prefill again under the new weights (pause mode retract); false: they keep their
+    # keys and values.
+    recompute_kv_on_sync: bool = False
+    # The engine may lend its GPU memory to a learner or another engine (SGLang's enable-memory-saver).
+    sleep_mode: bool = False
+    start_timeout_s: float = 300.0  # Limit for the start of a server.
+    # Other flags of SGLang's server, without the dashes.
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_batch_rows < 1:
@@ -224,15 +240,17 @@ class SglangConfig:
 class OpenAIConfig:
     """A judge behind an OpenAI-compatible endpoint; `grm.path` is the model's name there."""
 
-    base_url: str = "https://api.openai.com/v1"
-    api_key_env: str = "OPENAI_API_KEY"  # the environment variable with the key; empty: the endpoint wants none
-    max_context_tokens: int = 0  # 0: not known; what doesn't fit is refused by the endpoint
-    max_retries: int = 4  # of a call that was refused for now (429, 5xx) or got no answer
-    max_connections: int = 64  # calls under way at once
-    requests_per_minute: int = 0  # tries count too; 0: no limit of ours
-    tokens_per_minute: int = 0  # of prompts and answers; 0: no limit of ours
-    extra_body: dict[str, Any] = field(default_factory=dict)  # further fields of each request
-    # Regular expressions: what the policy's text spells of it is broken by a space before the judge is shown it.
+    base_url: str = "https://api.openai.com/v1"  # URL of the endpoint.
+    # Environment variable with the endpoint's key; empty: the endpoint needs none.
+    api_key_env: str = "OPENAI_API_KEY"
+    # The model's context window there; 0: not known, and the endpoint refuses what doesn't fit.
+    max_context_tokens: int = 0
+    max_retries: int = 4  # [retries] Retries of a call that gets no answer, or a 429 or 5xx.
+    max_connections: int = 64  # [calls] Most calls in flight.
+    requests_per_minute: int = 0  # [calls/min] Most calls, retries included; 0: no limit of ours.
+    tokens_per_minute: int = 0  # [tokens/min] Most tokens of prompts and answers; 0: no limit of ours.
+    extra_body: dict[str, Any] = field(default_factory=dict)  # Further fields of each request.
+    # Regular expressions of chat markup, which a space breaks in the policy's text before the judge is shown it.
     chat_markup: list[str] = field(default_factory=lambda: list(CHAT_MARKUP))
 
     def __post_init__(self) -> None:
@@ -271,8 +289,9 @@ def _check_markup(pattern: str) -> None:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options by engine; `kind` is the default that `engine=x` sets for every role."""
+    """Options by engine, for all roles of that kind."""
 
+    # Engine that conf/config.yaml gives to policy and GRM: embedded, vllm, sglang or openai.
     kind: str = "embedded"
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)

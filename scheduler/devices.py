@@ -11,14 +11,14 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One slot: a GPU, or a core. Rates are peaks in one direction; what is reached of them is cost.py's."""
+    """One slot, a GPU or a core, under a name for the `device` of a pool. Rates are peaks in one direction."""
 
-    memory_gb: float
-    memory_gb_per_s: float
-    tflops: dict[str, float] = field(default_factory=dict)  # dense, by dtype
-    link_gb_per_s: float = 25.0  # to its neighbours
-    host_gb_per_s: float = 25.0  # to the memory of its machine
-    step_s: float = 0.002  # the host's part of a decoding step: scheduling, sampling, launching
+    memory_gb: float  # Memory of the device.
+    memory_gb_per_s: float  # Bandwidth of its memory.
+    tflops: dict[str, float] = field(default_factory=dict)  # [TFLOPS] Dense arithmetic by dtype, as {bfloat16: 989}.
+    link_gb_per_s: float = 25.0  # Bandwidth to its neighbours.
+    host_gb_per_s: float = 25.0  # Bandwidth to the memory of its machine.
+    step_s: float = 0.002  # The host's part of a decoding step: scheduling, sampling, launching.
 
     def __post_init__(self) -> None:
         for key in ("memory_gb", "memory_gb_per_s", "link_gb_per_s", "host_gb_per_s"):

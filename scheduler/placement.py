@@ -15,13 +15,16 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 class PoolConfig:
     """Slots that share a purpose. A slot is one core or one GPU."""
 
-    slots: int = 1
-    resource: str = "cpu"
-    strategy: str = "PACK"  # over nodes, in Ray's words
-    memory_gb: float | None = None  # of one slot; what can't fit is refused, what may not is a warning of task=plan
-    elastic: bool = False  # each slot has an engine of every role here, and serves the one that has the backlog
-    time_shared: bool = False  # the learner and the engines here have the slots by turns: these sleep while it updates
-    device: str | None = None  # which GPU a slot is (h100, a100_80, ..): what task=plan and task=simulate reckon with
+    slots: int = 1  # [slots] Number of cores or GPUs.
+    resource: str = "cpu"  # What a slot is.
+    strategy: str = "PACK"  # How slots are spread over machines, in Ray's words.
+    # Memory of a slot; what can't fit is refused, what may not fit is a warning of task=plan; null: the device's.
+    memory_gb: float | None = None
+    elastic: bool = False  # Each slot has an engine of policy and of GRM, and serves the one that has the backlog.
+    time_shared: bool = False  # The learner and the engines use the slots in turn; engines sleep while it updates.
+    # GPU that a slot is, for task=plan and task=simulate: h100, a100_80, ..., or a name of plan.devices; null: the one
+    # of this machine.
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -41,11 +44,11 @@ class PoolConfig:
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """Where a role lives. A replica is one process: an engine, or a rank of a learner."""
+    """Where a role runs: policy, learner, grm, grm_learner, meta or critic. A replica is one process."""
 
-    pool: str
-    replicas: int = 1
-    slots_per_replica: int = 1
+    pool: str  # Pool whose slots the role runs on.
+    replicas: int = 1  # [processes] Engines of the role, or ranks of a learner.
+    slots_per_replica: int = 1  # [slots] Slots of each process; on GPUs an engine is then tensor-parallel.
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -56,7 +59,7 @@ class RoleConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """The one block that says what runs where. Roles of one pool share its slots."""
+    """What runs where: pools of slots, and roles on them. Roles of one pool share its slots."""
 
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     roles: dict[str, RoleConfig] = field(default_factory=dict)
@@ -67,20 +70,18 @@ LEAST_CALL_TIMEOUT_S = 60.0  # an engine that has no news says so every COLLECT_
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What the processes run on. `address` joins a running Ray cluster; without one, Ray starts on this machine.
+    """What the processes run on."""
 
-    env_vars: names of environment variables of the driver that the processes of a joined cluster get, too (HF_HOME,
-        HF_TOKEN, NCCL_*: a star takes all that begin so). Their values are in no file of the run.
-    """
-
+    # Where processes run: as actors of Ray, or all in the driver's process, for a debugger.
     kind: str = "ray"
-    address: str | None = None
-    start_timeout_s: float = 60.0  # until pools are reserved and processes are up, models not counted
-    call_timeout_s: float = (
-        300.0  # of a call to a process; 6 times that where it works, 12 times where it loads or saves
-    )
-    object_store_mb: int = 256  # of a Ray started here
-    packages: list[str] = field(default_factory=list)  # sent to the workers of a joined cluster
+    address: str | None = None  # Address of a Ray cluster to join; null: Ray is started on this machine.
+    start_timeout_s: float = 60.0  # Limit for slots to be reserved and processes to start, without their models.
+    # Limit of a call to a process; 6 times that where the process works, 12 times where it loads or saves.
+    call_timeout_s: float = 300.0
+    object_store_mb: int = 256  # Size of the object store of a Ray that is started here.
+    packages: list[str] = field(default_factory=list)  # Python packages sent to the workers of a joined cluster.
+    # Names of environment variables of the driver that the processes of a joined cluster get too, such as HF_HOME, or
+    # NCCL_* for all that begin so. Their values are in no file of the run.
     env_vars: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -10,22 +10,23 @@ from scheduler.devices import DeviceSpec
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """How a run is planned: `task=plan`.
+    """How a run is planned: `task=plan`."""
 
-    profile: an earlier run's directory, or its timeline.json: measured costs and lengths in place of reckoned ones.
-    write:   a directory that gets placement/planned.yaml; null: <run_dir>/plan, or runs/<experiment>/plan.
-    devices: GPUs that the table doesn't know, or other figures for one that it does.
-    """
-
-    search: bool = False  # rank other placements of the same slots, write the best
+    search: bool = False  # Simulate other placements of the same slots and write the fastest.
+    # Directory of an earlier run, or its timeline.json: its measured costs and lengths replace estimated ones.
     profile: str | None = None
+    # Directory for placement/planned.yaml; null: plan/ in run_dir, or in runs/<experiment>.
     write: str | None = None
-    rollout_tokens: int = 0  # mean length of a rollout; 0: the profile's, else half of rollout.max_new_tokens
-    judgement_tokens: int = 0  # the same of a judgement
-    steps: int = 4  # simulated of each candidate
-    max_candidates: int = 16  # simulated, of those with the best bounds
-    search_s: float = 30.0  # for simulations, all together
-    cores: int = 0  # of the machine that CPU slots are on; 0: this one's, or as many as there are slots
+    # Mean length of a rollout; 0: the profile's, or half of rollout.max_new_tokens.
+    rollout_tokens: int = 0
+    # Mean length of a judgement; 0: the profile's, or half of judge.max_new_tokens.
+    judgement_tokens: int = 0
+    steps: int = 4  # [steps] Simulated steps of each candidate.
+    # [placements] Candidates that are simulated: those with the lowest bounds on a step's time.
+    max_candidates: int = 16
+    search_s: float = 30.0  # Limit for all simulations together.
+    # [cores] Cores of the machine that CPU slots are on; 0: those of this machine, or the number of slots if larger.
+    cores: int = 0
     devices: dict[str, DeviceSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,16 +48,16 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """The speed of one engine, stated: a decoding step of B rows that hold K cached tokens takes
-    step_s + B * row_s + K * cached_token_s; a prompt token that no cache holds prefill_token_s, a request request_s."""
+    """Speed of one engine: a decoding step of B rows that hold K cached tokens takes
+    step_s + B * row_s + K * cached_token_s."""
 
-    step_s: float = 0.0
-    row_s: float = 0.0
-    cached_token_s: float = 0.0
-    prefill_token_s: float = 0.0
-    request_s: float = 0.0
-    max_rows: int = 256
-    kv_tokens: int = 0  # 0: no bound
+    step_s: float = 0.0  # Fixed part of a decoding step.
+    row_s: float = 0.0  # Part of a decoding step for each of its rows.
+    cached_token_s: float = 0.0  # Part of a decoding step for each cached token of its rows.
+    prefill_token_s: float = 0.0  # Prefill of a prompt token that isn't cached.
+    request_s: float = 0.0  # Time to receive a request and send its answer, whatever its length.
+    max_rows: int = 256  # [requests] Requests that decode at once.
+    kv_tokens: int = 0  # Room for keys and values; 0: no limit.
 
     def __post_init__(self) -> None:
         for key in ("step_s", "row_s", "cached_token_s", "prefill_token_s", "request_s"):
@@ -85,17 +86,17 @@ class SpeedConfig:
 
 @dataclass(frozen=True)
 class StatedCosts:
-    """One's own costs. Stated for every role of the run or for none: none are reckoned, as task=plan does."""
+    """Costs of your own, stated for all roles of the run or for none; with none they are estimated as for task=plan."""
 
     policy: SpeedConfig = field(default_factory=SpeedConfig)
     grm: SpeedConfig = field(default_factory=SpeedConfig)
-    learner_token_s: float = 0.0  # forward and backward of a packed token, all ranks together
-    learner_step_s: float = 0.0
-    critic_token_s: float = 0.0  # the same of the critic
-    critic_step_s: float = 0.0
-    sync_s: float = 0.0  # a push of the policy's weights
-    switch_s: float = 0.0  # an elastic slot's change of role
-    driver_request_s: float = 0.0  # of the pipeline's own process, for each request to an engine
+    learner_token_s: float = 0.0  # Forward and backward pass of a packed token, all ranks together.
+    learner_step_s: float = 0.0  # Optimizer step of the learner.
+    critic_token_s: float = 0.0  # Forward and backward pass of a packed token in the critic, all ranks together.
+    critic_step_s: float = 0.0  # Optimizer step of the critic.
+    sync_s: float = 0.0  # A push of the policy's weights to its engines.
+    switch_s: float = 0.0  # Change of an elastic slot's role, or of turns in a time-shared pool.
+    driver_request_s: float = 0.0  # Work of the driver for each request to an engine.
 
     def __post_init__(self) -> None:
         for key in (
@@ -108,18 +109,19 @@ class StatedCosts:
 
 @dataclass(frozen=True)
 class SimulateConfig:
-    """How a run is simulated: `task=simulate`.
+    """How a run is simulated: `task=simulate`."""
 
-    lengths: an earlier run's directory, whose rollouts and judgements give the lengths; else they are lognormal.
-    """
-
-    steps: int = 20
+    steps: int = 20  # [steps] Simulated steps.
+    # Directory of an earlier run, whose rollouts and judgements give the lengths; null: lognormal lengths.
     lengths: str | None = None
-    rollout_median_tokens: float = 0.0  # 0: so that the mean is the one that task=plan reckons with
-    rollout_sigma: float = 0.6  # of the logarithm: the longest of 100 is 4 times the median
+    # Median length of a rollout; 0: such that the mean is the one of task=plan.
+    rollout_median_tokens: float = 0.0
+    # Standard deviation of the logarithm of a rollout's length; at 0.6 the longest of 100 is 4 times the median.
+    rollout_sigma: float = 0.6
+    # Median length of a judgement; 0: such that the mean is the one of task=plan.
     judgement_median_tokens: float = 0.0
-    judgement_sigma: float = 0.3
-    unparseable_share: float = 0.0  # of judgements
+    judgement_sigma: float = 0.3  # Standard deviation of the logarithm of a judgement's length; 0: all alike.
+    unparseable_share: float = 0.0  # Share of judgements that can't be parsed.
     costs: StatedCosts = field(default_factory=StatedCosts)
 
     def __post_init__(self) -> None:

@@ -7,24 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CotrainConfig:
-    """The GRM's own learner: what it learns from, how fast, and how it keeps in step with the policy.
+    """The GRM's own learner, beside the policy's.
 
-    A lesson is a response judged several times; each judgement's reward is +1 or -1, by the label. What isn't said here
-    (micro_batch_tokens, dtype, Adam's betas, clipping, the rise of lr) is as in `train`.
+    A judging task is one labelled response (or list) that the GRM judges several times; each judgement earns +1 or -1
+    by the label. What isn't set here (micro_batch_tokens, dtype, Adam's betas, clipping, warm-up) is as in `train`.
     """
 
-    enabled: bool = False
-    warmup_steps: int = 20  # of the GRM, before anything is judged for the policy
-    grm_steps_per_policy_step: float = 1.0
-    data_path: str | None = None  # labelled judgements, as for train_grm; None: the run's own rollouts alone
-    num_items: int = 4096  # made for tiny://judgements; a file is read whole
-    own_share: float = 0.5  # of the lessons: the run's own rollouts, right and wrong by turns, by judge.rule
-    own_window: int = 256  # rollouts of each kind, the latest, that are drawn from
-    lessons_per_batch: int = 16
-    judgements_per_lesson: int = 8  # a group: they are compared with each other
-    max_resampled_batches: float = 0.0  # lessons judged alike every time teach nothing: so many are replaced in a step
-    lr: float = 2e-4
-    kl_coefficient: float = 0.0  # to the GRM as it was loaded (SPCT, arXiv 2504.02495: 0.08 at 27B)
+    enabled: bool = False  # The GRM learns in a run that trains the policy.
+    warmup_steps: int = 20  # Steps of the GRM before it judges for the policy.
+    grm_steps_per_policy_step: float = 1.0  # [steps] Steps of the GRM with each step of the policy.
+    # File of labelled judgements, or tiny://judgements; null: judging tasks come from the run's own rollouts alone.
+    data_path: str | None = None
+    num_items: int = 4096  # [items] Labelled items made for tiny://judgements; a file is read whole.
+    # Share of judging tasks on the run's own rollouts, which judge.rule labels; right and wrong ones alternate.
+    own_share: float = 0.5
+    own_window: int = 256  # [rollouts] Latest right and latest wrong rollouts to draw from, this many of each.
+    lessons_per_batch: int = 16  # [tasks] Judging tasks in a batch.
+    judgements_per_lesson: int = 8  # [judgements] Judgements of a task, which are compared as a group.
+    # [batches] Tasks judged alike every time that a step may drop and replace, in multiples of lessons_per_batch.
+    max_resampled_batches: float = 0.0
+    lr: float = 2e-4  # Peak learning rate of the GRM.
+    # Weight of the KL to the GRM as it was loaded; 0: none (SPCT, arXiv 2504.02495: 0.08 at 27B).
+    kl_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("num_items", "own_window", "lessons_per_batch"):

@@ -10,23 +10,25 @@ from grmpipe.config.train import CRITIC_ESTIMATORS, AlgorithmConfig, TrainConfig
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A model with a scalar head that says what reward is to be expected, with a learner of its own.
+    """A model with a scalar head that predicts the reward still to come, with a learner of its own.
 
-    What isn't said here (Adam's betas, weight_decay, schedule, activation_checkpointing) is as in `train`.
+    What isn't set here (Adam's betas, weight_decay, schedule, activation_checkpointing) is as in `train`.
     """
 
-    enabled: bool = False
-    path: str | None = (
-        None  # a causal language model, or one with a scalar head; null: the policy's own. A new head is 0
-    )
-    lr: float = 1e-3
-    lr_warmup_steps: int = 5  # steps of the run in which lr rises
-    warmup_steps: int = 0  # steps of the run in which the critic learns and the policy doesn't
-    value_clip: float | None = 0.5  # in reward units, around the values that the batch began with; null: off
-    updates_per_batch: int | None = None  # optimizer steps on one batch; null: as algorithm.updates_per_batch
-    micro_batch_tokens: int | None = None  # packed tokens per rank and pass; null: as train.micro_batch_tokens
-    max_grad_norm: float = 1.0
-    dtype: str | None = None  # of the forward and backward pass; null: as train.dtype
+    enabled: bool = False  # Train a critic, as algorithm.estimator=gae and gae_raw need.
+    # Causal language model, or model with a scalar head, to start from; null: the policy's. A new head predicts 0.
+    path: str | None = None
+    lr: float = 1e-3  # Peak learning rate of the critic.
+    lr_warmup_steps: int = 5  # Steps of the run in which the critic's learning rate rises.
+    warmup_steps: int = 0  # First steps of the run, in which only the critic is trained.
+    # [reward] Clip of a value around the one at the start of the batch; null: no clip.
+    value_clip: float | None = 0.5
+    # [updates] Optimizer steps of the critic on each batch; null: as algorithm.updates_per_batch.
+    updates_per_batch: int | None = None
+    # Most packed tokens of a pass on one rank; null: as train.micro_batch_tokens.
+    micro_batch_tokens: int | None = None
+    max_grad_norm: float = 1.0  # Norm that the critic's gradients are clipped to.
+    dtype: str | None = None  # Type of the forward and backward pass; null: as train.dtype.
 
     def __post_init__(self) -> None:
         for key in ("lr", "max_grad_norm"):

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the prompts come from, and in what order they are drawn.
+    """Where the prompts come from, and in what order they are drawn."""
 
-    path, eval_path: a .jsonl or .parquet file, or problems that the project makes: tiny://train, tiny://held_out.
-    replay: the rollouts.jsonl of a run: its batches are trained instead, with the verdicts beside it. Nothing is
-        sampled or judged, no engine starts, and the keys above are not looked at.
-    """
-
+    # Prompts: a .jsonl or .parquet file, or tiny://train, problems that the project makes; with judge=label labelled
+    # judgements, or tiny://judgements.
     path: str = "tiny://train"
-    eval_path: str | None = "auto"  # auto: tiny://held_out for tiny://train, none for a file
-    num_prompts: int = 4096  # made for tiny://train; a file is read whole
-    num_eval_prompts: int = 256  # made for tiny://held_out; of a file, the first ones
-    shuffle: bool = True  # anew in each epoch
-    max_epochs: int | None = None  # None: until train.num_steps
+    # Held-out prompts, given as path is; auto: the held-out problems of a tiny:// path, none for a file.
+    eval_path: str | None = "auto"
+    num_prompts: int = 4096  # [prompts] Prompts made for a tiny:// path; a file is read whole.
+    num_eval_prompts: int = 256  # [prompts] Held-out prompts: the number made for tiny://, or the first of a file.
+    shuffle: bool = True  # Draw the prompts in a new order in each epoch; false: in the order of the file.
+    max_epochs: int | None = None  # [epochs] Most passes over the prompts; null: no limit.
+    # The rollouts.jsonl of a run, whose judged batches are trained; nothing is sampled or judged then. Null: off.
     replay: str | None = None
 
     def __post_init__(self) -> None:
@@ -39,19 +38,21 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How the policy is sampled while training, and how long a group may take."""
+    """How the policy is sampled in training, and how long a group may take."""
 
-    max_new_tokens: int = 64
+    max_new_tokens: int = 64  # Most tokens of one answer.
+    # Sampling temperature; samples are of the whole distribution, without top-p or top-k, as the learner scores them.
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    max_turns: int = 1
-    group_deadline_s: float = 900.0  # from a group's first token to its last verdict; syncs don't count
-    min_tokens_per_s: float = 10.0  # declared: the slowest speed of one rollout that is still fine
-    width: int = 1024  # rollouts in flight
-    max_failure_rate: float = 0.5  # of groups in the window, by refusals, timeouts, aborts; above it: pause, then stop
-    failure_window: int = 32  # groups
-    pause_s: float = 30.0  # in which no group is opened
+    max_turns: int = 1  # [turns] Most turns of a rollout.
+    # Limit from a group's first token to its last verdict; weight pushes and pauses don't count.
+    group_deadline_s: float = 900.0
+    min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a rollout, by which group_deadline_s is checked.
+    width: int = 1024  # [rollouts] Most rollouts in flight.
+    # [share] Share of groups failed by the policy's engines above which no group is opened for pause_s; if it is
+    # exceeded again, the run stops.
+    max_failure_rate: float = 0.5
+    failure_window: int = 32  # [groups] Latest groups that max_failure_rate is measured over.
+    pause_s: float = 30.0  # Length of a pause, in which no group is opened.
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or self.max_turns < 1 or self.width < 1:
@@ -65,14 +66,6 @@ class RolloutConfig:
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature: must be above 0 to train (siblings would be equal at 0), got {self.temperature}"
-            )
-        if self.top_p != 1.0:
-            raise ValueError(
-                f"top_p: must be 1 to train (the learner's log-probs are over all tokens), got {self.top_p}"
-            )
-        if self.top_k != 0:
-            raise ValueError(
-                f"top_k: must be 0 to train (the learner's log-probs are over all tokens), got {self.top_k}"
             )
         if not self.min_tokens_per_s > 0:
             raise ValueError(f"min_tokens_per_s: must be above 0, got {self.min_tokens_per_s}")

@@ -9,16 +9,16 @@ from models.settings import DTYPES
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """How a judge is measured against labels.
+    """How a judge is measured against labels: `task=evaluate`."""
 
-    path: a .jsonl, .json or .parquet file, or tiny://judgements_held_out; docs/evaluating.md lists the schemas.
-    """
-
+    # Labelled judgements: a .jsonl, .json or .parquet file (docs/evaluating.md lists the schemas), or
+    # tiny://judgements_held_out.
     path: str = "tiny://judgements_held_out"
-    num_items: int = 512  # made for tiny://; of a file, the first ones
-    ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])  # sampled once, at the largest
-    max_subsets: int = 32  # of the judgements of an item, for each smaller k: all, or so many drawn by the seed
-    width: int = 64  # items in flight
+    num_items: int = 512  # [items] Items made for tiny://, or the first ones of a file.
+    # [judgements] Numbers of judgements per vote, in rising order; only the largest is sampled, the others are subsets.
+    ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
+    max_subsets: int = 32  # [subsets] Most subsets of an item's judgements for each smaller k.
+    width: int = 64  # [items] Most items in flight.
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -36,10 +36,12 @@ class EvaluateConfig:
 class FinetuneConfig:
     """A GRM imitates those of its own critiques that were right (SPCT, arXiv 2504.02495, section 3.2)."""
 
-    num_samples: int = 3  # of each lesson; where all are right it is too easy, and dropped
-    hint: bool = True  # where none is right, one more sample is shown the label, and trained without it if right
-    num_epochs: int = 2  # over what is kept
-    critiques_per_batch: int = 32  # of one optimizer step
+    # [critiques] Critiques sampled for each judging task; a task with right ones only is dropped as too easy.
+    num_samples: int = 3
+    # Where no critique is right, sample one with the label shown; if right, it is trained without the label.
+    hint: bool = True
+    num_epochs: int = 2  # [epochs] Passes over the critiques that are kept.
+    critiques_per_batch: int = 32  # [critiques] Critiques of one optimizer step.
 
     def __post_init__(self) -> None:
         for key in ("num_samples", "num_epochs", "critiques_per_batch"):
@@ -49,18 +51,16 @@ class FinetuneConfig:
 
 @dataclass(frozen=True)
 class MetaConfig:
-    """The meta-RM, a model with a scalar head that shares the GRM's tokenizer.
+    """The meta-RM: a model with a scalar head and the GRM's tokenizer that judges judgements."""
 
-    path:       what guides the votes `weighted` and `best`: `meta` in the directory of a run of task=train_meta, a
-                Hugging Face directory or hub name, or tiny://meta.
-    start_path: what task=train_meta starts from, a language model or a meta-RM; null: the GRM.
-    judgements: labelled ones that task=train_meta reads instead of sampling them: judgements.jsonl of such a run.
-    """
-
+    # Meta-RM for the votes weighted and best: `meta` in the directory of a run of task=train_meta, a Hugging Face
+    # directory or hub name, or tiny://meta.
     path: str | None = None
-    dtype: str = "float32"
-    max_batch_tokens: int = 16384  # of a forward pass; a longer judgement goes by itself
+    dtype: str = "float32"  # Type of the trunk; the head is always float32.
+    max_batch_tokens: int = 16384  # Most tokens of a forward pass; a longer judgement has a pass of its own.
+    # Language model or meta-RM that task=train_meta starts from; null: the GRM.
     start_path: str | None = None
+    # Labelled judgements that task=train_meta reads instead of sampling: judgements.jsonl of an earlier such run.
     judgements: str | None = None
 
     def __post_init__(self) -> None:

@@ -33,17 +33,18 @@ SHIPPED_TEMPLATES = {  # name -> what reads the answers to it, and what it shows
 
 @dataclass(frozen=True)
 class EarlyStopConfig:
-    """When the rest of the judgements of a rollout, or of a pair, is left out.
+    """When the remaining judgements of a rollout, or of a pair, are left out."""
 
-    exact:   never changes who wins; for winners only, which is what a pair asks for.
-    relaxed: a pointwise score whose standard error is small against the spread of its group.
-    """
-
+    # Rule: never; once they can't change the winner of a pair (exact); once the standard error of a score is small
+    # against the spread of its group (relaxed).
     kind: str = "none"
-    first: int = 2  # relaxed: judgements asked at once, the fewest to stop after
-    wave: int = 2  # then so many at a time: fewer save more, and take longer
-    max_error: float = 0.25  # relaxed: of the score, as a share of the spread of the group's scores
-    audit_share: float = 0.1  # relaxed: of the rollouts, judged in full to see what the stop would have changed
+    first: int = 2  # [judgements] For relaxed: judgements asked for at once, and the fewest before a stop.
+    # [judgements] Judgements asked for at a time after the first ones; fewer save more and take longer.
+    wave: int = 2
+    # [share] For relaxed: largest standard error of a score, as a share of the spread of the group's scores.
+    max_error: float = 0.25
+    # For relaxed: share of rollouts judged in full all the same, which measures the error of stopping.
+    audit_share: float = 0.1
 
     def __post_init__(self) -> None:
         if self.kind not in EARLY_STOPS:
@@ -62,44 +63,63 @@ class EarlyStopConfig:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """How rollouts are judged, when judging has failed, and what the alarm listens to."""
+    """How rollouts are judged, when judging has failed, and when reward hacking is reported."""
 
+    # Where verdicts come from: the GRM, a rule, a weighted mean of both, the labels of a judge in training, or a class
+    # of your own.
     kind: str = "generative"
-    protocol: str = "pointwise"  # what one judgement is about: pointwise, listwise, pairwise, rubric, steps
-    num_judgements: int = 1  # k: the GRM is asked so often about each rollout, list or pair
-    max_new_tokens: int = 160
-    temperature: float = 1.0
-    template: str = "tiny"  # a shipped one, or the path of a Jinja file
+    # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
+    # rubric, or the steps of a response.
+    protocol: str = "pointwise"
+    num_judgements: int = 1  # [judgements] Judgements of each response, list or pair.
+    max_new_tokens: int = 160  # Most tokens of a judgement.
+    temperature: float = 1.0  # Sampling temperature of judgements; 0: greedy.
+    # Prompt of the judge: tiny, pointwise, boxed, reference, listwise, pairwise, rubric, steps, ahead, listwise_ahead,
+    # or the path of a Jinja file.
+    template: str = "tiny"
+    # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed).
     parser: str = "score_line"
-    structured: bool = False  # the engine's grammar holds judgements to what the parser reads
-    score_min: int = 1
-    score_max: int = 10
+    structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
+    score_min: int = 1  # [score] Lowest score of the scale.
+    score_max: int = 10  # [score] Highest score of the scale.
+    # How the scores of several judgements become one; weighted and best ask a meta-RM.
     vote: str = "mean"
-    k_meta: int = 0  # vote=best: judgements that the meta-RM keeps; 0: half of them
-    abstain_above_spread: float | None = None  # no verdict where judgements lie further apart (std, score units)
-    pairs: str = "all"  # pairwise: every pair, or a ring of neighbours
-    step_end: str = "\n"  # steps: the text that ends a step; empty: a step is a turn
-    max_steps: int = 32  # steps: what comes after belongs to the last one
-    principles: str = "inline"  # ahead: written once per prompt, while its rollouts still run, and shared by them
+    k_meta: int = 0  # [judgements] For best: judgements that the meta-RM keeps; 0: half of num_judgements.
+    # [score] Standard deviation of the judgements above which there is no verdict; null: no limit.
+    abstain_above_spread: float | None = None
+    pairs: str = "all"  # For pairwise: which pairs of a group are judged, all or each sibling with the next.
+    step_end: str = "\n"  # For steps: text that ends a step; empty: a step is a turn.
+    max_steps: int = 32  # For steps: most steps of a response; what follows belongs to the last one.
+    # Where principles are written: in each judgement, or once per prompt, ahead of its judgements and shared by them.
+    principles: str = "inline"
+    # For principles written ahead: their prompt, a shipped template or the path of a Jinja file.
     principles_template: str = "principles"
-    principles_max_new_tokens: int = 512
-    too_long: str = "fail"  # what becomes of a prompt that doesn't fit the GRM's window
+    principles_max_new_tokens: int = 512  # For principles written ahead: most tokens.
+    # What happens where the judge's prompt exceeds its context window: the verdict fails, or the longest responses lose
+    # their middle.
+    too_long: str = "fail"
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
-    reasks: int = 1  # a judgement that doesn't parse or is cut is asked for again so often
-    timeout_s: float = 120.0  # of one judgement, its wait in the engine's queue included
-    min_tokens_per_s: float = 10.0  # declared: the slowest speed of one judgement that is still fine
-    max_failure_rate: float = 0.2  # of verdicts in the window; above it judging pauses, then the run stops
-    failure_window: int = 256  # verdicts
-    pause_s: float = 30.0
-    width: int = 1024  # judgements in flight
-    rule: str = "exact_answer"
-    mix: dict[str, float] = field(default_factory=dict)  # kind=mixed: component (generative, rule) -> weight
-    target: str = ""  # kind=own: the dotted path of a class of the user's
-    options: dict[str, Any] = field(default_factory=dict)  # kind=own: its arguments
-    anchors: int = 64  # rollouts with a known truth that the GRM is tried on
-    anchor_every: int = 10  # steps
-    anchor_min_score_rise: float = 1.0  # the alarm's first half, on the GRM's scale
-    anchor_min_gold_fall: float = 0.10  # its second half, as a share of the anchors
+    reasks: int = 1  # [retries] How often an unparseable or truncated judgement is sampled again.
+    # Limit of one judgement, including its wait in the engine's queue.
+    timeout_s: float = 120.0
+    min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a judgement, by which timeout_s is checked.
+    # [share] Share of failed verdicts above which judging pauses; if it is exceeded again, the run stops.
+    max_failure_rate: float = 0.2
+    failure_window: int = 256  # [verdicts] Latest verdicts that max_failure_rate is measured over.
+    pause_s: float = 30.0  # Length of a pause of judging.
+    width: int = 1024  # [judgements] Most judgements in flight.
+    rule: str = "exact_answer"  # Rule that compares a response with the prompt's reference.
+    # For mixed: component (generative, rule) to its weight in the reward; weights are normalised.
+    mix: dict[str, float] = field(default_factory=dict)
+    target: str = ""  # For a judge of your own: dotted path of its class.
+    options: dict[str, Any] = field(default_factory=dict)  # For a judge of your own: arguments of its class.
+    # [prompts] Held-out prompts of an evaluation between the first and the last, which use all of them.
+    anchors: int = 64
+    anchor_every: int = 10  # [steps] Interval between evaluations on held-out prompts.
+    # [score] Rise of the GRM's score since the start that fires the reward-hacking alarm, with anchor_min_gold_fall.
+    anchor_min_score_rise: float = 1.0
+    # [share] Fall of the true accuracy from its best that fires the reward-hacking alarm, with anchor_min_score_rise.
+    anchor_min_gold_fall: float = 0.10
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -272,8 +292,10 @@ LABEL_RULES = ("exact", "same_side")
 class LabelConfig:
     """When a judgement of one response agrees with its label. Of several, the labelled best must be strictly first."""
 
-    rule: str = "exact"  # exact: the very score (SPCT); same_side: both at least `pass_score`, or both below
-    pass_score: int = 8  # of same_side, and of rollouts that a rule calls right: a judge that passes them scores so
+    # When a score is right: equal to the label (exact, as in SPCT), or on the same side of pass_score (same_side).
+    rule: str = "exact"
+    # [score] Lowest score that passes a response; also what a judge should at least give to a rollout that is right.
+    pass_score: int = 8
 
     def __post_init__(self) -> None:
         if self.rule not in LABEL_RULES:

@@ -10,21 +10,20 @@ ACTIONS = ("warn", "pause", "stop")
 
 @dataclass(frozen=True)
 class LimitConfig:
-    """A bound on a metric of metrics.jsonl, and what happens beyond it.
+    """A bound on a metric of metrics.jsonl, under a name of your own, and what happens beyond it."""
 
-    warn: an alarm. pause: judging rests for judge.pause_s as well; soon again, the run stops. stop: the run stops.
-    """
-
-    metric: str = ""
-    above: float | None = None
-    below: float | None = None
+    metric: str = ""  # Name of the metric, such as judge/score_length_correlation.
+    above: float | None = None  # Largest value without an alarm; null: no upper bound.
+    below: float | None = None  # Smallest value without an alarm; null: no lower bound.
+    # Beyond the bound: an alarm (warn), which also pauses judging for judge.pause_s and ends the run when it comes
+    # again soon (pause), or ends the run at once (stop).
     action: str = "warn"
 
     def __post_init__(self) -> None:
-        if not self.metric:
-            raise ValueError("metric: missing; give a name of metrics.jsonl, such as judge/score_length_correlation")
         if self.action not in ACTIONS:
             raise ValueError(f"action: unknown value {self.action!r}; known: {', '.join(ACTIONS)}")
+        if not self.metric:
+            raise ValueError("metric: missing; give a name of metrics.jsonl, such as judge/score_length_correlation")
         bounds = [bound for bound in (self.above, self.below) if bound is not None]
         if not bounds or not all(math.isfinite(bound) for bound in bounds):
             raise ValueError(f"above: give a finite number for above, below or both for {self.metric}")
@@ -32,17 +31,16 @@ class LimitConfig:
 
 @dataclass(frozen=True)
 class WatchConfig:
-    """How the judge is watched beside the run. What this asks of it enters no training and no count of judgements.
+    """How the judge is monitored beside the run. These judgements enter no training and no count of judgements."""
 
-    canaries: responses of the first look at the held-out problems, kept in canaries.jsonl and judged again under the
-        same seeds. A judge that compares needs labelled work instead, at canaries_path.
-    """
-
-    every: int = 20  # steps between two checks, the first before step 1; 0: no canaries and no fooling replies
-    canaries: int = 16
-    canaries_path: str | None = None  # labelled work, as evaluate.path takes it
-    fooling_prompts: int = 2  # each gets the ten replies that fool judges
-    limits: dict[str, LimitConfig] = field(default_factory=dict)  # a name of the user's -> a limit
+    # [steps] Interval of checks with canaries and fooling replies, the first before step 1; 0: no such checks.
+    every: int = 20
+    canaries: int = 16  # [responses] Fixed responses that are judged again at each check, under the same seeds.
+    # File of labelled judgements that canaries are taken from, as a judge that compares needs; null: responses of the
+    # first held-out evaluation.
+    canaries_path: str | None = None
+    fooling_prompts: int = 2  # [prompts] Prompts whose ten replies without content are judged at each check.
+    limits: dict[str, LimitConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, count in (

@@ -28,19 +28,19 @@ def known_keys(beside: str = "") -> list[str]:
     keys = []
     for key, hint in _keys(RunConfig):
         keys.append(key)
-        if (member := _member_of(hint)) and beside.startswith(f"{key}."):
+        if (member := member_of(hint)) and beside.startswith(f"{key}."):
             name = beside.removeprefix(f"{key}.").split(".")[0]
             keys += [inner for inner, _ in _keys(member, f"{key}.{name}.")]
     return keys
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
-    """The message for a key that doesn't exist: with the nearest that do, or with all that its section has."""
+    """The message for a key that doesn't exist: with the nearest that do, or all of its section, or where all are."""
     if near := nearest(key, known):
         return f"unknown key {key!r}; did you mean {' or '.join(near)}?"
     section = key.rpartition(".")[0]
     beside = [leaf_of(other) for other in known if section and other.rpartition(".")[0] == section]
-    return f"unknown key {key!r}" + (f"; {section} has {', '.join(beside)}" if beside else "")
+    return f"unknown key {key!r}; " + (f"{section} has {', '.join(beside)}" if beside else "see docs/configuration.md")
 
 
 def nearest(key: str, known: Sequence[str]) -> list[str]:
@@ -96,7 +96,7 @@ def no_such_member(text: str) -> str:
     if not missing or not typed:
         return ""
     key, value = typed.groups()
-    for section in (section for section, hint in _keys(RunConfig) if _member_of(hint)):
+    for section in (section for section, hint in _keys(RunConfig) if member_of(hint)):
         if key == section:
             return f"{section}: has no such entry; to add one type '+{section}={value}'"
         if key.startswith(f"{section}."):
@@ -113,7 +113,7 @@ def not_there_yet(text: str) -> str:
     """A key of a section whose keys are the user's own."""
     found = re.search(r"Could not override '([^']+)'", text)
     for section, hint in _keys(RunConfig) if found else ():
-        own_keys = typing.get_origin(hint) is dict and not _member_of(hint)
+        own_keys = typing.get_origin(hint) is dict and not member_of(hint)
         if found and own_keys and f"{found[1]}.".startswith(f"{section}."):
             return f"{found[1]}: {section} doesn't have it; to add it type +{found[1]}=..."
     return ""
@@ -148,7 +148,7 @@ READINGS = (
 )  # fmt: skip
 
 
-def _member_of(hint: object) -> type | None:
+def member_of(hint: object) -> type | None:
     """Of a section whose members have any names: what each of them is."""
     inner = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
     return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None

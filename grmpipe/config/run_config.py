@@ -44,7 +44,7 @@ class ConfigError(ValueError):
 class EnvConfig:
     """What the policy acts in."""
 
-    kind: str = "single_turn"
+    kind: str = "single_turn"  # Environment of a rollout; single_turn: one prompt, one answer.
 
     def __post_init__(self) -> None:
         if self.kind not in ENVS:
@@ -53,14 +53,20 @@ class EnvConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. Sections are owned, and checked, by the rooms they configure."""
+    """One run."""
 
+    # What to do: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, plan or simulate
+    # the run, write a run's report, or check what is installed.
     task: str = "train"
-    experiment: str = "default"
-    seed: int = 0
-    run_dir: str | None = None  # default: runs/<experiment>/<date>_<time>
-    resume: str = "never"  # auto: go on from the run's last checkpoint
-    objective: str = "eval.final.grm_score"  # a path into summary.json; what a sweep maximises
+    experiment: str = "default"  # Name of the run, and of its folder in runs/.
+    seed: int = 0  # Seed of all random draws: the order of prompts, sampling, judging, the split of batches.
+    # Directory of the run; null: a new one, runs/<experiment>/<date>_<time>.
+    run_dir: str | None = None
+    # Go on with the run in run_dir (null: the newest of the experiment) from its last whole checkpoint, where there is
+    # one (auto), or start a new run (never).
+    resume: str = "never"
+    # Path to a number in summary.json, which the run returns to a sweep.
+    objective: str = "eval.final.grm_score"
     policy: ModelConfig = field(default_factory=ModelConfig)
     grm: ModelConfig = field(default_factory=lambda: ModelConfig(path="tiny://grm"))
     meta: MetaConfig = field(default_factory=MetaConfig)

@@ -9,18 +9,16 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Where metrics and tables go. The files under `run_dir` are written whatever stands here.
+    """Where metrics and tables go. The files in `run_dir` are written in any case."""
 
-    wandb_mode: auto is online when WANDB_API_KEY is set, else offline. No mode ever asks for a key.
-    """
-
+    # Mode of W&B; auto: online where WANDB_API_KEY is set, else offline. No mode asks for a key.
     wandb_mode: str = "auto"
-    project: str = "grmpipe"
-    run_name: str | None = None
-    tags: list[str] = field(default_factory=list)
-    table_every: int = 10  # steps between tables of rollouts with their judgements; 0: none
-    table_rows: int = 8
-    console: bool = True  # a live panel in a terminal, a line a step elsewhere
+    project: str = "grmpipe"  # W&B's project.
+    run_name: str | None = None  # Name of the run in W&B; null: W&B's choice.
+    tags: list[str] = field(default_factory=list)  # Tags of the run in W&B.
+    table_every: int = 10  # [steps] Interval between tables of rollouts with their judgements in W&B; 0: none.
+    table_rows: int = 8  # [rows] Rollouts of a table.
+    console: bool = True  # Show progress: a live panel in a terminal, a line per step elsewhere.
 
     def __post_init__(self) -> None:
         if self.wandb_mode not in WANDB_MODES:

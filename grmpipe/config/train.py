@@ -25,72 +25,88 @@ SCHEDULES = ("constant", "cosine", "linear")
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """How rewards become gradients. Defaults are GRPO (arXiv 2402.03300) with one on-policy update a batch.
+    """How rewards become gradients. Defaults are GRPO (arXiv 2402.03300) with one on-policy update per batch.
 
     Where no paper is named, a default is ours.
     """
 
-    # Rewards: what is taken off before anything is estimated. In reward units.
-    overlong_share: float = 0.0  # the last of max_new_tokens cost more and more; 0: off (DAPO: 4096 of 20480)
-    overlong_penalty: float = 1.0  # of a rollout that fills it all (DAPO, arXiv 2503.14476, section 3.4)
+    # Rewards, before anything is estimated.
+
+    # Last part of rollout.max_new_tokens in which an answer costs more and more; 0: off (DAPO: 4096 of 20480).
+    overlong_share: float = 0.0
+    # [reward] Cost of an answer that fills that part (DAPO, arXiv 2503.14476, section 3.4).
+    overlong_penalty: float = 1.0
 
     # Advantages.
-    estimator: str = "grpo"
-    std: str = "population"  # which standard deviation is divided by
-    min_group_std: float = 1e-6  # added to that deviation (GRPO's epsilon), in reward units; of a batch's as well
-    gamma: float = (
-        1.0  # discount per step of a process reward; per token of gae, and of reinforce_pp with a KL in the reward
-    )
-    gae_lambda: float = 1.0  # of gae: 1 takes what came for what is to be learned, 0 the critic's next value
-    pass_k: int = 4  # of pass_at_k: how many siblings share one success; below the group size
-    negative_weight: float = 1.0  # advantages below 0 are multiplied by it
-    half_weight_spread: float | None = None  # judgements that lie so far apart (std, score units) make A count half
 
-    # Groups whose rewards are all equal teach nothing: they are dropped and replaced (DAPO), in each step at most so
-    # many times groups_per_batch; what comes then is trained. 0: none is dropped.
+    estimator: str = "grpo"  # How advantages are estimated; docs/algorithms.md has the formulas. GAE needs a critic.
+    std: str = "population"  # Standard deviation that advantages are divided by.
+    # [reward] Added to that standard deviation, of a group or of the batch (GRPO's epsilon).
+    min_group_std: float = 1e-6
+    # Discount per step of a process reward; per token for gae, gae_raw and for reinforce_pp with a KL in the reward.
+    gamma: float = 1.0
+    # For gae and gae_raw: weight of later steps; 1 uses the full return, 0 only the critic's next value.
+    gae_lambda: float = 1.0
+    pass_k: int = 4  # [siblings] For pass_at_k: siblings that share one success; below train.group_size.
+    negative_weight: float = 1.0  # Factor on advantages below 0.
+    # [score] Standard deviation of a verdict's judgements at which its advantage counts half; null: always in full.
+    half_weight_spread: float | None = None
+    # [batches] Groups whose rewards are all equal that a step may drop and replace, in multiples of
+    # train.groups_per_batch; 0: none (DAPO).
     max_resampled_batches: float = 0.0
 
-    # The policy loss. r = pi_theta / pi_prox.
-    loss: str = "ppo_clip"
-    clip_low: float = 0.2  # r below 1 - clip_low is clipped (PPO, arXiv 1707.06347)
-    clip_high: float = 0.2  # r above 1 + clip_high is clipped (DAPO: 0.28)
-    dual_clip_ratio: float = 3.0  # of dual_clip: the ratio that a token with A < 0 counts at most (arXiv 1912.09729)
-    aggregation: str = "token_mean"
+    # The policy loss.
 
-    # Whom r is measured against, pi_prox: the trainer's own pass, a policy between the sampler and now, the sampler.
+    loss: str = "ppo_clip"  # Loss of the policy, by r = pi_theta / pi_prox; docs/algorithms.md has the formulas.
+    clip_low: float = 0.2  # Lower clip of r, at 1 - clip_low (PPO, arXiv 1707.06347).
+    clip_high: float = 0.2  # Upper clip of r, at 1 + clip_high (DAPO: 0.28).
+    # For dual_clip: largest ratio with which a token of negative advantage counts (arXiv 1912.09729).
+    dual_clip_ratio: float = 3.0
+    # What token losses are divided by: trained tokens; samples, after a mean over each; samples times
+    # rollout.max_new_tokens.
+    aggregation: str = "token_mean"
+    # Policy pi_prox of the ratio: the learner's before the first update, one between the sampler and the current policy
+    # by a token's age, or the sampler.
     proximal: str = "recomputed"
 
-    # What the sampler is corrected by: w = pi_prox / mu, which multiplies the policy loss.
-    correction: str = "tis"
-    tis_cap: float = 2.0  # of tis, per token
-    sequence_cap: float = 3.0  # of sequence_tis (2 to 10 are in use) and sequence_mis: on the product over a sample
-    icepop_low: float = 0.5  # of icepop: a token whose w is outside weighs 0
-    icepop_high: float = 5.0
-    decoupled_cap: float = 5.0  # of decoupled: a token whose w is above weighs 0
+    # The correction for the sampler.
 
-    # Which samples are not trained at all; they still count in the batch's denominator.
+    correction: str = "tis"  # How the policy loss is weighted by w = pi_prox / mu, where mu sampled the token.
+    tis_cap: float = 2.0  # For tis: largest weight of a token.
+    # For sequence_tis and sequence_mis: cap on the product of w over a sample; 2 to 10 are in use.
+    sequence_cap: float = 3.0
+    icepop_low: float = 0.5  # For icepop: a token whose w is below has weight 0.
+    icepop_high: float = 5.0  # For icepop: a token whose w is above has weight 0.
+    decoupled_cap: float = 5.0  # For decoupled: a token whose w is above has weight 0.
+    # Tests that a sample must pass to be trained; one that fails still counts in the batch's denominator.
     rejections: list[str] = field(default_factory=list)
-    geometric_low: float = 0.99  # of geometric: exp(mean log w) of a sample that is kept
-    geometric_high: float = 1.01
-    veto_below: float = 1e-4  # of veto: one token with a w below rejects its sample
-    off_policy_delta: float = 0.1  # of off_policy: mean(log mu - log pi_theta) of a sample with A < 0, in nats
-
-    # Of a mixture of experts: whose choice of experts the updates replay. The gates are computed anew.
-    # rollout: the sampler's (R3, arXiv 2510.11370); old_logprobs: that of the pass for pi_old (R2, arXiv 2507.18071).
+    geometric_low: float = 0.99  # For geometric: smallest exp(mean log w) of a sample that is trained.
+    geometric_high: float = 1.01  # For geometric: largest exp(mean log w) of a sample that is trained.
+    veto_below: float = 1e-4  # For veto: a sample with a token whose w is below is not trained.
+    # [nats] For off_policy: a sample of negative advantage is not trained if mean(log mu - log pi_theta) is above.
+    off_policy_delta: float = 0.1
+    # Mixtures of experts: whose choice of experts the updates repeat, that of none, of the sampler (R3, arXiv
+    # 2510.11370), or of the pass for pi_old (R2, arXiv 2507.18071). Gates are computed again.
     routing_replay: str = "none"
 
     # Regularisation.
-    kl_coefficient: float = 0.0  # of the KL to the frozen reference; 0 loads no reference
-    kl_estimator: str = "k3"  # per token; k1 in the loss has a gradient whose mean is 0: it is for the reward
-    kl_in: str = "loss"  # or in the reward, measured on the sampler's log-probs
-    entropy_coefficient: float = 0.0
+
+    kl_coefficient: float = 0.0  # Weight of the KL to the frozen reference; 0: no reference is loaded.
+    # Estimator of the KL per token; in the loss the gradient of k1 has mean 0, so k1 is for the reward.
+    kl_estimator: str = "k3"
+    kl_in: str = "loss"  # Where the KL is charged; in the reward it is measured on the sampler's log-probs.
+    entropy_coefficient: float = 0.0  # Weight of an entropy bonus in the loss; 0: none.
 
     # Reuse.
-    updates_per_batch: int = 1  # optimizer steps on one batch; above 1 the early start is off
-    replay_groups: int = 0  # of earlier batches, trained once more in each batch; none older than train.max_staleness
-    replay_times: int = 1  # so often at most a group is trained again, in as many batches
-    reset_every: int = 0  # batches between two steps back towards the initial weights; 0: none
-    reset_share: float = 0.2  # of such a step: 1 goes all the way; the optimizer's moments are forgotten
+
+    # [updates] Optimizer steps on each batch; above 1 training starts only when the batch is complete.
+    updates_per_batch: int = 1
+    # [groups] Groups of earlier batches that each batch trains again, none older than train.max_staleness; 0: none.
+    replay_groups: int = 0
+    replay_times: int = 1  # [batches] Most batches in which a group is trained again.
+    reset_every: int = 0  # [batches] Interval between two steps back towards the initial weights; 0: none.
+    # Share of the way to the initial weights that such a step goes; the optimizer's moments are forgotten.
+    reset_share: float = 0.2
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -221,25 +237,29 @@ def check_spread(algorithm: AlgorithmConfig, num_judgements: int) -> None:
 class TrainConfig:
     """The learner and its batches. A batch is `groups_per_batch` groups of `group_size` siblings."""
 
-    num_steps: int = 80
-    groups_per_batch: int = 16
-    group_size: int = 8
-    min_valid_siblings: int = 2  # a group with fewer verdicts is dropped
-    max_staleness: int = 1  # in optimizer steps; 0 is synchronous
-    micro_batch_tokens: int = 4096  # packed tokens per rank and forward pass
-    shared_prompts: bool = True  # what siblings begin with goes through the learner once, not with each of them
-    lr: float = 3e-4
-    warmup_steps: int = 5  # of num_steps, in which lr rises; several updates of a batch are parts of a step
-    schedule: str = "constant"  # of lr over num_steps, whatever algorithm.updates_per_batch
-    weight_decay: float = 0.0
-    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    max_grad_norm: float = 1.0
-    dtype: str = AUTO  # of the forward and backward pass: auto is bfloat16 on a GPU; master weights are float32
-    activation_checkpointing: bool | None = None  # compute activations twice, hold fewer; null: on GPUs
-    checkpoint_every: int = 20  # steps; 0: only at the end and on Ctrl-C
-    keep_checkpoints: int = 2
-    async_checkpoints: bool = True  # written beside training, from a copy in host memory; False: training waits
-    export_dtype: str | None = None  # of the models that are left at the end; null: that of the engines
+    num_steps: int = 80  # Steps of the run; each trains one batch.
+    groups_per_batch: int = 16  # [groups] Groups of a batch, one per prompt.
+    group_size: int = 8  # [rollouts] Rollouts of each prompt.
+    min_valid_siblings: int = 2  # [verdicts] Fewest verdicts with which a group is trained; with fewer it is dropped.
+    # [steps] Most steps between the weights that sampled a group's oldest token and the ones it trains; 0: synchronous.
+    max_staleness: int = 1
+    micro_batch_tokens: int = 4096  # Most packed tokens of a forward pass on one rank.
+    shared_prompts: bool = True  # The tokens that siblings begin with go through the learner once for all of them.
+    lr: float = 3e-4  # Peak learning rate of AdamW.
+    warmup_steps: int = 5  # Steps in which the learning rate rises linearly.
+    schedule: str = "constant"  # Learning rate after the warm-up; linear and cosine fall towards 0 at num_steps.
+    weight_decay: float = 0.0  # AdamW's weight decay.
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's two betas.
+    max_grad_norm: float = 1.0  # Norm that gradients are clipped to.
+    # Type of the forward and backward pass; auto: bfloat16 on a GPU, float32 elsewhere. Master weights are float32.
+    dtype: str = AUTO
+    # Compute activations twice, to hold fewer of them; null: on GPUs only.
+    activation_checkpointing: bool | None = None
+    checkpoint_every: int = 20  # [steps] Interval between checkpoints; 0: only at the end and on Ctrl-C.
+    keep_checkpoints: int = 2  # [checkpoints] Newest checkpoints that are kept.
+    # Write checkpoints beside training, from a copy in host memory; false: training waits.
+    async_checkpoints: bool = True
+    export_dtype: str | None = None  # Type of the models that a run leaves at its end; null: that of their engines.
 
     def __post_init__(self) -> None:
         for key in ("num_steps", "groups_per_batch", "micro_batch_tokens"):
@@ -264,8 +284,8 @@ class TrainConfig:
             raise ValueError(f"dtype: unknown value {self.dtype!r}; known: {', '.join((AUTO, *DTYPES))}")
         if self.export_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
-                f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, and null for "
-                "that of the run's engines"
+                f"export_dtype: unknown value {self.export_dtype!r}; known: float32, bfloat16, float16, null "
+                "(that of the run's engines)"
             )
         if self.keep_checkpoints < 1:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {self.keep_checkpoints}")

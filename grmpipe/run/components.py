@@ -54,7 +54,7 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
 def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
     """Playing one episode, with everything but the seat and the prompt filled in."""
     rollout, make_env = prepared.config.rollout, ENVS[prepared.config.env.kind]
-    params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature, top_p=rollout.top_p)
+    params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
 
     async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         env, renderer = make_env(prompt), prepared.policy.renderer

@@ -23,13 +23,16 @@ SWAPS = ("auto", "sleep", "weights")
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """When slots of elastic pools change their role. Pools that aren't elastic have no use for it."""
+    """When slots of elastic pools change their role. Other pools don't use it."""
 
-    every_s: float = 0.2  # between two looks, if nothing calls for one sooner
-    switch_s: float = 0.5  # what a change costs, until some were measured
-    hysteresis: float = 1.0  # a move must gain this many times its cost, beyond its cost
-    hand_over: bool = True  # requests in flight go on elsewhere; False: they end where they are, and the slot waits
-    swap: str = "auto"  # what a slot changes: sleep, weights (of the one engine that its roles share), auto
+    every_s: float = 0.2  # Longest time between two decisions.
+    switch_s: float = 0.5  # Assumed time of a move until moves are measured.
+    hysteresis: float = 1.0  # A move must gain this many times its cost, beyond its cost.
+    # Requests in flight go on at other slots; false: they end where they are, and the slot waits.
+    hand_over: bool = True
+    # What a slot changes: engines that sleep, or the weights of one engine that its roles share; docs/placement.md says
+    # which of them auto is.
+    swap: str = "auto"
 
     def __post_init__(self) -> None:
         if self.swap not in SWAPS:

@@ -35,12 +35,13 @@ RETRY_AFTER_S = 2.0  # what the last try held may still be on its way out
 class HealthConfig:
     """How many dead engines are replaced, and how soon a death is noticed that no request met."""
 
-    max_replacements: int = 3  # tries by engine within replacement_window_s; 0: a dead engine stays dead
-    replacement_window_s: float = 3600.0
-    max_deaths_per_request: int = 2  # engines that die with one request before it is refused, as their killer
-    check_every_s: float = 5.0  # between two looks at engines that nobody asks for anything
-    hung_after_s: float = 120.0  # of answering neither a look nor a request: as good as dead
-    start_deadline_s: float = 600.0  # until a replacement has its process and its model
+    # [replacements] Most tries to replace an engine within replacement_window_s; 0: a dead engine stays dead.
+    max_replacements: int = 3
+    replacement_window_s: float = 3600.0  # Length of the window in which tries are counted.
+    max_deaths_per_request: int = 2  # [engines] Engines that die with one request before it is refused.
+    check_every_s: float = 5.0  # Interval between checks of engines.
+    hung_after_s: float = 120.0  # An engine that answers neither checks nor requests for this long counts as dead.
+    start_deadline_s: float = 600.0  # Limit for a replacement to start and load its model.
 
     def __post_init__(self) -> None:
         if self.max_replacements < 0:

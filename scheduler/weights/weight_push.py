@@ -35,19 +35,24 @@ LEARNER = "learner"
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """How weights travel, how long a push may take, how close the engines must come to the learner on the probe."""
+    """How weights reach the engines, how long a push may take, how close engines must come to the learner on the probe:
+    a few tokens that both score after each push."""
 
-    transport: str = "auto"  # one of TRANSPORTS; auto: by where learner and engines are
-    bucket_mb: int = 0  # of weights that travel at once, two such buckets are held at most; 0: by the model's size
-    delta: bool = False  # send only the buckets that changed since an engine's last receipt, by checksum
-    deadline_s: float = 60.0  # for a push, besides what its bytes take and what a new group takes to meet
-    min_mb_per_s: float = 100.0  # slower than this weights don't travel: bytes add to the deadline at this rate
-    join_s: float = 120.0  # for a new group of broadcasts to meet and connect, which large ones do slowly
-    probe_tokens: int = 64
-    probe_tolerance: float = 1e-3  # in nats, the median over the likelier tokens, where float32 was sent
-    probe_tolerance_16bit: float = 0.25  # where bfloat16 or float16 was sent: the learner scores in its own precision
-    probe_tolerance_quantized: float = 1.0  # where the engine's own options say that it quantises what it gets
-    probe_noise_factor: float = 10.0  # how many times the last push's error a push may have, within the tolerance
+    transport: str = "auto"  # How weights travel; auto: by where learner and engines are.
+    bucket_mb: int = 0  # Weights sent at once; at most two such buckets are held. 0: by the model's size.
+    delta: bool = False  # Send only buckets whose checksums changed since the engine got them.
+    deadline_s: float = 60.0  # Limit of a push, besides the time for its bytes and for a new process group.
+    # Slowest acceptable speed of weights; the deadline grows with the bytes at this rate.
+    min_mb_per_s: float = 100.0
+    join_s: float = 120.0  # Limit for a new process group of broadcasts to connect.
+    probe_tokens: int = 64  # Most tokens of the probe.
+    # [nats] Largest median difference of log-probs over the likelier half of the probe, where float32 was sent.
+    probe_tolerance: float = 1e-3
+    probe_tolerance_16bit: float = 0.25  # [nats] The same tolerance where bfloat16 or float16 was sent.
+    # [nats] The same tolerance where the engine's options quantise its weights or cache.
+    probe_tolerance_quantized: float = 1.0
+    # Within the tolerance, largest error as a multiple of the last push's error; 0.05 nats are always allowed.
+    probe_noise_factor: float = 10.0
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:

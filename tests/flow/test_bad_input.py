@@ -98,7 +98,6 @@ def inputs(tmp_path: Path) -> Path:
          r"^judge\.principles_template misspelt.jinja: unknown field 'questio'; known: question"),
         (["judge=rubric"], r"^judge\.protocol: rubric judges by the prompt's criteria, and prompt \S+ has none; add"),
         (["judge.kind=own", "judge.target=nowhere.Judge"], r"^judge\.target: nowhere can't be imported .*install it"),
-        (["rollout.top_k=50"], r"^rollout\.top_k: must be 0 to train"),
         (["policy.engine=sglang", "engine.sglang.python=nope/bin/python"],
          r"^engine\.sglang\.python: no interpreter 'nope/bin/python'"),
         (["policy.engine=sglang", "engine.sglang.urls=[http://a,http://b]"],

@@ -20,7 +20,7 @@ BOUND = (
     "meta.path", "judge.kind", "judge.template", "judge.num_judgements", "judge.max_new_tokens", "judge.temperature",
     "judge.parser", "judge.vote", "judge.score_max", "judge.too_long", "judge.early_stop.kind", "judge.rule",
     "labels.rule", "data.path", "data.shuffle", "data.num_eval_prompts", "env.kind", "rollout.max_new_tokens",
-    "rollout.temperature", "rollout.top_p", "rollout.max_turns", "algorithm.loss", "algorithm.clip_low",
+    "rollout.temperature", "rollout.max_turns", "algorithm.loss", "algorithm.clip_low",
     "train.group_size", "train.groups_per_batch", "train.max_staleness", "train.dtype", "train.weight_decay",
     "train.adam_betas", "critic.enabled", "cotrain.enabled", "engine.vllm.max_context_tokens",
     "engine.openai.extra_body.model", "finetune.num_samples",

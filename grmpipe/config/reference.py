@@ -1,0 +1,273 @@
+"""docs/configuration.md, written from the dataclasses of the configuration. It starts nothing and imports no torch.
+
+    python -m grmpipe.config.reference
+
+The sentence of a key is the comment at the end of its line or, where that is too long, the comment right above it:
+the dataclass reads as any other, and whoever adds a key sees how. A comment with an empty line below is a heading.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import json
+import re
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from grmpipe.config.key_errors import member_of
+from grmpipe.config.run_config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "configuration.md"
+CONF = ROOT / "conf"
+SENTENCE = re.compile(r"(?:\[(?P<unit>[^\]]+)\] )?(?P<meaning>[A-Z].*\.)")
+NO_CHOICE = "?"  # a value that no key with choices takes
+# The end of a name -> the unit of its value; a comment's [unit] goes before.
+UNITS = {
+    "_gb_per_s": "GB/s", "_mb_per_s": "MB/s", "_tokens_per_s": "tokens/s", "_s": "s", "_gb": "GB", "_mb": "MiB",
+    "_tokens": "tokens", "_steps": "steps", "_share": "share",
+}  # fmt: skip
+TYPES: Mapping[object, str] = {
+    bool: "true or false", int: "whole number", float: "number", str: "text", typing.Any: "value", type(None): "null",
+}  # fmt: skip
+MOST_DEFAULT_CHARS = 40  # a longer one is in the source
+HEAD = """\
+<!-- Written by `python -m grmpipe.config.reference` from the comments of the dataclasses. Don't edit it here. -->
+
+# Configuration
+
+All {count} keys, typed as `key=value`:
+
+```
+python launch.py +experiment=quickstart judge=pointwise train.lr=1e-4
+```
+
+Later values win: the defaults below, the files that `conf/config.yaml` chooses by group (`judge=pointwise` is
+`conf/judge/pointwise.yaml`), the experiment, single keys. `<name>` stands for a name of your own; in `placement.roles`
+for a role. A name that isn't there yet is added with its section: `'+placement.pools={{more: {{slots: 2}}}}'`. A share
+is a number from 0 to 1.
+
+{contents}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyEntry:
+    """A key as a user types it, and what the page says of it."""
+
+    key: str
+    type: str
+    default: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySection:
+    """The keys of one dataclass. name: dotted; empty for those of the run itself."""
+
+    name: str
+    about: str
+    entries: tuple[KeyEntry, ...]
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    sections = list(sections_of(RunConfig))
+    top = [section.name for section in sections if section.name and "." not in section.name]
+    contents = " · ".join(["[run](#run)", *(f"[{name}](#{name})" for name in top)])
+    head = HEAD.format(count=sum(len(section.entries) for section in sections), contents=contents)
+    return "\n".join([head, *map(section_text, sections)])
+
+
+# -- from dataclasses to entries --------------------------------------------------------------------------------------
+
+
+def sections_of(cls: type, name: str = "", values: Mapping[str, object] | None = None) -> Iterator[KeySection]:
+    """A dataclass, then those nested in it, in the order of their fields.
+
+    values: defaults that its owner gives it; None: its own. Raises ValueError for a key without a sentence.
+    """
+    values = defaults_of(cls) if values is None else values
+    prefix, hints, comments = f"{name}." if name else "", typing.get_type_hints(cls), comments_of(cls)
+    nested: list[tuple[type, str, Mapping[str, object] | None]] = []
+    entries: list[KeyEntry] = []
+    for spec in dataclasses.fields(cls):
+        key, value = f"{prefix}{spec.name}", values.get(spec.name)
+        if (member := member_of(hints[spec.name])) is not None:
+            nested.append((member, f"{key}.<name>", None))
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            nested.append((type(value), key, vars(value)))
+        else:
+            entries.append(entry_of(cls, spec.name, key, hints[spec.name], values, comments.get(spec.name, "")))
+    yield KeySection(name=name, about=about(cls), entries=tuple(entries))
+    for inner, path, given in nested:
+        yield from sections_of(inner, path, given)
+
+
+def entry_of(cls: type, name: str, key: str, hint: object, values: Mapping[str, object], comment: str) -> KeyEntry:
+    sentence = SENTENCE.fullmatch(comment)
+    if sentence is None:
+        raise ValueError(
+            f"{cls.__name__}.{name}: has no sentence; write one behind it or right above it, as "
+            f"`# [unit] Starts with a capital and ends with a full stop.`, got {comment!r}"
+        )
+    return KeyEntry(
+        key=key,
+        type=type_words(hint, choices_of(cls, name, hint)),
+        default=shown(values[name]) if name in values else "required",
+        unit=sentence["unit"] or unit_of(name),
+        meaning=sentence["meaning"],
+    )
+
+
+def comments_of(cls: type) -> dict[str, str]:
+    """Field -> its comment, without the #. Raises ValueError for a field with one in both places."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    beside, alone = comment_lines(source)
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field in definition.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            behind = [beside[line] for line in lines_of(field) if line in beside]
+            above = [alone[line] for line in block_above(field.lineno, alone)]
+            if behind and above:
+                raise ValueError(f"{cls.__name__}.{field.target.id}: has a comment behind it and one above; keep one")
+            found[field.target.id] = " ".join(behind or above)
+    return found
+
+
+def comment_lines(source: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Line -> its comment: behind code, and alone in its line."""
+    beside: dict[int, str] = {}
+    alone: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            where = alone if token.line.lstrip().startswith("#") else beside
+            where[token.start[0]] = token.string.removeprefix("#").strip()
+    return beside, alone
+
+
+def lines_of(field: ast.AnnAssign) -> range:
+    return range(field.lineno, (field.end_lineno or field.lineno) + 1)
+
+
+def block_above(line: int, alone: Collection[int]) -> range:
+    """Lines of comment that end right above a line."""
+    first = line
+    while first - 1 in alone:
+        first -= 1
+    return range(first, line)
+
+
+def defaults_of(cls: type) -> dict[str, object]:
+    """By field, without those that have none."""
+    found: dict[str, object] = {}
+    for spec in dataclasses.fields(cls):
+        if spec.default_factory is not dataclasses.MISSING:
+            found[spec.name] = spec.default_factory()
+        elif spec.default is not dataclasses.MISSING:
+            found[spec.name] = spec.default
+    return found
+
+
+def choices_of(cls: type, name: str, hint: object) -> tuple[str, ...]:
+    """What the dataclass itself lists as known where it is given another value; empty where it takes any."""
+    if str not in (hint, *typing.get_args(hint)) or typing.get_origin(hint) is dict:
+        return ()
+    try:
+        cls(**{name: [NO_CHOICE] if typing.get_origin(hint) is list else NO_CHOICE})
+    except ValueError as error:
+        known = re.match(rf"{name}: unknown .*; known: (\w+(?:, \w+)*)", str(error))
+        return tuple(known[1].split(", ")) if known else ()
+    return ()
+
+
+# -- from entries to text ----------------------------------------------------------------------------------------------
+
+
+def about(cls: type) -> str:
+    """The docstring, a paragraph a line."""
+    return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(cls) or "").split("\n\n"))
+
+
+def unit_of(name: str) -> str:
+    return next((unit for ending, unit in UNITS.items() if name.endswith(ending)), "")
+
+
+def type_words(hint: object, choices: tuple[str, ...] = ()) -> str:
+    if isinstance(hint, types.UnionType):
+        return " or ".join(type_words(one, choices) for one in typing.get_args(hint) if not_listed(one, choices))
+    if typing.get_origin(hint) is list:
+        return f"list of {type_words(typing.get_args(hint)[0], choices)}" + ("" if choices else "s")
+    if typing.get_origin(hint) is dict:
+        return f"mapping of names to {type_words(typing.get_args(hint)[1])}s"
+    if hint is str and choices:
+        return ", ".join(f"`{choice}`" for choice in choices)
+    return TYPES[hint]
+
+
+def not_listed(hint: object, choices: tuple[str, ...]) -> bool:
+    return hint is not type(None) or "null" not in choices
+
+
+def shown(value: object) -> str:
+    """A default as one types it."""
+    text = value if isinstance(value, str) and value.isprintable() and value else json.dumps(value)
+    if len(text) <= MOST_DEFAULT_CHARS or not isinstance(value, list):
+        return f"`{text}`"
+    return f"{len(value)} entries"
+
+
+def section_text(section: KeySection) -> str:
+    depth = "##" if "." not in section.name else "###"
+    title = section.name if "<" not in section.name else f"`{section.name}`"
+    lines = [f"{depth} {title or 'run'}", "", *filter(None, [escaped(section.about), group_text(section.name)])]
+    if section.entries:
+        lines += ["", "| key | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{entry.key}` | {entry.type} | {escaped(entry.default)} | {entry.unit} | {escaped(entry.meaning)} |"
+        for entry in section.entries
+    ]
+    return "\n".join([*lines, ""])
+
+
+def group_text(name: str) -> str:
+    """Which files of conf/ set a section; empty where there is no group of that name."""
+    files = sorted(path.stem for path in (CONF / name).glob("*.yaml")) if name else []
+    if not files:
+        return ""
+    chosen = next(entry[name] for entry in config_defaults() if isinstance(entry, dict) and name in entry)
+    return f"\nFiles in `conf/{name}/`: {', '.join(files)}; `{name}={chosen}` unless another is chosen."
+
+
+def config_defaults() -> list[object]:
+    """Which file of each group conf/config.yaml chooses."""
+    found: list[object] = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return found
+
+
+def escaped(text: str) -> str:
+    """For Markdown: a bar ends a cell of a table, and <name> is taken for HTML outside of code."""
+    return "".join(
+        part.replace("|", "\\|") if part.startswith("`") else part.replace("|", "\\|").replace("<", "\\<")
+        for part in re.split(r"(`[^`]*`)", text)
+    )
+
+
+if __name__ == "__main__":
+    main()
