@@ -33,7 +33,6 @@ RESUMES = ("never", "auto")
 ENVS = ("single_turn",)
 ROLES = ("policy", "learner", "grm", "grm_learner", "meta", "critic")  # that a placement may seat
 BY_DEVICE = {True: "bfloat16", False: "float32"}  # what dtype=auto comes to, on a GPU and elsewhere
-ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline", "gae")
 
 
 class ConfigError(ValueError):
@@ -241,7 +240,7 @@ class RunConfig:
             )
         if not self.judge.temperature > 0:
             raise ValueError("cotrain.enabled: greedy judgements are all alike; type judge.temperature=1")
-        if self.algorithm.estimator in ESTIMATORS_OF_A_BATCH:
+        if self.algorithm.estimator_kind.need == "batch":
             raise ValueError(
                 f"algorithm.estimator: {self.algorithm.estimator} compares over a whole batch, whose groups may be "
                 "judged by different versions of a GRM that learns; with cotrain.enabled type algorithm.estimator=grpo"

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from grmpipe.config.algorithm_tables import EstimatorKind, LossKind, estimator_named, loss_named
 from models.settings import AUTO, DTYPES
 
-ESTIMATORS = (
-    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k", "process", "process_grpo", "gae",
-    "gae_raw",
-)  # fmt: skip
-CRITIC_ESTIMATORS = ("gae", "gae_raw")
-LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "policy_gradient")
 PROXIMALS = ("recomputed", "interpolated", "sampler")
 CORRECTIONS = ("none", "tis", "sequence_tis", "sequence_mis", "icepop", "decoupled")
 REJECTIONS = ("geometric", "veto", "off_policy")
@@ -35,7 +31,7 @@ class AlgorithmConfig:
     overlong_penalty: float = 1.0  # of a rollout that fills it all (DAPO, arXiv 2503.14476, section 3.4)
 
     # Advantages.
-    estimator: str = "grpo"
+    estimator: str = "grpo"  # a row of ESTIMATORS, or the dotted path of a function of the user's
     std: str = "population"  # which standard deviation is divided by
     min_group_std: float = 1e-6  # added to that deviation (GRPO's epsilon), in reward units; of a batch's as well
     gamma: float = (
@@ -51,7 +47,7 @@ class AlgorithmConfig:
     max_resampled_batches: float = 0.0
 
     # The policy loss. r = pi_theta / pi_prox.
-    loss: str = "ppo_clip"
+    loss: str = "ppo_clip"  # a row of LOSSES, or the dotted path of a function of the user's
     clip_low: float = 0.2  # r below 1 - clip_low is clipped (PPO, arXiv 1707.06347)
     clip_high: float = 0.2  # r above 1 + clip_high is clipped (DAPO: 0.28)
     dual_clip_ratio: float = 3.0  # of dual_clip: the ratio that a token with A < 0 counts at most (arXiv 1912.09729)
@@ -92,16 +88,30 @@ class AlgorithmConfig:
     reset_every: int = 0  # batches between two steps back towards the initial weights; 0: none
     reset_share: float = 0.2  # of such a step: 1 goes all the way; the optimizer's moments are forgotten
 
+    # What a loss or an estimator of the user's reads as algorithm.options. Nothing here does.
+    options: dict[str, Any] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         self._check_names()
         self._check_numbers()
         self._check_weighed_once()
 
+    @property
+    def loss_kind(self) -> LossKind:
+        """What others must know of the loss."""
+        return loss_named(self.loss)
+
+    @property
+    def estimator_kind(self) -> EstimatorKind:
+        """What others must know of the estimator."""
+        return estimator_named(self.estimator)
+
     def _check_names(self) -> None:
+        estimator_named(self.estimator)
+        loss_named(self.loss)
         for key, known in (
-            ("estimator", ESTIMATORS), ("std", STD_KINDS), ("loss", LOSSES), ("aggregation", AGGREGATIONS),
-            ("proximal", PROXIMALS), ("correction", CORRECTIONS), ("kl_estimator", KL_ESTIMATORS),
-            ("kl_in", KL_PLACES), ("routing_replay", ROUTING_REPLAYS),
+            ("std", STD_KINDS), ("aggregation", AGGREGATIONS), ("proximal", PROXIMALS), ("correction", CORRECTIONS),
+            ("kl_estimator", KL_ESTIMATORS), ("kl_in", KL_PLACES), ("routing_replay", ROUTING_REPLAYS),
         ):  # fmt: skip
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}: unknown value {getattr(self, key)!r}; known: {', '.join(known)}")
@@ -148,15 +158,17 @@ class AlgorithmConfig:
                 f"correction: {self.correction} on top of proximal=sampler would weigh pi / mu twice: the ratio of the "
                 "loss is against the sampler already; type algorithm.correction=none, or algorithm.proximal=recomputed"
             )
-        if self.loss == "policy_gradient" and self.proximal != "recomputed":
+        if self.loss_kind.has_ratio:
+            return
+        if self.proximal != "recomputed":
             raise ValueError(
-                f"proximal: {self.proximal} leaves a part of pi / mu to the ratio of the loss, and policy_gradient has "
+                f"proximal: {self.proximal} leaves a part of pi / mu to the ratio of the loss, and {self.loss} has "
                 "none; type algorithm.proximal=recomputed, or algorithm.loss=ppo_clip"
             )
-        if self.loss == "policy_gradient" and self.updates_per_batch > 1:
+        if self.updates_per_batch > 1:
             raise ValueError(
                 f"updates_per_batch: {self.updates_per_batch} updates move the policy away from the one that the batch "
-                "is of, and policy_gradient has no ratio for that; type algorithm.updates_per_batch=1, or "
+                f"is of, and {self.loss} has no ratio for that; type algorithm.updates_per_batch=1, or "
                 "algorithm.loss=ppo_clip"
             )
 
@@ -201,7 +213,7 @@ def check_replay(algorithm: AlgorithmConfig, max_staleness: int) -> None:
 
 def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:
     """Raises ValueError where the whole group is the only choice of k, and no sibling adds anything."""
-    if algorithm.estimator == "pass_at_k" and algorithm.pass_k >= group_size:
+    if algorithm.estimator_kind.uses_pass_k and algorithm.pass_k >= group_size:
         raise ValueError(
             f"algorithm.pass_k: must be below train.group_size = {group_size}, got {algorithm.pass_k}: with all "
             f"siblings in every choice none adds anything; type algorithm.pass_k={group_size // 2} or less"
