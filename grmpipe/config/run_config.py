@@ -213,7 +213,7 @@ class RunConfig:
             return
         if self.judge.kind == "own":
             raise ValueError("judge.kind: task=simulate knows no judge of yours; to see the rest type judge=rule")
-        if self.judged_by_model and self.judge.protocol in ("rubric", "steps"):
+        if self.judged_by_model and self.judge.protocol_kind.scores != "responses":
             raise ValueError(
                 f"judge.protocol: task=simulate doesn't know how many scores a judgement by {self.judge.protocol} has; "
                 "to see the rest of the run type judge=pointwise"
@@ -233,7 +233,7 @@ class RunConfig:
                 f"cotrain.enabled: task={self.task} knows one learner only; to see the rest of the run type "
                 "cotrain.enabled=false"
             )
-        if self.judge.protocol == "pairwise" and self.cotrain.own_share > 0:
+        if self.judge.protocol_kind.about == "pair" and self.cotrain.own_share > 0:
             raise ValueError(
                 "cotrain.own_share: a judge of pairs can't learn from single rollouts; type cotrain.own_share=0, and "
                 "give rankings as cotrain.data_path"
