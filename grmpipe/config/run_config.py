@@ -10,6 +10,7 @@ from grmpipe.config.capacity import PlanConfig, SimulateConfig
 from grmpipe.config.cotrain import CotrainConfig
 from grmpipe.config.critic import CriticConfig, check_critic
 from grmpipe.config.data import DataConfig, RolloutConfig
+from grmpipe.config.env import EnvConfig
 from grmpipe.config.evaluation import EvaluateConfig, FinetuneConfig, MetaConfig
 from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig, LabelConfig
 from grmpipe.config.judge_monitor import WatchConfig
@@ -30,24 +31,12 @@ from scheduler.weights.weight_sync import SyncConfig
 
 TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
-ENVS = ("single_turn",)
 ROLES = ("policy", "learner", "grm", "grm_learner", "meta", "critic")  # that a placement may seat
 BY_DEVICE = {True: "bfloat16", False: "float32"}  # what dtype=auto comes to, on a GPU and elsewhere
 
 
 class ConfigError(ValueError):
     """A bad configuration, in words a user can act on. Exit code 2."""
-
-
-@dataclass(frozen=True)
-class EnvConfig:
-    """What the policy acts in."""
-
-    kind: str = "single_turn"
-
-    def __post_init__(self) -> None:
-        if self.kind not in ENVS:
-            raise ValueError(f"kind: unknown env {self.kind!r}; known: {', '.join(ENVS)}")
 
 
 @dataclass(frozen=True)
@@ -211,6 +200,8 @@ class RunConfig:
         """A scripted GRM must know how many scores are wanted of it."""
         if self.task != "simulate":
             return
+        if self.env.is_custom:
+            raise ValueError("env.kind: task=simulate knows no env of yours; to see the rest type env=single_turn")
         if self.judge.kind == "own":
             raise ValueError("judge.kind: task=simulate knows no judge of yours; to see the rest type judge=rule")
         if self.judged_by_model and self.judge.protocol_kind.scores != "responses":
