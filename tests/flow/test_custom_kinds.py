@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 
 import pytest
@@ -63,17 +62,14 @@ PROTOCOL = JudgeProtocol(session="users_kinds.Session", early_stops=("relaxed",)
 
 @pytest.fixture
 def users_module(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On PYTHONPATH, of this process and of those that Ray starts for it."""
+    """Where this process can import it."""
     folder = tmp_path_factory.mktemp("users")
     (folder / "users_kinds.py").write_text(SOURCE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(folder))
 
 
 def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: None, small_run: Callable) -> None:
-    """The learner is a process of its own, and finds the loss there."""
     files = small_run(
-        "cluster=ray",
         "train.num_steps=1",
         "algorithm.loss=users_kinds.weighted",
         "+algorithm.options.weight=0.5",
