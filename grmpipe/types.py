@@ -312,6 +312,7 @@ class Judge(Protocol):
         ...
 
 
+@runtime_checkable
 class Env(Protocol):
     """One episode. An instance is used once."""
 

@@ -13,13 +13,8 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.algorithm import advantages, losses
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.train import (
-    CORRECTIONS,
-    ESTIMATORS,
-    LOSSES,
-    REJECTIONS,
-    AlgorithmConfig,
-)
+from grmpipe.config.algorithm_tables import ESTIMATORS, LOSSES
+from grmpipe.config.train import CORRECTIONS, REJECTIONS, AlgorithmConfig
 from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +64,7 @@ def gradient(loss: str, advantages_G: list[np.ndarray]) -> torch.Tensor:
         loss_mask_T=torch.ones_like(logprobs_T),
         sample_lengths_S=lengths_S,
     )
-    loss_T = losses.LOSSES[loss](scored, AlgorithmConfig(loss=loss, clip_low=3e-4, clip_high=4e-4)).loss_T
+    loss_T = losses.loss_of(loss)(scored, AlgorithmConfig(loss=loss, clip_low=3e-4, clip_high=4e-4)).loss_T
     weights_T = losses.by_sequence(scored.loss_mask_T, lengths_S)
     return torch.autograd.grad((weights_T * loss_T).sum(), logprobs_T)[0]
 

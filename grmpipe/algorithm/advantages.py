@@ -1,4 +1,6 @@
-"""From rewards to advantages. Pure; what has no reward isn't here, so it can't be in a baseline.
+"""From rewards to advantages. Pure; which estimators there are stands in grmpipe/config/algorithm_tables.py.
+
+What has no reward isn't here, so it can't be in a baseline.
 
 G: siblings of a group that have a verdict. N: sampled tokens of a rollout. K: its steps. All in float64: in float32 the
 rounding of a mean of equal rewards is as large as the epsilon it is divided by.
@@ -6,20 +8,25 @@ rounding of a mean of equal rewards is as large as the epsilon it is divided by.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import cast
 
 import numpy as np
 
 from grmpipe.algorithm.rewards import Rewards
+from grmpipe.config.algorithm_tables import estimator_named
+from grmpipe.config.dotted_path import found_at
 from grmpipe.config.train import AlgorithmConfig
 
 ROUNDING = 1e-9  # what sums of equal rewards may differ by
 
 Group = Sequence[Rewards]
-Advantages = list[list[np.ndarray]]  # by group, by sibling, [N]
+OfGroup = list[np.ndarray]  # by sibling, [N]
+Advantages = list[OfGroup]  # by group
+EstimateGroup = Callable[[Group, AlgorithmConfig], OfGroup]  # need=group
+EstimateBatch = Callable[[Sequence[Group], AlgorithmConfig], Advantages]  # need=batch
 
 
 # -- one reward for a rollout, compared within its group -------------------------------------------------------------
@@ -68,6 +75,31 @@ def best_of_k(rewards_G: np.ndarray, k: int, min_group_std: float) -> np.ndarray
     return advantages_G
 
 
+def outcomes(group: Group) -> np.ndarray:
+    return np.array([rewards.outcome for rewards in group], dtype=np.float64)
+
+
+def over_tokens(group: Group, advantages_G: np.ndarray) -> OfGroup:
+    """Every token of a rollout gets the rollout's."""
+    return [np.full(rewards.num_tokens, advantage) for rewards, advantage in zip(group, advantages_G, strict=True)]
+
+
+def grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+    return over_tokens(group, standardize(outcomes(group), algorithm.std, algorithm.min_group_std))
+
+
+def dr_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+    return over_tokens(group, center(outcomes(group)))
+
+
+def rloo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+    return over_tokens(group, leave_one_out(outcomes(group)))
+
+
+def pass_at_k(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+    return over_tokens(group, best_of_k(outcomes(group), algorithm.pass_k, algorithm.min_group_std))
+
+
 # -- rewards within a rollout ----------------------------------------------------------------------------------------
 
 
@@ -88,7 +120,7 @@ def to_come(rewards: Rewards, earned_K: Sequence[float], gamma: float) -> np.nda
     return returns(shared_K, gamma) / returns(rewards.shares_K, gamma)
 
 
-def stepwise(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
+def process(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     """What is to come from step k on against the same of all siblings that have a step k, as GRPO compares outcomes. A
     step that nobody else has got as far as is compared with nothing: 0."""
     found = [to_come(rewards, rewards.earned_K.tolist(), algorithm.gamma) for rewards in group]
@@ -103,7 +135,7 @@ def stepwise(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
     return [rewards.spread(advantages_K) for rewards, advantages_K in zip(group, advantages, strict=True)]
 
 
-def process_grpo(group: Group, algorithm: AlgorithmConfig) -> list[np.ndarray]:
+def process_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     """GRPO's process supervision (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised
     together, a token's advantage is the sum of those from its step on; their mean where the outcome is one."""
     everyone = np.concatenate([rewards.earned_K for rewards in group])
@@ -146,6 +178,11 @@ def gae_of(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarray, np
     return gae(rewards.by_token(), expected_N, sampled_N, algorithm.gamma, algorithm.gae_lambda)
 
 
+def gae_raw(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
+    """By a critic's values (GAE, arXiv 1506.02438); siblings play no part."""
+    return [gae_of(rewards, algorithm)[0] for rewards in group]
+
+
 # -- over the whole batch --------------------------------------------------------------------------------------------
 
 
@@ -171,91 +208,51 @@ def reinforce_pp_baseline(groups: Sequence[Group], algorithm: AlgorithmConfig) -
     return whiten(raw, algorithm.std, algorithm.min_group_std)
 
 
-def gae_raw(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
-    """By a critic's values (GAE, arXiv 1506.02438); groups play no part."""
-    return [[gae_of(rewards, algorithm)[0] for rewards in group] for group in groups]
-
-
 def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
-    """The same, whitened over the batch, as PPO has them."""
-    return whiten(gae_raw(groups, algorithm), algorithm.std, algorithm.min_group_std)
+    """By a critic's values, whitened over the batch, as PPO has them."""
+    return whiten([gae_raw(group, algorithm) for group in groups], algorithm.std, algorithm.min_group_std)
 
 
-# -- the table -------------------------------------------------------------------------------------------------------
+# -- by name ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimator:
-    """`need`: what must be there before it can be asked. One that needs only a group is asked group by group, and its
-    samples are trained while the rest of the batch still rolls out; one that needs the batch waits for all of it.
-
-    `compares`: what of siblings must differ for them to teach anything. `by_token`: a KL in the reward is paid token by
-    token, so that none pays for an earlier one; else by step."""
-
-    need: Literal["group", "batch"]
-    estimate: Callable[[Sequence[Group], AlgorithmConfig], Advantages]
-    compares: Literal["outcomes", "steps"] = "outcomes"
-    by_token: bool = False
-
-
-def outcomes(group: Group) -> np.ndarray:
-    return np.array([rewards.outcome for rewards in group], dtype=np.float64)
-
-
-def over_tokens(group: Group, advantages_G: np.ndarray) -> list[np.ndarray]:
-    """Every token of a rollout gets the rollout's."""
-    return [np.full(rewards.num_tokens, advantage) for rewards, advantage in zip(group, advantages_G, strict=True)]
-
-
-def of_outcomes(compare: Callable[[np.ndarray, AlgorithmConfig], np.ndarray]) -> Estimator:
-    """Compares the outcomes of a group."""
-    return of_groups(lambda group, algorithm: over_tokens(group, compare(outcomes(group), algorithm)))
-
-
-def of_groups(
-    estimate: Callable[[Group, AlgorithmConfig], list[np.ndarray]], compares: Literal["outcomes", "steps"] = "outcomes"
-) -> Estimator:
-    """Looks at one group at a time."""
-    return Estimator(
-        need="group",
-        estimate=lambda groups, algorithm: [estimate(group, algorithm) for group in groups],
-        compares=compares,
-    )
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": of_outcomes(lambda rewards_G, algorithm: standardize(rewards_G, algorithm.std, algorithm.min_group_std)),
-    "dr_grpo": of_outcomes(lambda rewards_G, algorithm: center(rewards_G)),
-    "rloo": of_outcomes(lambda rewards_G, algorithm: leave_one_out(rewards_G)),
-    "pass_at_k": of_outcomes(
-        lambda rewards_G, algorithm: best_of_k(rewards_G, algorithm.pass_k, algorithm.min_group_std)
-    ),
-    "process": of_groups(stepwise, compares="steps"),
-    "process_grpo": of_groups(process_grpo, compares="steps"),
-    "reinforce_pp": Estimator(need="batch", estimate=reinforce_pp, by_token=True),
-    "reinforce_pp_baseline": Estimator(need="batch", estimate=reinforce_pp_baseline),
-    "gae": Estimator(need="batch", estimate=gae_whitened, by_token=True),
-    "gae_raw": Estimator(need="group", estimate=gae_raw, by_token=True),
-}
+@functools.cache
+def estimator_of(name: str) -> EstimateBatch:
+    """What `algorithm.estimator` names, of several groups. Raises ValueError where this process can't import it."""
+    key = "algorithm.estimator"
+    kind = estimator_named(name, key)
+    function = found_at(kind.function, key)
+    if kind.need == "batch":
+        return cast(EstimateBatch, function)
+    of_group = cast(EstimateGroup, function)
+    return lambda groups, algorithm: [of_group(group, algorithm) for group in groups]
 
 
 def teaches_nothing(group: Group, algorithm: AlgorithmConfig) -> bool:
     """Whether its siblings are all alike in what the estimator compares."""
     if len(group) < 2:
         return True
-    estimator = ESTIMATORS[algorithm.estimator]
-    if estimator.compares == "outcomes":
+    if algorithm.estimator_kind.compares == "outcomes":
         return float(np.ptp(outcomes(group))) <= ROUNDING
-    (found,) = estimator.estimate([group], algorithm)
+    (found,) = estimator_of(algorithm.estimator)([group], algorithm)
     return all(float(np.abs(advantages_N).max(initial=0.0)) <= ROUNDING for advantages_N in found)
 
 
 def estimate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
-    """Advantages by group, by sibling, per sampled token. Fewer than two siblings have nothing to be compared with."""
+    """Advantages by group, by sibling, per sampled token. Fewer than two siblings have nothing to be compared with.
+
+    Raises ValueError for a group of one, and where the estimator gives anything but a number for each token.
+    """
     for group in groups:
         if len(group) < 2:
             raise ValueError(
                 f"min_valid_siblings: a baseline needs 2 rewards or more, got {len(group)}; drop the group"
             )
-    found = ESTIMATORS[algorithm.estimator].estimate(groups, algorithm)
+    found = estimator_of(algorithm.estimator)(groups, algorithm)
+    wanted = [[(rewards.num_tokens,) for rewards in group] for group in groups]
+    if [[np.shape(advantages_N) for advantages_N in group] for group in found] != wanted:
+        raise ValueError(
+            f"algorithm.estimator: {algorithm.estimator} must give for each group, and in it for each sibling, an "
+            "array with a number for each sampled token"
+        )
     return [[np.where(a_N < 0, algorithm.negative_weight * a_N, a_N) for a_N in group] for group in found]

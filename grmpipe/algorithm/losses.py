@@ -1,4 +1,5 @@
-"""Losses per token, and how tokens add up to the loss of a batch. Pure.
+"""Losses per token, and how tokens add up to the loss of a batch. Pure; which there are stands in
+grmpipe/config/algorithm_tables.py.
 
 A batch is trained in pieces before its size is known. So a piece's loss is a weighted *sum* over tokens, and the
 optimizer step divides the gradients by the denominator, once, when the batch is closed.
@@ -6,14 +7,18 @@ optimizer step divides the gradients by the denominator, once, when the batch is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from grmpipe.algorithm.corrections import log_ratio
 from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
+from grmpipe.config.algorithm_tables import loss_named
+from grmpipe.config.dotted_path import found_at
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -37,6 +42,8 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
+    """By token; what a token's is must not depend on other samples, or gradients would depend on the packing."""
+
     loss_T: Tensor
     clipped_T: Tensor  # 1 where the clip took the gradient away, or would have
 
@@ -48,46 +55,47 @@ def clipped(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> P
     return PolicyLoss(loss_T=-torch.minimum(free_T, held_T), clipped_T=(held_T < free_T).to(free_T.dtype))
 
 
-def ppo_clip(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+def ppo_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """PPO's clipped objective (arXiv 1707.06347); two clips: DAPO (arXiv 2503.14476)."""
-    return clipped(scored.log_ratio_T().exp(), scored.advantages_T, clip_low, clip_high)
+    return clipped(scored.log_ratio_T().exp(), scored.advantages_T, algorithm.clip_low, algorithm.clip_high)
 
 
-def dual_clip(scored: Scored, clip_low: float, clip_high: float, ratio_cap: float) -> PolicyLoss:
-    """PPO's, and where A < 0 no more than ratio_cap |A|: a bad token that became likely can't rule a batch
+def dual_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+    """PPO's, and where A < 0 no more than dual_clip_ratio |A|: a bad token that became likely can't rule a batch
     (arXiv 1912.09729)."""
-    policy = ppo_clip(scored, clip_low, clip_high)
-    most_T = torch.where(scored.advantages_T < 0, -ratio_cap * scored.advantages_T, torch.inf)
+    policy = ppo_clip(scored, algorithm)
+    most_T = torch.where(scored.advantages_T < 0, -algorithm.dual_clip_ratio * scored.advantages_T, torch.inf)
     capped_T = (policy.loss_T > most_T).to(policy.loss_T.dtype)
     return PolicyLoss(loss_T=torch.minimum(policy.loss_T, most_T), clipped_T=policy.clipped_T.maximum(capped_T))
 
 
-def gspo(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+def gspo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """One ratio a sample, s = exp(mean log r), clipped as PPO's (arXiv 2507.18071, eq. 5). Every token of a sample has
     the sample's loss and the mean of its advantages: aggregate by sequence_mean for the paper's."""
     mask_T, lengths_S = scored.loss_mask_T, scored.sample_lengths_S
     ratio_S = mean_by_sample(scored.log_ratio_T(), mask_T, lengths_S).exp()
-    policy = clipped(ratio_S, mean_by_sample(scored.advantages_T, mask_T, lengths_S), clip_low, clip_high)
+    advantages_S = mean_by_sample(scored.advantages_T, mask_T, lengths_S)
+    policy = clipped(ratio_S, advantages_S, algorithm.clip_low, algorithm.clip_high)
     return PolicyLoss(loss_T=to_tokens(policy.loss_T, lengths_S), clipped_T=to_tokens(policy.clipped_T, lengths_S))
 
 
-def gspo_token(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+def gspo_token(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """s in value, the token's own gradient, and an advantage for each token (GSPO, eq. 13)."""
     ratio_S = mean_by_sample(scored.log_ratio_T(), scored.loss_mask_T, scored.sample_lengths_S).exp().detach()
     own_T = (scored.logprobs_T - scored.logprobs_T.detach()).exp()  # 1
     ratio_T = to_tokens(ratio_S, scored.sample_lengths_S) * own_T
-    return clipped(ratio_T, scored.advantages_T, clip_low, clip_high)
+    return clipped(ratio_T, scored.advantages_T, algorithm.clip_low, algorithm.clip_high)
 
 
-def cispo(scored: Scored, clip_low: float, clip_high: float) -> PolicyLoss:
+def cispo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, the gradient isn't lost (arXiv 2506.13585)."""
     ratio_T = scored.log_ratio_T().exp().detach()
-    held_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    held_T = ratio_T.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     loss_T = -held_T * scored.advantages_T * scored.logprobs_T
     return PolicyLoss(loss_T=loss_T, clipped_T=(held_T != ratio_T).to(loss_T.dtype))
 
 
-def policy_gradient(scored: Scored) -> PolicyLoss:
+def policy_gradient(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     """-A log pi (REINFORCE)."""
     loss_T = -scored.advantages_T * scored.logprobs_T
     return PolicyLoss(loss_T=loss_T, clipped_T=torch.zeros_like(loss_T))
@@ -95,16 +103,24 @@ def policy_gradient(scored: Scored) -> PolicyLoss:
 
 Loss = Callable[[Scored, AlgorithmConfig], PolicyLoss]
 
-LOSSES: dict[str, Loss] = {
-    "ppo_clip": lambda scored, algorithm: ppo_clip(scored, algorithm.clip_low, algorithm.clip_high),
-    "dual_clip": lambda scored, algorithm: dual_clip(
-        scored, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip_ratio
-    ),
-    "gspo": lambda scored, algorithm: gspo(scored, algorithm.clip_low, algorithm.clip_high),
-    "gspo_token": lambda scored, algorithm: gspo_token(scored, algorithm.clip_low, algorithm.clip_high),
-    "cispo": lambda scored, algorithm: cispo(scored, algorithm.clip_low, algorithm.clip_high),
-    "policy_gradient": lambda scored, algorithm: policy_gradient(scored),
-}
+
+@functools.cache
+def loss_of(name: str) -> Loss:
+    """The function that `algorithm.loss` names. Raises ValueError where this process can't import it."""
+    key = "algorithm.loss"
+    return cast(Loss, found_at(loss_named(name, key).function, key))
+
+
+def policy_loss(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+    """By `algorithm.loss`. Raises ValueError where that gives anything but a number for each token."""
+    policy = loss_of(algorithm.loss)(scored, algorithm)
+    for name, value_T in (("loss_T", policy.loss_T), ("clipped_T", policy.clipped_T)):
+        if value_T.shape != scored.logprobs_T.shape:
+            raise ValueError(
+                f"algorithm.loss: {algorithm.loss} gave a {name} of shape {tuple(value_T.shape)} for "
+                f"{len(scored.logprobs_T)} tokens; it must give a number for each"
+            )
+    return policy
 
 
 # -- the distance to the reference -----------------------------------------------------------------------------------

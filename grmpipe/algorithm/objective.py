@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grmpipe.algorithm.corrections import CORRECTIONS, interpolated, kept, log_ratio, measure_drift
-from grmpipe.algorithm.losses import AGGREGATIONS, KL_ESTIMATORS, LOSSES, Scored
+from grmpipe.algorithm.losses import AGGREGATIONS, KL_ESTIMATORS, Scored, policy_loss
 from grmpipe.config.train import AlgorithmConfig
 
 
@@ -63,7 +63,7 @@ def summed_loss(
         loss_mask_T=mask_T,
         sample_lengths_S=sample_lengths_S,
     )
-    policy = LOSSES[algorithm.loss](scored, algorithm)
+    policy = policy_loss(scored, algorithm)
     drift = measure_drift(proximal_T, current_T, logprobs.sampler_T, advantages_T, mask_T, sample_lengths_S)
     kept_T = kept(drift, algorithm)
     correction_T = CORRECTIONS[algorithm.correction](drift, algorithm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from grmpipe.config.train import CRITIC_ESTIMATORS, AlgorithmConfig, TrainConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CriticConfig:
 
 def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, train: TrainConfig) -> None:
     """Raises ValueError where advantages need a critic and there is none, or the other way round."""
-    needed = algorithm.estimator in CRITIC_ESTIMATORS
+    needed = algorithm.estimator_kind.needs_critic
     if needed and not critic.enabled:
         raise ValueError(
             f"critic.enabled: algorithm.estimator={algorithm.estimator} needs a critic's values, and there "

@@ -6,8 +6,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from grmpipe.config.judge_protocols import (
+    DEFAULT_PROTOCOL,
+    PROTOCOLS,
+    SHIPPED_TEMPLATES,
+    JudgeProtocol,
+    protocol_named,
+)
+
 KINDS = ("generative", "rule", "mixed", "label", "own")
-PROTOCOLS = ("pointwise", "listwise", "pairwise", "rubric", "steps")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "ahead")
 TOO_LONG = ("fail", "cut_response_middle")
@@ -17,18 +24,6 @@ VOTES = ("mean", "sum", "median", "majority", "weighted", "best")
 VOTES_WITH_META = ("weighted", "best")
 RULES = ("exact_answer", "contains_reference", "math_verify")
 COMPONENTS = ("generative", "rule")
-SHIPPED_TEMPLATES = {  # name -> what reads the answers to it, and what it shows
-    "tiny": ("score_line", "pointwise"),
-    "pointwise": ("score_line", "pointwise"),
-    "boxed": ("boxed", "pointwise"),
-    "reference": ("boxed", "pointwise"),
-    "listwise": ("boxed", "listwise"),
-    "pairwise": ("boxed", "pairwise"),
-    "rubric": ("boxed", "rubric"),
-    "steps": ("boxed", "steps"),
-    "ahead": ("boxed", "pointwise"),
-    "listwise_ahead": ("boxed", "listwise"),
-}
 
 
 @dataclass(frozen=True)
@@ -69,8 +64,8 @@ class JudgeConfig:
     # of your own.
     kind: str = "generative"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
-    # rubric, or the steps of a response.
-    protocol: str = "pointwise"
+    # rubric, or the steps of a response; or the dotted path of a protocol of your own.
+    protocol: str = DEFAULT_PROTOCOL
     num_judgements: int = 1  # [judgements] Judgements of each response, list or pair.
     max_new_tokens: int = 160  # Most tokens of a judgement.
     temperature: float = 1.0  # Sampling temperature of judgements; 0: greedy.
@@ -138,21 +133,23 @@ class JudgeConfig:
         """As a verdict gives it: SPCT's sum goes from k to 10 k."""
         return score * self.num_judgements if self.vote == "sum" else score
 
+    @property
+    def protocol_kind(self) -> JudgeProtocol:
+        """What others must know of the protocol."""
+        return protocol_named(self.protocol)
+
     def responses_shown(self, size: int) -> int:
         """In one judgement, of a group of so many siblings."""
-        return {"listwise": size, "pairwise": min(2, size)}.get(self.protocol, 1)
+        return self.protocol_kind.responses_shown(size)
 
     def judgements_of_group(self, size: int) -> int:
         """Asked about a group of so many siblings, where none fails and none is left out."""
-        pairs = size * (size - 1) // 2
-        if self.pairs == "ring":
-            pairs = min(pairs, size)
-        return {"listwise": 1, "pairwise": pairs}.get(self.protocol, size) * self.num_judgements
+        return self.protocol_kind.subjects(size, self.pairs) * self.num_judgements
 
     def _check_choices(self) -> None:
+        protocol_named(self.protocol)
         for key, value, known in (
             ("kind", self.kind, KINDS),
-            ("protocol", self.protocol, PROTOCOLS),
             ("parser", self.parser, PARSERS),
             ("vote", self.vote, VOTES),
             ("pairs", self.pairs, PAIRS),
@@ -167,7 +164,7 @@ class JudgeConfig:
         if not self.template:
             raise ValueError(f"template: is empty; type {', '.join(SHIPPED_TEMPLATES)} or the path of a Jinja file")
         parser, protocol = SHIPPED_TEMPLATES.get(self.template, (self.parser, self.protocol))
-        if self.protocol != protocol:
+        if self.protocol != protocol and self.protocol in PROTOCOLS:
             raise ValueError(
                 f"template: {self.template} is for the {protocol} protocol; type judge.protocol={protocol}, or "
                 f"judge={self.protocol} for all keys of {self.protocol}"
@@ -176,7 +173,7 @@ class JudgeConfig:
             raise ValueError(
                 f"parser: {self.parser} can't read the format of template {self.template}; type judge.parser={parser}"
             )
-        if self.protocol != "pointwise" and self.parser == "score_line":
+        if not self.protocol_kind.gives_one_score and self.parser == "score_line":
             raise ValueError(
                 f"parser: score_line reads one score, and a {self.protocol} judgement holds several; "
                 "type judge.parser=boxed"
@@ -215,20 +212,24 @@ class JudgeConfig:
             raise ValueError(
                 f"max_failure_rate: must be above 0 and at most 1 (a share of verdicts), got {self.max_failure_rate}"
             )
-        if self.temperature == 0 and self.num_judgements > 1 and self.protocol not in ("listwise", "pairwise"):
+        if self.temperature == 0 and self.num_judgements > 1 and not self.protocol_kind.compares:
             raise ValueError(
                 f"num_judgements: {self.num_judgements} greedy judgements are all the same; "
                 "type judge.num_judgements=1 or a judge.temperature above 0"
             )
 
     def _check_votes(self) -> None:
-        if self.protocol == "pairwise" and self.num_judgements % 2:
+        protocol = self.protocol_kind
+        if protocol.both_orders and self.num_judgements % 2:
             raise ValueError(
                 f"num_judgements: each pair is judged in both orders equally often, so {self.num_judgements} "
                 f"is one too few; type judge.num_judgements={self.num_judgements + 1}"
             )
-        if self.protocol == "pairwise" and self.vote != "majority":
-            raise ValueError(f"vote: a pair is decided by the majority, not by {self.vote}; type judge.vote=majority")
+        if protocol.votes and self.vote not in protocol.votes:
+            raise ValueError(
+                f"vote: {self.protocol} judgements are decided by {' or '.join(protocol.votes)}, not by {self.vote}; "
+                f"type judge.vote={protocol.votes[0]}"
+            )
         if self.k_meta > self.num_judgements:
             raise ValueError(f"k_meta: {self.k_meta} of judge.num_judgements={self.num_judgements} can't vote")
 
@@ -236,11 +237,9 @@ class JudgeConfig:
         stop = self.early_stop
         if stop.kind == "none":
             return
-        wanted = {"exact": ("pairwise",), "relaxed": ("pointwise", "rubric")}[stop.kind]
-        if self.protocol not in wanted:
-            why = (
-                "a winner determines only the rewards of a pair" if stop.kind == "exact" else "it is for single scores"
-            )
+        if stop.kind not in self.protocol_kind.early_stops:
+            wanted = [name for name, protocol in PROTOCOLS.items() if stop.kind in protocol.early_stops]
+            why = "a winner fixes no rewards but a pair's" if stop.kind == "exact" else "it is for single scores"
             raise ValueError(
                 f"early_stop.kind: {stop.kind} is for judge.protocol={' or '.join(wanted)}, not {self.protocol}: "
                 f"{why}; type judge.early_stop.kind=none"

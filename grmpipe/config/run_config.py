@@ -10,6 +10,7 @@ from grmpipe.config.capacity import PlanConfig, SimulateConfig
 from grmpipe.config.cotrain import CotrainConfig
 from grmpipe.config.critic import CriticConfig, check_critic
 from grmpipe.config.data import DataConfig, RolloutConfig
+from grmpipe.config.env import EnvConfig
 from grmpipe.config.evaluation import EvaluateConfig, FinetuneConfig, MetaConfig
 from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig, LabelConfig
 from grmpipe.config.judge_monitor import WatchConfig
@@ -30,25 +31,12 @@ from scheduler.weights.weight_sync import SyncConfig
 
 TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
-ENVS = ("single_turn",)
 ROLES = ("policy", "learner", "grm", "grm_learner", "meta", "critic")  # that a placement may seat
 BY_DEVICE = {True: "bfloat16", False: "float32"}  # what dtype=auto comes to, on a GPU and elsewhere
-ESTIMATORS_OF_A_BATCH = ("reinforce_pp", "reinforce_pp_baseline", "gae")
 
 
 class ConfigError(ValueError):
     """A bad configuration, in words a user can act on. Exit code 2."""
-
-
-@dataclass(frozen=True)
-class EnvConfig:
-    """What the policy acts in."""
-
-    kind: str = "single_turn"  # Environment of a rollout; single_turn: one prompt, one answer.
-
-    def __post_init__(self) -> None:
-        if self.kind not in ENVS:
-            raise ValueError(f"kind: unknown env {self.kind!r}; known: {', '.join(ENVS)}")
 
 
 @dataclass(frozen=True)
@@ -220,9 +208,11 @@ class RunConfig:
         """A scripted GRM must know how many scores are wanted of it."""
         if self.task != "simulate":
             return
+        if self.env.is_custom:
+            raise ValueError("env.kind: task=simulate knows no env of yours; to see the rest type env=single_turn")
         if self.judge.kind == "own":
-            raise ValueError("judge.kind: task=simulate can't simulate a custom judge; to see the rest type judge=rule")
-        if self.judged_by_model and self.judge.protocol in ("rubric", "steps"):
+            raise ValueError("judge.kind: task=simulate knows no judge of yours; to see the rest type judge=rule")
+        if self.judged_by_model and self.judge.protocol_kind.scores != "responses":
             raise ValueError(
                 f"judge.protocol: task=simulate doesn't know the number of scores in a {self.judge.protocol} "
                 "judgement; to see the rest of the run type judge=pointwise"
@@ -242,14 +232,14 @@ class RunConfig:
                 f"cotrain.enabled: task={self.task} models only one learner; to see the rest of the run type "
                 "cotrain.enabled=false"
             )
-        if self.judge.protocol == "pairwise" and self.cotrain.own_share > 0:
+        if self.judge.protocol_kind.about == "pair" and self.cotrain.own_share > 0:
             raise ValueError(
                 "cotrain.own_share: a judge of pairs can't learn from single rollouts; type cotrain.own_share=0, and "
                 "give rankings as cotrain.data_path"
             )
         if not self.judge.temperature > 0:
-            raise ValueError("cotrain.enabled: greedy judgements are all the same; type judge.temperature=1")
-        if self.algorithm.estimator in ESTIMATORS_OF_A_BATCH:
+            raise ValueError("cotrain.enabled: greedy judgements are all alike; type judge.temperature=1")
+        if self.algorithm.estimator_kind.need == "batch":
             raise ValueError(
                 f"algorithm.estimator: {self.algorithm.estimator} compares over a whole batch, and its groups may be "
                 "judged by different versions of a GRM that learns; with cotrain.enabled type algorithm.estimator=grpo"

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from grmpipe.config.algorithm_tables import EstimatorKind, LossKind, estimator_named, loss_named
 from models.settings import AUTO, DTYPES
 
-ESTIMATORS = (
-    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "pass_at_k", "process", "process_grpo", "gae",
-    "gae_raw",
-)  # fmt: skip
-CRITIC_ESTIMATORS = ("gae", "gae_raw")
-LOSSES = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "policy_gradient")
 PROXIMALS = ("recomputed", "interpolated", "sampler")
 CORRECTIONS = ("none", "tis", "sequence_tis", "sequence_mis", "icepop", "decoupled")
 REJECTIONS = ("geometric", "veto", "off_policy")
@@ -39,7 +35,9 @@ class AlgorithmConfig:
 
     # Advantages.
 
-    estimator: str = "grpo"  # How advantages are estimated; docs/algorithms.md has the formulas. GAE needs a critic.
+    # How advantages are estimated: a row of docs/algorithms.md, which has the formulas, or the dotted path of your own
+    # function. GAE needs a critic.
+    estimator: str = "grpo"
     std: str = "population"  # Standard deviation that advantages are divided by.
     # [reward] Added to that standard deviation, of a group or of the batch (GRPO's epsilon).
     min_group_std: float = 1e-6
@@ -57,7 +55,9 @@ class AlgorithmConfig:
 
     # The policy loss.
 
-    loss: str = "ppo_clip"  # Loss of the policy, by r = pi_theta / pi_prox; docs/algorithms.md has the formulas.
+    # Loss of the policy, by r = pi_theta / pi_prox: a row of docs/algorithms.md, which has the formulas, or the dotted
+    # path of a function of your own.
+    loss: str = "ppo_clip"
     clip_low: float = 0.2  # Lower clip of r, at 1 - clip_low (PPO, arXiv 1707.06347).
     clip_high: float = 0.2  # Upper clip of r, at 1 + clip_high (DAPO: 0.28).
     # For dual_clip: largest ratio with which a token of negative advantage counts (arXiv 1912.09729).
@@ -108,16 +108,30 @@ class AlgorithmConfig:
     # Share of the way to the initial weights that such a step goes; the optimizer's moments are forgotten.
     reset_share: float = 0.2
 
+    # For a loss or an estimator of your own: its options. Nothing else reads them.
+    options: dict[str, Any] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         self._check_names()
         self._check_numbers()
         self._check_weighed_once()
 
+    @property
+    def loss_kind(self) -> LossKind:
+        """What others must know of the loss."""
+        return loss_named(self.loss)
+
+    @property
+    def estimator_kind(self) -> EstimatorKind:
+        """What others must know of the estimator."""
+        return estimator_named(self.estimator)
+
     def _check_names(self) -> None:
+        estimator_named(self.estimator)
+        loss_named(self.loss)
         for key, known in (
-            ("estimator", ESTIMATORS), ("std", STD_KINDS), ("loss", LOSSES), ("aggregation", AGGREGATIONS),
-            ("proximal", PROXIMALS), ("correction", CORRECTIONS), ("kl_estimator", KL_ESTIMATORS),
-            ("kl_in", KL_PLACES), ("routing_replay", ROUTING_REPLAYS),
+            ("std", STD_KINDS), ("aggregation", AGGREGATIONS), ("proximal", PROXIMALS), ("correction", CORRECTIONS),
+            ("kl_estimator", KL_ESTIMATORS), ("kl_in", KL_PLACES), ("routing_replay", ROUTING_REPLAYS),
         ):  # fmt: skip
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}: unknown value {getattr(self, key)!r}; known: {', '.join(known)}")
@@ -164,15 +178,17 @@ class AlgorithmConfig:
                 f"correction: {self.correction} on top of proximal=sampler would count pi / mu twice: the ratio of the "
                 "loss already refers to the sampler; type algorithm.correction=none, or algorithm.proximal=recomputed"
             )
-        if self.loss == "policy_gradient" and self.proximal != "recomputed":
+        if self.loss_kind.has_ratio:
+            return
+        if self.proximal != "recomputed":
             raise ValueError(
-                f"proximal: {self.proximal} leaves a part of pi / mu to the ratio of the loss, but policy_gradient has "
+                f"proximal: {self.proximal} leaves a part of pi / mu to the ratio of the loss, but {self.loss} has "
                 "none; type algorithm.proximal=recomputed, or algorithm.loss=ppo_clip"
             )
-        if self.loss == "policy_gradient" and self.updates_per_batch > 1:
+        if self.updates_per_batch > 1:
             raise ValueError(
-                f"updates_per_batch: {self.updates_per_batch} updates change the policy after the first one, and "
-                "policy_gradient has no ratio to correct for that; type algorithm.updates_per_batch=1, or "
+                f"updates_per_batch: {self.updates_per_batch} updates move the policy away from the one that the batch "
+                f"is of, and {self.loss} has no ratio for that; type algorithm.updates_per_batch=1, or "
                 "algorithm.loss=ppo_clip"
             )
 
@@ -217,7 +233,7 @@ def check_replay(algorithm: AlgorithmConfig, max_staleness: int) -> None:
 
 def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:
     """Raises ValueError where the whole group is the only choice of k, and no sibling adds anything."""
-    if algorithm.estimator == "pass_at_k" and algorithm.pass_k >= group_size:
+    if algorithm.estimator_kind.uses_pass_k and algorithm.pass_k >= group_size:
         raise ValueError(
             f"algorithm.pass_k: must be below train.group_size = {group_size}, got {algorithm.pass_k}: if each "
             f"choice includes all siblings, none adds anything; type algorithm.pass_k={group_size // 2} or less"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
+from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.base import OneByOne, RolloutJudge
 from grmpipe.types import Judge
@@ -15,18 +15,7 @@ def own_judge(config: JudgeConfig) -> Judge:
 
     Raises ValueError where the class can't be imported, can't be made, or is neither.
     """
-    module_name, _, class_name = config.target.rpartition(".")
-    if not module_name:
-        raise ValueError(f"target: {config.target!r} is not a dotted path; type it like my_package.my_module.MyJudge")
-    try:
-        made = vars(importlib.import_module(module_name))[class_name]
-    except KeyError as error:
-        raise ValueError(f"target: the module {module_name} has no {class_name}") from error
-    except Exception as error:  # importing runs the user's code
-        raise ValueError(
-            f"target: {module_name} can't be imported ({type(error).__name__}: {error}); install it, or put its folder "
-            "on PYTHONPATH"
-        ) from error
+    made = found_at(config.target, "target")
     if not inspect.isclass(made):
         raise ValueError(f"target: {config.target} is not a class")
     try:

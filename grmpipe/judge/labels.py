@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
+from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
 from grmpipe.judge.parse import PARSERS, Parser
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.judge.rule import RULES, Rule
@@ -21,7 +22,6 @@ from grmpipe.judge.verdict import outcome
 from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse, Verdict
 from models.types import Message
 
-PROTOCOLS = ("pointwise", "listwise", "pairwise")
 SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
 BEST_LABEL = re.compile(r"best ([0-9]+) of ([0-9]+)")  # in the order shown, from 1
 RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); what can't be read is wrong, the format earns nothing
@@ -38,10 +38,11 @@ class Lessons:
     @staticmethod
     def under(judge: JudgeConfig, labels: LabelConfig) -> Lessons:
         """As `judge` asks in a run. Raises ValueError for a template that can't be had."""
-        if judge.protocol not in PROTOCOLS:
+        if judge.protocol_kind.scores != "responses":
+            known = [name for name, protocol in PROTOCOLS.items() if protocol.scores == "responses"]
             raise ValueError(
-                f"protocol: labels are for whole responses, and {judge.protocol} judges parts; "
-                f"type judge.protocol={' or '.join(PROTOCOLS)}"
+                f"protocol: labels are of whole responses, and {judge.protocol} judges parts; "
+                f"type judge.protocol={' or '.join(known)}"
             )
         if judge.principles == "ahead":
             raise ValueError(
@@ -54,12 +55,17 @@ class Lessons:
         nothing by a judge of two. ValueError where that comes to nothing at all."""
         lessons = [lesson for item in items for lesson in self._of(item)]
         if not lessons:
-            wanted, way_out = ("rankings", "pointwise") if self.protocol == "pairwise" else ("scores", "listwise")
+            wanted, about = ("rankings", "response") if self._about == "pair" else ("scores", "group")
+            way_out = next(name for name, protocol in PROTOCOLS.items() if protocol.about == about)
             raise ValueError(
                 f"holds no {wanted}, which a {self.protocol} judge learns from; "
                 f"type judge.protocol={way_out}, with a template and a parser for it"
             )
         return tuple(lessons)
+
+    @property
+    def _about(self) -> str:
+        return protocol_named(self.protocol).about
 
     def right_or_wrong(self, lesson_id: str, prompt: Prompt, response: str, *, right: bool) -> Prompt:
         """Of a response whose truth a rule knows: the judge is to pass it, or not to."""
@@ -67,11 +73,11 @@ class Lessons:
 
     def _of(self, item: Labelled) -> list[Prompt]:
         if isinstance(item, ScoredResponse):
-            return [] if self.protocol == "pairwise" else [self._scored(item)]
+            return [] if self._about == "pair" else [self._scored(item)]
         best, others = item.best, [index for index in range(len(item.responses)) if index != item.best]
-        if self.protocol == "listwise":
+        if self._about == "group":
             return [self._ranked(item.item_id, item, [best, *others])]
-        if self.protocol == "pairwise":
+        if self._about == "pair":
             return [self._ranked(f"{item.item_id}/{other}", item, [best, other]) for other in others]
         return []
 

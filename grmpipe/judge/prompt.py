@@ -15,19 +15,12 @@ from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError, meta, n
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grmpipe.config.judge import JudgeConfig, Scale
+from grmpipe.config.judge_protocols import DEFAULT_PROTOCOL, protocol_named
 from grmpipe.types import Criterion, Prompt
 from models.types import Message
 
 TEMPLATES = Path(__file__).parent / "templates"
-# What of the policy's a template of each protocol shows: a text, or a list of texts and the name of each in a loop.
-SHOWN = {
-    "pointwise": "response",
-    "rubric": "response",
-    "listwise": "responses",
-    "pairwise": "responses",
-    "steps": "steps",
-}
-ITEM_OF = {"responses": "response", "steps": "step"}
+ITEM_OF = {"responses": "response", "steps": "step"}  # lists of texts, and the name of each in a loop
 FIELDS = ("question", "messages", "reference", "criteria", "principles", "num_scores", "score_min", "score_max")
 NEIGHBOURS = ("previtem", "nextitem")  # of a loop: its texts under another name
 SHOWN_PLAINLY_IN = (nodes.Template, nodes.If, nodes.For)
@@ -53,13 +46,14 @@ class JudgePrompt:
         *,
         name: str = "template",
         scale: Scale | None = None,
-        protocol: str = "pointwise",
+        protocol: str = DEFAULT_PROTOCOL,
         shared_principles: bool = False,
     ) -> None:
         self._label = f"template {name}"
         self._scale = scale or Scale()
-        self._shown = SHOWN[protocol]
-        self._needs = ("criteria",) * (protocol == "rubric") + ("principles",) * shared_principles
+        kind = protocol_named(protocol)
+        self._shown = kind.template_field
+        self._needs = ("criteria",) * (kind.scores == "criteria") + ("principles",) * shared_principles
         check(self._label, parsed(self._label, template_text), self._shown, self._needs)
         self._template = JINJA.from_string(template_text)
         self._try_out()
@@ -70,7 +64,7 @@ class JudgePrompt:
         template: str,
         scale: Scale | None = None,
         *,
-        protocol: str = "pointwise",
+        protocol: str = DEFAULT_PROTOCOL,
         shared_principles: bool = False,
     ) -> JudgePrompt:
         """`template` is the name of a shipped file (tiny, pointwise, ...) or a path."""

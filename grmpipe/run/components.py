@@ -6,12 +6,12 @@ import functools
 from collections.abc import Awaitable, Callable
 
 from grmpipe.config.run_config import RunConfig
+from grmpipe.envs.env_factory import env_factory
 from grmpipe.envs.play import Play, Seat, play
 from grmpipe.evaluation.held_out import Evaluator
 from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
 from grmpipe.pipeline.interfaces import Parts, Trainer
 from grmpipe.run.observers import Observers
-from grmpipe.run.registry import ENVS
 from grmpipe.run.start import Running
 from grmpipe.train.critic.valued_journal import ValuedJournal
 from grmpipe.train.learner.batch_trainer import BatchTrainer
@@ -53,7 +53,7 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
 
 def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
     """Playing one episode, with everything but the seat and the prompt filled in."""
-    rollout, make_env = prepared.config.rollout, ENVS[prepared.config.env.kind]
+    rollout, make_env = prepared.config.rollout, env_factory(prepared.config.env)
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
 
     async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:

@@ -85,9 +85,9 @@ def measured(config: RunConfig) -> JudgeConfig:
     """The judge as it is measured: with the most judgements, all of them asked for."""
     judge, largest = config.judge, max(config.evaluate.ks)
     if judge.kind == "label":
-        raise ConfigError("judge.kind: label is for a judge in training; type judge=generative")
-    if judge.protocol == "steps":
-        raise ConfigError("judge.protocol: steps are split by the policy's own tokens; type judge.protocol=pointwise")
+        raise ConfigError("judge.kind: label rules on a judge in training by what it wrote; type judge=generative")
+    if judge.protocol_kind.scores == "steps":
+        raise ConfigError("judge.protocol: steps are cut in a policy's own tokens; type judge.protocol=pointwise")
     if judge.temperature == 0 and largest > 1:
         raise ConfigError("evaluate.ks: greedy judgements are all the same; type evaluate.ks=[1]")
     if judge.kind == "rule":
@@ -182,7 +182,7 @@ def recount_of(config: RunConfig) -> Recount:
         vote=VOTES.get(config.judge.vote, mean),
         most=config.evaluate.max_subsets,
         seed=config.seed,
-        pairwise=config.judge.protocol == "pairwise",
+        pairwise=config.judge.protocol_kind.about == "pair",
     )
 
 

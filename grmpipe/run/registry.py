@@ -1,4 +1,4 @@
-"""The tables of judges, envs and clusters: a new kind is a file, a row here, a YAML and a test."""
+"""The tables of judges and clusters: a new kind is a file, a row here, a YAML and a test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from grmpipe.config.run_config import RunConfig
-from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.judge.base import OneByOne
 from grmpipe.judge.custom import own_judge
 from grmpipe.judge.grm import Grm
@@ -15,7 +14,7 @@ from grmpipe.judge.meta_rm import MetaScorer
 from grmpipe.judge.mixed import MixedJudge
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
-from grmpipe.types import Env, Judge, Prompt
+from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.sections import section
 from scheduler.placement import Placement
@@ -68,7 +67,6 @@ JUDGES: dict[str, MakeJudge] = {
     "label": label_judge,
     "own": users_judge,
 }
-ENVS: dict[str, Callable[[Prompt], Env]] = {"single_turn": SingleTurn}
 CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {
     "ray": ray_cluster,
     "inprocess": inprocess_cluster,

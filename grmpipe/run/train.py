@@ -236,7 +236,7 @@ class TrainingRun:
         watched = Watched(
             judge=running.judge,
             fitness=parts.watch,
-            compares=judge.protocol in ("listwise", "pairwise"),
+            compares=judge.protocol_kind.compares,
             frozen=running.trainee is None,
             scale=(judge.score_min, judge.score_max),
         )

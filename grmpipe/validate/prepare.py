@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from grmpipe.config.roles import Model, tensor_parallel_of
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
+from grmpipe.envs.env_factory import env_factory
 from grmpipe.evaluation.held_out import EVAL_METRICS
 from grmpipe.judge.custom import own_judge
 from grmpipe.judge.labels import rule_of
@@ -63,6 +64,8 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_peft(config)
     data = read_data(config)
     check_objective(config)
+    with section("env."):
+        env_factory(config.env)
     policy = find_model("policy", config, progress)
     grm = find_model("grm", config, progress) if "grm" in config.roles else None
     meta = None

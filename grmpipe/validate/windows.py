@@ -71,19 +71,19 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
             template.render(prompt, "", principles=None if principles is None else "")
             if principles is not None:
                 principles.render(prompt)
-        if judge.protocol == "rubric":
-            check_rubrics(prompts)
+        if judge.protocol_kind.scores == "criteria":
+            check_rubrics(judge.protocol, prompts)
         if judge.structured:
             PATTERNS[judge.parser](judge.scale, 1)
     return template
 
 
-def check_rubrics(prompts: Sequence[Prompt]) -> None:
+def check_rubrics(protocol: str, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         if not prompt.rubric:
             raise ValueError(
-                f"protocol: rubric judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; add the "
-                "field rubric (a list of texts), or type judge=pointwise"
+                f"protocol: {protocol} judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; add "
+                "the field rubric (a list of texts), or type judge=pointwise"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.algorithm.advantages import (
-    ESTIMATORS,
     best_of_k,
     center,
     estimate,
@@ -24,10 +24,10 @@ from grmpipe.algorithm.advantages import (
     whiten,
 )
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.train import ESTIMATORS as NAMES
+from grmpipe.config.algorithm_tables import ESTIMATORS, EstimatorKind
 from grmpipe.config.train import AlgorithmConfig
 
-COMPARING = sorted(set(NAMES) - {"gae_raw"})  # that one compares with nothing but what a critic expected
+COMPARING = sorted(set(ESTIMATORS) - {"gae_raw"})  # that one compares with nothing but what a critic expected
 ONE_RIGHT = np.array([1.0, -1.0, -1.0, -1.0])
 FEW_REWARDS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(-3, 3), min_size=2, max_size=7)
 
@@ -47,8 +47,15 @@ def estimated(name: str, *groups: list[Rewards], **keys: float) -> list[list[flo
     return [advantages_N.tolist() for group in found for advantages_N in group]
 
 
-def test_every_name_has_its_estimator() -> None:
-    assert set(ESTIMATORS) == set(NAMES)
+def first_token_only(group: Sequence[Rewards], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    return [np.zeros(1) for _ in group]
+
+
+def test_an_estimator_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ESTIMATORS, "short", EstimatorKind(function=f"{__name__}.first_token_only"))
+    assert estimated("short", [outcome(0.0), outcome(1.0)]) == [[0.0], [0.0]]
+    with pytest.raises(ValueError, match=r"^algorithm\.estimator: short must give .* for each sampled token"):
+        estimated("short", [outcome(0.0), outcome(1.0, num_tokens=2)])
 
 
 # -- own group -------------------------------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ def test_nearly_equal_rewards_do_not_explode(name: str, gap: float) -> None:
     assert max(abs(advantage) for (advantage,) in found) < 0.1
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_a_lone_reward_has_no_baseline(name: str) -> None:
     with pytest.raises(ValueError, match="min_valid_siblings"):
         estimated(name, [outcome(1.0)])
@@ -217,7 +224,7 @@ def test_better_steps_throughout_never_get_less_than_worse_ones(
 
 @settings(deadline=None)
 @given(group=st.lists(SCORES, min_size=2, max_size=6), k=st.integers(1, 5))
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"gae", "gae_raw"}))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae", "gae_raw"}))
 def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, group: list[float], k: int) -> None:
     """Also beside another group, where the batch is whitened."""
     for weight in (1.0, 0.3):
@@ -298,7 +305,7 @@ def test_reinforce_pp_baseline_takes_the_groups_mean_off_first() -> None:
     assert found == [pytest.approx([x / s], abs=1e-5) for x in (-0.5, 0.5, -1.5, 1.5)]
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_what_needs_only_its_group_is_the_same_alone_and_what_needs_the_batch_is_not(name: str) -> None:
     first, second = [outcome(0.0), outcome(1.0)], [outcome(2.0), outcome(7.0)]
     alone = estimated(name, first, pass_k=1) + estimated(name, second, pass_k=1)

@@ -13,7 +13,6 @@ from torch import Tensor
 from grmpipe.algorithm.losses import (
     AGGREGATIONS,
     KL_ESTIMATORS,
-    LOSSES,
     PolicyLoss,
     Scored,
     cispo,
@@ -22,12 +21,14 @@ from grmpipe.algorithm.losses import (
     gspo_token,
     k2_kl,
     k3_kl,
+    loss_of,
     policy_gradient,
+    policy_loss,
     ppo_clip,
 )
+from grmpipe.config.algorithm_tables import LOSSES, LossKind
 from grmpipe.config.train import AGGREGATIONS as AGGREGATION_NAMES
 from grmpipe.config.train import KL_ESTIMATORS as KL_NAMES
-from grmpipe.config.train import LOSSES as LOSS_NAMES
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -49,6 +50,10 @@ def scored(ratios: list[float], advantages: list[float], lengths: list[int] | No
     )
 
 
+def clips(low: float = 0.2, high: float = 0.2) -> AlgorithmConfig:
+    return AlgorithmConfig(clip_low=low, clip_high=high)
+
+
 def gradient(tokens: Scored, policy: PolicyLoss) -> list[float]:
     policy.loss_T.sum().backward()
     assert tokens.logprobs_T.grad is not None
@@ -56,26 +61,36 @@ def gradient(tokens: Scored, policy: PolicyLoss) -> list[float]:
 
 
 def test_every_name_has_its_function() -> None:
-    assert set(LOSSES) == set(LOSS_NAMES)
     assert set(KL_ESTIMATORS) == set(KL_NAMES)
     assert set(AGGREGATIONS) == set(AGGREGATION_NAMES)
 
 
+def one_for_all(tokens: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+    return PolicyLoss(loss_T=tokens.logprobs_T.sum(), clipped_T=torch.zeros(()))
+
+
+def test_a_loss_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be spread over all tokens."""
+    monkeypatch.setitem(LOSSES, "one_for_all", LossKind(function=f"{__name__}.one_for_all"))
+    with pytest.raises(ValueError, match=r"^algorithm\.loss: one_for_all gave a loss_T of shape \(\) for 2 tokens"):
+        policy_loss(scored([1.0, 1.0], [1, 1]), AlgorithmConfig(loss="one_for_all"))
+
+
 def test_ppo_clips_gains_and_keeps_losses() -> None:
-    policy = ppo_clip(scored([0.5, 1.0, 1.5, 0.5, 1.0, 1.5], [1, 1, 1, -1, -1, -1]), 0.2, 0.28)
+    policy = ppo_clip(scored([0.5, 1.0, 1.5, 0.5, 1.0, 1.5], [1, 1, 1, -1, -1, -1]), clips(0.2, 0.28))
     assert policy.loss_T.tolist() == pytest.approx([-0.5, -1.0, -1.28, 0.8, 1.0, 1.5])
     assert policy.clipped_T.tolist() == [0, 0, 1, 1, 0, 0]
 
 
 def test_a_clipped_token_has_no_gradient() -> None:
     tokens = scored([1.5, 1.1], [1, 1])
-    assert gradient(tokens, ppo_clip(tokens, 0.2, 0.2)) == pytest.approx([0.0, -1.1])
+    assert gradient(tokens, ppo_clip(tokens, clips())) == pytest.approx([0.0, -1.1])
 
 
 def test_dual_clip_bounds_what_was_bad_and_became_likely() -> None:
     """A < 0: the loss r |A| stops at 3 |A|. A > 0: as before."""
     tokens = scored([0.5, 2.0, 5.0, 5.0], [-2, -2, -2, 2])
-    policy = dual_clip(tokens, 0.2, 0.2, 3.0)
+    policy = dual_clip(tokens, AlgorithmConfig(dual_clip_ratio=3.0))
     assert policy.loss_T.tolist() == pytest.approx([1.6, 4.0, 6.0, -2.4])
     assert policy.clipped_T.tolist() == [1, 0, 1, 1]
     assert gradient(tokens, policy) == pytest.approx([0.0, 4.0, 0.0, 0.0])
@@ -85,7 +100,7 @@ def test_gspo_has_the_geometric_mean_of_a_sample() -> None:
     """Ratios 1.1 and 1.21 of one sample: s = 1.1^1.5; of the other 0.5 and 2: s = 1."""
     tokens = scored([1.1, 1.21, 0.5, 2.0], [2, 2, -1, -1], [2, 2])
     s = 1.1**1.5
-    policy = gspo(tokens, 0.2, 0.2)
+    policy = gspo(tokens, clips())
     assert policy.loss_T.tolist() == pytest.approx([-2 * s, -2 * s, 1.0, 1.0])
     # d s / d log pi_t = s / |y|; the loss stands on both tokens of a sample.
     assert gradient(tokens, policy) == pytest.approx([-2 * s, -2 * s, 1.0, 1.0])
@@ -93,7 +108,7 @@ def test_gspo_has_the_geometric_mean_of_a_sample() -> None:
 
 def test_gspo_clips_a_whole_sample() -> None:
     tokens = scored([1.001, 1.0, 1.0, 1.0005], [1, 1, 1, 1], [2, 2])
-    policy = gspo(tokens, 3e-4, 4e-4)
+    policy = gspo(tokens, clips(3e-4, 4e-4))
     assert policy.clipped_T.tolist() == [1, 1, 0, 0]
     assert policy.loss_T[0].item() == pytest.approx(-(1 + 4e-4))
     assert gradient(tokens, policy)[:2] == [0.0, 0.0]
@@ -102,13 +117,13 @@ def test_gspo_clips_a_whole_sample() -> None:
 def test_gspo_does_not_count_what_is_not_trained() -> None:
     tokens = scored([9.0, 1.1, 1.21], [0, 1, 1])
     tokens.loss_mask_T[0] = 0.0
-    assert gspo(tokens, 0.9, 0.9).loss_T.tolist() == pytest.approx([-(1.1**1.5)] * 3)
+    assert gspo(tokens, clips(0.9, 0.9)).loss_T.tolist() == pytest.approx([-(1.1**1.5)] * 3)
 
 
 def test_gspo_token_with_equal_advantages_has_gspos_value_and_gradient() -> None:
     ratios, advantages, lengths = [1.1, 1.21, 0.5, 1.9, 1.0], [2.0, 2.0, -1.0, -1.0, -1.0], [2, 3]
     whole, by_token = scored(ratios, advantages, lengths), scored(ratios, advantages, lengths)
-    first, second = gspo(whole, 0.2, 0.2), gspo_token(by_token, 0.2, 0.2)
+    first, second = gspo(whole, clips()), gspo_token(by_token, clips())
     assert second.loss_T.tolist() == pytest.approx(first.loss_T.tolist())
     assert gradient(by_token, second) == pytest.approx(gradient(whole, first))
 
@@ -116,12 +131,12 @@ def test_gspo_token_with_equal_advantages_has_gspos_value_and_gradient() -> None
 def test_gspo_token_takes_an_advantage_for_each_token() -> None:
     tokens = scored([1.1, 1.21], [2.0, -1.0])
     s = 1.1**1.5
-    assert gradient(tokens, gspo_token(tokens, 0.2, 0.2)) == pytest.approx([-2 * s, s])
+    assert gradient(tokens, gspo_token(tokens, clips())) == pytest.approx([-2 * s, s])
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     tokens = scored([0.5, 1.1, 3.0], [1.0, -2.0, 1.0])
-    policy = cispo(tokens, 0.2, 0.28)
+    policy = cispo(tokens, clips(0.2, 0.28))
     assert policy.loss_T.tolist() == pytest.approx([-0.8 * math.log(0.5), 2.2 * math.log(1.1), -1.28 * math.log(3.0)])
     assert policy.clipped_T.tolist() == [1, 0, 1]
     assert gradient(tokens, policy) == pytest.approx([-0.8, 2.2, -1.28])
@@ -129,7 +144,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 
 def test_the_plain_policy_gradient_has_no_ratio() -> None:
     tokens = scored([0.5, 3.0], [1.0, -2.0])
-    policy = policy_gradient(tokens)
+    policy = policy_gradient(tokens, clips())
     assert policy.loss_T.tolist() == pytest.approx([-math.log(0.5), 2 * math.log(3.0)])
     assert gradient(tokens, policy) == [-1.0, 2.0]
 
@@ -138,7 +153,7 @@ def test_the_plain_policy_gradient_has_no_ratio() -> None:
 def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
     """At r = 1 all are -A grad log pi; GSPO's stands on every token and is divided by their number."""
     tokens = scored([1.0, 1.0, 1.0], [1.5, 1.5, 1.5])
-    assert gradient(tokens, LOSSES[name](tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
+    assert gradient(tokens, loss_of(name)(tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
 
 
 # -- against numpy ---------------------------------------------------------------------------------------------------
@@ -173,7 +188,7 @@ def test_the_loss_is_numpys_sample_by_sample(name: str) -> None:
         loss_mask_T=torch.ones(12, dtype=torch.float64),
         sample_lengths_S=torch.tensor(lengths),
     )
-    ours = LOSSES[name](tokens, AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.3, dual_clip_ratio=3.0))
+    ours = loss_of(name)(tokens, AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.3, dual_clip_ratio=3.0))
     parts = zip(*(np.split(x, np.cumsum(lengths)[:-1]) for x in (logprobs, proximal, advantages)), strict=True)
     expected = [numpy_loss(name, np.exp(lp - prox), lp, a) for lp, prox, a in parts]
     np.testing.assert_allclose(ours.loss_T.numpy(), np.concatenate(expected), atol=1e-12)
@@ -225,8 +240,8 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
         loss_mask_T=torch.ones(2),
         sample_lengths_S=torch.tensor([2]),
     )
-    for name, loss in LOSSES.items():
-        assert loss(tokens, AlgorithmConfig(loss=name)).loss_T.isfinite().all()
+    for name in LOSSES:
+        assert loss_of(name)(tokens, AlgorithmConfig(loss=name)).loss_T.isfinite().all()
 
 
 # -- aggregation -----------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def arithmetic(survey: Survey) -> str:
     wanted = train.num_steps * train.groups_per_batch
     judgements = train.groups_per_batch * judge.judgements_of_group(train.group_size) if config.judged_by_model else 0
     asked = f"{rollouts} rollouts x {judge.num_judgements} judgements = {judgements} judgements"
-    if judge.protocol in ("listwise", "pairwise"):
+    if judge.protocol_kind.compares:
         asked = f"{judgements} {judge.protocol} judgements"
     judged = f"{asked}, at most {judgements * judge.max_new_tokens} tokens"
     return "\n".join([

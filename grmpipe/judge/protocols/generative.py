@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
+from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig
 from grmpipe.judge.base import judge_alone
 from grmpipe.judge.grm import Grm
@@ -11,20 +13,10 @@ from grmpipe.judge.grm_client import Asker
 from grmpipe.judge.meta_rm import MetaScorer
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.judge.protocols.base import Court
-from grmpipe.judge.protocols.listwise import ListwiseHearing
-from grmpipe.judge.protocols.pairwise import PairwiseHearing
-from grmpipe.judge.protocols.pointwise import PointwiseHearing
 from grmpipe.judge.protocols.steps import Decode
 from grmpipe.types import Hearing, JudgeReport, Prompt, Rollout
 
-# A new protocol is a hearing, a row, a template and a YAML.
-HEARINGS: dict[str, Callable[[Court, Prompt, str, int], Hearing]] = {
-    "pointwise": PointwiseHearing,
-    "rubric": PointwiseHearing,
-    "steps": PointwiseHearing,
-    "listwise": ListwiseHearing,
-    "pairwise": PairwiseHearing,
-}
+Open = Callable[[Court, Prompt, str, int], Hearing]
 
 
 class GenerativeJudge:
@@ -32,7 +24,7 @@ class GenerativeJudge:
 
     seed:   makes every judgement repeatable by its request_id.
     meta:   guides the votes `weighted` and `best`.
-    decode: the policy's tokens as text, for the protocol `steps`.
+    decode: the policy's tokens as text, for a protocol that scores steps.
     """
 
     def __init__(
@@ -41,7 +33,7 @@ class GenerativeJudge:
         if config.vote in VOTES_WITH_META and meta is None:
             raise ValueError(f"vote: {config.vote} needs a meta-RM, and there is none; type judge.vote=mean")
         ahead = config.principles == "ahead"
-        self._open = HEARINGS[config.protocol]
+        self._open = cast(Open, found_at(config.protocol_kind.session, "judge.protocol"))
         self._court = Court(
             asker=Asker(grm, config, seed),
             config=config,

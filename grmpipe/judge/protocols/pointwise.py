@@ -1,4 +1,4 @@
-"""Hearings of rollouts one by one: as a whole, by the criteria of a rubric, or step by step. Compares no siblings."""
+"""The hearing of rollouts one by one, each as a whole. Compares no siblings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from grmpipe.judge.meta_rm import JudgedResponses
 from grmpipe.judge.protocols.base import Court
 from grmpipe.judge.protocols.early_stop import Stop, is_sure
 from grmpipe.judge.protocols.sampling import IN_FULL, Panel, Results, convene
-from grmpipe.judge.protocols.steps import steps_of
-from grmpipe.judge.verdict import COMPONENT, agreement, all_failed, mean, outcome_place, unasked
+from grmpipe.judge.verdict import COMPONENT, agreement, all_failed, mean, outcome_place
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Sitting, StopAudit, Verdict
 from models.seeds import derive_seed
 
@@ -33,29 +32,6 @@ class Matter:
         return math.fsum(weight * score for weight, score in zip(self.weights, scores, strict=True))
 
 
-def matter_of(court: Court, prompt: Prompt, rollout: Rollout) -> Matter | Failed:
-    protocol = court.config.protocol
-    if protocol == "rubric":
-        if not prompt.rubric:
-            detail = f"prompt {prompt.prompt_id} has no rubric"
-            return unasked("refused", detail)
-        total = math.fsum(criterion.weight for criterion in prompt.rubric)
-        weights = tuple(criterion.weight / total for criterion in prompt.rubric)
-        return Matter(texts=(rollout.text,), weights=weights, places=(outcome_place(rollout),))
-    if protocol == "steps":
-        assert court.decode is not None
-        steps = steps_of(rollout, court.config.step_end, court.config.max_steps, court.decode)
-        share = 1 / len(steps)
-        return Matter(
-            texts=tuple(step.text for step in steps),
-            weights=(share,) * len(steps),
-            places=tuple(
-                RewardSpan(turn=step.turn, start=step.start, end=step.end, value=0.0, share=share) for step in steps
-            ),
-        )
-    return Matter(texts=(rollout.text,), weights=(1.0,), places=(outcome_place(rollout),))
-
-
 class PointwiseHearing:
     """A rollout is judged as soon as it has ended. Of its siblings only the spread of their scores is looked at."""
 
@@ -65,6 +41,10 @@ class PointwiseHearing:
         self._principles = court.principles_of(prompt, group_id)
         self._rollouts: dict[int, Rollout] = {}
         self._means: dict[int, float] = {}  # by sibling, so far
+
+    def matter_of(self, rollout: Rollout) -> Matter | Failed:
+        """What gets scores, or why there is nothing."""
+        return Matter(texts=(rollout.text,), weights=(1.0,), places=(outcome_place(rollout),))
 
     def begin(self) -> Sequence[Sitting]:
         return self._principles.sittings()
@@ -84,7 +64,7 @@ class PointwiseHearing:
         return {sibling: self._principles.told_in(report)}
 
     async def _judged(self, rollout: Rollout, principles: str | None, priority: int) -> JudgeReport:
-        matter = matter_of(self._court, self._prompt, rollout)
+        matter = self.matter_of(rollout)
         if isinstance(matter, Failed):
             return JudgeReport(verdict=matter, failures=(matter,))
         asked_for = self._court.prompt(self._prompt, matter.texts, principles)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grmpipe.algorithm.advantages import ESTIMATORS, estimate
+from grmpipe.algorithm.advantages import estimate
 from grmpipe.algorithm.rewards import Rewards, Values, charged_by_token, rewards_of, shaped
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.kl_in_reward import Kl, rollout_key
@@ -53,7 +53,7 @@ def earned(
     values: Values | None = None,
 ) -> Rewards:
     """What advantages and value targets are estimated from: rewards less penalties, and what was expected."""
-    key, by_token = rollout_key(rollout), ESTIMATORS[algorithm.estimator].by_token
+    key, by_token = rollout_key(rollout), algorithm.estimator_kind.by_token
     kl_N = None if kl is None else kl[key]
     rewards = shaped(rewards_of(rollout, verdict), rollout, algorithm, max_new_tokens, None if by_token else kl_N)
     if by_token and kl_N is not None:

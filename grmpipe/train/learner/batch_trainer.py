@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grmpipe.algorithm.advantages import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.kl_in_reward import Kl, kl_of_rollouts
 from grmpipe.train.batching.packer import Packer, Round, rounds_of
@@ -63,7 +62,7 @@ class BatchTrainer:
 
     @property
     def _waits_for_batch(self) -> bool:
-        return ESTIMATORS[self._algorithm.estimator].need == "batch"
+        return self._algorithm.estimator_kind.need == "batch"
 
     @property
     def _kl_is_in_reward(self) -> bool:

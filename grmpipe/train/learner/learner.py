@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.losses import AGGREGATIONS, loss_of
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner.batch_metrics import Meter
@@ -109,6 +109,7 @@ class Learner:
     """
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        loss_of(spec.algorithm.loss)  # one that can't be imported on this machine is refused before anything is loaded
         self._spec = spec
         self._rank = rank
         self._device = choose_device(spec.device, rank)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import PARSERS as PARSER_NAMES
-from grmpipe.config.judge import PROTOCOLS, SHIPPED_TEMPLATES, VOTES_WITH_META, EarlyStopConfig, JudgeConfig
 from grmpipe.config.judge import RULES as RULE_NAMES
 from grmpipe.config.judge import VOTES as VOTE_NAMES
+from grmpipe.config.judge import VOTES_WITH_META, EarlyStopConfig, JudgeConfig
+from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.parse import PARSERS
-from grmpipe.judge.prompt import SHOWN, TEMPLATES
-from grmpipe.judge.protocols.generative import HEARINGS
+from grmpipe.judge.prompt import TEMPLATES
 from grmpipe.judge.rule import RULES
 from grmpipe.judge.verdict import VOTES
 
@@ -24,7 +24,6 @@ def test_defaults_are_valid() -> None:
 def test_settings_and_tables_know_the_same_names() -> None:
     assert (set(PARSER_NAMES), set(RULE_NAMES)) == (set(PARSERS), set(RULES))
     assert set(VOTE_NAMES) == {*VOTES, *VOTES_WITH_META}
-    assert set(PROTOCOLS) == set(HEARINGS) == set(SHOWN)
 
 
 def test_every_shipped_template_says_its_parser_and_protocol() -> None:
@@ -96,7 +95,10 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
             r"^parser: score_line reads one score, .*judge\.parser=boxed",
         ),
         ({**PAIRS, "num_judgements": 3}, r"^num_judgements: each pair is judged .*judge\.num_judgements=4"),
-        ({**PAIRS, "num_judgements": 2, "vote": "mean"}, r"^vote: a pair is decided by the majority"),
+        (
+            {**PAIRS, "num_judgements": 2, "vote": "mean"},
+            r"^vote: pairwise judgements are decided by majority, not by mean",
+        ),
         (
             {"protocol": "listwise", "template": "pointwise", "parser": "boxed"},
             r"^template: .* for the pointwise .*judge=listwise",

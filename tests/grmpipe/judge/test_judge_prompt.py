@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.config.judge import SHIPPED_TEMPLATES, Scale
+from grmpipe.config.judge import Scale
+from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, fenced
 from grmpipe.types import Criterion, Prompt

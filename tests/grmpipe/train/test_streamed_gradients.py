@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.losses import AGGREGATIONS, LOSSES
+from grmpipe.algorithm.losses import AGGREGATIONS
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.config.algorithm_tables import LOSSES
 from grmpipe.config.train import (
     CORRECTIONS,
     KL_ESTIMATORS,

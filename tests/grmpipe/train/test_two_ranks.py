@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grmpipe.algorithm.losses import AGGREGATIONS, LOSSES
+from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.config.algorithm_tables import LOSSES
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.algorithm.advantages import ESTIMATORS
+from grmpipe.config.algorithm_tables import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.verdict import only_finite
 from grmpipe.train.batching.samples import count, split_rollout, to_samples

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from grmpipe.algorithm.advantages import ESTIMATORS
+from grmpipe.config.algorithm_tables import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.bin_packing import work
 from grmpipe.train.batching.packer import Round, pack_families

@@ -1,0 +1,100 @@
+"""Losses and estimators by name: where the function of each is, and what others must know of it. Imports none of them.
+
+A new one is a function, a row here, a YAML in conf/algorithm/ and a test. One of the user's own is named by its dotted
+path: that of a function, or of a LossKind or an EstimatorKind where the defaults below don't fit it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from grmpipe.config.dotted_path import check_takes, found_at, is_dotted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossKind:
+    """A loss of the policy.
+
+    function:  dotted path of (Scored, AlgorithmConfig) -> PolicyLoss, see grmpipe/algorithm/losses.py.
+    has_ratio: it weighs tokens by r = pi_theta / pi_prox. Without r it fits no policy but the one that pi_prox is.
+    """
+
+    function: str
+    has_ratio: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorKind:
+    """An estimator of advantages.
+
+    function:     dotted path. need=group: (Group, AlgorithmConfig) -> [N] for each sibling; need=batch: (list of
+                  groups, AlgorithmConfig) -> the same for each group, see grmpipe/algorithm/advantages.py.
+    need:         what must be there before it can be asked. One that needs a group is asked group by group, and its
+                  samples are trained while the rest of the batch still rolls out.
+    compares:     what of siblings must differ for them to teach anything.
+    by_token:     a KL in the reward is paid token by token, so that no token pays for an earlier one; else by step.
+    needs_critic: it estimates from a critic's values.
+    uses_pass_k:  it compares choices of `algorithm.pass_k` siblings, of which a group must have several.
+    """
+
+    function: str
+    need: Literal["group", "batch"] = "group"
+    compares: Literal["outcomes", "steps"] = "outcomes"
+    by_token: bool = False
+    needs_critic: bool = False
+    uses_pass_k: bool = False
+
+
+LOSSES: dict[str, LossKind] = {
+    "ppo_clip": LossKind(function="grmpipe.algorithm.losses.ppo_clip"),
+    "dual_clip": LossKind(function="grmpipe.algorithm.losses.dual_clip"),
+    "gspo": LossKind(function="grmpipe.algorithm.losses.gspo"),
+    "gspo_token": LossKind(function="grmpipe.algorithm.losses.gspo_token"),
+    "cispo": LossKind(function="grmpipe.algorithm.losses.cispo"),
+    "policy_gradient": LossKind(function="grmpipe.algorithm.losses.policy_gradient", has_ratio=False),
+}
+
+ESTIMATORS: dict[str, EstimatorKind] = {
+    "grpo": EstimatorKind(function="grmpipe.algorithm.advantages.grpo"),
+    "dr_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.dr_grpo"),
+    "rloo": EstimatorKind(function="grmpipe.algorithm.advantages.rloo"),
+    "reinforce_pp": EstimatorKind(function="grmpipe.algorithm.advantages.reinforce_pp", need="batch", by_token=True),
+    "reinforce_pp_baseline": EstimatorKind(function="grmpipe.algorithm.advantages.reinforce_pp_baseline", need="batch"),
+    "pass_at_k": EstimatorKind(function="grmpipe.algorithm.advantages.pass_at_k", uses_pass_k=True),
+    "process": EstimatorKind(function="grmpipe.algorithm.advantages.process", compares="steps"),
+    "process_grpo": EstimatorKind(function="grmpipe.algorithm.advantages.process_grpo", compares="steps"),
+    "gae": EstimatorKind(
+        function="grmpipe.algorithm.advantages.gae_whitened", need="batch", by_token=True, needs_critic=True
+    ),
+    "gae_raw": EstimatorKind(function="grmpipe.algorithm.advantages.gae_raw", by_token=True, needs_critic=True),
+}
+
+Kind = TypeVar("Kind", LossKind, EstimatorKind)
+
+
+@functools.cache
+def loss_named(name: str, key: str = "loss") -> LossKind:
+    """Of a row of LOSSES, or of a dotted path. Raises ValueError that begins with the key."""
+    return _named(name, key, LOSSES, LossKind, ("scored", "algorithm"))
+
+
+@functools.cache
+def estimator_named(name: str, key: str = "estimator") -> EstimatorKind:
+    """Of a row of ESTIMATORS, or of a dotted path. Raises ValueError that begins with the key."""
+    return _named(name, key, ESTIMATORS, EstimatorKind, ("group", "algorithm"))
+
+
+def _named(name: str, key: str, table: Mapping[str, Kind], make: type[Kind], arguments: tuple[str, ...]) -> Kind:
+    """What is the user's own is imported and looked at here, before anything starts."""
+    if name in table:
+        return table[name]
+    if not is_dotted(name):
+        known = f"{', '.join(table)}, and the dotted path of a function of yours, as my_module.my_function"
+        raise ValueError(f"{key}: unknown value {name!r}; known: {known}")
+    found = found_at(name, key)
+    kind = found if isinstance(found, make) else make(function=name)
+    check_takes(kind.function, key, arguments)
+    return kind
