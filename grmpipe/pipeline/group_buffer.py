@@ -11,7 +11,7 @@ from grmpipe.pipeline.counters import without_signal
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.interfaces import Journal
 from grmpipe.pipeline.stall_times import Waits
-from grmpipe.types import JudgedGroup
+from grmpipe.types import GroupEnd, JudgedGroup
 from scheduler.admission import Admission
 
 
@@ -114,15 +114,16 @@ class Flight:
         step = self.admission.version
         for judged in batch:
             group = self.groups.pop(judged.group_id)
-            self._journal.group_ended(
-                group.group_id,
-                group.draw,
-                group.prompt.prompt_id,
-                "trained",
+            end = GroupEnd(
+                group_id=group.group_id,
+                draw=group.draw,
+                prompt_id=group.prompt.prompt_id,
+                outcome="trained",
                 step=step,
                 version=judged.version,
                 early=group.group_id in early,
             )
+            self._journal.group_ended(end)
         self.admission.check()
         assert set(self.groups) == set(self.admission.in_flight)
         self._room.set()
@@ -139,7 +140,10 @@ class Flight:
         group = self.groups.pop(group_id)
         self.waits.gone(group_id)
         self.admission.drop(group_id, cause)
-        self._journal.group_ended(group_id, group.draw, group.prompt.prompt_id, "dropped", cause=cause)
+        end = GroupEnd(
+            group_id=group_id, draw=group.draw, prompt_id=group.prompt.prompt_id, outcome="dropped", cause=cause
+        )
+        self._journal.group_ended(end)
         self._room.set()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.play import Play
 from grmpipe.pipeline.stall_times import WaitTimes
-from grmpipe.types import Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
+from grmpipe.types import GroupEnd, Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.weights.weight_sync import SyncReport
@@ -48,17 +48,7 @@ class Journal(Protocol):
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None: ...
 
-    def group_ended(
-        self,
-        group_id: str,
-        draw: int,
-        prompt_id: str,
-        outcome: Literal["trained", "dropped"],
-        step: int | None = None,
-        cause: str | None = None,
-        version: int | None = None,
-        early: bool = False,
-    ) -> None: ...
+    def group_ended(self, end: GroupEnd) -> None: ...
 
 
 class JudgeWatch(Protocol):

@@ -166,9 +166,7 @@ class ReplayRun:
         told |= truth_metrics(groups, rule_of(self._config.judge))
         self._observers.tracker.log(step, told | metrics)
         for end in self._recorded.steps[step - 1]:
-            self._observers.recorder.group_ended(
-                end.group_id, end.draw, end.prompt_id, "trained", step=step, version=end.version, early=end.early
-            )
+            self._observers.recorder.group_ended(dataclasses.replace(end, step=step))
 
     # -- cuts and ends -------------------------------------------------------------------------------------------------
 

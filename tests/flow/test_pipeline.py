@@ -33,6 +33,7 @@ from grmpipe.pipeline.stall_times import WaitTimes
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.types import (
     Failed,
+    GroupEnd,
     JudgedGroup,
     JudgeReport,
     Metrics,
@@ -85,11 +86,11 @@ class Journal:
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         self.verdicts[rollout.group_id, rollout.sibling] += 1
 
-    def group_ended(self, group_id, draw, prompt_id, outcome, step=None, cause=None, version=None, early=False) -> None:
-        assert group_id not in self.ends, f"{group_id} ended twice"
-        self.ends[group_id] = cause or outcome
-        self.prompts[prompt_id] = cause or outcome
-        self.early += [group_id] if early else []
+    def group_ended(self, end: GroupEnd) -> None:
+        assert end.group_id not in self.ends, f"{end.group_id} ended twice"
+        self.ends[end.group_id] = end.cause or end.outcome
+        self.prompts[end.prompt_id] = end.cause or end.outcome
+        self.early += [end.group_id] if end.early else []
 
 
 @dataclass

@@ -25,7 +25,7 @@ from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
 from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.train.learner.offload import TrainerByTurns, begin_turn
-from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
+from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Completion,
@@ -403,8 +403,8 @@ class Run:
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         self.check_deadline(rollout.group_id)
 
-    def group_ended(self, group_id, draw, prompt_id, outcome, step=None, cause=None, version=None, early=False) -> None:
-        self.ends[group_id] += 1
+    def group_ended(self, end: GroupEnd) -> None:
+        self.ends[end.group_id] += 1
 
     # -- what befalls it -----------------------------------------------------------------------------------------------
 
