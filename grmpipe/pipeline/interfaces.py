@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,7 +36,9 @@ class Trainer(Protocol):
         in their last bits."""
         ...
 
-    async def step(self) -> Metrics: ...
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+        """End the batch: the groups that were taken since the last step, in that order."""
+        ...
 
     async def discard(self) -> None: ...
 

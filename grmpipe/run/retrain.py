@@ -151,7 +151,7 @@ class ReplayRun:
             await trainer.take(group)
             if end.early:
                 await trainer.while_waiting()
-        learnt = await trainer.step()
+        learnt = await trainer.step(groups)
         ended_s = time.monotonic()
         self._steps_done += 1
         self._busy_s += ended_s - read_s

@@ -195,7 +195,8 @@ class Learner:
         assert self.residence == "everything"
         return False
 
-    async def step(self) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+        assert list(batch) == self._taken, "trained what it did not take"
         async with self._hold:
             assert self.residence == "everything"
             await asyncio.sleep(self.rng.uniform(0.1, 3.0))
@@ -394,7 +395,7 @@ class Run:
         return report
 
     async def after_step(self, report: StepReport) -> None:
-        self.pipeline.admission.check()
+        self.pipeline.buffer.check()
 
     def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
         check_whole(f"{rollout.group_id}/{rollout.sibling}/t0", rollout.turns[0].completion)
@@ -453,7 +454,7 @@ class Run:
         if self.pool is not None:
             loops |= {"balance": self.pool.run(), "slots": self.look_at_slots()}
         await run_until(main(), **loops)
-        for group_id in self.pipeline.admission.in_flight:
+        for group_id in self.pipeline.buffer.groups:
             self.check_deadline(group_id)
 
 
@@ -499,8 +500,8 @@ def ran(world: World) -> Run:
 def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
     """Promise 2, 3, 5 and 7, and no slot that idles beside work for longer than a switch and a look take."""
     run = ran(world)
-    ledger, steps = run.pipeline.admission, run.learner.steps
-    assert ledger.submitted == ledger.trained + ledger.dropped.total() + len(ledger.in_flight)
+    ledger, steps = run.pipeline.ledger, run.learner.steps
+    assert ledger.submitted == ledger.trained + ledger.dropped.total() + ledger.in_flight
     assert ledger.trained == world.num_steps * world.groups_per_batch
     assert set(run.ends.values()) == {1}, "a group that ended twice"
     for version, groups in enumerate(steps):
