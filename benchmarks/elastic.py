@@ -191,7 +191,7 @@ class Trainer:
     async def while_waiting(self) -> bool:
         return False
 
-    async def step(self) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
         await self._weights.step()
         return {}
 

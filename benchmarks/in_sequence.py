@@ -15,7 +15,7 @@ from pathlib import Path
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.play import Seat
 from grmpipe.judge.base import judge_alone
-from grmpipe.pipeline.group import Group
+from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.interfaces import Cut, FlowConfig, Parts, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.run.components import make_parts
@@ -78,10 +78,10 @@ async def step_in_sequence(parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[St
     moments_s.append(clock())
     await asyncio.gather(*(judge(parts, group, rollout) for group in groups for rollout in group.rollouts))
     moments_s.append(clock())
-    for group in groups:
-        if group.state != "failed":
-            await parts.trainer.take(group.judged())
-    await parts.trainer.step()
+    batch = [group.judged() for group in groups if group.state is GroupState.READY]
+    for group in batch:
+        await parts.trainer.take(group)
+    await parts.trainer.step(batch)
     moments_s.append(clock())
     await parts.push_weights(cut.version + 1)
     moments_s.append(clock())

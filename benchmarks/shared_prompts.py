@@ -73,7 +73,7 @@ async def step(trainer: BatchTrainer, groups: Sequence[JudgedGroup], way: bool) 
     began_s = time.perf_counter()
     for group in groups:
         await trainer.take(group)
-    metrics = await trainer.step()
+    metrics = await trainer.step(groups)
     return Step(seconds=time.perf_counter() - began_s, num_tokens=packed_tokens(groups, way), metrics=metrics)
 
 

@@ -180,6 +180,27 @@ class JudgedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEnd:
+    """How a group ended: a line of groups.jsonl.
+
+    draw:    the index of its prompt in the order of the data.
+    step:    that trained it; None where it was dropped.
+    cause:   why it was dropped; None where it was trained.
+    version: the lowest of its sampled tokens; None where it was dropped.
+    early:   whether the learner went on with what it had before the next group of the batch came.
+    """
+
+    group_id: str
+    draw: int
+    prompt_id: str
+    outcome: Literal["trained", "dropped"]
+    step: int | None = None
+    cause: str | None = None
+    version: int | None = None
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankedResponses:
     """Two responses or more to a prompt, and which of them is truly the best: for measuring and training judges."""
 

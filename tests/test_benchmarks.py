@@ -84,7 +84,7 @@ class RecordingParts:
     async def while_waiting(self) -> bool:
         return False
 
-    async def step(self) -> dict[str, float]:
+    async def step(self, batch) -> dict[str, float]:  # type: ignore[no-untyped-def]
         await self.lasting("step", 0.001)
         return {}
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import Journal, Mark, read_records
@@ -18,9 +17,8 @@ from grmpipe.observe.records import (
     encode_report,
     encode_rollout,
 )
-from grmpipe.types import JudgeReport, Prompt, Rollout
+from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 
-Outcome = Literal["trained", "dropped"]
 ROLLOUTS, JUDGEMENTS, GROUPS = "rollouts.jsonl", "judgements.jsonl", "groups.jsonl"
 
 
@@ -68,25 +66,13 @@ class Recorder:
             self._note_begin(self._judgements, rollout.group_id)
             self._judgements.append({**who, **encode_report(report)})
 
-    def group_ended(
-        self,
-        group_id: str,
-        draw: int,
-        prompt_id: str,
-        outcome: Outcome,
-        step: int | None = None,
-        cause: str | None = None,
-        version: int | None = None,
-        early: bool = False,
-    ) -> None:
-        """Trained: at which step, sampled by which version at the oldest, and whether the learner went on with what it
-        held before the next group came. Dropped: by which cause."""
+    def group_ended(self, end: GroupEnd) -> None:
+        """The line holds only what is known: see GroupEnd."""
         for begins in self._begins.values():
-            begins.pop(group_id, None)
+            begins.pop(end.group_id, None)
         with self._guard.watch(self._groups.path.name):
-            known = {"step": step, "cause": cause, "version": version, "early": early or None}
-            ended = {"group_id": group_id, "draw": draw, "prompt_id": prompt_id, "outcome": outcome}
-            self._groups.append({**ended, **{key: value for key, value in known.items() if value is not None}})
+            known = {**asdict(end), "early": end.early or None}
+            self._groups.append({key: value for key, value in known.items() if value is not None})
 
     def _note_begin(self, journal: Journal, group_id: str) -> None:
         begins = self._begins[journal.path.name]
@@ -106,21 +92,6 @@ class RecordedRollout:
     draw: int
     prompt: Prompt
     rollout: Rollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEnd:
-    """A line of groups.jsonl, as `Recorder.group_ended` says. step and version are known of trained groups, the cause
-    of dropped ones."""
-
-    group_id: str
-    draw: int
-    prompt_id: str
-    outcome: Outcome
-    step: int | None = None
-    cause: str | None = None
-    version: int | None = None
-    early: bool = False
 
 
 def load_rollouts(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[RecordedRollout]:

@@ -14,7 +14,7 @@ from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.interfaces import StepReport
 from grmpipe.pipeline.stall_times import WaitTimes
 from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
-from scheduler.admission import Admission
+from scheduler.admission import Ledger
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class Tally:
 
 
 def step_metrics(
-    report: StepReport, counts: Counts, ledger: Admission, is_right: Rule, algorithm: AlgorithmConfig
+    report: StepReport, counts: Counts, ledger: Ledger, is_right: Rule, algorithm: AlgorithmConfig
 ) -> Metrics:
     """Everything that one step is told by."""
     return {
@@ -141,7 +141,7 @@ def step_metrics(
         "sync/bytes": float(report.sync.num_bytes),
         "sync/skipped_bytes": float(report.sync.num_skipped_bytes),
         "sync/probe_error_nats": report.sync.probe_error,
-        "groups/in_flight": float(len(ledger.in_flight)),
+        "groups/in_flight": float(ledger.in_flight),
         **{f"groups/dropped_{cause}": float(count) for cause, count in ledger.dropped.items()},
     }
 

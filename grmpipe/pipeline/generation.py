@@ -1,4 +1,4 @@
-"""From prompts to judged groups: admits, plays, judges, and ends groups at their deadline. Trains none."""
+"""From prompts to judged groups: admits, plays, judges, and ends groups at their deadline. Holds and trains none."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from grmpipe.envs.play import RolloutAborted, Seat
 from grmpipe.judge.verdict import only_finite
 from grmpipe.pipeline.counters import Tally
 from grmpipe.pipeline.group import Group
-from grmpipe.pipeline.group_buffer import Flight, describe
-from grmpipe.pipeline.interfaces import KILLED_ENGINES, Cut, FlowConfig, Kept, Parts
+from grmpipe.pipeline.group_buffer import GroupBuffer
+from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, Kept, Parts
 from grmpipe.pipeline.rollout_gate import PolicyFitness
-from grmpipe.types import Hearing, JudgeReport, Prompt, Rollout, Sitting, Verdict
+from grmpipe.types import Hearing, JudgeReport, Prompt, Sitting, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused
 from scheduler.clock import ActiveClock, Hold
 from scheduler.routing.router import RequestKillsEngines
-from scheduler.stream import Stage
+from scheduler.stream import BusyMeter, Stage
 from scheduler.weights.weight_sync import SyncReport
 
 log = logging.getLogger(__name__)
@@ -28,24 +28,21 @@ UNBOUNDED = 1 << 30
 
 
 class Producer:
-    """Opens groups while there is room, and brings each to its end: complete, partial or failed."""
+    """Opens groups while there is room, and brings each to its end. The buffer holds them: it holds none itself."""
 
     def __init__(
         self,
         parts: Parts,
         config: FlowConfig,
-        flight: Flight,
+        buffer: GroupBuffer,
+        engines: BusyMeter,
         clock: ActiveClock,
         tally: Tally,
-        cut: Cut,
-        kept: Mapping[int, Kept],
+        judge_version: int,
     ) -> None:
-        """`clock`: of the deadlines. `kept` holds, by draw, the work that a resume found."""
-        self.judge_version = cut.judge_version
-        self.next_draw = cut.next_draw
-        self.to_restore = dict(sorted(cut.in_flight.items()))  # draw -> group_id
+        """engines: runs while rollouts or judgements are in flight. clock: of the deadlines."""
+        self.judge_version = judge_version
         self.judging_hold = Hold(clock)  # while it is held no sitting begins
-        engines = flight.waits.engines
         self.playing: Stage[tuple[Group, int]] = Stage(
             "play",
             self._play,
@@ -69,46 +66,32 @@ class Producer:
         self._fitness = PolicyFitness.of(config)
         self._parts = parts
         self._config = config
-        self._flight = flight
+        self._buffer = buffer
         self._clock = clock
         self._tally = tally
-        self._kept = dict(kept)
-        self._hearings: dict[str, Hearing] = {}  # of open groups
-        self._begun: set[str] = set()  # of these, where the judge has begun
         self._num_sitting = 0  # sittings under way
-        self._deadlines: dict[str, float] = {}
-        self._running: set[str] = set()  # groups whose first token came
 
     # -- admit ---------------------------------------------------------------------------------------------------------
 
     async def admit(self) -> None:
         """Returns when the prompts are over."""
-        for draw, group_id in list(self.to_restore.items()):
-            await self._open(draw, self._parts.prompts.at(draw), group_id)
+        for draw in self._buffer.draws_to_reopen:
+            await self._open(draw, self._parts.prompts.at(draw))
         while True:
             await self._parts.watch.until_fit(self._clock)
-            await self._flight.until_room()
+            await self._buffer.until_room()
             await self._fitness.until_fit(self._clock)
+            draw = self._buffer.next_draw
             try:
-                prompt = self._parts.prompts.at(self.next_draw)
+                prompt = self._parts.prompts.at(draw)
             except EndOfData:
-                self._flight.no_more_prompts()
+                self._buffer.no_more_prompts()
                 return
-            draw, self.next_draw = self.next_draw, self.next_draw + 1
-            await self._open(draw, prompt, f"{self._config.group_prefix}{draw:06d}")
+            await self._open(draw, prompt)
 
-    async def _open(self, draw: int, prompt: Prompt, group_id: str) -> None:
+    async def _open(self, draw: int, prompt: Prompt) -> None:
         """Open the group of a draw with what is kept of it, and send the rest of its siblings to play."""
-        kept = self._kept.pop(draw, Kept(group_id=group_id))
-        group = Group(
-            group_id=kept.group_id,
-            draw=draw,
-            prompt=prompt,
-            size=self._config.group_size,
-            min_valid_siblings=self._config.min_valid_siblings,
-        )
-        self.to_restore.pop(draw, None)
-        self._flight.open(group, version=min((r.oldest_version for r in kept.rollouts), default=None))
+        group, kept = self._buffer.open(draw, prompt)
         if self._parts.too_long(prompt):
             log.warning("prompt %s is longer than the model's context window: skipped", prompt.prompt_id)
             self._fail(group, "prompt_too_long")
@@ -116,7 +99,7 @@ class Producer:
         if kept.killed_engines:
             self._fail(group, KILLED_ENGINES, "before the resume")
             return
-        self._set_deadline(group)
+        self._buffer.set_deadline(group)
         await self.expiring.put(group)
         await self._hear(group, kept)
         for sibling in group.missing_rollouts():
@@ -124,20 +107,17 @@ class Producer:
 
     async def _hear(self, group: Group, kept: Kept) -> None:
         """Open the judging of a group: with verdicts that are kept, and what is to do on the rollouts without one."""
-        hearing = self._hearings[group.group_id] = self._parts.judge.open(group.prompt, group.group_id, group.size)
+        hearing = group.hearing = self._parts.judge.open(group.prompt, group.group_id, group.size)
         to_judge = [*hearing.begin()]
         reports = kept.reports if self._still_holds(kept.reports, group.size) else {}
         for rollout in kept.rollouts:
-            self._add_rollout(group, rollout)
+            self._buffer.add_rollout(group, rollout, journalled=not kept.renamed)
             to_judge += hearing.add(rollout)
-            report = reports.get(rollout.sibling)
-            if kept.renamed:
-                self._parts.journal.rollout(group.draw, group.prompt, rollout)
-            if kept.renamed and report is not None:
-                self._parts.journal.judged(rollout, report)
-            if report is not None and group.add_verdict(rollout.sibling, report.verdict) and group.state != "open":
-                self._ended(group)
-                return
+            if (report := reports.get(rollout.sibling)) is not None:
+                self._buffer.add_report(group, rollout.sibling, report, journalled=not kept.renamed)
+        if not group.is_open:
+            self._ended(group)
+            return
         for sitting in to_judge:
             await self.judging.put((group, hearing, sitting))
 
@@ -152,28 +132,22 @@ class Producer:
 
     async def _play(self, item: tuple[Group, int]) -> None:
         group, sibling = item
-        if group.state != "open":
+        if not group.is_open:
             return
         seed = derive_seed(self._config.seed, f"{group.group_id}/{sibling}")
         seat = Seat(group_id=group.group_id, sibling=sibling, seed=seed)
         try:
-            rollout = await self._parts.play(seat, group.prompt, lambda: self._started(group))
+            rollout = await self._parts.play(seat, group.prompt, lambda: self._buffer.first_token(group))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
             self._fail(group, cause_of(error), str(error))
             return
-        if self._add_rollout(group, rollout):
+        if self._buffer.add_rollout(group, rollout):
             self._tally.rollout(rollout)
-            self._parts.journal.rollout(group.draw, group.prompt, rollout)
-            hearing = self._hearings[group.group_id]
+            hearing = group.hearing
+            assert hearing is not None, "it is opened before the siblings are sent to play"
             for sitting in hearing.add(rollout):
                 await self.judging.put((group, hearing, sitting))
-
-    def _add_rollout(self, group: Group, rollout: Rollout) -> bool:
-        added = group.add_rollout(rollout)
-        if added and group.is_rolled_out:
-            self._flight.waits.rolled_out(group.group_id)
-        return added
 
     # -- judge ---------------------------------------------------------------------------------------------------------
 
@@ -181,11 +155,11 @@ class Producer:
         group, hearing, sitting = item
         await self._parts.watch.until_fit(self._clock)
         await self.judging_hold.passed()
-        if self._hearings.get(group.group_id) is not hearing:  # the group ended, or is heard anew
+        if group.hearing is not hearing:  # the group ended, or is heard anew
             return
         if sitting.members and not group.lacks_verdicts(sitting.members):
             return
-        self._begun.add(group.group_id)
+        group.judging_begun = True
         self._num_sitting += 1
         try:
             reports = await hearing.judge(sitting, self._rank(group))
@@ -195,19 +169,17 @@ class Producer:
             self._add_report(group, sibling, stamped(only_finite(report), self.judge_version))
 
     def _add_report(self, group: Group, sibling: int, report: JudgeReport) -> None:
-        if not group.add_verdict(sibling, report.verdict):
+        if not self._buffer.add_report(group, sibling, report):
             return
         self._tally.report(report)
-        self._parts.journal.judged(group.rollout_of(sibling), report)
-        if group.state != "open":
+        if not group.is_open:
             self._ended(group)
         self._parts.watch.verdict(report)
 
     def _rank(self, group: Group) -> int:
         """Of its verdicts: groups of the batch that is due first go first, of these the one that lacks the fewest,
         of these the oldest. Of two degrees of urgency the greater overtakes as many groups as a batch has."""
-        batches_ahead = self._flight.admission.batches_ahead(group.group_id)
-        urgency = batches_ahead * group.size + len(group.missing_verdicts())
+        urgency = self._buffer.batches_ahead(group) * group.size + len(group.missing_verdicts())
         return rank(arrival=group.draw, urgency=urgency, patience=self._config.groups_per_batch)
 
     async def change_judge(self, version: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
@@ -215,13 +187,12 @@ class Producer:
         verdicts of groups that still lack some are void, and these groups are heard anew."""
         with self.judging_hold.held():
             aborted = self._num_sitting
-            for group_id in self._begun:
-                self.judging.cancel(group_id)
+            for group in self._buffer.being_judged():
+                self.judging.cancel(group.group_id)
             report = await change()
             self.judge_version = version
-            heard_again, self._begun = self._begun, set()
             voided = 0
-            for group in [self._flight.groups[group_id] for group_id in sorted(heard_again)]:
+            for group in self._buffer.being_judged():
                 voided += group.void_verdicts()
                 await self._hear(group, Kept(group_id=group.group_id, rollouts=tuple(group.rollouts)))
             self._tally.judge_changed(aborted=aborted, voided=voided)
@@ -229,43 +200,29 @@ class Producer:
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
-    def _started(self, group: Group) -> None:
-        """A first token came: the group's clock starts with the first of its siblings."""
-        if group.state == "open" and group.group_id not in self._running:
-            self._running.add(group.group_id)
-            self._set_deadline(group)
-
-    def _set_deadline(self, group: Group) -> None:
-        self._deadlines[group.group_id] = self._clock.now() + self._config.group_deadline_s
-
     async def _expire(self, group: Group) -> None:
         """End a group at its deadline. One that never starts has as long to start as it has to end."""
-        if group.state != "open":
+        if not group.is_open:
             return
         reached = -1.0
-        while (deadline := self._deadlines[group.group_id]) != reached:  # it moves when the group starts
+        while (deadline := group.deadline_s) != reached:  # it moves when the group starts
             await self._clock.sleep_until(deadline)
             reached = deadline
-        log.warning("group %s reached its deadline: %s", group.group_id, describe(group))
-        late = group.expire()
+        log.warning("group %s reached its deadline: %s", group.group_id, self._buffer.why_waiting(group.group_id))
+        late = self._buffer.expire(group)
         self._ended(group)
         for timeout in late:
             self._parts.watch.verdict(JudgeReport(verdict=timeout))
 
     def _fail(self, group: Group, cause: str, detail: str = "") -> None:
-        if group.state == "open":  # siblings may fail at the same moment, with their engine
-            group.fail(cause, detail)
+        if group.is_open:  # siblings may fail at the same moment, with their engine
+            self._buffer.drop(group, cause, detail)
             self._ended(group)
 
     def _ended(self, group: Group) -> None:
-        """A group left `open`: end all work on it."""
+        """A group is open no more: end all work on it."""
         for stage in (self.playing, self.judging, self.expiring):
             stage.cancel(group.group_id)
-        self._deadlines.pop(group.group_id, None)
-        self._running.discard(group.group_id)
-        self._hearings.pop(group.group_id, None)
-        self._begun.discard(group.group_id)
-        self._flight.ended(group)
         self._fitness.group_ended(group)
 
 

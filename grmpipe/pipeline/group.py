@@ -2,33 +2,90 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 
-from grmpipe.types import Failed, JudgedGroup, Prompt, Rollout, Verdict
+from grmpipe.types import Failed, Hearing, JudgedGroup, Prompt, Rollout, Verdict
 
-State = Literal["open", "complete", "partial", "failed"]
+
+class GroupState(Enum):
+    """Where a group stands. The table of `Group` says what leads from one to the next."""
+
+    ROLLING_OUT = "rolling out"
+    JUDGING = "judging"
+    READY = "ready"
+    TAKEN = "taken"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+NEXT: Mapping[GroupState, frozenset[GroupState]] = {
+    GroupState.ROLLING_OUT: frozenset({GroupState.JUDGING, GroupState.DROPPED}),
+    GroupState.JUDGING: frozenset({GroupState.READY, GroupState.DROPPED}),
+    GroupState.READY: frozenset({GroupState.TAKEN, GroupState.DROPPED}),
+    GroupState.TAKEN: frozenset({GroupState.TRAINED, GroupState.DROPPED}),
+    GroupState.TRAINED: frozenset(),
+    GroupState.DROPPED: frozenset(),
+}
+OPEN = frozenset({GroupState.ROLLING_OUT, GroupState.JUDGING})  # rollouts and verdicts are accepted
 
 
 class Group:
-    """open -> complete | partial | failed. Whatever comes late or twice is refused: the first answer wins.
+    """Everything that is known of a group, and its state:
 
-    A missing rollout fails the group: the survivors are the short ones, a biased baseline.
-    Missing verdicts leave it partial, down to `min_valid_siblings`.
+        state        it has                        goes to   when
+        ROLLING_OUT  some rollouts, some verdicts  JUDGING   its last rollout ends
+                                                   DROPPED   rollout_*: a rollout fails, or is missing at the deadline
+                                                             prompt_too_long
+        JUDGING      all rollouts, some verdicts   READY     its last verdict comes; at the deadline those that are
+                                                             missing become timeouts
+                                                   DROPPED   judge_*: fewer than `min_valid_siblings` are valid
+        READY        all verdicts                  TAKEN     it is due, and the open batch has a place for it
+                                                   DROPPED   no_signal: its rewards are all alike
+                                                             stale: too old for the open batch
+        TAKEN        a place in the open batch     TRAINED   the batch was stepped and its weights pushed
+        all of these                               DROPPED   end_of_prompts: what is left fills no batch
+
+    Whatever comes late or twice is refused: the first answer wins. A missing rollout drops the group: the survivors are
+    the short ones, a biased baseline. Missing verdicts don't, down to `min_valid_siblings`. When the judge changes, the
+    verdicts are void and the state stays as it is.
+
+    opened_at:  version, as `GroupBuffer.open` says: no token of the group is older.
+    hearing:    the judge's session; None before it is opened, and once the group has left ROLLING_OUT and JUDGING.
+    judging_begun: whether the judge has begun on it, since its verdicts were void last.
+    started:    whether a first token came.
+    deadline_s: on the clock of deadlines.
+    cause, detail: of a dropped group, and what was said of it.
+    early:      the learner went on with what it had before the next group came.
     """
 
-    def __init__(self, *, group_id: str, draw: int, prompt: Prompt, size: int, min_valid_siblings: int) -> None:
+    def __init__(
+        self, *, group_id: str, draw: int, prompt: Prompt, size: int, min_valid_siblings: int, opened_at: int = 0
+    ) -> None:
         self.group_id = group_id
         self.draw = draw
         self.prompt = prompt
         self.size = size
         self.min_valid_siblings = min_valid_siblings
-        self.state: State = "open"
-        self.cause = ""  # of a failed group
-        self.detail = ""  # what was said of it
+        self.opened_at = opened_at
+        self.state = GroupState.ROLLING_OUT
+        self.hearing: Hearing | None = None
+        self.judging_begun = False
+        self.started = False
+        self.deadline_s = math.inf
+        self.cause = ""
+        self.detail = ""
+        self.early = False
         self._rollouts: dict[int, Rollout] = {}
         self._verdicts: dict[int, Verdict | Failed] = {}
+
+    # -- what it has ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in OPEN
 
     @property
     def rollouts(self) -> Sequence[Rollout]:
@@ -39,48 +96,16 @@ class Group:
     def is_rolled_out(self) -> bool:
         return len(self._rollouts) == self.size
 
-    def add_rollout(self, rollout: Rollout) -> bool:
-        """False: refused."""
-        if self.state != "open" or rollout.sibling in self._rollouts:
-            return False
-        self._rollouts[rollout.sibling] = rollout
-        return True
-
-    def add_verdict(self, sibling: int, verdict: Verdict | Failed) -> bool:
-        """False: refused."""
-        if self.state != "open" or sibling not in self._rollouts or sibling in self._verdicts:
-            return False
-        self._verdicts[sibling] = verdict
-        if len(self._verdicts) == self.size:
-            self._close()
-        return True
-
-    def void_verdicts(self) -> int:
-        """Forget them: the judge that gave them is another now. Returns how many there were."""
-        num_void = len(self._verdicts)
-        self._verdicts.clear()
-        return num_void
-
-    def fail(self, cause: str, detail: str = "") -> None:
-        """End the group: a rollout is missing, or the run gave up on it."""
-        if self.state == "open":
-            self.state, self.cause, self.detail = "failed", cause, detail
-
-    def expire(self) -> list[Failed]:
-        """The deadline has passed: missing verdicts become timeouts, a missing rollout fails the group.
-
-        Returns the timeouts: none where a rollout is missing, which is no fault of the judge."""
-        if missing := self.missing_rollouts():
-            siblings = ", ".join(map(str, missing))
-            self.fail("rollout_timeout", f"no rollout by the group deadline of {self.group_id}'s siblings {siblings}")
-        late = Failed(stage="judge", cause="timeout", attempts=1, detail="no verdict by the group deadline")
-        return [late for sibling in self.missing_verdicts() if self.add_verdict(sibling, late)]
+    @property
+    def version(self) -> int:
+        """The lowest of the tokens sampled so far."""
+        return min(rollout.oldest_version for rollout in self._rollouts.values())
 
     def rollout_of(self, sibling: int) -> Rollout:
         return self._rollouts[sibling]
 
     def lacks_verdicts(self, siblings: Iterable[int]) -> bool:
-        """Of any of these."""
+        """Whether any of these has none."""
         return any(sibling not in self._verdicts for sibling in siblings)
 
     def missing_rollouts(self) -> list[int]:
@@ -90,8 +115,8 @@ class Group:
         return [sibling for sibling in range(self.size) if sibling not in self._verdicts]
 
     def judged(self) -> JudgedGroup:
-        """The group as training takes it. Complete or partial groups only."""
-        assert self.state in ("complete", "partial"), self.state
+        """The group as training takes it: from READY on."""
+        assert not self.is_open and self.state is not GroupState.DROPPED, self.state
         return JudgedGroup(
             group_id=self.group_id,
             prompt=self.prompt,
@@ -99,10 +124,66 @@ class Group:
             verdicts=tuple(self._verdicts[sibling] for sibling in range(self.size)),
         )
 
+    # -- what happens to it --------------------------------------------------------------------------------------------
+
+    def add_rollout(self, rollout: Rollout) -> bool:
+        """False: refused."""
+        if not self.is_open or rollout.sibling in self._rollouts:
+            return False
+        self._rollouts[rollout.sibling] = rollout
+        if self.is_rolled_out:
+            self._enter(GroupState.JUDGING)
+        return True
+
+    def add_verdict(self, sibling: int, verdict: Verdict | Failed) -> bool:
+        """False: refused."""
+        if not self.is_open or sibling not in self._rollouts or sibling in self._verdicts:
+            return False
+        self._verdicts[sibling] = verdict
+        if len(self._verdicts) == self.size:
+            self._close()
+        return True
+
+    def void_verdicts(self) -> int:
+        """Forget them: the judge that gave them is another now. Returns how many there were."""
+        assert self.is_open, self.state
+        num_void = len(self._verdicts)
+        self._verdicts.clear()
+        self.judging_begun = False
+        return num_void
+
+    def expire(self) -> list[Failed]:
+        """The deadline has passed: missing verdicts become timeouts, a missing rollout drops the group.
+
+        Returns the timeouts: none where a rollout is missing, which is no fault of the judge."""
+        if missing := self.missing_rollouts():
+            siblings = ", ".join(map(str, missing))
+            self.drop("rollout_timeout", f"no rollout by the group deadline of {self.group_id}'s siblings {siblings}")
+        late = Failed(stage="judge", cause="timeout", attempts=1, detail="no verdict by the group deadline")
+        return [late for sibling in self.missing_verdicts() if self.add_verdict(sibling, late)]
+
+    def take(self) -> None:
+        """Into the open batch."""
+        self._enter(GroupState.TAKEN)
+
+    def train(self) -> None:
+        """The batch was stepped and pushed."""
+        self._enter(GroupState.TRAINED)
+
+    def drop(self, cause: str, detail: str = "") -> None:
+        self.cause, self.detail = cause, detail
+        self._enter(GroupState.DROPPED)
+
     def _close(self) -> None:
         failures = [verdict for verdict in self._verdicts.values() if isinstance(verdict, Failed)]
         if self.size - len(failures) < self.min_valid_siblings:
             (cause, _), *_ = Counter(failure.cause for failure in failures).most_common(1)
-            self.fail(f"judge_{cause}")
+            self.drop(f"judge_{cause}")
         else:
-            self.state = "partial" if failures else "complete"
+            self._enter(GroupState.READY)
+
+    def _enter(self, state: GroupState) -> None:
+        assert state in NEXT[self.state], f"{self.group_id}: from {self.state.value} to {state.value}"
+        self.state = state
+        if not self.is_open:
+            self.hearing = None

@@ -1,89 +1,195 @@
-"""The groups in flight: open, then ready, then in the batch, until they were trained or dropped. It starts no work."""
+"""The one owner of all groups in flight: their states, rollouts and verdicts, and the open batch. It starts no work."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
-from grmpipe.config.train import AlgorithmConfig
 from grmpipe.pipeline.counters import without_signal
-from grmpipe.pipeline.group import Group
-from grmpipe.pipeline.interfaces import Journal
-from grmpipe.pipeline.stall_times import Waits
-from grmpipe.types import JudgedGroup
-from scheduler.admission import Admission
+from grmpipe.pipeline.group import OPEN, Group, GroupState
+from grmpipe.pipeline.interfaces import Cut, FlowConfig, Journal, Kept
+from grmpipe.pipeline.stall_times import GroupSupply
+from grmpipe.pipeline.untaken_groups import UNTAKEN, UntakenGroups
+from grmpipe.pipeline.why_waiting import NUM_SHOWN, OpenBatch, why_ended, why_open, why_ready, why_taken
+from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeReport, Prompt, Rollout
+from scheduler.admission import Admission, Ledger
+
+NUM_ENDS_REMEMBERED = 256  # for whoever asks why one of them doesn't train
 
 
-class Flight:
-    """Between those who open groups and the one who trains them. Both wait here: for room, and for news."""
+class GroupBuffer:
+    """Generation fills it, training empties it; both wait here: for room, and for news.
+
+             open           add_rollout        add_report, expire          take           stepped
+        prompt --> ROLLING_OUT -------> JUDGING ----------------> READY ---------> TAKEN --------> TRAINED
+                       |                   |                        |                |
+                       +-------------------+------------------------+----------------+--> DROPPED, with its cause
+
+    `Group` says what leads from one state to the next. A group is in flight until it is TRAINED or DROPPED: then it
+    leaves the buffer, the journal is told, and there is room for another prompt. READY and TAKEN keep their place.
+
+    Example, with groups_per_batch=2 and max_staleness=0:
+        a, b are opened          capacity 0: generation waits in `until_room`
+        b, then a become READY   training takes b, then a: the batch is full
+        `stepped`                both are TRAINED, the version is 1, capacity is 2
+    """
 
     def __init__(
         self,
-        admission: Admission,
-        waits: Waits,
+        config: FlowConfig,
         journal: Journal,
-        max_no_signal_groups: int = 0,
-        algorithm: AlgorithmConfig | None = None,
+        *,
+        now: Callable[[], float],
+        on_change: Callable[[GroupSupply], None] = lambda supply: None,
+        cut: Cut | None = None,
+        kept: Mapping[int, Kept] | None = None,
     ) -> None:
-        """`algorithm`: by which a group has a signal or none."""
-        self.admission = admission
-        self.waits = waits
-        self.groups: dict[str, Group] = {}
+        """now: seconds of the clock of deadlines. on_change: hears what there is for training, whenever it changes.
+        kept: by draw, finished work from before a resume."""
+        cut = cut or Cut()
+        self.version = cut.version  # completed optimizer steps
+        self.next_draw = cut.next_draw
+        self.max_staleness_trained = cut.max_staleness_trained
+        self.groups: dict[str, Group] = {}  # in flight, in order of opening
         self.prompts_over = False
+        self._admission = Admission(
+            groups_per_batch=config.groups_per_batch,
+            max_staleness=config.max_staleness,
+            last_version=config.num_steps,
+        )
+        self._config = config
         self._journal = journal
-        self._max_no_signal_groups = max_no_signal_groups
-        self._algorithm = algorithm or AlgorithmConfig()
-        self._ready: dict[str, JudgedGroup] = {}  # by group_id, in order of arrival
-        self._unweighed: list[str] = []  # ready, their age not looked at since they came or since the last step
+        self._now = now
+        self._on_change = on_change
+        self._recovered = {draw: Kept(group_id=name) for draw, name in cut.in_flight.items()} | dict(kept or {})
+        self._untaken = UntakenGroups()
+        self._batch: list[Group] = []  # taken, in this order
+        self._trained = cut.version * config.groups_per_batch
+        self._dropped = Counter(cut.dropped)
+        self._submitted = self._trained + self._dropped.total()
         self._num_resampled = 0  # groups without signal that were dropped since the last step
-        self._news = asyncio.Event()  # a group ended, the prompts are over, or the run is to stop
+        self._ends: deque[GroupEnd] = deque(maxlen=NUM_ENDS_REMEMBERED)
+        self._news = asyncio.Event()  # a group left OPEN, the prompts are over, or the run is to stop
         self._room = asyncio.Event()
 
-    @property
-    def open_groups(self) -> Iterator[Group]:
-        return (group for group in self.groups.values() if group.state == "open")
+    # -- for generation ------------------------------------------------------------------------------------------------
 
-    # -- for who opens groups ------------------------------------------------------------------------------------------
+    @property
+    def capacity(self) -> int:
+        """Groups that may be opened now."""
+        return self._admission.capacity(self.version, len(self.groups))
 
     async def until_room(self) -> None:
-        while self.admission.capacity <= 0:
+        while self.capacity <= 0:
             self._room.clear()
             await self._room.wait()
 
-    def open(self, group: Group, version: int | None) -> None:
-        """`version`: the lowest of the tokens that it comes with."""
-        self.admission.open(group.group_id, version=version)
-        self.groups[group.group_id] = group
-        self.waits.opened(group.group_id, self.admission.in_flight[group.group_id])
+    @property
+    def draws_to_reopen(self) -> list[int]:
+        """Of the groups that were in flight at the cut."""
+        return sorted(draw for draw in self._recovered if draw < self.next_draw)
 
-    def ended(self, group: Group) -> None:
-        """It left `open`: the learner may have it, or another prompt takes its place."""
-        if group.state == "failed":
-            self.drop(group.group_id, group.cause)
-        elif self._num_resampled < self._max_no_signal_groups and without_signal(group.judged(), self._algorithm):
-            self._num_resampled += 1
-            self.drop(group.group_id, "no_signal")
-        else:
-            self._ready[group.group_id] = group.judged()
-            self.admission.ready(group.group_id)
-            self._unweighed.append(group.group_id)
-            self.waits.judged(group.group_id)
-        self.tell()
+    def open(self, draw: int, prompt: Prompt) -> tuple[Group, Kept]:
+        """A group for the next draw, or for one to reopen, and the work on it from before a resume, if there is any.
+
+        It counts as opened at our version, or at the lowest of the tokens that it comes with."""
+        kept = self._recovered.pop(draw, None) or Kept(group_id=f"{self._config.group_prefix}{draw:06d}")
+        assert kept.group_id not in self.groups, f"group {kept.group_id} opened twice"
+        self.next_draw = max(self.next_draw, draw + 1)
+        group = Group(
+            group_id=kept.group_id,
+            draw=draw,
+            prompt=prompt,
+            size=self._config.group_size,
+            min_valid_siblings=self._config.min_valid_siblings,
+            opened_at=min((rollout.oldest_version for rollout in kept.rollouts), default=self.version),
+        )
+        self.groups[group.group_id] = group
+        self._submitted += 1
+        self._untaken.add(group)
+        self._on_change(self._untaken.supply())
+        return group, kept
 
     def no_more_prompts(self) -> None:
         self.prompts_over = True
         self.tell()
 
-    # -- for who trains them -------------------------------------------------------------------------------------------
+    def set_deadline(self, group: Group) -> None:
+        """A group has `group_deadline_s` from now on."""
+        group.deadline_s = self._now() + self._config.group_deadline_s
+
+    def first_token(self, group: Group) -> None:
+        """One of its siblings has begun: the group's clock starts with the first of them."""
+        if group.is_open and not group.started:
+            group.started = True
+            self.set_deadline(group)
+
+    def add_rollout(self, group: Group, rollout: Rollout, *, journalled: bool = False) -> bool:
+        """False: refused. journalled: the journal has it already."""
+        with self._moving(group):
+            if not group.add_rollout(rollout):
+                return False
+            if not journalled:
+                self._journal.rollout(group.draw, group.prompt, rollout)
+        return True
+
+    def add_report(self, group: Group, sibling: int, report: JudgeReport, *, journalled: bool = False) -> bool:
+        """False: refused. journalled: the journal has it already."""
+        with self._moving(group):
+            if not group.add_verdict(sibling, report.verdict):
+                return False
+            if not journalled:
+                self._journal.judged(group.rollout_of(sibling), report)
+        return True
+
+    def expire(self, group: Group) -> list[Failed]:
+        """Its deadline has passed. Returns the verdicts that became timeouts."""
+        with self._moving(group):
+            return group.expire()
+
+    def drop(self, group: Group, cause: str, detail: str = "") -> None:
+        """Give it up; another prompt takes its place."""
+        with self._moving(group):
+            group.drop(cause, detail)
+
+    def being_judged(self) -> list[Group]:
+        """Open groups that the judge has begun on, by id."""
+        begun = (group for group in self.groups.values() if group.is_open and group.judging_begun)
+        return sorted(begun, key=lambda group: group.group_id)
+
+    def batches_ahead(self, group: Group) -> int:
+        """Batches that may still leave a group out: 0 means that it is due in the open one."""
+        return self._admission.batches_ahead(group.opened_at, self.version)
+
+    # -- for training --------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> tuple[JudgedGroup, ...]:
+        """The open batch, in the order in which its groups were taken."""
+        return tuple(group.judged() for group in self._batch)
+
+    @property
+    def num_taken(self) -> int:
+        return len(self._batch)
+
+    @property
+    def places_left(self) -> int:
+        """In the open batch."""
+        return self._config.groups_per_batch - len(self._batch)
+
+    @property
+    def last_taken(self) -> Group:
+        return self._batch[-1]
 
     @property
     def is_over(self) -> bool:
         """No group will become ready any more."""
-        return self.prompts_over and next(self.open_groups, None) is None
+        return self.prompts_over and not self._untaken.count(*OPEN)
 
     def tell(self) -> None:
-        """Wake who waits for news."""
+        """Wake whoever waits for news."""
         self._news.set()
 
     async def news(self, within_s: float) -> bool:
@@ -95,59 +201,167 @@ class Flight:
         return self._news.is_set()
 
     def take(self) -> JudgedGroup | None:
-        """The group that is due first, if the open batch may have it now. Stale ones are dropped on the way."""
-        unweighed, self._unweighed = self._unweighed, []
-        for group_id in unweighed:
-            if self.admission.is_stale(self._ready[group_id].version):
-                del self._ready[group_id]
-                self.drop(group_id, "stale")
-        if (due := self.admission.take()) is None:
-            return None
-        self.waits.gone(due)
-        return self._ready.pop(due)
+        """The ready group that is due first, first come first, if the open batch may have it; else it may have none.
 
-    def trained(self, batch: Sequence[JudgedGroup], early: Collection[str]) -> None:
-        """It was stepped: the version is the next one, and there is room. `early`: see `Trainer.while_waiting`."""
+        Stale ones are dropped on the way."""
+        for group in self._untaken.ready_opened_before(self.version - self._config.max_staleness):
+            if self._is_stale(group):
+                self.drop(group, "stale")
+        group = self._untaken.first_ready()
+        if group is None or not self._may_take(group):
+            return None
+        with self._moving(group):
+            group.take()
+        self._batch.append(group)
+        return group.judged()
+
+    def stepped(self) -> tuple[JudgedGroup, ...]:
+        """The open batch was stepped and its weights pushed: the version is the next one, and there is room.
+
+        Returns the batch."""
+        batch, taken = self.batch, self._batch
+        oldest = max(self.version - group.version for group in taken)
+        self.max_staleness_trained = max(self.max_staleness_trained, oldest)
+        assert self.max_staleness_trained <= self._config.max_staleness
+        self.version += 1
+        self._trained += len(taken)
         self._num_resampled = 0
-        self.admission.stepped([group.group_id for group in batch])
-        self._unweighed = list(self._ready)
-        step = self.admission.version
-        for judged in batch:
-            group = self.groups.pop(judged.group_id)
-            self._journal.group_ended(
-                group.group_id,
-                group.draw,
-                group.prompt.prompt_id,
-                "trained",
-                step=step,
-                version=judged.version,
-                early=group.group_id in early,
-            )
-        self.admission.check()
-        assert set(self.groups) == set(self.admission.in_flight)
+        self._batch = []
+        for group in taken:
+            with self._moving(group):
+                group.train()
+        self.check()
         self._room.set()
+        return batch
 
     def give_up(self) -> None:
         """The prompts are over, and what is left fills no batch."""
-        for group_id in list(self.groups):
-            self.drop(group_id, "end_of_prompts")
-        self._ready, self._unweighed = {}, []
-        self.admission.check()
+        self._batch = []
+        for group in list(self.groups.values()):
+            self.drop(group, "end_of_prompts")
+        self.check()
 
-    def drop(self, group_id: str, cause: str) -> None:
-        """Given up, and replaced by another prompt."""
-        group = self.groups.pop(group_id)
-        self.waits.gone(group_id)
-        self.admission.drop(group_id, cause)
-        self._journal.group_ended(group_id, group.draw, group.prompt.prompt_id, "dropped", cause=cause)
-        self._room.set()
+    # -- what it tells -------------------------------------------------------------------------------------------------
 
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(
+            submitted=self._submitted,
+            trained=self._trained,
+            dropped=Counter(self._dropped),
+            in_flight=len(self.groups),
+        )
 
-def describe(group: Group) -> str:
-    """What a group still lacks, for a log."""
-    rollouts, verdicts = _listed(group.missing_rollouts()), _listed(group.missing_verdicts())
-    return f"rollouts missing: {rollouts}; verdicts missing: {verdicts}"
+    def check(self) -> None:
+        """Nothing is lost: submitted == trained + dropped + in flight, and each of these is in one place."""
+        assert self.ledger.in_flight == len(self._untaken) + len(self._batch)
 
+    def cut(self, judge_version: int) -> Cut:
+        """Where it stands between two steps. Groups of the open batch are in flight: they weren't stepped."""
+        reopening = {draw: self._recovered[draw].group_id for draw in self.draws_to_reopen}
+        return Cut(
+            version=self.version,
+            next_draw=self.next_draw,
+            in_flight=reopening | {group.draw: group.group_id for group in self.groups.values()},
+            dropped=dict(self._dropped),
+            max_staleness_trained=self.max_staleness_trained,
+            judge_version=judge_version,
+        )
 
-def _listed(siblings: Sequence[int]) -> str:
-    return ", ".join(map(str, siblings)) or "none"
+    def why_waiting(self, group_id: str) -> str:
+        """Why a group does not train: its state, and what it waits for."""
+        if (group := self.groups.get(group_id)) is None:
+            return self._why_gone(group_id)
+        if group.is_open:
+            why = why_open(group, max(0.0, group.deadline_s - self._now()))
+        else:
+            batch = self._batch_seen_by(group)
+            why = why_ready(group, batch) if group.state is GroupState.READY else why_taken(batch)
+        return f"{group.state.value}: {why}"
+
+    def pending(self) -> str:
+        """Groups that the open batch doesn't have, those that are due first before the others, each with its why."""
+        waiting = [group for group in self.groups.values() if group.state is not GroupState.TAKEN]
+        waiting.sort(key=lambda group: group.opened_at)
+        shown = [f"{group.group_id} ({self.why_waiting(group.group_id)})" for group in waiting[:NUM_SHOWN]]
+        more = [f"{len(waiting) - NUM_SHOWN} more"] if len(waiting) > NUM_SHOWN else []
+        return "; ".join(shown + more) or "none"
+
+    def _why_gone(self, group_id: str) -> str:
+        if any(kept.group_id == group_id for kept in self._recovered.values()):
+            return "not opened again since the resume"
+        ended = (why_ended(end) for end in reversed(self._ends) if end.group_id == group_id)
+        return next(ended, "not in flight: not opened, or ended long ago (groups.jsonl has all ends)")
+
+    def _batch_seen_by(self, group: Group) -> OpenBatch:
+        older = (other for other in self.groups.values() if other.opened_at < group.opened_at)
+        return OpenBatch(
+            version=self.version,
+            num_taken=len(self._batch),
+            groups_per_batch=self._config.groups_per_batch,
+            is_stale=self._is_stale(group),
+            may_take=self._may_take(group),
+            due_before=[other.group_id for other in older if other.state in UNTAKEN],
+        )
+
+    # -- rules ---------------------------------------------------------------------------------------------------------
+
+    def _is_stale(self, group: Group) -> bool:
+        return self._admission.is_stale(group.version, self.version)
+
+    def _may_take(self, group: Group) -> bool:
+        return self._admission.may_take(
+            group.opened_at,
+            version=self.version,
+            num_taken=len(self._batch),
+            waiting=self._untaken.by_opening(),
+        )
+
+    @contextmanager
+    def _moving(self, group: Group) -> Iterator[None]:
+        """The one place where groups change their state: the index follows, and all who have to are told."""
+        before = group.state
+        yield
+        if group.state is GroupState.READY and before in OPEN:
+            self._resample(group)
+        if group.state is before:
+            return
+        if before in UNTAKEN:
+            self._untaken.remove(group, before)
+        if group.state in UNTAKEN:
+            self._untaken.add(group)
+        if group.state in (GroupState.TRAINED, GroupState.DROPPED):
+            self._end(group)
+        if before in OPEN and group.state not in OPEN:
+            self.tell()
+        self._on_change(self._untaken.supply())
+
+    def _resample(self, group: Group) -> None:
+        """Drop a group that teaches nothing, up to `max_no_signal_groups` in a step."""
+        if self._num_resampled >= self._config.max_no_signal_groups:
+            return
+        if without_signal(group.judged(), self._config.algorithm):
+            self._num_resampled += 1
+            group.drop("no_signal")
+
+    def _end(self, group: Group) -> None:
+        del self.groups[group.group_id]
+        if group.state is GroupState.DROPPED:
+            self._dropped[group.cause] += 1
+            self._room.set()
+        end = self._end_of(group)
+        self._journal.group_ended(end)
+        self._ends.append(end)
+
+    def _end_of(self, group: Group) -> GroupEnd:
+        trained = group.state is GroupState.TRAINED
+        return GroupEnd(
+            group_id=group.group_id,
+            draw=group.draw,
+            prompt_id=group.prompt.prompt_id,
+            outcome="trained" if trained else "dropped",
+            step=self.version if trained else None,
+            cause=None if trained else group.cause,
+            version=group.version if trained else None,
+            early=trained and group.early,
+        )

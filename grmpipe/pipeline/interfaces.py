@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.play import Play
 from grmpipe.pipeline.stall_times import WaitTimes
-from grmpipe.types import Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
+from grmpipe.types import GroupEnd, Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.weights.weight_sync import SyncReport
@@ -36,7 +36,9 @@ class Trainer(Protocol):
         in their last bits."""
         ...
 
-    async def step(self) -> Metrics: ...
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+        """End the batch: the groups that were taken since the last step, in that order."""
+        ...
 
     async def discard(self) -> None: ...
 
@@ -48,17 +50,7 @@ class Journal(Protocol):
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None: ...
 
-    def group_ended(
-        self,
-        group_id: str,
-        draw: int,
-        prompt_id: str,
-        outcome: Literal["trained", "dropped"],
-        step: int | None = None,
-        cause: str | None = None,
-        version: int | None = None,
-        early: bool = False,
-    ) -> None: ...
+    def group_ended(self, end: GroupEnd) -> None: ...
 
 
 class JudgeWatch(Protocol):

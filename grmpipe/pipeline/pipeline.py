@@ -1,15 +1,38 @@
 """The flow, and nothing else. One loop for synchronous and asynchronous training.
 
-                          producer                        flight                     consumer
-    prompts -> [admit] -> play -> judge -> (group ends) -> ready -> train: take .. take, step -> push weights -> [room]
-                  ^                                                                                                |
-                  +------------------------------------------------------------------------------------------------+
+The life of a group. GroupBuffer holds all groups, in these states; the loops hold none.
 
-admit   consumes prompts,  produces open groups;         waits for room (admission), and for judge and policy to be fit.
-play    consumes siblings, produces rollouts;            waits for the policy's engines.
-judge   consumes rollouts, produces verdicts;            waits for the GRM's engines; sits when its members are there.
-expire  consumes nothing,  ends groups at their deadline.
-train   consumes groups,   produces steps and versions;  waits for groups, oldest first.
+               admit               play              judge            train             train
+    prompts ----------> ROLLING_OUT ------> JUDGING ---------> READY ---------> TAKEN -----------> TRAINED
+       ^                     |                 |                 |                |     step, push    |
+       |                     +-----------------+----+------------+----------------+                   |
+       |                      by expire, or a failure |                                               |
+       |                                              v                                               |
+       +------------------- room ------------------ DROPPED                                           |
+       +------------------- room, and a new version of the policy ------------------------------------+
+
+The loops, which run side by side until `train` is done:
+
+admit   consumes      prompts: first those whose groups a resume reopens, then the next of the data
+        produces      ROLLING_OUT groups: their siblings for play, the groups themselves for expire
+        waits for     a judge that is fit; room; a policy that is fit; a place in play's inbox
+        unblocked by  the judge's monitor; a step or a dropped group; the rollout gate; a rollout's end
+play    consumes      siblings of open groups, up to `play_width` at once
+        produces      rollouts, and with each what can be judged now, for judge
+        waits for     the policy's engines
+        unblocked by  an answer, which a replaced engine may give; the end of its group, which cancels it
+judge   consumes      what can be judged, of the groups that are due first, up to `judge_width` at once
+        produces      verdicts: the last one makes its group READY, or drops it
+        waits for     a judge that is fit; judging_hold (a GRM that learns: its warm-up, its push); the GRM's engines
+        unblocked by  the judge's monitor; the end of the hold; an answer; the end of its group, which cancels it
+expire  consumes      open groups, all at once
+        produces      ends at the deadline: missing verdicts are timeouts, a missing rollout drops the group
+        waits for     the deadline, on a clock that stands still during pushes and pauses
+        unblocked by  time; the end of the group, which cancels it
+train   consumes      READY groups, those that are due first before the others
+        produces      gradients, steps, versions of the policy, room
+        waits for     a group that the open batch may take; `GroupBuffer.why_waiting` says for each why it is none
+        unblocked by  news: a group left ROLLING_OUT or JUDGING, the prompts are over, or somebody interrupts
 """
 
 from __future__ import annotations
@@ -19,12 +42,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from grmpipe.data.stream import EndOfData
 from grmpipe.pipeline.counters import Tally
 from grmpipe.pipeline.generation import Producer
-from grmpipe.pipeline.group_buffer import Flight
+from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import Cut, FlowConfig, Kept, Parts, StepReport
 from grmpipe.pipeline.stall_times import Waits
 from grmpipe.pipeline.training import Consumer
-from grmpipe.types import JudgedGroup
-from scheduler.admission import Admission
+from scheduler.admission import Ledger
 from scheduler.clock import ActiveClock
 from scheduler.supervise import run_until
 
@@ -45,45 +67,27 @@ class Pipeline:
         self.clock = ActiveClock()
         self.tally = Tally()
         self.after_step = after_step
-        self.admission = Admission(
-            groups_per_batch=config.groups_per_batch,
-            max_staleness=config.max_staleness,
-            last_version=config.num_steps,
-            version=cut.version,
-            dropped=cut.dropped,
+        waits = Waits(config.max_staleness)
+        self.buffer = GroupBuffer(
+            config, parts.journal, now=self.clock.now, on_change=waits.groups_changed, cut=cut, kept=kept
         )
-        self.flight = Flight(
-            self.admission,
-            Waits(config.max_staleness),
-            parts.journal,
-            config.max_no_signal_groups,
-            config.algorithm,
-        )
-        self.producer = Producer(parts, config, self.flight, self.clock, self.tally, cut, kept or {})
+        self.producer = Producer(parts, config, self.buffer, waits.engines, self.clock, self.tally, cut.judge_version)
         playing = self.producer.playing.meter
-        self.consumer = Consumer(parts, config, self.flight, self.clock, playing, self._stepped, cut)
+        self.consumer = Consumer(parts, config, self.buffer, waits, self.clock, playing, self._stepped)
 
     @property
     def version(self) -> int:
         """Completed optimizer steps of this flow."""
-        return self.admission.version
+        return self.buffer.version
 
     @property
-    def open_batch(self) -> tuple[JudgedGroup, ...]:
-        """Groups that were taken and not stepped."""
-        return tuple(self.consumer.batch)
+    def ledger(self) -> Ledger:
+        """Every group that was submitted, and what became of it."""
+        return self.buffer.ledger
 
     def cut(self) -> Cut:
-        """The flow as it stands. Groups taken into the open batch count as in flight: they weren't stepped."""
-        in_flight = {group.draw: group.group_id for group in self.flight.groups.values()}
-        return Cut(
-            version=self.version,
-            next_draw=self.producer.next_draw,
-            in_flight=self.producer.to_restore | in_flight,
-            dropped=dict(self.admission.dropped),
-            max_staleness_trained=self.consumer.max_staleness_trained,
-            judge_version=self.producer.judge_version,
-        )
+        """The flow as it stands."""
+        return self.buffer.cut(self.producer.judge_version)
 
     def interrupt(self) -> None:
         """Stop at the next place between two steps: `run` raises Interrupted."""

@@ -9,7 +9,6 @@ The learner is in one of four states at any moment of a step, so that these neve
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,49 +49,34 @@ class WaitTimes:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSupply:
+    """What there is for the open batch beside the groups that it has.
+
+    oldest_rolling_out: the lowest version that a group which lacks rollouts was opened at; None: there is none.
+    num_judging:        groups that lack verdicts only.
+    num_ready:          groups that lack nothing.
+    """
+
+    oldest_rolling_out: int | None = None
+    num_judging: int = 0
+    num_ready: int = 0
+
+
 class Waits:
-    """Told of every change: of a group (opened, rolled out, judged, gone) and of the learner (the three contexts)."""
+    """Told of every change: of what there is for the learner, and of the learner itself (the three contexts)."""
 
     def __init__(self, max_staleness: int) -> None:
         self.engines = BusyMeter()  # rollouts and judgements in flight
         self._max_staleness = max_staleness
-        self._rolling: dict[str, int] = {}  # group_id -> version when it was opened
-        self._num_rolling: Counter[int] = Counter()  # by that version
-        self._unjudged: set[str] = set()  # rolled out, verdicts missing
-        self._judged: set[str] = set()
+        self._supply = GroupSupply()
         self._learner = StateMeter()
         self._batch_s = 0.0
         self._wanted: tuple[int, int] | None = None  # places left, the batch's version
 
-    # -- groups ------------------------------------------------------------------------------------------------------
-
-    def opened(self, group_id: str, version: int) -> None:
-        self._rolling[group_id] = version
-        self._num_rolling[version] += 1
+    def groups_changed(self, supply: GroupSupply) -> None:
+        self._supply = supply
         self._look()
-
-    def rolled_out(self, group_id: str) -> None:
-        self._leave_rolling(group_id)
-        self._unjudged.add(group_id)
-        self._look()
-
-    def judged(self, group_id: str) -> None:
-        self._unjudged.discard(group_id)
-        self._judged.add(group_id)
-        self._look()
-
-    def gone(self, group_id: str) -> None:
-        """Taken by the learner, or dropped."""
-        self._leave_rolling(group_id)
-        self._unjudged.discard(group_id)
-        self._judged.discard(group_id)
-        self._look()
-
-    def _leave_rolling(self, group_id: str) -> None:
-        if (version := self._rolling.pop(group_id, None)) is not None:
-            self._num_rolling[version] -= 1
-            if not self._num_rolling[version]:
-                del self._num_rolling[version]
 
     # -- the learner -------------------------------------------------------------------------------------------------
 
@@ -147,5 +131,6 @@ class Waits:
 
     def _lacks_only_verdicts(self, places: int, version: int) -> bool:
         due = version - self._max_staleness  # opened under this version or an older one: no later batch may train it
-        late = any(opened <= due for opened in self._num_rolling)
-        return bool(self._unjudged) and not late and len(self._unjudged) + len(self._judged) >= places
+        supply = self._supply
+        late = supply.oldest_rolling_out is not None and supply.oldest_rolling_out <= due
+        return supply.num_judging > 0 and not late and supply.num_judging + supply.num_ready >= places

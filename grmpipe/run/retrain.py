@@ -151,7 +151,7 @@ class ReplayRun:
             await trainer.take(group)
             if end.early:
                 await trainer.while_waiting()
-        learnt = await trainer.step()
+        learnt = await trainer.step(groups)
         ended_s = time.monotonic()
         self._steps_done += 1
         self._busy_s += ended_s - read_s
@@ -166,9 +166,7 @@ class ReplayRun:
         told |= truth_metrics(groups, rule_of(self._config.judge))
         self._observers.tracker.log(step, told | metrics)
         for end in self._recorded.steps[step - 1]:
-            self._observers.recorder.group_ended(
-                end.group_id, end.draw, end.prompt_id, "trained", step=step, version=end.version, early=end.early
-            )
+            self._observers.recorder.group_ended(dataclasses.replace(end, step=step))
 
     # -- cuts and ends -------------------------------------------------------------------------------------------------
 

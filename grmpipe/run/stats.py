@@ -201,15 +201,15 @@ def is_rate_limited(config: RunConfig) -> bool:
 
 
 def standing_of(pipeline: Pipeline) -> Standing:
-    ledger = pipeline.admission
+    ledger = pipeline.ledger
     total = pipeline.tally.total_so_far()
     return Standing(
         version=pipeline.version,
         judging=judging(total),
         groups=GroupsSummary(
-            submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=len(ledger.in_flight)
+            submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=ledger.in_flight
         ),
-        max_staleness_trained=pipeline.consumer.max_staleness_trained,
+        max_staleness_trained=pipeline.buffer.max_staleness_trained,
         waits=total.waits,
     )
 

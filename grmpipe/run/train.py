@@ -180,7 +180,7 @@ class TrainingRun:
         learnt = cotraining.after_policy_step(report.step) if cotraining is not None else {}
         self._accounts.learner_busy_s += report.learner_busy_s
         counts = pipeline.tally.close_step()
-        metrics = step_metrics(report, counts, pipeline.admission, self._prepared.is_right, self._config.algorithm)
+        metrics = step_metrics(report, counts, pipeline.ledger, self._prepared.is_right, self._config.algorithm)
         metrics |= {f"engines/replaced_{role}": float(n) for role, n in self._accounts.engines_replaced.items()}
         metrics |= self._accounts.slot_metrics() | self._accounts.driver_metrics() | learnt
         metrics |= await lookout.after_step(report.step, last)
@@ -313,7 +313,7 @@ class TrainingRun:
             return ""
         path = self._run_dir / "failed_batch.jsonl"
         try:
-            path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.open_batch), "utf-8")
+            path.write_text("".join(json.dumps(asdict(group)) + "\n" for group in self._pipeline.buffer.batch), "utf-8")
         except OSError as refused:  # a full disk must not hide the first cause
             return f"\nthe batch could not be written to {path}: {refused.strerror}"
         return f"\nthe batch is in {path}, one group per line"

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from grmpipe.observe.journal import decode_line
-from grmpipe.observe.recorder import GroupEnd, decode_recorded, load_group_ends
+from grmpipe.observe.recorder import decode_recorded, load_group_ends
 from grmpipe.observe.records import Record, decode_report
-from grmpipe.types import Failed, JudgedGroup, Verdict
+from grmpipe.types import Failed, GroupEnd, JudgedGroup, Verdict
 
 T = TypeVar("T")
 Places = dict[str, dict[int, int]]  # group_id -> sibling -> where its line begins, in bytes

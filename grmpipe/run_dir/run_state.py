@@ -15,14 +15,13 @@ from grmpipe.observe.recorder import (
     GROUPS,
     JUDGEMENTS,
     ROLLOUTS,
-    GroupEnd,
     RecordedRollout,
     load_group_ends,
     load_rollouts,
     load_verdicts,
 )
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, Cut, Kept, Prompts
-from grmpipe.types import JudgeReport, Metrics, Prompt
+from grmpipe.types import GroupEnd, JudgeReport, Metrics, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

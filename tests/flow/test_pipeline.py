@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +34,7 @@ from grmpipe.pipeline.stall_times import WaitTimes
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.types import (
     Failed,
+    GroupEnd,
     JudgedGroup,
     JudgeReport,
     Metrics,
@@ -85,11 +87,11 @@ class Journal:
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         self.verdicts[rollout.group_id, rollout.sibling] += 1
 
-    def group_ended(self, group_id, draw, prompt_id, outcome, step=None, cause=None, version=None, early=False) -> None:
-        assert group_id not in self.ends, f"{group_id} ended twice"
-        self.ends[group_id] = cause or outcome
-        self.prompts[prompt_id] = cause or outcome
-        self.early += [group_id] if early else []
+    def group_ended(self, end: GroupEnd) -> None:
+        assert end.group_id not in self.ends, f"{end.group_id} ended twice"
+        self.ends[end.group_id] = end.cause or end.outcome
+        self.prompts[end.prompt_id] = end.cause or end.outcome
+        self.early += [end.group_id] if end.early else []
 
 
 @dataclass
@@ -109,7 +111,8 @@ class Trainer:
         self.waited.append(len(self.taken))
         return len(self.taken) == 1
 
-    async def step(self) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+        assert list(batch) == self.taken
         await asyncio.sleep(self.step_s)
         self.steps.append(self.taken)
         self.taken = []
@@ -262,12 +265,12 @@ def long_tailed(context: RequestContext) -> int:
 def test_every_batch_keeps_the_staleness_bound_and_nothing_is_lost(max_staleness: int) -> None:
     bench = Bench(flow(max_staleness=max_staleness, num_steps=20, play_width=8), lengths=long_tailed)
     pipeline = bench.run()
-    ledger = pipeline.admission
-    assert (ledger.trained, ledger.submitted, len(ledger.in_flight)) == (80, 80, 0)
+    ledger = pipeline.ledger
+    assert (ledger.trained, ledger.submitted, ledger.in_flight) == (80, 80, 0)
     for version, groups in enumerate(bench.trainer.steps):
         assert len(groups) == 4
         assert all(0 <= version - group.version <= max_staleness for group in groups)
-    assert pipeline.consumer.max_staleness_trained <= max_staleness
+    assert pipeline.buffer.max_staleness_trained <= max_staleness
 
 
 def test_synchronous_training_uses_only_tokens_of_the_current_version() -> None:
@@ -314,7 +317,7 @@ def test_a_group_with_too_few_verdicts_is_dropped_by_cause_and_replaced() -> Non
         return lost if rollout.group_id == "g000001" and rollout.sibling > 0 else None
 
     bench = Bench(flow(), judge=Judge(mishap=mishap))
-    ledger = bench.run().admission
+    ledger = bench.run().ledger
     assert ledger.dropped == {"judge_truncated": 1}
     assert (ledger.trained, ledger.submitted) == (24, 25)
 
@@ -332,7 +335,7 @@ class Undecided(Judge):
 
 def test_a_group_without_signal_is_dropped_and_replaced() -> None:
     bench = Bench(flow(max_no_signal_groups=2), judge=Undecided())
-    ledger = bench.run().admission
+    ledger = bench.run().ledger
     assert ledger.dropped == {"no_signal": 1}
     assert (ledger.trained, ledger.submitted) == (24, 25)
     assert "g000001" not in {group.group_id for groups in bench.trainer.steps for group in groups}
@@ -341,14 +344,14 @@ def test_a_group_without_signal_is_dropped_and_replaced() -> None:
 def test_groups_without_signal_are_trained_once_a_step_has_dropped_its_share() -> None:
     """Every group is bare: of each step 2 are dropped, 4 trained. Groups that end after a step are the next one's."""
     bench = Bench(flow(max_no_signal_groups=2, max_staleness=0), group_judge=Together())
-    ledger = bench.run().admission
+    ledger = bench.run().ledger
     assert ledger.dropped == {"no_signal": 2 * 6}
     assert ledger.trained == 24
 
 
 def test_a_group_ends_at_its_deadline_when_a_rollout_never_comes_back() -> None:
     bench = Bench(flow(), lengths=lambda context: 10**6 if context.request_id == "g000002/1/t0" else 10)
-    ledger = bench.run().admission
+    ledger = bench.run().ledger
     assert ledger.dropped == {"rollout_timeout": 1}
     assert bench.journal.ends["g000002"] == "rollout_timeout"
 
@@ -366,7 +369,7 @@ def test_missing_verdicts_at_the_deadline_are_timeouts_and_the_rest_is_trained()
 
 def test_the_deadline_stands_still_during_a_sync() -> None:
     bench = Bench(flow(group_deadline_s=1.0, num_steps=3), sync_s=30.0, lengths=lambda context: 80)
-    assert bench.run().admission.dropped == {}
+    assert bench.run().ledger.dropped == {}
 
 
 def test_judging_pauses_above_the_failure_rate_and_then_the_run_stops_with_the_cause() -> None:
@@ -387,6 +390,22 @@ def test_a_judge_that_goes_silent_pauses_judging_and_then_stops_the_run_with_the
     assert bench.trainer.steps == []
 
 
+def test_a_wait_of_60_s_names_what_it_waits_for_and_why_whatever_ends_meanwhile(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One rollout never comes back; the second batch keeps a place for its group. Another group ends after 50 s."""
+    bench = Bench(
+        flow(num_steps=3, group_deadline_s=100.0),
+        lengths=lambda context: 10**6 if context.request_id == "g000002/1/t0" else 20,
+        judge=Judge(delay=lambda rollout: 50.0 if rollout.group_id == "g000009" else 0.1),
+    )
+    bench.run()
+    (told,) = [record.message for record in caplog.records if "the learner waits for groups" in record.message]
+    hangs = r"pending: g000002 \(rolling out: rollouts missing: 1; verdicts missing: 1; the policy has begun; 39 s to"
+    assert re.search(hangs, told)
+    assert re.search(r"; g000009 \(ready: the open batch's places are for groups .* due before it: g000002\)", told)
+
+
 def test_verdicts_that_a_missing_rollout_ended_say_nothing_of_the_judge() -> None:
     lost = {f"g{draw:06d}/1/t0" for draw in range(8)}
     bench = Bench(
@@ -395,7 +414,7 @@ def test_verdicts_that_a_missing_rollout_ended_say_nothing_of_the_judge() -> Non
         lengths=lambda context: 10**6 if context.request_id in lost else 10,
         max_failure_rate=0.2,
     )
-    assert bench.run().admission.dropped == {"rollout_timeout": 8}
+    assert bench.run().ledger.dropped == {"rollout_timeout": 8}
 
 
 def test_a_judge_that_recovers_in_the_pause_goes_on() -> None:
@@ -433,7 +452,7 @@ def test_a_policy_that_recovers_in_the_pause_goes_on() -> None:
         return 20 if asyncio.get_running_loop().time() > 3.0 else refusing_all(context)
 
     bench = Bench(flow(rollout_max_failure_rate=0.5, rollout_pause_s=5.0), lengths=lengths)
-    ledger = bench.run().admission
+    ledger = bench.run().ledger
     assert (ledger.trained, ledger.dropped) == (24, {"rollout_refused": 8})
 
 
@@ -449,14 +468,14 @@ def test_a_group_whose_request_kills_engines_is_dropped_by_cause_and_never_asked
 
     struck = Bench(flow(), num_engines=3)
     struck.lengths = poisonous(struck)
-    ledger = struck.run().admission
+    ledger = struck.run().ledger
     assert ledger.dropped["rollout_killed_engines"] >= 1
     assert struck.journal.ends["g000002"] == "rollout_killed_engines"
     cut = Cut(next_draw=3, in_flight={2: "g000002"})
     resumed = Bench(flow(), cut=cut, kept={2: Kept(group_id="g000002", killed_engines=True)})
     asked: list[str] = []
     resumed.lengths = lambda context: asked.append(context.group_id) or 20
-    assert resumed.run().admission.dropped == {"rollout_killed_engines": 1}
+    assert resumed.run().ledger.dropped == {"rollout_killed_engines": 1}
     assert "g000002" not in asked
 
 
@@ -490,14 +509,15 @@ def test_an_aborted_rollout_drops_its_group_by_cause_and_is_not_judged() -> None
         await bench.pipeline.run()
         return bench.pipeline
 
-    assert on_virtual_clock(abort_one).admission.dropped == {"rollout_died": 1}
+    assert on_virtual_clock(abort_one).ledger.dropped == {"rollout_died": 1}
     assert ("g000001", 2) not in bench.journal.verdicts
 
 
 def test_a_run_ends_when_the_prompts_do_and_says_what_became_of_each() -> None:
     bench = Bench(flow(num_steps=100), prompts=Prompts(count=10))
-    ledger = bench.run().admission
-    assert (ledger.version, ledger.trained, ledger.dropped) == (2, 8, {"end_of_prompts": 2})
+    pipeline = bench.run()
+    assert pipeline.version == 2
+    assert (pipeline.ledger.trained, pipeline.ledger.dropped) == (8, {"end_of_prompts": 2})
     assert set(bench.journal.prompts) == {f"p{draw}" for draw in range(10)}
 
 
@@ -526,7 +546,7 @@ def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -
         for draw, group_id in cut.in_flight.items()
     }
     second = Bench(flow(num_steps=8), lengths=long_tailed, cut=cut, kept=kept)
-    ledger = second.run().admission
+    ledger = second.run().ledger
     trained = [group.prompt.prompt_id for groups in second.trainer.steps for group in groups]
     assert len(trained) == len(set(trained)) == 20
     assert not done & set(trained)
@@ -551,7 +571,7 @@ def test_a_dead_engine_is_survived_and_no_sample_is_altered_or_doubled() -> None
 
     struck.after_step = strike  # type: ignore[method-assign]
     quiet.run()
-    ledger = struck.run().admission
+    ledger = struck.run().ledger
     assert (ledger.trained, ledger.dropped) == (32, {})
     assert set(struck.policy.alive) == {"policy-1"}
     assert sampled(struck) == sampled(quiet)
@@ -578,7 +598,7 @@ def test_the_only_engine_is_replaced_and_no_sample_is_altered_or_doubled() -> No
 
     struck.after_step = strike  # type: ignore[method-assign]
     quiet.run()
-    ledger = on_virtual_clock(run).admission
+    ledger = on_virtual_clock(run).ledger
     assert (ledger.trained, ledger.dropped) == (32, {})
     assert sampled(struck) == sampled(quiet)
 
@@ -605,7 +625,7 @@ def test_a_deadline_stands_still_while_the_only_engine_is_replaced(stopped: bool
         return struck.pipeline
 
     struck.after_step = strike  # type: ignore[method-assign]
-    dropped = on_virtual_clock(run).admission.dropped
+    dropped = on_virtual_clock(run).ledger.dropped
     assert (dropped == {}) is stopped
 
 
@@ -638,17 +658,16 @@ def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(see
 
     async def judge_sometimes_twice(prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         nonlocal doubled
-        group = bench.pipeline.flight.groups.get(rollout.group_id)
-        hearing = bench.pipeline.producer._hearings.get(rollout.group_id)
-        if group is not None and hearing is not None and rng.random() < 0.1:
+        group = bench.pipeline.buffer.groups.get(rollout.group_id)
+        if group is not None and group.hearing is not None and rng.random() < 0.1:
             doubled += 1
-            await bench.pipeline.producer.judging.put((group, hearing, Sitting(members=(rollout.sibling,))))
+            await bench.pipeline.producer.judging.put((group, group.hearing, Sitting(members=(rollout.sibling,))))
         return await judge_once(prompt, rollout, priority)
 
     bench.judge.judge = judge_sometimes_twice  # type: ignore[method-assign]
     pipeline = bench.run()
     assert doubled > 10
-    pipeline.admission.check()
+    pipeline.buffer.check()
     assert pipeline.version == 15
     for version, groups in enumerate(bench.trainer.steps):
         assert all(version - group.version <= seed % 3 for group in groups)
@@ -660,7 +679,7 @@ def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(see
     assert max(bench.journal.verdicts.values()) == 1
     ends = Counter(bench.journal.ends.values())
     assert ends["trained"] == 60
-    assert sum(ends.values()) == pipeline.admission.submitted - len(pipeline.admission.in_flight)
+    assert sum(ends.values()) == pipeline.ledger.submitted - pipeline.ledger.in_flight
 
 
 def total_waits(bench: Bench) -> WaitTimes:
@@ -759,7 +778,7 @@ def test_a_storm_of_429s_changes_no_reward() -> None:
 def test_a_judge_of_whole_groups_sits_once_for_each_and_before_it_prepares() -> None:
     bench = Bench(flow(num_steps=5), group_judge=Together(), lengths=long_tailed)
     pipeline = bench.run()
-    assert pipeline.admission.trained == 5 * 4
+    assert pipeline.ledger.trained == 5 * 4
     assert all(hearing.held == [(), (0, 1, 2, 3)] for hearing in bench.group_judge.hearings.values())
     assert set(bench.journal.verdicts.values()) == {1}
 
@@ -860,7 +879,7 @@ def test_a_judge_that_changes_costs_no_group_its_deadline() -> None:
         await run_until(bench.pipeline.run(), change=change_once())
 
     on_virtual_clock(go)
-    assert bench.pipeline.admission.dropped == {}
+    assert bench.pipeline.ledger.dropped == {}
 
 
 def test_nothing_is_judged_while_judging_is_held_and_rollouts_go_on() -> None:

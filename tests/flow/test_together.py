@@ -25,7 +25,7 @@ from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
 from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.train.learner.offload import TrainerByTurns, begin_turn
-from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
+from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Completion,
@@ -195,7 +195,8 @@ class Learner:
         assert self.residence == "everything"
         return False
 
-    async def step(self) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+        assert list(batch) == self._taken, "trained what it did not take"
         async with self._hold:
             assert self.residence == "everything"
             await asyncio.sleep(self.rng.uniform(0.1, 3.0))
@@ -394,7 +395,7 @@ class Run:
         return report
 
     async def after_step(self, report: StepReport) -> None:
-        self.pipeline.admission.check()
+        self.pipeline.buffer.check()
 
     def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
         check_whole(f"{rollout.group_id}/{rollout.sibling}/t0", rollout.turns[0].completion)
@@ -403,8 +404,8 @@ class Run:
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         self.check_deadline(rollout.group_id)
 
-    def group_ended(self, group_id, draw, prompt_id, outcome, step=None, cause=None, version=None, early=False) -> None:
-        self.ends[group_id] += 1
+    def group_ended(self, end: GroupEnd) -> None:
+        self.ends[end.group_id] += 1
 
     # -- what befalls it -----------------------------------------------------------------------------------------------
 
@@ -453,7 +454,7 @@ class Run:
         if self.pool is not None:
             loops |= {"balance": self.pool.run(), "slots": self.look_at_slots()}
         await run_until(main(), **loops)
-        for group_id in self.pipeline.admission.in_flight:
+        for group_id in self.pipeline.buffer.groups:
             self.check_deadline(group_id)
 
 
@@ -499,8 +500,8 @@ def ran(world: World) -> Run:
 def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
     """Promise 2, 3, 5 and 7, and no slot that idles beside work for longer than a switch and a look take."""
     run = ran(world)
-    ledger, steps = run.pipeline.admission, run.learner.steps
-    assert ledger.submitted == ledger.trained + ledger.dropped.total() + len(ledger.in_flight)
+    ledger, steps = run.pipeline.ledger, run.learner.steps
+    assert ledger.submitted == ledger.trained + ledger.dropped.total() + ledger.in_flight
     assert ledger.trained == world.num_steps * world.groups_per_batch
     assert set(run.ends.values()) == {1}, "a group that ended twice"
     for version, groups in enumerate(steps):

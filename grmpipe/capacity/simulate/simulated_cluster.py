@@ -285,7 +285,7 @@ class Simulation:
                 [self.needs.steps[index + 1] for index in settled], self.placement, self.costs, train.max_staleness
             ),
             max_staleness=max(step.staleness for step in self.steps),
-            dropped=dict(self.pipeline.admission.dropped),
+            dropped=dict(self.pipeline.ledger.dropped),
             failed_judgements=dict(self.pipeline.tally.total_so_far().failed),
             moves={move: count for pool in pools for move, count in pool.moves.items()},
             waits=functools.reduce(WaitTimes.plus, (step.waits for step in inside)),

@@ -11,11 +11,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Literal
 
 from grmpipe.capacity.cost import Costs
 from grmpipe.capacity.lower_bound import CRITIC, DRIVER, LEARNER, LEARNING, POLICY, VALUED, busiest_slot_s, is_on_cpu
-from grmpipe.types import JudgeReport, Prompt, Rollout
+from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 from models.types import EngineSpeed
 from scheduler.placement import Placement
 
@@ -88,20 +87,10 @@ class Needs:
             needs.work_s[DRIVER] += self._costs.driver_request_s
         needs.chain_s = max(needs.chain_s, needs.played_s[rollout.sibling] + longest_s)
 
-    def group_ended(
-        self,
-        group_id: str,
-        draw: int,
-        prompt_id: str,
-        outcome: Literal["trained", "dropped"],
-        step: int | None = None,
-        cause: str | None = None,
-        version: int | None = None,
-        early: bool = False,
-    ) -> None:
+    def group_ended(self, end: GroupEnd) -> None:
         """What was dropped for nothing is no need of any step."""
-        needs = self._open.pop(group_id, None)
-        if needs is not None and outcome == "trained":
+        needs = self._open.pop(end.group_id, None)
+        if needs is not None and end.outcome == "trained":
             self._step.append(needs)
 
     def close_step(self, step: int) -> None:

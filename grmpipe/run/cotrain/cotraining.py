@@ -195,9 +195,9 @@ class InStep:
     async def while_waiting(self) -> bool:
         return await self.trainer.while_waiting()
 
-    async def step(self) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
         await self.pace.until_policy_may_step()
-        return await self.trainer.step()
+        return await self.trainer.step(batch)
 
     async def discard(self) -> None:
         await self.trainer.discard()

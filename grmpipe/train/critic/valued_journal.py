@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from grmpipe.pipeline.interfaces import Journal
 from grmpipe.train.critic.values import Valuer
-from grmpipe.types import JudgeReport, Prompt, Rollout
+from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 
 
 class ValuedJournal:
@@ -23,16 +21,6 @@ class ValuedJournal:
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         self._journal.judged(rollout, report)
 
-    def group_ended(
-        self,
-        group_id: str,
-        draw: int,
-        prompt_id: str,
-        outcome: Literal["trained", "dropped"],
-        step: int | None = None,
-        cause: str | None = None,
-        version: int | None = None,
-        early: bool = False,
-    ) -> None:
-        self._journal.group_ended(group_id, draw, prompt_id, outcome, step, cause, version, early)
-        self._valuer.forget(group_id)
+    def group_ended(self, end: GroupEnd) -> None:
+        self._journal.group_ended(end)
+        self._valuer.forget(end.group_id)

@@ -50,7 +50,7 @@ class BatchTrainer:
         self._max_tokens = train.micro_batch_tokens
         self._shared = train.shared_prompts
         self._packer = Packer(self._max_tokens, learner.size, self._shared)
-        self._groups: list[JudgedGroup] = []
+        self._num_taken = 0  # groups of the open batch
         self._replayed: list[JudgedGroup] = []  # of an earlier batch, in the open one again
         self._kl: dict[tuple[str, int], np.ndarray] = {}
         self._values: dict[tuple[str, int], np.ndarray] = {}  # by the critic
@@ -70,11 +70,11 @@ class BatchTrainer:
 
     async def take(self, group: JudgedGroup) -> None:
         """Replayed groups come first: there is nothing else to train yet."""
-        if not self._groups:
+        if self._num_taken == 0:
             self._replayed = self._replay.draw(self._version)
             for earlier in self._replayed:
                 await self._include(earlier)
-        self._groups.append(group)
+        self._num_taken += 1
         await self._include(group)
 
     async def _include(self, group: JudgedGroup) -> None:
@@ -96,12 +96,12 @@ class BatchTrainer:
             await self._learner.accumulate(round_)
         return bool(rounds)
 
-    async def step(self) -> Metrics:
-        """End the batch. The open batch is empty afterwards, also where the learner refused it."""
-        groups = [*self._replayed, *self._groups]
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
+        """End the batch of the groups that were taken. Nothing of it is left, also where the learner refused it."""
+        assert len(batch) == self._num_taken, (len(batch), self._num_taken)
         try:
-            metrics = await self._learn(groups)
-            self._replay.keep(self._groups)
+            metrics = await self._learn([*self._replayed, *batch])
+            self._replay.keep(batch)
             return metrics | self._replay_metrics()
         finally:
             self._forget()
@@ -147,7 +147,7 @@ class BatchTrainer:
             await self._critic.discard()
 
     def _forget(self) -> None:
-        self._groups, self._replayed, self._samples, self._kl, self._values = [], [], [], {}, {}
+        self._num_taken, self._replayed, self._samples, self._kl, self._values = 0, [], [], {}, {}
 
     def _estimated(self, groups: Sequence[JudgedGroup]) -> Sequence[TrainingSample]:
         kl = self._kl if self._kl_is_in_reward else None

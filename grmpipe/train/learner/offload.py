@@ -129,8 +129,8 @@ def begin_turn(share: TimeShare) -> Callable[[], Awaitable[Metrics]]:
 
 
 class TrainerByTurns:
-    """Keeps the groups of a batch until the learner has its device, then trains on them in the order they came: without
-    an early start. The turn that a step begins ends with the push of its weights.
+    """Leaves the groups of a batch where they are until the learner has its device, then trains on them in the order
+    they came: without an early start. The turn that a step begins ends with the push of its weights.
 
     begin_turn: returns, as metrics, what became free for it.
     """
@@ -138,21 +138,18 @@ class TrainerByTurns:
     def __init__(self, trainer: Trainer, begin_turn: Callable[[], Awaitable[Metrics]]) -> None:
         self._trainer = trainer
         self._begin_turn = begin_turn
-        self._groups: list[JudgedGroup] = []
 
     async def take(self, group: JudgedGroup) -> None:
-        self._groups.append(group)
+        return None  # the engines have the device
 
     async def while_waiting(self) -> bool:
-        return False  # the engines have the device
+        return False  # as above
 
-    async def step(self) -> Metrics:
+    async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
         freed = await self._begin_turn()
-        groups, self._groups = self._groups, []
-        for group in groups:
+        for group in batch:
             await self._trainer.take(group)
-        return await self._trainer.step() | freed
+        return await self._trainer.step(batch) | freed
 
     async def discard(self) -> None:
-        self._groups = []
         await self._trainer.discard()

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.journal import Journal, Mark, read_journal
 from grmpipe.observe.jsonl_sink import JsonlSink
-from grmpipe.observe.recorder import GroupEnd, Recorder, load_group_ends, load_rollouts, load_verdicts
+from grmpipe.observe.recorder import Recorder, load_group_ends, load_rollouts, load_verdicts
 from grmpipe.types import (
     Criterion,
     Failed,
     FailedJudgement,
+    GroupEnd,
     Judgement,
     JudgeReport,
     Prompt,
@@ -140,10 +141,13 @@ def test_a_report_comes_back_equal(
 
 def test_group_ends_come_back_and_leave_out_what_is_not_known(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
-    recorder.group_ended("g0", 0, "p0", "trained", step=3, version=2, early=True)
-    recorder.group_ended("g1", 1, "p1", "dropped", cause="stale")
     trained = GroupEnd(group_id="g0", draw=0, prompt_id="p0", outcome="trained", step=3, version=2, early=True)
     dropped = GroupEnd(group_id="g1", draw=1, prompt_id="p1", outcome="dropped", cause="stale")
+    recorder.group_ended(trained)
+    recorder.group_ended(dropped)
+    lines = (tmp_path / "groups.jsonl").read_text(encoding="utf-8").splitlines()
+    always = ["group_id", "draw", "prompt_id", "outcome"]
+    assert [list(json.loads(line)) for line in lines] == [[*always, "step", "version", "early"], [*always, "cause"]]
     assert list(load_group_ends(tmp_path / "groups.jsonl")) == [trained, dropped]
     assert not {"step", "early"} & list(read_journal(tmp_path / "groups.jsonl"))[1].keys()
 
@@ -202,7 +206,9 @@ def test_what_is_damaged_is_told_by_file_and_line_whatever_the_damage(tmp_path: 
     path = tmp_path / "groups.jsonl"
     recorder = Recorder(tmp_path)
     for number in range(3):
-        recorder.group_ended(f"g{number}", number, "p", "dropped", cause="stale")
+        recorder.group_ended(
+            GroupEnd(group_id=f"g{number}", draw=number, prompt_id="p", outcome="dropped", cause="stale")
+        )
     first, second, third = path.read_bytes().splitlines(keepends=True)
     for odd in (second.replace(b"g1", b"g9"), b'{"draw":1}\n', b'{"groqp_id":"g1"}\n', b"[]\n", b"[" * 5000 + b"\n"):
         path.write_bytes(first + odd + third)
@@ -249,7 +255,7 @@ def test_marks_stand_before_the_first_line_of_what_has_not_ended(tmp_path: Path)
     for name in ("ends", "stays", "later"):
         recorder.rollout(0, PROMPT, plain_rollout(name))
         recorder.judged(plain_rollout(name), report)
-    recorder.group_ended("ends", 0, "p", "trained", step=1)
+    recorder.group_ended(GroupEnd(group_id="ends", draw=0, prompt_id="p", outcome="trained", step=1))
     marks = recorder.marks()
     behind = load_rollouts(tmp_path / "rollouts.jsonl", since=marks["rollouts.jsonl"])
     assert [line.rollout.group_id for line in behind] == ["stays", "later"]
@@ -257,9 +263,9 @@ def test_marks_stand_before_the_first_line_of_what_has_not_ended(tmp_path: Path)
     assert [who[0] for who, _ in judged] == ["stays", "later"]
     resumed = Recorder(tmp_path)
     resumed.go_on(marks, ["stays", "later"])
-    resumed.group_ended("stays", 1, "p", "trained", step=2)
+    resumed.group_ended(GroupEnd(group_id="stays", draw=1, prompt_id="p", outcome="trained", step=2))
     assert resumed.marks()["rollouts.jsonl"] == marks["rollouts.jsonl"]
-    resumed.group_ended("later", 2, "p", "trained", step=2)
+    resumed.group_ended(GroupEnd(group_id="later", draw=2, prompt_id="p", outcome="trained", step=2))
     assert resumed.marks()["rollouts.jsonl"].offset == (tmp_path / "rollouts.jsonl").stat().st_size
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from grmpipe.config.data import RolloutConfig
 from grmpipe.envs.play import RolloutAborted, Seat, play
-from grmpipe.pipeline.group import Group
+from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.types import Failed, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import Completion, Message, RequestContext, SamplingParams, VersionSpan
@@ -38,25 +38,25 @@ def group(size: int = 3, rollouts: int = 3, min_valid: int = 2) -> Group:
     return made
 
 
-def test_all_verdicts_make_a_group_complete_and_its_version_is_the_lowest() -> None:
+def test_all_verdicts_make_a_group_ready_and_its_version_is_the_lowest() -> None:
     made = group()
     for sibling in (2, 0, 1):
-        assert made.state == "open"
+        assert made.state is GroupState.JUDGING
         assert made.add_verdict(sibling, verdict(sibling))
-    assert made.state == "complete"
+    assert made.state is GroupState.READY
     judged = made.judged()
     assert [v.score for v in judged.verdicts if isinstance(v, Verdict)] == [0, 1, 2]
     assert judged.version == 0
 
 
-def test_a_failed_verdict_makes_it_partial_and_too_many_fail_it_by_the_commonest_cause() -> None:
+def test_a_failed_verdict_leaves_it_ready_and_too_many_drop_it_by_the_commonest_cause() -> None:
     partial, failed = group(), group()
     for sibling, result in enumerate((verdict(), LOST, verdict())):
         partial.add_verdict(sibling, result)
     for sibling, result in enumerate((verdict(), LOST, LOST)):
         failed.add_verdict(sibling, result)
-    assert partial.state == "partial"
-    assert (failed.state, failed.cause) == ("failed", "judge_truncated")
+    assert partial.state is GroupState.READY
+    assert (failed.state, failed.cause) == (GroupState.DROPPED, "judge_truncated")
 
 
 def test_answers_that_come_twice_or_late_or_for_nobody_are_refused() -> None:
@@ -65,20 +65,20 @@ def test_answers_that_come_twice_or_late_or_for_nobody_are_refused() -> None:
     assert not made.add_verdict(2, verdict())
     assert made.add_verdict(0, verdict(1))
     assert not made.add_verdict(0, verdict(9))
-    made.fail("rollout_died")
+    made.drop("rollout_died")
     assert not made.add_rollout(rollout(2))
     assert not made.add_verdict(1, verdict())
     assert made.cause == "rollout_died"
 
 
-def test_at_the_deadline_a_missing_rollout_fails_the_group_and_missing_verdicts_are_timeouts() -> None:
+def test_at_the_deadline_a_missing_rollout_drops_the_group_and_missing_verdicts_are_timeouts() -> None:
     without_rollout, without_verdict = group(rollouts=2), group()
     without_rollout.expire()
-    assert (without_rollout.state, without_rollout.cause) == ("failed", "rollout_timeout")
+    assert (without_rollout.state, without_rollout.cause) == (GroupState.DROPPED, "rollout_timeout")
     without_verdict.add_verdict(0, verdict())
     without_verdict.add_verdict(2, verdict())
     without_verdict.expire()
-    assert without_verdict.state == "partial"
+    assert without_verdict.state is GroupState.READY
     missing = without_verdict.judged().verdicts[1]
     assert isinstance(missing, Failed)
     assert missing.cause == "timeout"

@@ -9,7 +9,7 @@ import looptime
 import pytest
 
 from grmpipe.pipeline.counters import Tally
-from grmpipe.pipeline.stall_times import Waits, WaitTimes
+from grmpipe.pipeline.stall_times import GroupSupply, Waits, WaitTimes
 
 
 def virtually(go: Callable[[], Coroutine[object, object, WaitTimes]]) -> WaitTimes:
@@ -24,13 +24,13 @@ def near(seconds: float) -> object:
 def test_a_wait_is_the_policys_while_a_rollout_is_missing_and_the_judges_from_then_on() -> None:
     async def go() -> WaitTimes:
         waits = Waits(max_staleness=0)
-        waits.opened("a", 0)
+        waits.groups_changed(GroupSupply(oldest_rolling_out=0))
         with waits.wanting(1, 0):
             await asyncio.sleep(3)
-            waits.rolled_out("a")
+            waits.groups_changed(GroupSupply(num_judging=1))
             await asyncio.sleep(2)
-            waits.judged("a")
-        waits.gone("a")
+            waits.groups_changed(GroupSupply(num_ready=1))
+        waits.groups_changed(GroupSupply())
         return waits.close_step(5.0)
 
     times = virtually(go)
@@ -40,12 +40,10 @@ def test_a_wait_is_the_policys_while_a_rollout_is_missing_and_the_judges_from_th
 def test_a_batch_that_lacks_a_rollout_waits_for_the_policy_whatever_is_being_judged() -> None:
     async def go() -> WaitTimes:
         waits = Waits(max_staleness=0)
-        for group_id in "ab":
-            waits.opened(group_id, 0)
-        waits.rolled_out("a")
+        waits.groups_changed(GroupSupply(oldest_rolling_out=0, num_judging=1))
         with waits.wanting(2, 0):
             await asyncio.sleep(4)
-            waits.rolled_out("b")
+            waits.groups_changed(GroupSupply(num_judging=2))
             await asyncio.sleep(1)
         return waits.close_step(5.0)
 
@@ -56,9 +54,7 @@ def test_a_batch_that_lacks_a_rollout_waits_for_the_policy_whatever_is_being_jud
 def test_groups_of_a_later_batch_that_still_roll_out_hold_nobody_up() -> None:
     async def go() -> WaitTimes:
         waits = Waits(max_staleness=1)
-        waits.opened("due", 0)
-        waits.opened("later", 1)
-        waits.rolled_out("due")
+        waits.groups_changed(GroupSupply(oldest_rolling_out=1, num_judging=1))
         with waits.wanting(1, 1):
             await asyncio.sleep(2)
         return waits.close_step(2.0)
@@ -69,12 +65,10 @@ def test_groups_of_a_later_batch_that_still_roll_out_hold_nobody_up() -> None:
 def test_a_straggler_that_is_due_is_waited_for_although_others_wait_for_verdicts() -> None:
     async def go() -> WaitTimes:
         waits = Waits(max_staleness=1)
-        waits.opened("due", 0)
-        waits.opened("later", 1)
-        waits.rolled_out("later")
+        waits.groups_changed(GroupSupply(oldest_rolling_out=0, num_judging=1))
         with waits.wanting(1, 1):
             await asyncio.sleep(2)
-            waits.gone("due")  # dropped: from now on any group will do
+            waits.groups_changed(GroupSupply(num_judging=1))  # what was due is dropped: from now on any group will do
             await asyncio.sleep(1)
         return waits.close_step(3.0)
 

@@ -13,7 +13,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.config.yaml_io import build
 from grmpipe.observe.recorder import Recorder
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
-from grmpipe.types import Failed, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
+from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from grmpipe.validate.retraining import prepare_replay, without_turns
 from models.types import Completion, Message, VersionSpan
 from scheduler.placement import place
@@ -48,7 +48,16 @@ def record(run_dir: Path, steps: Sequence[Sequence[str]], group_size: int = 2) -
             recorder.judged(rollout(name, sibling), report(float(sibling)))
     for number, names in enumerate(steps, start=1):
         for name in names:
-            recorder.group_ended(name, draws[name], f"p{draws[name]}", "trained", step=number, version=0)
+            recorder.group_ended(
+                GroupEnd(
+                    group_id=name,
+                    draw=draws[name],
+                    prompt_id=f"p{draws[name]}",
+                    outcome="trained",
+                    step=number,
+                    version=0,
+                )
+            )
     return recorder
 
 
@@ -57,7 +66,9 @@ def opened(run_dir: Path) -> RecordedRun:
 
 
 def test_batches_come_in_the_order_in_which_they_were_taken(tmp_path: Path) -> None:
-    record(tmp_path, [["c", "a"], ["b", "d"]]).group_ended("e", 9, "p9", "dropped", cause="stale")
+    record(tmp_path, [["c", "a"], ["b", "d"]]).group_ended(
+        GroupEnd(group_id="e", draw=9, prompt_id="p9", outcome="dropped", cause="stale")
+    )
     run = opened(tmp_path)
     assert (run.group_size, run.groups_per_batch, run.max_staleness) == (2, 2, 1)
     assert [[group.group_id for group in run.batch(step)] for step in (1, 2)] == [["c", "a"], ["b", "d"]]

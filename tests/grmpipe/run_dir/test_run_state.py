@@ -11,7 +11,7 @@ from grmpipe.observe.journal import Mark
 from grmpipe.observe.recorder import Recorder, load_group_ends
 from grmpipe.pipeline.interfaces import Cut
 from grmpipe.run_dir.run_state import RunState, find_kept, void_group_ends
-from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
+from grmpipe.types import GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
@@ -63,9 +63,13 @@ def test_a_run_state_survives_its_file() -> None:
 def test_a_group_whose_requests_killed_engines_is_not_asked_for_again(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.rollout(2, PROMPT, rollout("g000002", 0, 1))
-    recorder.group_ended("g000000", 0, "p", "dropped", cause="rollout_killed_engines")  # before the cut
+    recorder.group_ended(
+        GroupEnd(group_id="g000000", draw=0, prompt_id="p", outcome="dropped", cause="rollout_killed_engines")
+    )  # before the cut
     for draw, cause in ((1, "rollout_refused"), (2, "rollout_killed_engines"), (3, "rollout_killed_engines")):
-        recorder.group_ended(f"g00000{draw}", draw, "p", "dropped", cause=cause)
+        recorder.group_ended(
+            GroupEnd(group_id=f"g00000{draw}", draw=draw, prompt_id="p", outcome="dropped", cause=cause)
+        )
     recorder.close()
     kept = find_kept(tmp_path, state().cut, Drawn())
     assert {draw: work.killed_engines for draw, work in kept.items()} == {2: True, 3: True}
@@ -130,12 +134,12 @@ def test_a_resume_reads_no_line_from_before_the_groups_in_flight(tmp_path: Path)
     journal = Recorder(tmp_path)
     journal.rollout(0, PROMPT, rollout("g000000", 0, 1))
     journal.judged(rollout("g000000", 0, 1), JudgeReport(verdict=VERDICT))
-    journal.group_ended("g000000", 0, "p", "trained", step=1)
+    journal.group_ended(GroupEnd(group_id="g000000", draw=0, prompt_id="p", outcome="trained", step=1))
     journal.rollout(1, PROMPT, rollout("g000001", 0, 1))
     journal.judged(rollout("g000001", 0, 1), JudgeReport(verdict=VERDICT))
     marks = journal.marks()
     journal.rollout(2, PROMPT, rollout("g000002", 0, 1))
-    journal.group_ended("g000002", 2, "p", "dropped", cause="stale")
+    journal.group_ended(GroupEnd(group_id="g000002", draw=2, prompt_id="p", outcome="dropped", cause="stale"))
     journal.close()
     whole = find_kept(tmp_path, state().cut, Drawn())
     for name in ("rollouts.jsonl", "judgements.jsonl"):  # a reader of these bytes would fail
@@ -166,9 +170,9 @@ def test_groups_that_ended_before_the_cut_are_left_alone_and_drawn_ones_beyond_i
 
 def test_ends_beyond_the_cut_leave_the_record(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
-    journal.group_ended("g000000", 0, "p0", "trained", step=1, version=0)
-    journal.group_ended("g000001", 1, "p1", "trained", step=3, version=2)
-    journal.group_ended("g000005", 5, "p5", "dropped", cause="stale")
+    journal.group_ended(GroupEnd(group_id="g000000", draw=0, prompt_id="p0", outcome="trained", step=1, version=0))
+    journal.group_ended(GroupEnd(group_id="g000001", draw=1, prompt_id="p1", outcome="trained", step=3, version=2))
+    journal.group_ended(GroupEnd(group_id="g000005", draw=5, prompt_id="p5", outcome="dropped", cause="stale"))
     journal.close()
     void_group_ends(tmp_path, state().cut)
     assert [end.group_id for end in load_group_ends(tmp_path / "groups.jsonl")] == ["g000000"]

@@ -251,9 +251,10 @@ def test_what_failed_is_in_no_target_and_changes_none() -> None:
                 failed = group.rollouts[2]
                 longer = replace(failed.turns[0], prompt_ids=(1, 2, 3))
                 group = replace(group, rollouts=(*group.rollouts[:2], replace(failed, turns=(longer,))))
-            await trainer.take(group)
-            await trainer.take(judged(2, -1.0, 0.0))
-            await trainer.step()
+            batch = [group, judged(2, -1.0, 0.0)]
+            for group in batch:
+                await trainer.take(group)
+            await trainer.step(batch)
             targets = batch_of(ranks)
             assert set(targets) == {10, 11, 20, 21}
             found.append((targets, [batch.advantages_T.tolist() for batch in policy.accumulated]))
@@ -268,9 +269,9 @@ def test_advantages_are_the_returns_less_the_values_of_the_critic() -> None:
         trainer = BatchTrainer(
             LearnerGroup(policy), replace(TRAIN, micro_batch_tokens=6), GAE, 4, make_critic(CriticRanks())
         )
-        await trainer.take(judged(1, 0.25, 1.0))
+        await trainer.take(group := judged(1, 0.25, 1.0))
         assert policy.calls == ["accumulate"], "what needs no batch starts early"
-        await trainer.step()
+        await trainer.step([group])
         (batch,) = policy.accumulated
         by_token = dict(zip(batch.token_ids_T.tolist(), batch.advantages_T.tolist(), strict=True))
         assert (by_token[10], by_token[11]) == (0.25 - 10, 1.0 - 11)
@@ -284,8 +285,8 @@ def test_in_warm_up_the_critic_learns_and_the_policy_does_not_pass_at_all() -> N
         critic = make_critic(ranks, warmup_steps=2)
         trainer = BatchTrainer(LearnerGroup(policy), TRAIN, GAE, 4, critic)
         for step in range(3):
-            await trainer.take(judged(1, 0.25, 1.0))
-            metrics = await trainer.step()
+            await trainer.take(group := judged(1, 0.25, 1.0))
+            metrics = await trainer.step([group])
             assert ranks.calls.count("step") == critic.version == step + 1
             assert ("train/loss" in metrics) is (step == 2)
             assert policy.calls == (["accumulate", "step"] if step == 2 else [])
@@ -300,9 +301,10 @@ def test_several_updates_split_the_batch_and_the_version_counts_batches(critic_u
         algorithm = replace(GAE, updates_per_batch=2)
         critic = make_critic(ranks, algorithm, updates_per_batch=critic_updates)
         trainer = BatchTrainer(LearnerGroup(policy), TRAIN, algorithm, 4, critic)
-        await trainer.take(judged(1, 0.25, 1.0))
-        await trainer.take(judged(2, -1.0, 0.0))
-        await trainer.step()
+        batch = [judged(1, 0.25, 1.0), judged(2, -1.0, 0.0)]
+        for group in batch:
+            await trainer.take(group)
+        await trainer.step(batch)
         assert ranks.calls.count("step") == steps and critic.version == 1
         assert set(batch_of(ranks)) == {10, 11, 20, 21}
         assert all(max(values) < 100 for values, _ in batch_of(ranks).values()), "all are of the first version"
@@ -317,8 +319,8 @@ def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
         ranks, policy = CriticRanks(), PolicyRanks()
         algorithm = replace(GAE, kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")
         trainer = BatchTrainer(LearnerGroup(policy), TRAIN, algorithm, 4, make_critic(ranks, algorithm))
-        await trainer.take(judged(1, 1.0, 1.0))
-        await trainer.step()
+        await trainer.take(group := judged(1, 1.0, 1.0))
+        await trainer.step([group])
         assert batch_of(ranks)[10][1] == pytest.approx([0.8, 0.9])
 
     run(work)

@@ -97,7 +97,7 @@ def train(algorithm: AlgorithmConfig, *groups: JudgedGroup) -> tuple[RecordingRa
         for group in groups:
             await trainer.take(group)
             rounds.append(ranks.calls.count("accumulate"))
-        await trainer.step()
+        await trainer.step(groups)
 
     asyncio.run(run())
     return ranks, rounds
@@ -115,11 +115,12 @@ def test_an_idle_learner_starts_on_a_part_of_a_micro_batch() -> None:
 
     async def run() -> None:
         trainer = BatchTrainer(LearnerGroup(ranks), TrainConfig(micro_batch_tokens=32), AlgorithmConfig())
-        for number in (1, 2, 3):  # a group packs 7 tokens; a quarter of two ranks' micro-batches is 16
-            await trainer.take(judged(number, 0.0, 1.0))
+        groups = [judged(number, 0.0, 1.0) for number in (1, 2, 3)]
+        for group in groups:  # of 7 packed tokens; a quarter of two ranks' micro-batches is 16
+            await trainer.take(group)
             await trainer.while_waiting()
             rounds.append(ranks.calls.count("accumulate"))
-        await trainer.step()
+        await trainer.step(groups)
 
     asyncio.run(run())
     assert rounds == [0, 0, 1]
@@ -160,12 +161,12 @@ def test_a_batch_does_not_remember_the_one_before() -> None:
     async def run() -> None:
         trainer = BatchTrainer(LearnerGroup(ranks), ONE_ROLLOUT, AlgorithmConfig(estimator="reinforce_pp"))
         for number, high in ((1, 99.0), (2, 1.0)):
-            await trainer.take(judged(number, 0.0, high))
-            await trainer.step()
+            await trainer.take(group := judged(number, 0.0, high))
+            await trainer.step([group])
         await trainer.take(judged(3, 0.0, 77.0))
         await trainer.discard()
-        await trainer.take(judged(4, 0.0, 1.0))
-        await trainer.step()
+        await trainer.take(group := judged(4, 0.0, 1.0))
+        await trainer.step([group])
 
     asyncio.run(run())
     assert ranks.advantage_of(21) == ranks.advantage_of(41) == pytest.approx(1.0, abs=1e-5)
@@ -203,7 +204,7 @@ def test_gradients_that_are_not_finite_for_their_advantages_name_the_groups() ->
         async def step() -> None:
             for group in groups:
                 await trainer.take(group)
-            await trainer.step()
+            await trainer.step(groups)
 
         with pytest.raises(NonFiniteGradients) as raised:
             asyncio.run(step())
@@ -255,9 +256,10 @@ def test_a_trained_group_is_trained_once_more_before_the_next_ones_come() -> Non
     async def run() -> None:
         trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(replay_groups=1))
         for first in (1, 3, 5):
-            for number in (first, first + 1):
-                await trainer.take(judged(number, 0.0, 1.0))
-            told.append((await trainer.step())["train/replayed_groups"])
+            groups = [judged(number, 0.0, 1.0) for number in (first, first + 1)]
+            for group in groups:
+                await trainer.take(group)
+            told.append((await trainer.step(groups))["train/replayed_groups"])
             seen.append([int(batch.token_ids_T[-1]) // 10 for batch in ranks.accumulated[::2]])
             ranks.accumulated.clear()
 
@@ -282,8 +284,8 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, shared_prom
 
     async def run() -> None:
         trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(estimator=estimator), max_new_tokens=4)
-        await trainer.take(judged(1, *(0.0, 1.0) * 4))
-        metrics = await trainer.step()
+        await trainer.take(group := judged(1, *(0.0, 1.0) * 4))
+        metrics = await trainer.step([group])
         assert metrics["train/rank_imbalance"] == pytest.approx(1.0)
 
     asyncio.run(run())

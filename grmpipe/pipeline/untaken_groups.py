@@ -1,0 +1,58 @@
+"""An index of the groups that no batch has yet: which is due first, and how many stand where. It decides nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from grmpipe.pipeline.group import Group, GroupState
+from grmpipe.pipeline.stall_times import GroupSupply
+
+UNTAKEN = (GroupState.ROLLING_OUT, GroupState.JUDGING, GroupState.READY)
+
+
+class UntakenGroups:
+    """By state, then by `opened_at`, each in order of coming to its state. The buffer keeps it, as groups move.
+
+    Whatever it is asked takes as many steps as there are versions in flight, not as many as there are groups."""
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupState, dict[int, dict[str, Group]]] = {state: {} for state in UNTAKEN}
+
+    def __len__(self) -> int:
+        return sum(map(self.count, UNTAKEN))
+
+    def add(self, group: Group) -> None:
+        self._groups[group.state].setdefault(group.opened_at, {})[group.group_id] = group
+
+    def remove(self, group: Group, state: GroupState) -> None:
+        """From the place of a state that it has left."""
+        alike = self._groups[state][group.opened_at]
+        del alike[group.group_id]
+        if not alike:
+            del self._groups[state][group.opened_at]
+
+    def count(self, *states: GroupState) -> int:
+        return sum(len(alike) for state in states for alike in self._groups[state].values())
+
+    def by_opening(self) -> Counter[int]:
+        """opened_at -> how many."""
+        counts: Counter[int] = Counter()
+        for versions in self._groups.values():
+            counts.update({opened_at: len(alike) for opened_at, alike in versions.items()})
+        return counts
+
+    def supply(self) -> GroupSupply:
+        return GroupSupply(
+            oldest_rolling_out=min(self._groups[GroupState.ROLLING_OUT], default=None),
+            num_judging=self.count(GroupState.JUDGING),
+            num_ready=self.count(GroupState.READY),
+        )
+
+    def first_ready(self) -> Group | None:
+        """The one that was opened at the lowest version, of these the one that became ready first."""
+        ready = self._groups[GroupState.READY]
+        return next(iter(ready[min(ready)].values())) if ready else None
+
+    def ready_opened_before(self, version: int) -> list[Group]:
+        ready = self._groups[GroupState.READY]
+        return [group for opened_at in sorted(ready) if opened_at < version for group in ready[opened_at].values()]

@@ -1,0 +1,400 @@
+"""A group has one state at a time and one owner, who can say why it does not train; nothing is lost in any order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grmpipe.pipeline.group import Group, GroupState
+from grmpipe.pipeline.group_buffer import GroupBuffer
+from grmpipe.pipeline.interfaces import Cut, FlowConfig, Kept
+from grmpipe.pipeline.stall_times import GroupSupply
+from grmpipe.pipeline.why_waiting import NUM_SHOWN
+from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
+from models.types import Completion, VersionSpan
+
+LOST = Failed(stage="judge", cause="truncated", attempts=2)
+
+
+@dataclass
+class Journal:
+    rollouts: list[tuple[str, int]] = field(default_factory=list)
+    verdicts: list[tuple[str, int]] = field(default_factory=list)
+    ends: list[GroupEnd] = field(default_factory=list)
+
+    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
+        self.rollouts.append((rollout.group_id, rollout.sibling))
+
+    def judged(self, rollout: Rollout, report: JudgeReport) -> None:
+        assert rollout.group_id not in {end.group_id for end in self.ends}, "a line of a group that has ended"
+        self.verdicts.append((rollout.group_id, rollout.sibling))
+
+    def group_ended(self, end: GroupEnd) -> None:
+        self.ends.append(end)
+
+
+@dataclass
+class Bench:
+    """A buffer of groups of two siblings in batches of two, with a clock that stands where it is put."""
+
+    max_staleness: int = 0
+    groups_per_batch: int = 2
+    group_size: int = 2
+    max_no_signal_groups: int = 0
+    cut: Cut = field(default_factory=Cut)
+    kept: dict[int, Kept] = field(default_factory=dict)
+    now_s: float = 100.0
+    journal: Journal = field(default_factory=Journal)
+    supplies: list[GroupSupply] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = FlowConfig(
+            num_steps=12, groups_per_batch=self.groups_per_batch, group_size=self.group_size, min_valid_siblings=1,
+            max_staleness=self.max_staleness, group_deadline_s=60.0, play_width=1, judge_width=1, seed=0,
+            max_no_signal_groups=self.max_no_signal_groups,
+        )  # fmt: skip
+        self.buffer = GroupBuffer(
+            config, self.journal, now=lambda: self.now_s, on_change=self.supplies.append, cut=self.cut, kept=self.kept
+        )
+
+    def open(self) -> Group:
+        draw = self.buffer.next_draw
+        group, _ = self.buffer.open(draw, Prompt(prompt_id=f"p{draw}", messages=()))
+        self.buffer.set_deadline(group)
+        return group
+
+    def roll_out(self, group: Group) -> None:
+        for sibling in range(self.group_size):
+            assert self.buffer.add_rollout(group, rollout(group.group_id, sibling, self.buffer.version))
+
+    def judge(self, group: Group) -> None:
+        for sibling in range(self.group_size):
+            assert self.buffer.add_report(group, sibling, report(sibling))
+
+    def make_ready(self) -> Group:
+        group = self.open()
+        self.roll_out(group)
+        self.judge(group)
+        return group
+
+    def why(self, group: Group) -> str:
+        return self.buffer.why_waiting(group.group_id)
+
+
+def rollout(group_id: str, sibling: int, version: int = 0) -> Rollout:
+    span = VersionSpan(model="policy", version=version, start=0, end=1)
+    completion = Completion(token_ids=(1,), logprobs=(-1.0,), text="", finish_reason="stop", versions=(span,))
+    turn = Turn(prompt_ids=(0,), completion=completion)
+    return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
+
+
+def report(score: float) -> JudgeReport:
+    span = RewardSpan(turn=0, start=0, end=1, value=score)
+    return JudgeReport(verdict=Verdict(rewards=(span,), score=score, breakdown={}, agreement=0.0, num_judgements=1))
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_goes_through_every_state_once_and_is_journalled_once() -> None:
+    bench = Bench(groups_per_batch=1)
+    group = bench.open()
+    seen = [group.state]
+    bench.roll_out(group)
+    seen.append(group.state)
+    bench.judge(group)
+    seen.append(group.state)
+    assert bench.buffer.take() == group.judged()
+    seen.append(group.state)
+    assert bench.buffer.stepped() == (group.judged(),)
+    seen.append(group.state)
+    assert [state.name for state in seen] == ["ROLLING_OUT", "JUDGING", "READY", "TAKEN", "TRAINED"]
+    assert bench.journal.rollouts == bench.journal.verdicts == [("g000000", 0), ("g000000", 1)]
+    assert bench.journal.ends == [
+        GroupEnd(group_id="g000000", draw=0, prompt_id="p0", outcome="trained", step=1, version=0)
+    ]
+    assert (bench.buffer.version, bench.buffer.groups) == (1, {})
+
+
+@pytest.mark.parametrize("state", [GroupState.ROLLING_OUT, GroupState.JUDGING, GroupState.READY])
+def test_a_group_that_is_dropped_leaves_room_from_whatever_state(state: GroupState) -> None:
+    bench = Bench()
+    group, _ = bench.open(), bench.open()
+    assert bench.buffer.capacity == 0
+    if state is not GroupState.ROLLING_OUT:
+        bench.roll_out(group)
+    if state is GroupState.READY:
+        bench.judge(group)
+    assert group.state is state
+    bench.buffer.drop(group, "some_cause")
+    assert bench.buffer.capacity == 1
+    assert bench.buffer.ledger.dropped == {"some_cause": 1}
+    assert bench.buffer.take() is None
+    assert [(end.group_id, end.cause) for end in bench.journal.ends] == [("g000000", "some_cause")]
+
+
+def test_no_group_skips_a_state_or_comes_back() -> None:
+    group = Bench().open()
+    with pytest.raises(AssertionError, match="from rolling out to taken"):
+        group.take()
+    group.drop("rollout_died")
+    with pytest.raises(AssertionError, match="from dropped to dropped"):
+        group.drop("stale")
+
+
+def test_an_open_group_loses_its_judge_session_when_it_is_open_no_more() -> None:
+    bench = Bench()
+    group = bench.open()
+    group.hearing = object()  # type: ignore[assignment]
+    bench.roll_out(group)
+    assert group.hearing is not None
+    bench.judge(group)
+    assert group.hearing is None
+
+
+def test_void_verdicts_are_asked_for_again() -> None:
+    bench = Bench()
+    group = bench.open()
+    bench.roll_out(group)
+    group.judging_begun = True
+    bench.buffer.add_report(group, 0, report(1))
+    assert bench.buffer.being_judged() == [group]
+    assert group.void_verdicts() == 1
+    assert (group.state, bench.buffer.being_judged()) == (GroupState.JUDGING, [])
+    bench.judge(group)
+    assert group.state is GroupState.READY
+
+
+def test_at_its_deadline_a_group_is_ready_with_timeouts_or_dropped() -> None:
+    bench = Bench()
+    unjudged, unplayed = bench.open(), bench.open()
+    bench.roll_out(unjudged)
+    bench.buffer.add_report(unjudged, 0, report(1))
+    (timeout,) = bench.buffer.expire(unjudged)
+    assert (unjudged.state, timeout.cause) == (GroupState.READY, "timeout")
+    assert bench.buffer.expire(unplayed) == []
+    assert (unplayed.state, unplayed.cause) == (GroupState.DROPPED, "rollout_timeout")
+    assert bench.buffer.ledger.dropped == {"rollout_timeout": 1}
+
+
+def test_a_group_whose_rewards_are_alike_is_dropped_while_the_step_has_a_share_left() -> None:
+    bench = Bench(max_no_signal_groups=1)
+    first, second = bench.open(), bench.open()
+    for group in (first, second):
+        bench.roll_out(group)
+        for sibling in range(2):
+            bench.buffer.add_report(group, sibling, report(3))
+    assert (first.state, first.cause) == (GroupState.DROPPED, "no_signal")
+    assert second.state is GroupState.READY
+    assert len(bench.journal.verdicts) == 4, "also those of the dropped one"
+
+
+def test_a_deadline_moves_with_the_first_token_only() -> None:
+    bench = Bench()
+    group = bench.open()
+    assert group.deadline_s == 160
+    bench.now_s = 150
+    bench.buffer.first_token(group)
+    assert group.deadline_s == 210
+    bench.now_s = 170
+    bench.buffer.first_token(group)
+    assert group.deadline_s == 210
+
+
+def test_stall_times_hear_of_every_change_of_what_there_is() -> None:
+    bench = Bench(max_staleness=1)
+    group = bench.open()
+    bench.open()
+    bench.roll_out(group)
+    bench.judge(group)
+    bench.buffer.take()
+    assert bench.supplies == [
+        GroupSupply(oldest_rolling_out=0),
+        GroupSupply(oldest_rolling_out=0),
+        GroupSupply(oldest_rolling_out=0, num_judging=1),
+        GroupSupply(oldest_rolling_out=0, num_ready=1),
+        GroupSupply(oldest_rolling_out=0),
+    ]
+
+
+# -- why it does not train ---------------------------------------------------------------------------------------------
+
+
+def test_why_a_group_rolls_out_names_what_is_missing_and_whether_it_has_begun() -> None:
+    bench = Bench()
+    group = bench.open()
+    bench.now_s += 20
+    assert bench.why(group) == (
+        "rolling out: rollouts missing: 0, 1; verdicts missing: 0, 1; no token yet; 40 s to its deadline"
+    )
+    bench.buffer.first_token(group)
+    bench.buffer.add_rollout(group, rollout(group.group_id, 1))
+    assert bench.why(group) == (
+        "rolling out: rollouts missing: 0; verdicts missing: 0, 1; the policy has begun; 60 s to its deadline"
+    )
+
+
+def test_why_a_group_is_judged_names_the_missing_verdicts_and_whether_the_judge_has_begun() -> None:
+    bench = Bench()
+    group = bench.open()
+    bench.roll_out(group)
+    assert "judging: rollouts missing: none; verdicts missing: 0, 1; the judge has not begun" in bench.why(group)
+    group.judging_begun = True
+    bench.buffer.add_report(group, 1, report(1))
+    assert "verdicts missing: 0; the judge has begun" in bench.why(group)
+
+
+def test_why_a_ready_group_waits_names_those_that_its_place_is_kept_for() -> None:
+    bench = Bench(max_staleness=1)
+    for _ in range(2):
+        bench.make_ready()
+    older = [bench.open(), bench.open()]
+    for _ in range(2):
+        bench.buffer.take()
+    bench.buffer.stepped()
+    young = bench.make_ready()
+    assert bench.buffer.take() is None
+    assert bench.why(young) == (
+        "ready: the open batch's places are for groups that are due before it: g000002, g000003"
+    )
+    bench.buffer.drop(older[0], "rollout_died")
+    assert bench.why(young) == "ready: it may be taken: the learner is busy"
+    bench.roll_out(older[1])
+    bench.judge(older[1])
+    while bench.buffer.places_left:
+        assert bench.buffer.take() is not None
+    late = bench.make_ready()
+    assert bench.why(late) == "ready: the open batch is full"
+
+
+def test_why_a_taken_group_waits_says_how_full_the_batch_is() -> None:
+    bench = Bench()
+    group = bench.make_ready()
+    bench.buffer.take()
+    assert bench.why(group) == "taken: the open batch has 1 of 2 groups"
+    bench.make_ready()
+    bench.buffer.take()
+    assert bench.why(group) == "taken: the open batch is full: its step ends it"
+
+
+def test_why_a_group_is_gone_is_how_it_ended() -> None:
+    bench = Bench(groups_per_batch=1)
+    trained = bench.make_ready()
+    bench.buffer.take()
+    bench.buffer.stepped()
+    dropped = bench.open()
+    bench.buffer.drop(dropped, "rollout_refused")
+    assert bench.why(trained) == "trained: in step 1"
+    assert bench.why(dropped) == "dropped: rollout_refused"
+    assert bench.buffer.why_waiting("g000009").startswith("not in flight")
+
+
+def test_a_stale_group_says_so_until_the_next_take_drops_it() -> None:
+    """Opened at version 0, ready when version 1 trains."""
+    bench = Bench(groups_per_batch=1, max_staleness=0)
+    stale = bench.open()
+    bench.roll_out(stale)
+    bench.buffer.version = 1
+    bench.judge(stale)
+    assert bench.why(stale) == "ready: too old for the open batch: version 0 of 1; it will be dropped"
+    assert bench.buffer.take() is None
+    assert bench.why(stale) == "dropped: stale"
+
+
+def test_a_group_of_a_resume_waits_to_be_opened_again_and_comes_with_its_work() -> None:
+    cut = Cut(version=1, next_draw=3, in_flight={2: "g000002"}, dropped={"stale": 1})
+    kept = Kept(group_id="g000002~1", rollouts=(rollout("g000002~1", 0, version=1),))
+    bench = Bench(cut=cut, kept={2: kept})
+    assert bench.buffer.draws_to_reopen == [2]
+    assert bench.buffer.why_waiting("g000002~1") == "not opened again since the resume"
+    assert bench.buffer.cut(0).in_flight == {2: "g000002~1"}
+    group, found = bench.buffer.open(2, Prompt(prompt_id="p2", messages=()))
+    assert (group.group_id, found, group.opened_at) == ("g000002~1", kept, 1)
+    assert (bench.buffer.next_draw, bench.buffer.draws_to_reopen) == (3, [])
+    assert bench.buffer.cut(7) == replace(cut, in_flight={2: "g000002~1"}, judge_version=7)
+    assert (bench.buffer.ledger.submitted, bench.buffer.ledger.trained) == (4, 2)
+
+
+def test_after_a_recovery_there_is_no_burst() -> None:
+    bench = Bench(max_staleness=1, cut=Cut(version=10, next_draw=24, dropped={"stale": 4}))
+    assert (bench.buffer.ledger.trained, bench.buffer.ledger.submitted, bench.buffer.capacity) == (20, 24, 4)
+
+
+def test_pending_groups_come_due_first_without_those_of_the_batch_and_not_all() -> None:
+    bench = Bench(groups_per_batch=NUM_SHOWN + 2)
+    for _ in range(NUM_SHOWN + 2):
+        group = bench.open()
+    bench.roll_out(group)
+    bench.judge(group)
+    bench.buffer.take()
+    told = bench.buffer.pending()
+    assert told.startswith("g000000 (rolling out: rollouts missing: 0, 1;")
+    assert told.endswith("; 1 more")
+    assert group.group_id not in told
+
+
+# -- in any order ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 2**32 - 1))
+def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, staleness: int, seed: int) -> None:
+    """Groups end in any order, some are dropped; training takes what a look at all that are ready would give."""
+    rng = random.Random(seed)
+    bench = Bench(max_staleness=staleness, groups_per_batch=batch, group_size=1)
+    buffer = bench.buffer
+    ready: list[Group] = []
+    taken: list[Group] = []
+    while buffer.version < 12:
+        while buffer.capacity > 0:
+            bench.open()
+        waiting = [group for group in buffer.groups.values() if group.is_open]
+        if waiting and rng.random() < 0.7:
+            group = rng.choice(waiting)
+            if rng.random() < 0.1:
+                buffer.drop(group, "failed")
+            else:
+                ready.append(group)
+                bench.roll_out(group)
+                bench.judge(group)
+        if ready and rng.random() < 0.05:
+            buffer.drop(gone := rng.choice(ready), "no_signal")
+            ready.remove(gone)
+        assert all(buffer.version - group.opened_at <= staleness for group in ready), "reserved: nothing grows stale"
+        while len(taken) < batch:
+            expected = most_urgent(bench, ready, taken)
+            found = buffer.take()
+            assert (found and found.group_id) == (expected and expected.group_id)
+            if expected is None:
+                break
+            ready.remove(expected)
+            taken.append(expected)
+        for group in ready:
+            assert len(taken) == batch or "places are for groups" in bench.why(group), "no place left idle"
+        if len(taken) == batch:
+            assert [group.group_id for group in buffer.stepped()] == [group.group_id for group in taken]
+            taken = []
+        buffer.check()
+    assert buffer.ledger.trained == 12 * batch
+    assert len({end.group_id for end in bench.journal.ends}) == len(bench.journal.ends)
+    assert buffer.max_staleness_trained <= staleness
+
+
+def most_urgent(bench: Bench, ready: Sequence[Group], taken: Sequence[Group]) -> Group | None:
+    """The rule, looked up group by group."""
+    first = min(ready, key=lambda group: group.opened_at, default=None)
+    if first is None:
+        return None
+    untaken = [group for group in bench.buffer.groups.values() if group not in taken and group is not first]
+    waiting = Counter(group.opened_at + bench.max_staleness for group in untaken)
+    for version in range(bench.buffer.version, first.opened_at + bench.max_staleness):
+        places = (version - bench.buffer.version + 1) * bench.groups_per_batch - len(taken) - 1
+        if sum(count for when, count in waiting.items() if when <= version) > places:
+            return None
+    return first
