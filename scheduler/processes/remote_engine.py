@@ -12,10 +12,10 @@ from models.types import (
     Completion,
     EngineDied,
     GroupLink,
-    InlineBytes,
     Pressure,
     RequestContext,
     SamplingParams,
+    SmallPayload,
     WeightBucket,
     WeightReceipt,
     ignore_first_token,
@@ -91,8 +91,8 @@ class RemoteEngine:
         await self._control("begin_weights", link)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        inline = isinstance(bucket.payload, InlineBytes)  # any other payload is a few words
-        await self._control("load_bucket", self._host.share(bucket) if inline else bucket)
+        small = isinstance(bucket.payload, SmallPayload)
+        await self._control("load_bucket", bucket if small else self._host.share(bucket))
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         return cast(WeightReceipt, await self._control("commit_weights", version))

@@ -18,7 +18,6 @@ from typing import Protocol, TypeVar, cast
 
 from models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
 from scheduler.supervise import run_together
-from scheduler.weights.transport import TRANSPORTS
 from scheduler.weights.weight_checks import (
     WeightMismatch,
     check_finite,
@@ -37,7 +36,7 @@ LEARNER = "learner"
 class SyncConfig:
     """How weights travel, how long a push may take, how close the engines must come to the learner on the probe."""
 
-    transport: str = "auto"  # one of TRANSPORTS; auto: by where learner and engines are
+    transport: str = "auto"  # a name, or the dotted path of your own; auto: by where learner and engines are
     bucket_mb: int = 0  # of weights that travel at once, two such buckets are held at most; 0: by the model's size
     delta: bool = False  # send only the buckets that changed since an engine's last receipt, by checksum
     deadline_s: float = 60.0  # for a push, besides what its bytes take and what a new group takes to meet
@@ -50,8 +49,6 @@ class SyncConfig:
     probe_noise_factor: float = 10.0  # how many times the last push's error a push may have, within the tolerance
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport: unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
         if self.bucket_mb < 0:
             raise ValueError(f"bucket_mb: must be 0 (by the model's size) or more, got {self.bucket_mb}")
         if self.probe_tokens < 2:

@@ -110,5 +110,5 @@ def refuse(*_: object) -> None:
 
 
 def test_an_unknown_transport_is_refused_by_its_key(gpt2_path: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sync\.transport: unknown transport 'pigeon'; known: object_store, shared"):
+    with pytest.raises(ValueError, match=r"sync\.transport: unknown transport 'pigeon'; known: shared_memory, disk"):
         Learner(make_spec(gpt2_path, "pigeon", tmp_path))

@@ -363,7 +363,9 @@ def test_an_engine_killed_in_mid_broadcast_is_buried_and_the_rest_get_the_weight
             return "127.0.0.1", free_port("127.0.0.1")
 
         source = Broadcaster(victim)
-        sync = WeightSync(source, (1, 2, 3), SyncConfig(deadline_s=30), transport="gloo", new_address=address)
+        sync = WeightSync(
+            source, (1, 2, 3), SyncConfig(deadline_s=30), transport="gloo", group="gloo", new_address=address
+        )
         assert (await push_to_living(sync, router, 3)).version == 3
         first = source.group.name
         assert set(router.alive) == {"policy-1"}
