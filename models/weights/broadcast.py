@@ -12,8 +12,7 @@ from models.arena import Arena
 from models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
 from models.weights.opening import dtype_of, opened
 from models.weights.process_group import BroadcastGroup
-from models.weights.sending import CPU, WeightTransport
-from models.weights.stream import UnshardedBucket
+from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
 
 class GlooBroadcasts(WeightTransport):

@@ -13,8 +13,7 @@ from models.arena import Arena
 from models.types import CudaHandle, CudaHandles, WeightBucket, WeightTensor
 from models.weights.opening import opened
 from models.weights.process_group import BroadcastGroup
-from models.weights.sending import CPU, WeightTransport
-from models.weights.stream import UnshardedBucket
+from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
 
 class CudaMemory(WeightTransport):
@@ -72,7 +71,7 @@ def handle_of(tensor: Tensor) -> CudaHandle:
         ref_counter=counter or b"",
         ref_counter_offset=counter_offset,
         event=event or b"",
-        event_sync_required=sync,
+        event_sync_required=bool(sync),
     )
 
 

@@ -11,8 +11,7 @@ from models.types import InlineBytes, WeightBucket, WeightTensor
 from models.weights.checksums import as_bytes
 from models.weights.opening import dtype_of, num_bytes, opened
 from models.weights.process_group import BroadcastGroup
-from models.weights.sending import WeightTransport
-from models.weights.stream import UnshardedBucket
+from models.weights.sending import UnshardedBucket, WeightTransport
 
 
 class ObjectStore(WeightTransport):

@@ -14,8 +14,7 @@ from models.arena import Arena
 from models.types import SafetensorsFile, WeightBucket, WeightTensor
 from models.weights.opening import opened
 from models.weights.process_group import BroadcastGroup
-from models.weights.sending import CPU, WeightTransport
-from models.weights.stream import UnshardedBucket
+from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 from models.weights.weight_files import WeightFile, sweep
 
 

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from models.types import GroupLink, Payload, WeightBucket, WeightTensor
 from models.weights.checksums import tensor_checksums
-from models.weights.stream import UnshardedBucket
 from models.weights.transports import named, transport_kind
 
 CPU = torch.device("cpu")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnshardedBucket:
+    """A bucket on its way out: which tensors it holds is known, they themselves are unsharded as they are asked for.
+
+    On several ranks they come in the type that travels; on one rank they may be the parameters themselves, in their
+    own type: whoever keeps one copies and casts it.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    tensors: Iterator[Tensor]
+
+    def drain(self) -> None:
+        """Take part in what is left of the collective, and keep nothing."""
+        for _ in self.tensors:
+            pass
 
 
 class WeightTransport(ABC):

@@ -13,8 +13,7 @@ from models.arena import room_for, views
 from models.types import SharedMemory, WeightBucket, WeightTensor
 from models.weights.opening import dtype_of, opened
 from models.weights.process_group import BroadcastGroup
-from models.weights.sending import CPU, WeightTransport
-from models.weights.stream import UnshardedBucket
+from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 from models.weights.weight_files import SharedArena, folders_of_shared_memory, sweep
 
 

@@ -29,7 +29,7 @@ class PlainBucket:
     def restored(self) -> WeightBucket:
         return WeightBucket(
             tensors=msgspec.convert(self.tensors, tuple[WeightTensor, ...]),
-            payload=msgspec.convert(self.payload, SmallPayload),  # type: ignore[call-overload]  # a union is a type
+            payload=msgspec.convert(self.payload, SmallPayload),
         )
 
 

@@ -20,8 +20,7 @@ from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.optimizer import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.types import CudaHandle, CudaHandles, InlineBytes, WeightBucket
-from models.weights.sending import WeightTransport
-from models.weights.stream import UnshardedBucket
+from models.weights.sending import UnshardedBucket, WeightTransport
 from models.weights.transports import TRANSPORTS
 
 
