@@ -48,7 +48,7 @@ class MemberHost:
         """As of an EngineHost, for what is asked of the member; on a loop of its own. None where the types of a method
         can't be told: then all calls go by Ray, in one order."""
         try:
-            dialect = Dialect.of(self._member).under(MEMBER_CALL)
+            dialect = Dialect.of(type(self._member)).under(MEMBER_CALL)
         except Unspeakable as error:
             log.info("calls go by Ray: %s", error)
             return None

@@ -55,10 +55,10 @@ class Dialect:
     errors: Mapping[str, type[Exception]]
 
     @staticmethod
-    def of(target: object, but: Collection[str] = ()) -> Dialect:
-        """The public methods of an object, `but` some. Raises Unspeakable naming one whose types aren't plain data."""
-        methods = inspect.getmembers(type(target), inspect.isfunction)
-        own = target.own_errors if isinstance(target, TellsErrors) else ()
+    def of(kind: type, but: Collection[str] = ()) -> Dialect:
+        """The public methods of a class, `but` some. Raises Unspeakable naming one whose types aren't plain data."""
+        methods = inspect.getmembers(kind, inspect.isfunction)
+        own = kind.own_errors if isinstance(kind, TellsErrors) else ()
         return Dialect(
             calls={name: types_of_call(each) for name, each in methods if name[0] != "_" and name not in but},
             errors=KNOWN_ERRORS | {error.__name__: error for error in own},
@@ -103,8 +103,10 @@ def made_anew(error: RemoteError, known: Mapping[str, type[Exception]], where: s
 def types_of_call(method: Callable[..., object]) -> CallTypes:
     try:
         hints = get_type_hints(method)
-        parameters = list(inspect.signature(method).parameters.values())[1:]
-        args = tuple((each.name, hints[each.name], _default(each)) for each in parameters)
+        _, *parameters = inspect.signature(method).parameters.values()
+        # Arguments go by place: one by name alone is nobody's to give (Ray adds its own to the methods of an actor).
+        by_place = [each for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+        args = tuple((each.name, hints[each.name], _default(each)) for each in by_place)
         answer = hints["return"]
         for type_ in (*(type_ for _, type_, _ in args), answer):
             _check(types_of.type_info(type_))

@@ -17,13 +17,13 @@ RANKS = (Learner, LendingLearner, CriticLearner, ScalarLearner, ScalarScorer)
 
 @pytest.mark.parametrize("kind", RANKS)
 def test_all_calls_of_a_rank_can_travel_by_a_socket(kind: type) -> None:
-    dialect = Dialect.of(object.__new__(kind))
+    dialect = Dialect.of(kind)
     assert {"scores"} <= dialect.calls.keys() or {"accumulate", "step", "bucket", "saved"} <= dialect.calls.keys()
 
 
 @pytest.mark.parametrize("kind", RANKS[:4])
 def test_a_step_that_was_not_finite_is_told_apart_by_the_driver(kind: type) -> None:
-    known = Dialect.of(object.__new__(kind)).errors
+    known = Dialect.of(kind).errors
     error = made_anew(told(NonFiniteGradients(float("inf"), "critic.lr", ("g1", "g2")), known), known)
     assert isinstance(error, NonFiniteGradients)
     assert (error.norm, error.lr_key, error.group_ids) == (float("inf"), "critic.lr", ("g1", "g2"))

@@ -54,11 +54,11 @@ class Target:
 
 
 def end_of(target: object) -> LineEnd:
-    return LineEnd(lambda method, *args: getattr(target, method)(*args), Dialect.of(target))
+    return LineEnd(lambda method, *args: getattr(target, method)(*args), Dialect.of(type(target)))
 
 
 async def line_to(target: object) -> Line:
-    return await Line.connect(await end_of(target).listen(), "policy-0", Dialect.of(target))
+    return await Line.connect(await end_of(target).listen(), "policy-0", Dialect.of(type(target)))
 
 
 @asynccontextmanager
@@ -171,7 +171,7 @@ def test_the_death_of_the_other_end_is_heard() -> None:
 
         path = Path(tempfile.mkdtemp()) / "line"
         server = await asyncio.start_unix_server(serve, path)
-        line = await Line.connect(str(path), "policy-0", Dialect.of(Target()))
+        line = await Line.connect(str(path), "policy-0", Dialect.of(Target))
         with pytest.raises(LineBroken):
             await line.call("add", 1, 1)
         server.close()
@@ -204,11 +204,11 @@ def test_one_caller_gets_in_and_nothing_stays() -> None:
     async def run() -> None:
         path = Path(await end_of(Target()).listen())
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        line = await Line.connect(str(path), "policy-0", Dialect.of(Target()))
+        line = await Line.connect(str(path), "policy-0", Dialect.of(Target))
         assert await line.call("add", 1, 2) == 3
         assert not path.parent.exists()
         with pytest.raises(FileNotFoundError):
-            await Line.connect(str(path), "policy-0", Dialect.of(Target()))
+            await Line.connect(str(path), "policy-0", Dialect.of(Target))
         line.close()
 
     asyncio.run(run())

@@ -96,7 +96,7 @@ def test_a_payload_that_this_process_knows_nothing_of_is_refused() -> None:
 
 
 def test_messages_to_an_engine_and_from_it_cross_as_themselves() -> None:
-    calls = Dialect.of(EngineHost(), but=("start", "open_line")).calls
+    calls = Dialect.of(EngineHost, but=("start", "open_line")).calls
     request = Request(
         ticket=3, prompt_ids=(1, 2), params=SamplingParams(max_new_tokens=8, stop=("x",)),
         context=RequestContext(request_id="r", group_id="g", role="policy", deadline_s=1.5),
@@ -132,7 +132,7 @@ class Rank:
 
 
 def test_errors_arrive_as_themselves_as_the_nearest_known_kind_or_as_a_traceback() -> None:
-    known = Dialect.of(Rank()).errors
+    known = Dialect.of(Rank).errors
     torn = made_anew(told(TornBatch(float("inf"), "train.lr", ("g1",)), known), known)
     assert isinstance(torn, TornBatch) and torn.norm == float("inf") and torn.group_ids == ("g1",)
     died = made_anew(told(EngineDied("gone"), KNOWN_ERRORS), KNOWN_ERRORS)
@@ -141,6 +141,12 @@ def test_errors_arrive_as_themselves_as_the_nearest_known_kind_or_as_a_traceback
     assert type(decoding) is ValueError and "can't decode" in str(decoding)
     strange = made_anew(told(pickle.PicklingError("odd"), KNOWN_ERRORS), KNOWN_ERRORS)
     assert type(strange) is RuntimeError and "PicklingError: odd" in str(strange)
+
+
+def test_what_an_actor_class_adds_to_a_method_is_no_argument_of_it() -> None:
+    def method(self: object, number: int, *, trace: object = None) -> int: ...  # type: ignore[empty-body]
+
+    assert [name for name, _, _ in types_of_call(method).args] == ["number"]
 
 
 def test_arguments_with_a_default_may_be_left_out() -> None:
