@@ -51,7 +51,7 @@ from models.lm.causal_lm import load_causal_lm, packed_logprobs
 from models.settings import EmbeddedConfig, VllmConfig
 from models.tiny.tokenizer import build_tokenizer
 from models.types import Engine, GroupLink, RequestContext, SamplingParams, WeightBucket, ignore_first_token
-from models.weights.sending import TRANSPORTS
+from models.weights.sending import open_transport
 from models.weights.stream import WeightStream
 from scheduler.weights.weight_push import SyncConfig, SyncReport
 from scheduler.weights.weight_sync import WeightSync
@@ -219,7 +219,7 @@ class LocalLearner:
     def __init__(self, directory: str) -> None:
         self._model = load_causal_lm(directory)
         self._stream = WeightStream(self._model, "float32", BUCKET_BYTES)
-        self._transport = TRANSPORTS["shared_memory"]("float32", torch.device("cpu"), "")
+        self._transport = open_transport("shared_memory", "float32", torch.device("cpu"), "")
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[int]:

@@ -31,7 +31,7 @@ from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
 from models.tiny.resolve import resolve_model
 from models.types import ModelFiles, RequestContext, SamplingParams, WeightBucket
-from models.weights.sending import TRANSPORTS
+from models.weights.sending import open_transport
 from models.weights.stream import WeightStream
 
 OUTPUT = Path(__file__).with_suffix(".md")
@@ -98,7 +98,7 @@ async def measure(folder: Path, layers: int, hidden: int, repeats: int) -> Measu
     engine_gb = memory_gb(engine.process_ids())
     learner = load_causal_lm(str(paths["policy"]))
     stream = WeightStream(learner, "float32", BUCKET_BYTES)
-    sender = TRANSPORTS["shared_memory"]("float32", torch.device("cpu"), "")
+    sender = open_transport("shared_memory", "float32", torch.device("cpu"), "")
 
     async def read() -> None:
         await engine.load_bucket(WeightBucket(tensors=(), payload=ModelFiles(path=str(paths["grm"]))))

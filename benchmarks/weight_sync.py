@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from models.types import GroupLink, WeightBucket
-from models.weights.sending import TRANSPORTS, WeightTransport
+from models.weights.sending import WeightTransport, open_transport
 from models.weights.stream import WeightStream
 
 OUTPUT = Path(__file__).with_suffix(".md")
@@ -155,7 +155,7 @@ def measured(way: str, model: RandomModel, copy: Copy, num_parameters: int, hash
     stream = WeightStream(model, "float32", BUCKET_BYTES)
     hashes = nullcontext() if hashing else patch("models.weights.sending.tensor_checksums", no_checksums)
     with tempfile.TemporaryDirectory() as folder, hashes:
-        sender = TRANSPORTS[way]("float32", CPU, folder)
+        sender = open_transport(way, "float32", CPU, folder)
         mine, engines = two_links() if way == "gloo" else (None, None)
         begun = receiver.begin.remote(engines)
         sender.connect(mine)

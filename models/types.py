@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -97,48 +98,102 @@ class WeightTensor:
     checksum: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InlineBytes:
+class Payload:
+    """Where the bytes of a bucket are: a subclass per way that weights travel, a tagged Struct of plain data."""
+
+    __slots__ = ()
+
+
+class InlineBytes(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The bytes themselves, as they cross process and node borders through the object store."""
 
     data: tuple[np.ndarray, ...]  # uint8, 1-D (numpy has no bfloat16), one per tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedMemory:
+class SharedMemory(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A file in this machine's memory: the tensors in order, each at the next multiple of 64 bytes."""
 
     path: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SafetensorsFile:
+class SafetensorsFile(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A file that every receiver can open."""
 
     path: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Broadcast:
+class Broadcast(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank 0 of the group that the engines joined sends the tensors in order, while they load the bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CudaHandles:
-    """Memory of the sender's GPUs, the same on each: by a GPU's uuid one torch handle per tensor. A receiver opens
-    those of its own GPU."""
+class CudaHandle:
+    """A contiguous tensor in a GPU's memory, as another process on that GPU opens it (CUDA IPC).
 
-    handles: Mapping[str, tuple[tuple[object, ...], ...]]
+    offset:             of the tensor in its storage, in elements.
+    memory:             the handle of the allocation that holds the storage; empty where the storage is.
+    storage_bytes, storage_offset_bytes: the storage within the allocation.
+    ref_counter, event: torch's own, by which the allocation outlives its readers.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    memory: bytes
+    storage_bytes: int
+    storage_offset_bytes: int
+    ref_counter: bytes
+    ref_counter_offset: int
+    event: bytes
+    event_sync_required: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFiles:
+class CudaHandles(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Memory of the sender's GPUs, the same on each: by a GPU's uuid one handle per tensor. A receiver opens those of
+    its own GPU."""
+
+    handles: Mapping[str, tuple[CudaHandle, ...]]
+
+
+class ModelFiles(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A whole model in its own folder, read there by the engine's own loader. The bucket names no tensors."""
 
     path: str
 
 
-Payload = InlineBytes | SharedMemory | SafetensorsFile | Broadcast | CudaHandles | ModelFiles
+# A few words in a form that every process knows: these cross as they are, any other through the object store.
+SmallPayload = SharedMemory | SafetensorsFile | Broadcast | CudaHandles | ModelFiles
+GroupBackend = Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportKind:
+    """A way for weights from a learner to engines: its sending end, and what it needs of the places of both.
+
+    sender:        dotted path of a subclass of models.weights.sending.WeightTransport; the receiving end of its payload
+                   is registered in the same file (models.weights.opening.opened).
+    needs:         the needs below in words, for whoever asks for it where they aren't met.
+    same_machine:  learner and engines on one machine.
+    own_processes: the engines' weights in other processes than the learner's.
+    gpus:          learner and engines on GPUs. "apart": the sending rank's has no engine; "shared": every engine is on
+                   the GPU of some rank.
+    group:         of the process group that carries the tensors: the learner delivers while the engines load.
+    every_rank:    each rank sends, to the engines on its own GPU: each has every tensor whole anyway. By itself rank 0
+                   sends to all.
+    folder:        a folder that learner and engines can open.
+    inline:        the bucket holds the bytes: best where learner and engines share a process.
+    """
+
+    name: str
+    sender: str
+    needs: str = ""
+    same_machine: bool = False
+    own_processes: bool = False
+    gpus: Literal["", "apart", "shared"] = ""
+    group: GroupBackend | None = None
+    every_rank: bool = False
+    folder: bool = False
+    inline: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +209,7 @@ class GroupLink:
     """How to join the process group that carries broadcasts. Rank 0 is the sender."""
 
     name: str  # new for every new membership
-    backend: Literal["gloo", "nccl"]
+    backend: GroupBackend
     address: str
     port: int
     rank: int  # the first one of whoever gets this; an engine of several GPUs takes as many

@@ -52,7 +52,8 @@ ORDER = [
     "grmpipe/capacity/simulate",
     "grmpipe/tasks.py",
 ]
-SCHEDULER_SEES = {"models/types.py"}  # of models: the scheduler moves tokens and weights, and knows no model
+# Of models: the scheduler moves tokens and weights, lets callers through by priority, and knows no model.
+SCHEDULER_SEES = {"models/types.py", "models/priority_gate.py"}
 LIBRARIES = {
     "ray": "scheduler/processes/",
     "vllm": "models/engines/vllm/",

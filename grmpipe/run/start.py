@@ -33,6 +33,7 @@ from grmpipe.validate.weight_route import transport_of
 from models.engines.openai.openai_engine import OpenAIEngine
 from models.settings import OpenAIConfig
 from models.types import ChatEngine, Engine
+from models.weights.transports import transport_kind
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.placement import Placement
@@ -191,6 +192,7 @@ def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, trans
         prepared.policy.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],
         sync_config_of("policy", config),
         transport=transport,
+        group=transport_kind(transport).group,
         ranks_per_engine=tensor_parallel_of("policy", prepared.placement),
         new_address=functools.partial(cluster.free_address, "learner"),
     )
@@ -241,7 +243,7 @@ def learner_spec(
         bucket_bytes=config.sync.bucket_mb << 20,
         checkpoint_names=knows_checkpoint_names("policy", config),
         transport=transport,
-        sync_dir=str(run_dir.absolute() / "weights") if transport == "disk" else "",
+        sync_dir=str(run_dir.absolute() / "weights") if transport_kind(transport).folder else "",
         temperature=config.rollout.temperature,
         first_version=config.critic.warmup_steps if config.critic.enabled else 0,
         lora=config.policy.lora,

@@ -10,7 +10,7 @@ from grmpipe.validate.engines import check_options
 from grmpipe.validate.seats import seats_of
 from grmpipe.validate.sections import section
 from grmpipe.validate.swap import check_one_engine
-from grmpipe.validate.weight_route import transport_of
+from grmpipe.validate.weight_route import transport_of, wanted_transport
 from scheduler.placement import Placement
 
 
@@ -21,8 +21,9 @@ def seat_roles(config: RunConfig) -> Placement:
     check_deadlines(config)
     check_one_engine(config, placement)
     check_shares(config, placement)
-    if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
-        with section(""):
+    with section(""):
+        wanted_transport(config.sync.transport)
+        if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
             transport_of(config, placement, same_machine=True)
             if config.cotrain.enabled:
                 transport_of(config, placement, same_machine=True, learner="grm_learner", engines="grm")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from grmpipe.config.roles import options_of
 from grmpipe.config.run_config import RunConfig
+from models.engines.taken_transports import TAKES
+from models.types import TransportKind
+from models.weights.transports import transport_kind
 from scheduler.placement import Placement
 from scheduler.weights.transport import Route, choose_transport
 
@@ -11,10 +14,18 @@ from scheduler.weights.transport import Route, choose_transport
 def transport_of(
     config: RunConfig, placement: Placement, *, same_machine: bool, learner: str = "learner", engines: str = "policy"
 ) -> str:
-    """What `sync.transport` comes to, from a role that learns to the role that serves what it learnt. Raises ValueError
-    that names it, and what works."""
-    route = route_of(config, placement, same_machine, learner, engines)
-    return choose_transport(config.sync.transport, options_of(engines, config).engine, route)
+    """What `sync.transport` comes to, from a role that learns to the role that serves what it learnt: a name of the
+    table, or the dotted path of the user's own. Raises ValueError that names it, and what works."""
+    name, engine = config.sync.transport, options_of(engines, config).engine
+    wanted = wanted_transport(name)
+    taken = TAKES[engine].among(*([] if wanted is None else [wanted]))
+    chosen = choose_transport(wanted, engine, taken, route_of(config, placement, same_machine, learner, engines))
+    return chosen.name if wanted is None else name
+
+
+def wanted_transport(name: str) -> TransportKind | None:
+    """What `sync.transport` names; None: the best one. Raises ValueError where there is none of that name."""
+    return None if name == "auto" else transport_kind(name)
 
 
 def route_of(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+from models.priority_gate import PriorityGate
 
 T = TypeVar("T")
 
@@ -61,38 +62,22 @@ class Gate:
 
     def __init__(self, width: int) -> None:
         self._free = width
-        self._num_arrived = 0
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting = PriorityGate()
 
     @asynccontextmanager
     async def enter(self, priority: int) -> AsyncIterator[None]:
         if self._free:
             self._free -= 1
         else:
-            await self._wait(priority)
+            await self._waiting.wait(priority, self._let_next_in)
         try:
             yield
         finally:
             self._let_next_in()
 
-    async def _wait(self, priority: int) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_arrived += 1
-        heapq.heappush(self._waiting, (priority, self._num_arrived, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._let_next_in()  # our turn had come in the very moment
-            raise
-
     def _let_next_in(self) -> None:
-        while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
+        if not self._waiting.let_one():
+            self._free += 1
 
 
 class Sluice:
@@ -100,23 +85,16 @@ class Sluice:
 
     def __init__(self) -> None:
         self.is_open = True
-        self._num_arrived = 0
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting = PriorityGate()
 
     def close(self) -> None:
         self.is_open = False
 
     def open(self) -> None:
         self.is_open = True
-        while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
+        self._waiting.let_all()
 
     async def pass_through(self, priority: int) -> None:
         """Return at once, or when it opens: it may be closed again by then."""
         if not self.is_open:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._num_arrived += 1
-            heapq.heappush(self._waiting, (priority, self._num_arrived, turn))
-            await turn
+            await self._waiting.wait(priority)

@@ -10,28 +10,10 @@ from torch import Tensor, nn
 
 from models.lm.checkpoint_names import CheckpointNames
 from models.lm.pieces import Outgoing, Piece, pieces_of
+from models.weights.sending import Shape, UnshardedBucket
 
 BUCKETS_PER_PUSH = 256  # where the bucket's size goes by the model's
 SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnshardedBucket:
-    """A bucket on its way out: which tensors it holds is known, they themselves are unsharded as they are asked for.
-
-    On several ranks they come in the type that travels; on one rank they may be the parameters themselves, in their
-    own type: whoever keeps one copies and casts it.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    tensors: Iterator[Tensor]
-
-    def drain(self) -> None:
-        """Take part in what is left of the collective, and keep nothing."""
-        for _ in self.tensors:
-            pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,17 @@ from models.types import (
     Completion,
     EngineDied,
     GroupLink,
-    InlineBytes,
     Pressure,
     RequestContext,
     SamplingParams,
+    SmallPayload,
     WeightBucket,
     WeightReceipt,
     ignore_first_token,
 )
 from scheduler.processes.actors import ActorDied
 from scheduler.processes.engine_host import Abort, Cancel, Finished, FirstToken, Message, Notice, Request
+from scheduler.processes.wire_types import KNOWN_ERRORS, made_anew
 
 
 class Host(Protocol):
@@ -91,8 +92,8 @@ class RemoteEngine:
         await self._control("begin_weights", link)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        inline = isinstance(bucket.payload, InlineBytes)  # any other payload is a few words
-        await self._control("load_bucket", self._host.share(bucket) if inline else bucket)
+        small = isinstance(bucket.payload, SmallPayload)
+        await self._control("load_bucket", bucket if small else self._host.share(bucket))
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         return cast(WeightReceipt, await self._control("commit_weights", version))
@@ -154,7 +155,7 @@ class RemoteEngine:
         elif isinstance(notice, Finished):
             call.answer.set_result(notice.completion)
         else:
-            call.answer.set_exception(notice.error)
+            call.answer.set_exception(made_anew(notice.error, KNOWN_ERRORS))
 
     def _fail_all(self, error: Exception) -> None:
         """No answer will come: every waiting call hears why, each by an exception of its own."""

@@ -6,9 +6,9 @@ Requests above the limits wait here, before an engine is chosen. Engines that ca
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 
+from models.priority_gate import PriorityGate
 from models.types import EngineDied, Gauged, Pressure
 
 LOOK_EVERY_S = 1.0  # at an engine's pressure, while its requests end
@@ -73,8 +73,7 @@ class Concurrency:
         self._held_back: set[str] = set()  # engines whose limit kept a request out since the last look
         self._looked_s: dict[str, float] = {}
         self._looks: set[asyncio.Task[None]] = set()
-        self._num_arrived = 0
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting = PriorityGate()
 
     @property
     def limits_anybody(self) -> bool:
@@ -92,19 +91,11 @@ class Concurrency:
 
     async def turn(self, priority: int) -> None:
         """Return when there may be room again."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_arrived += 1
-        heapq.heappush(self._waiting, (priority, self._num_arrived, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._wake_one()
-            raise
+        await self._waiting.wait(priority, self._waiting.let_one)
 
     def left(self, name: str, engine: object, in_flight: int) -> None:
         """A request left an engine, which has so many yet: the next one may come, and it may be time for a look."""
-        self._wake_one()
+        self._waiting.let_one()
         limit = self._limits.setdefault(name, Aimd())
         limit.ended(in_flight + 1)
         now_s = asyncio.get_running_loop().time()
@@ -118,8 +109,7 @@ class Concurrency:
 
     def changed(self) -> None:
         """Engines came or went, or limits moved."""
-        for _ in range(len(self._waiting)):
-            self._wake_one()
+        self._waiting.let_all()
 
     def forget(self, name: str) -> None:
         """An engine died: who comes in its place is another."""
@@ -143,10 +133,3 @@ class Concurrency:
 
     def _count(self) -> None:
         self._num_limited = sum(limit.limit < math.inf for limit in self._limits.values())
-
-    def _wake_one(self) -> None:
-        while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
-                return

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 
+from models.priority_gate import PriorityGate
 from scheduler.clock import RESOLUTION_S
 
 BURST_S = 1.0  # what a full bucket lets through at once, in seconds of its rate
@@ -47,21 +47,16 @@ class RateLimits:
         now_s = self._loop.time()
         self._requests = Bucket(requests_per_minute, now_s) if requests_per_minute else None
         self._tokens = Bucket(tokens_per_minute, now_s) if tokens_per_minute else None
-        self._num_arrived = 0
-        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        self._waiting = PriorityGate()
         self._timer: asyncio.TimerHandle | None = None
 
     async def admit(self, num_tokens: int, priority: int) -> None:
         """Return when a request that may use so many tokens may be sent."""
-        turn: asyncio.Future[None] = self._loop.create_future()
-        self._num_arrived += 1
-        heapq.heappush(self._waiting, (priority, self._num_arrived, num_tokens, turn))
+        turn = self._waiting.join(priority, num_tokens)
         self._let_out()
         try:
-            await turn
+            await self._waiting.passed(turn, lambda: self._take(-1, -num_tokens))
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # our turn had come in the very moment
-                self._take(-1, -num_tokens)
             self._let_out()
             raise
 
@@ -76,15 +71,12 @@ class RateLimits:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._waiting:
-            _, _, num_tokens, turn = self._waiting[0]
-            if not turn.done() and (wait_s := self._wait_s(num_tokens)) > 0:
+        while (num_tokens := self._waiting.first_amount) is not None:
+            if (wait_s := self._wait_s(num_tokens)) > 0:
                 self._timer = self._loop.call_later(wait_s, self._let_out)
                 return
-            heapq.heappop(self._waiting)
-            if not turn.done():
-                self._take(1, num_tokens)
-                turn.set_result(None)
+            self._take(1, num_tokens)
+            self._waiting.let_one()
 
     def _wait_s(self, num_tokens: int) -> float:
         now_s = self._loop.time()

@@ -18,7 +18,6 @@ from typing import Protocol, TypeVar, cast
 
 from models.types import Broadcast, Engine, EngineDied, GroupLink, WeightBucket
 from scheduler.supervise import run_together
-from scheduler.weights.transport import TRANSPORTS
 from scheduler.weights.weight_checks import (
     WeightMismatch,
     check_finite,
@@ -38,7 +37,8 @@ class SyncConfig:
     """How weights reach the engines, how long a push may take, how close engines must come to the learner on the probe:
     a few tokens that both score after each push."""
 
-    transport: str = "auto"  # How weights travel; auto: by where learner and engines are.
+    # How weights travel: a transport, or the dotted path of your own; auto: by where learner and engines are.
+    transport: str = "auto"
     bucket_mb: int = 0  # Weights sent at once; at most two such buckets are held. 0: by the model's size.
     delta: bool = False  # Send only buckets whose checksums changed since the engine got them.
     deadline_s: float = 60.0  # Limit of a push, besides the time for its bytes and for a new process group.
@@ -55,8 +55,6 @@ class SyncConfig:
     probe_noise_factor: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport: unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}")
         if self.bucket_mb < 0:
             raise ValueError(f"bucket_mb: must be 0 (by the model's size) or more, got {self.bucket_mb}")
         if self.probe_tokens < 2:

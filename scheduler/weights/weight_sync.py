@@ -11,10 +11,8 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
 
-from models.types import Engine, EngineDied, GroupLink
-from scheduler.weights.transport import BROADCASTS
+from models.types import Engine, EngineDied, GroupBackend, GroupLink
 from scheduler.weights.weight_push import LEARNER, Push, SyncConfig, SyncReport, WeightSource
 
 # Of the deadline: a broadcast whose peer is gone must end before the next push, which would queue behind it.
@@ -49,15 +47,18 @@ class WeightSync:
         config: SyncConfig,
         *,
         transport: str = "object_store",
+        group: GroupBackend | None = None,
         ranks_per_engine: int = 1,
         new_address: NewAddress | None = None,
     ) -> None:
-        """`transport` is what `sync.transport` came to; a broadcast needs `new_address`."""
-        assert transport not in BROADCASTS or new_address is not None, f"{transport}: no rendezvous address"
+        """transport: what `sync.transport` came to, for the report. group: what carries its broadcasts, if it sends
+        any; that needs `new_address`."""
+        assert group is None or new_address is not None, f"{transport}: no rendezvous address"
         self._source = source
         self._probe_ids = tuple(probe_ids)
         self._config = config
         self._transport = transport
+        self._backend = group
         self._ranks_per_engine = ranks_per_engine
         self._new_address = new_address
         self._turn = asyncio.Lock()
@@ -187,7 +188,7 @@ class WeightSync:
 
     async def _group(self, push: Push) -> GroupLink | None:
         """The sender's place in it. A new one whenever an engine came, went or failed: none is ever repaired."""
-        if self._transport not in BROADCASTS:
+        if self._backend is None:
             return None
         members = list(push.engines.values())
         if self._link is not None and members == self._members:
@@ -197,7 +198,7 @@ class WeightSync:
         address, port = await push.step(LEARNER, "to find a free port", self._new_address())
         return GroupLink(
             name=f"weights-{secrets.token_hex(4)}",
-            backend=cast(Literal["gloo", "nccl"], self._transport),
+            backend=self._backend,
             address=address,
             port=port,
             rank=0,

@@ -14,7 +14,7 @@ from torch import nn
 from models.types import GroupLink, WeightBucket
 from models.weights.process_group import BroadcastGroup
 from models.weights.receiving import checksums_of, received
-from models.weights.sending import TRANSPORTS
+from models.weights.sending import open_transport
 from models.weights.stream import WeightStream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -46,7 +46,7 @@ def carried(transport: str, sender_device: str, receiver_device: str, links: Any
     receiver.start()
     model = Layers().to(sender_device)
     stream = WeightStream(model, "float32", 1 << 10)
-    sender = TRANSPORTS[transport]("float32", torch.device(sender_device), "")
+    sender = open_transport(transport, "float32", torch.device(sender_device), "")
     sender.connect(links[0])
     expected, came = {name: tensor.cpu() for name, tensor in model.state_dict().items()}, {}
     for index in range(stream.num_buckets):

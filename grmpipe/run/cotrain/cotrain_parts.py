@@ -24,6 +24,7 @@ from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.weight_route import transport_of
 from models.types import SamplingParams
+from models.weights.transports import transport_kind
 from scheduler.processes.actors import Cluster
 from scheduler.routing.router import Router
 from scheduler.weights.weight_sync import WeightSync
@@ -67,6 +68,7 @@ def trainee(
         prepared.grm.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],
         sync_config_of("grm", config),
         transport=transport,
+        group=transport_kind(transport).group,
         ranks_per_engine=tensor_parallel_of("grm", prepared.placement),
         new_address=functools.partial(cluster.free_address, LEARNER),
     )
@@ -110,7 +112,7 @@ def grm_learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> Learn
         bucket_bytes=config.sync.bucket_mb << 20,
         checkpoint_names=knows_checkpoint_names("grm", config),
         transport=transport,
-        sync_dir=str(run_dir.absolute() / "grm_weights") if transport == "disk" else "",
+        sync_dir=str(run_dir.absolute() / "grm_weights") if transport_kind(transport).folder else "",
         temperature=config.judge.temperature,
         lora=config.grm.lora,
         adapter_dir=str(run_dir.absolute() / "grm_adapter"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner.batch_metrics import Meter
 from grmpipe.train.learner.reset import Reset, reset_is_due
-from grmpipe.train.optimizer import learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
@@ -31,8 +32,9 @@ from models.lm.parallelize import CAUSAL_LM, choose_device, join_ranks, load_par
 from models.settings import LoraConfig
 from models.stored_files import StoredFile
 from models.types import GroupLink, WeightBucket
-from models.weights.sending import FROM_EVERY_RANK, TRANSPORTS, WeightTransport
+from models.weights.sending import open_transport
 from models.weights.stream import WeightStream
+from models.weights.transports import transport_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,8 @@ class LearnerSpec:
     """All that a rank needs to build its learner.
 
     temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
-    transport: how weights leave the learner, one of TRANSPORTS.
-    sync_dir: where transport=disk puts them; every engine can read it.
+    transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
+    sync_dir: for a transport that needs a folder; every engine can read it.
     checkpoint_names: weights travel under the names of the model's checkpoints, not under its own.
     first_version: of the batch that it learns from first; those before are the critic's alone.
     lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
@@ -108,6 +110,8 @@ class Learner:
     accumulate() goes forward and backward on a micro-batch; step() ends the batch they make up, discard() drops it.
     """
 
+    own_errors: ClassVar = (NonFiniteGradients,)
+
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         loss_of(spec.algorithm.loss)  # one that can't be imported on this machine is refused before anything is loaded
         self._spec = spec
@@ -142,8 +146,10 @@ class Learner:
         sent = outgoing(self._model, lora, spec.sync_dtype) if lora.learns else None
         names = CheckpointNames.of(self._model.config) if spec.checkpoint_names else None
         self._stream = WeightStream(self._model, spec.sync_dtype, spec.bucket_bytes, sent, names)
-        sends = rank == 0 or spec.transport in FROM_EVERY_RANK
-        self._transport = _open_transport(spec, self._device) if sends else None
+        sends = rank == 0 or transport_kind(spec.transport).every_rank
+        self._transport = (
+            open_transport(spec.transport, spec.sync_dtype, self._device, spec.sync_dir) if sends else None
+        )
         self._meter = Meter(self._device)
         self._save = ShardedSave()
         self._version = 0
@@ -354,9 +360,3 @@ def _rerouted(replay: Replay | None, loss_mask_T: Tensor) -> Tensor:
     if replay is None:
         return loss_mask_T.new_zeros(())
     return (replay.rerouted_TL.float().mean(1) * loss_mask_T).sum()
-
-
-def _open_transport(spec: LearnerSpec, device: torch.device) -> WeightTransport:
-    if spec.transport not in TRANSPORTS:
-        raise ValueError(f"sync.transport: unknown transport {spec.transport!r}; known: {', '.join(TRANSPORTS)}")
-    return TRANSPORTS[spec.transport](spec.sync_dtype, device, spec.sync_dir)

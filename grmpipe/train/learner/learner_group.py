@@ -15,7 +15,7 @@ from grmpipe.train.batching.packer import Round
 from grmpipe.train.saving import files_of_save
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.stored_files import StoredFile
-from models.types import CudaHandles, GroupLink, WeightBucket
+from models.types import CudaHandle, CudaHandles, GroupLink, WeightBucket
 from scheduler.processes.actors import ActorGroup
 
 
@@ -172,7 +172,7 @@ def _together(buckets: Sequence[WeightBucket]) -> WeightBucket:
     first, *others = buckets
     if not others:
         return first
-    handles: dict[str, tuple[tuple[object, ...], ...]] = {}
+    handles: dict[str, tuple[CudaHandle, ...]] = {}
     for bucket in buckets:
         assert isinstance(bucket.payload, CudaHandles) and len(bucket.tensors) == len(first.tensors), "one rank sends"
         handles |= dict(bucket.payload.handles)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast
+
+import msgspec
 
 from models.arena import room_for, views
-from models.types import (
-    Broadcast,
-    CudaHandles,
-    InlineBytes,
-    ModelFiles,
-    Payload,
-    SafetensorsFile,
-    SharedMemory,
-    WeightBucket,
-    WeightTensor,
-)
+from models.types import SharedMemory, SmallPayload, WeightBucket, WeightTensor
 from models.weights.receiving import received
 from models.weights.weight_files import SharedArena
 
@@ -30,20 +21,24 @@ TOLD = re.compile(r"<<(\w+)>>(.*)<<end>>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainBucket:
-    """A bucket of numbers, strings and bytes: what msgpack carries. The payload is its kind and its value."""
+    """A bucket of numbers, strings and bytes: what msgpack carries."""
 
     tensors: list[dict[str, Any]]
-    payload: tuple[str, str | bytes]
+    payload: dict[str, Any]
 
     def restored(self) -> WeightBucket:
-        tensors = tuple(WeightTensor(**tensor | {"shape": tuple(tensor["shape"])}) for tensor in self.tensors)
-        return WeightBucket(tensors=tensors, payload=_restored(*self.payload))
+        return WeightBucket(
+            tensors=msgspec.convert(self.tensors, tuple[WeightTensor, ...]),
+            payload=msgspec.convert(self.payload, SmallPayload),
+        )
 
 
 def as_plain(bucket: WeightBucket, arena: SharedArena) -> dict[str, Any]:
-    """For PlainBucket. Bytes that come inline are copied to `arena`, where they lie until the next bucket's."""
-    payload = _in_shared_memory(bucket, arena) if isinstance(bucket.payload, InlineBytes) else bucket.payload
-    return {"tensors": [asdict(tensor) for tensor in bucket.tensors], "payload": _plain(payload)}
+    """For PlainBucket. What isn't told in a few words, as bytes that come inline, is received here and copied to
+    `arena`, where it lies until the next bucket's."""
+    payload = bucket.payload if isinstance(bucket.payload, SmallPayload) else _in_shared_memory(bucket, arena)
+    plain = {"tensors": bucket.tensors, "payload": payload}
+    return cast(dict[str, Any], msgspec.to_builtins(plain, builtin_types=(bytes,)))
 
 
 def _in_shared_memory(bucket: WeightBucket, arena: SharedArena) -> SharedMemory:
@@ -53,29 +48,6 @@ def _in_shared_memory(bucket: WeightBucket, arena: SharedArena) -> SharedMemory:
         for target, (_, source) in zip(room, tensors, strict=True):
             target.copy_(source)
     return SharedMemory(path=arena.path)
-
-
-def _plain(payload: Payload) -> tuple[str, str | bytes]:
-    match payload:
-        case SharedMemory(path=path) | SafetensorsFile(path=path) | ModelFiles(path=path):
-            return type(payload).__name__, path
-        case CudaHandles(handles=handles):
-            return "CudaHandles", pickle.dumps(handles)  # to a process of our own, over vLLM's private socket
-        case Broadcast():
-            return "Broadcast", ""
-    raise AssertionError(f"{type(payload).__name__} can't be sent to vLLM")
-
-
-def _restored(kind: str, value: str | bytes) -> Payload:
-    if isinstance(value, bytes):
-        return CudaHandles(handles=pickle.loads(value))
-    paths: dict[str, Payload] = {
-        "SharedMemory": SharedMemory(path=value),
-        "SafetensorsFile": SafetensorsFile(path=value),
-        "ModelFiles": ModelFiles(path=value),
-        "Broadcast": Broadcast(),
-    }
-    return paths[kind]
 
 
 class Applied(TypedDict):

@@ -19,9 +19,9 @@ from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.optimizer import NonFiniteGradients
 from grmpipe.types import TrainingSample
-from models.types import CudaHandles, InlineBytes, WeightBucket
-from models.weights.sending import TRANSPORTS, WeightTransport
-from models.weights.stream import UnshardedBucket
+from models.types import CudaHandle, CudaHandles, InlineBytes, WeightBucket
+from models.weights.sending import UnshardedBucket, WeightTransport
+from models.weights.transports import TRANSPORTS
 
 
 def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: str) -> None:
@@ -57,8 +57,9 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     learner.export(f"{out_dir}/export")
 
     # With this rank's file in place of its GPU's memory.
-    TRANSPORTS["cuda_ipc"] = lambda dtype, device, folder: GpuOfFiles(dtype, device, f"{out_dir}/gpu-{rank}")
-    rotary = replace(spec, model_path=rotary_path, master_dtype="float32", sync_dtype="float32", transport="cuda_ipc")
+    TRANSPORTS["cuda_ipc"] = replace(TRANSPORTS["cuda_ipc"], sender="__main__.GpuOfFiles")
+    rotary = replace(spec, model_path=rotary_path, master_dtype="float32", sync_dtype="float32", transport="cuda_ipc",
+                     sync_dir=f"{out_dir}/gpu-{rank}")  # fmt: skip
     of_rotary = Learner(rotary, rank, world_size)
     out["rotary_score"] = of_rotary.score((1, 2, 3, 4, 5))
     out["handed_over"] = [of_rotary.bucket(index) for index in range(of_rotary.num_buckets())]
@@ -93,8 +94,15 @@ class GpuOfFiles(WeightTransport):
         self._fill(held, bucket)
         for path, tensor in zip(paths, held, strict=True):
             torch.save(tensor, path)
-        handles = {gpu.name: tuple((path,) for path in paths)}
+        handles = {gpu.name: tuple(handle_of_file(path) for path in paths)}
         return self._announce(bucket, held, CudaHandles(handles=handles))
+
+
+def handle_of_file(path: str) -> CudaHandle:
+    return CudaHandle(
+        dtype="", shape=(), offset=0, memory=path.encode(), storage_bytes=0, storage_offset_bytes=0, ref_counter=b"",
+        ref_counter_offset=0, event=b"", event_sync_required=False,
+    )  # fmt: skip
 
 
 def rounds_as_they_come(samples: list[TrainingSample], cut: tuple[int, bool], world_size: int) -> list[Round]:

@@ -16,10 +16,10 @@ from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.learner.learner_group import LearnerGroup
 from models.engines.embedded.embedded_engine import EmbeddedEngine
+from models.lm import pieces
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
 from models.types import GroupLink
-from models.weights import stream as weight_stream
 from models.weights.sending import WeightTransport
 from scheduler.processes.actors import InProcessGroup
 
@@ -91,8 +91,8 @@ def test_a_bucket_that_cannot_be_posted_is_unsharded_to_its_end(
 ) -> None:
     """It is a collective: the other ranks would wait for this one."""
     unsharded: list[Tensor] = []
-    unshard = weight_stream.unshard
-    monkeypatch.setattr(weight_stream, "unshard", lambda *args: unsharded.append(unshard(*args)) or unsharded[-1])
+    unshard = pieces.unshard
+    monkeypatch.setattr(pieces, "unshard", lambda *args: unsharded.append(unshard(*args)) or unsharded[-1])
     learner = Learner(make_spec(gpt2_path, transport, tmp_path))
     bucket = learner.bucket(0)
     assert bucket is not None
@@ -110,5 +110,5 @@ def refuse(*_: object) -> None:
 
 
 def test_an_unknown_transport_is_refused_by_its_key(gpt2_path: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sync\.transport: unknown transport 'pigeon'; known: object_store, shared"):
+    with pytest.raises(ValueError, match=r"sync\.transport: unknown transport 'pigeon'; known: shared_memory, disk"):
         Learner(make_spec(gpt2_path, "pigeon", tmp_path))

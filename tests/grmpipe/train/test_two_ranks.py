@@ -26,8 +26,8 @@ from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import TrainingSample
 from models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from models.stored_files import first_difference
-from models.types import InlineBytes, WeightBucket
-from models.weights import gpu_handles
+from models.types import CudaHandle, InlineBytes, WeightBucket
+from models.weights import cuda_ipc
 from models.weights.receiving import received
 from models.weights.weight_files import SharedArena
 
@@ -198,13 +198,13 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
     """Files stand for memory: each rank's folder is a GPU, of which the engine sees one, as its first."""
     opened_paths = []
 
-    def from_file(handle: tuple[str], device: int) -> torch.Tensor:
-        opened_paths.append(Path(handle[0]))
-        return torch.load(handle[0])
+    def from_file(handle: CudaHandle, device: int) -> torch.Tensor:
+        opened_paths.append(Path(handle.memory.decode()))
+        return torch.load(opened_paths[-1])
 
-    monkeypatch.setattr(gpu_handles, "gpus_seen", lambda: range(1))
-    monkeypatch.setattr(gpu_handles, "gpu_id", lambda device: gpu)
-    monkeypatch.setattr(gpu_handles, "_opened", from_file)
+    monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
+    monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: gpu)
+    monkeypatch.setattr(cuda_ipc, "mapped", from_file)
     group, came = LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])), {}
     for index in range(len(two.ranks[0]["handed_over"])):
         bucket = asyncio.run(group.bucket(index))
@@ -217,8 +217,8 @@ def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
 
 
 def test_an_engine_on_none_of_the_ranks_gpus_is_told_so(two: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_handles, "gpus_seen", lambda: range(1))
-    monkeypatch.setattr(gpu_handles, "gpu_id", lambda device: "gpu-7")
+    monkeypatch.setattr(cuda_ipc, "gpus_seen", lambda: range(1))
+    monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: "gpu-7")
     bucket = asyncio.run(LearnerGroup(Posted([rank["handed_over"] for rank in two.ranks])).bucket(0))
     with pytest.raises(ValueError, match=r"cuda_ipc is for .* GPUs \(gpu-0, gpu-1\)"), received(bucket):
         pass

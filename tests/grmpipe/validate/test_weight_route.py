@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_on_gpus_each_rank_serves_the_engines_of_its_own(name: str, transport: s
 
 
 def test_a_rank_whose_gpu_has_an_engine_can_t_be_told_to_send_by_nccl() -> None:
-    words = r"^sync\.transport: nccl needs the learner's first rank on a GPU without an engine, .*auto or shared"
+    words = r"^sync\.transport: nccl needs the learner's first rank on a GPU without an engine, .*cuda_ipc or shared"
     with pytest.raises(ValueError, match=words):
         chosen(config_of("all on two slots", "gpu", "vllm", "nccl"))
 
@@ -90,6 +91,35 @@ def test_a_rank_whose_gpu_has_an_engine_can_t_be_told_to_send_by_nccl() -> None:
 def test_an_engine_that_shares_no_gpu_with_the_learner_can_t_be_told_to_map_one() -> None:
     with pytest.raises(ValueError, match=r"^sync\.transport: cuda_ipc needs every engine on the GPU of a learner rank"):
         chosen(config_of("two slots, one rank", "gpu", "vllm", "cuda_ipc"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        (
+            "pigeon",
+            r"^sync\.transport: unknown transport 'pigeon'; known: shared_memory, disk, .*; your own by its dotted",
+        ),
+        ("no_such_loft.PIGEON", r"^sync\.transport: no_such_loft can't be imported \(ModuleNotFoundError"),
+        ("models.types.PIGEON", r"^sync\.transport: the module models\.types has no PIGEON"),
+        ("models.types.Payload", r"^sync\.transport: models\.types\.Payload is no TransportKind"),
+    ],
+)
+def test_what_names_no_transport_is_refused(wanted: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        chosen(config_of("pools apart", "cpu", "embedded", wanted))
+
+
+def test_a_users_own_transport_is_taken_by_its_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_loft.py").write_text(
+        "from models.types import TransportKind\n"
+        "PIGEON = TransportKind(name='pigeon', sender='users_loft.Pigeon', same_machine=True, needs='needs one roof')"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = config_of("pools apart", "cpu", "embedded", "users_loft.PIGEON")
+    assert chosen(config) == "users_loft.PIGEON"
+    with pytest.raises(ValueError, match=r"^sync\.transport: pigeon needs one roof; set sync\.transport to auto or "):
+        chosen(config, same_machine=False)
 
 
 def test_an_engine_over_several_gpus_that_it_would_share_is_refused_by_key() -> None:

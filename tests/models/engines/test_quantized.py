@@ -13,7 +13,7 @@ from models.lm.logprobs import chosen_logprobs
 from models.lm.quantize import quantize_matrices
 from models.settings import EmbeddedConfig
 from models.types import WeightReceipt
-from models.weights.sending import ObjectStore
+from models.weights.object_store import ObjectStore
 from models.weights.stream import WeightStream
 
 PROBE = tuple(range(3, 30))

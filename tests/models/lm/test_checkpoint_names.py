@@ -12,8 +12,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.lm.checkpoint_names import CheckpointNames
+from models.weights.object_store import ObjectStore
 from models.weights.receiving import received
-from models.weights.sending import ObjectStore
 from models.weights.stream import WeightStream, bucket_bytes_for
 
 SMALL = {

@@ -27,7 +27,7 @@ from models.lm.lora import adapters, add_adapters, check_targets, outgoing, peft
 from models.settings import LoraConfig
 from models.types import WeightBucket
 from models.weights.inbox import WeightInbox
-from models.weights.sending import ObjectStore
+from models.weights.object_store import ObjectStore
 from models.weights.stream import WeightStream
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from models.lm.parallelize import join_ranks, parallelize
-from models.weights.sending import SharedMemoryFiles
+from models.weights.shared_memory import SharedMemoryFiles
 from models.weights.stream import WeightStream
 
 

@@ -24,9 +24,12 @@ from torch import Tensor, nn
 
 from models.types import Broadcast, GroupLink, SafetensorsFile, SharedMemory, WeightBucket, WeightTensor
 from models.weights import weight_files
+from models.weights.broadcast import GlooBroadcasts
 from models.weights.process_group import BroadcastGroup
 from models.weights.receiving import checksums_of, received
-from models.weights.sending import TRANSPORTS, Broadcasts, SafetensorsFiles, SharedMemoryFiles, WeightTransport
+from models.weights.safetensors_files import SafetensorsFiles
+from models.weights.sending import WeightTransport, open_transport
+from models.weights.shared_memory import SharedMemoryFiles
 from models.weights.stream import WeightStream
 from models.weights.weight_files import SharedArena, WeightFile, folders_of_shared_memory, held_folder, sweep
 
@@ -143,7 +146,7 @@ def test_every_tensor_arrives_as_it_was_cast(
     transport: str, dtype: str, bucket_bytes: int, receivers: list[Receiver], tmp_path: Path
 ) -> None:
     model = Oddities()
-    sender = TRANSPORTS[transport](dtype, CPU, str(tmp_path))
+    sender = open_transport(transport, dtype, CPU, str(tmp_path))
     stream = WeightStream(model, dtype, bucket_bytes)
     if transport == "gloo":
         connect(sender, receivers)
@@ -164,7 +167,7 @@ def test_a_bucket_can_be_posted_while_the_one_before_is_loaded(receivers: list[R
     model = Oddities()
     stream = WeightStream(model, "float32", 100)
     for transport in ON_CPU:
-        sender = TRANSPORTS[transport]("float32", CPU, str(tmp_path))
+        sender = open_transport(transport, "float32", CPU, str(tmp_path))
         if transport == "gloo":
             connect(sender, receivers[:1])
         first, second = (sender.post(index, stream.unsharded(index)) for index in range(2))
@@ -186,7 +189,7 @@ def test_files_are_private_and_gone_after_close_and_at_exit(transport: str, tmp_
     others: list[Path] = []  # of engines in this process that other tests opened
     others = files()
     stream = WeightStream(Oddities(), "float32", 100)
-    sender = TRANSPORTS[transport]("float32", CPU, str(tmp_path))
+    sender = open_transport(transport, "float32", CPU, str(tmp_path))
     for index in range(stream.num_buckets):
         sender.post(index, stream.unsharded(index))
     assert len(files()) == 2
@@ -309,7 +312,7 @@ def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else
 ) -> None:
     survivor, lost = start_receiver(), start_receiver()
     stream = WeightStream(Large(), "float32", 1 << 30)
-    sender = Broadcasts("float32", CPU, "gloo")
+    sender = GlooBroadcasts("float32", CPU)
     connect(sender, [survivor, lost], timeout_s)
     bucket = sender.post(0, stream.unsharded(0))
     survivor.tell("load", bucket)
@@ -330,7 +333,7 @@ def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else
 
 
 def test_who_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
-    sender = Broadcasts("float32", CPU, "gloo")
+    sender = GlooBroadcasts("float32", CPU)
     started_s = time.monotonic()
     with pytest.raises(ConnectionError, match=r"rank 0 of 3 could not join .* within 1 s"):
         sender.connect(new_links(3, timeout_s=1.0)[0])
@@ -338,7 +341,7 @@ def test_who_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
 
 
 def test_leaving_ends_the_wait_of_the_others(receivers: list[Receiver]) -> None:
-    sender = Broadcasts("float32", CPU, "gloo")
+    sender = GlooBroadcasts("float32", CPU)
     bucket = sender.post(0, WeightStream(Oddities(), "float32", 1 << 20).unsharded(0))
     connect(sender, receivers[:1], timeout_s=60.0)
     receivers[0].tell("load", bucket)
@@ -360,7 +363,7 @@ def test_the_senders_group_meets_torchs_own_as_sglang_makes_it(start_receiver: C
     sglang, ours = start_receiver(), start_receiver()
     model = Oddities()
     stream = WeightStream(model, "bfloat16", 1 << 20)
-    sender = Broadcasts("bfloat16", CPU, "gloo")
+    sender = GlooBroadcasts("bfloat16", CPU)
     first, second, third = new_links(3)
     sglang.tell("join_as_sglang", second)
     ours.tell("join", third)
@@ -408,12 +411,12 @@ def test_two_ranks_send_one_model_without_either_holding_another_whole_one(recei
 @pytest.mark.parametrize(("transport", "instead"), [("nccl", "gloo"), ("cuda_ipc", "shared_memory")])
 def test_ways_between_gpus_are_refused_without_one(transport: str, instead: str) -> None:
     with pytest.raises(ValueError, match=rf"sync\.transport: {transport} .* set {instead}"):
-        TRANSPORTS[transport]("float32", CPU, "")
+        open_transport(transport, "float32", CPU, "")
 
 
 def test_disk_needs_a_folder() -> None:
     with pytest.raises(ValueError, match=r"sync\.transport: disk needs a folder"):
-        TRANSPORTS["disk"]("float32", CPU, "")
+        open_transport("disk", "float32", CPU, "")
 
 
 def test_an_engines_worker_needs_no_transformers_to_receive() -> None:

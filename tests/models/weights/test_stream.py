@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from models.types import InlineBytes, WeightBucket
 from models.weights.checksums import checksum, tensor_checksums
-from models.weights.receiving import checksums_of, num_bytes, received
-from models.weights.sending import ObjectStore
+from models.weights.object_store import ObjectStore
+from models.weights.opening import num_bytes
+from models.weights.receiving import checksums_of, received
 from models.weights.stream import WeightStream
 
 

@@ -201,6 +201,30 @@ def test_a_rank_imports_what_lies_on_the_drivers_pythonpath() -> None:
     on_cluster(seats(learner=1), scene)
 
 
+def test_a_member_is_called_by_a_socket_where_its_types_are_plain_data_else_by_ray() -> None:
+    class Plain:
+        def __init__(self, rank: int, world_size: int, init_method: str | None) -> None:
+            self.rank = rank
+
+        def twice(self, number: int) -> int:
+            return 2 * number
+
+    class Odd(Plain):
+        def same(self, what: object) -> object:
+            return what
+
+    async def scene(cluster: RayCluster) -> None:
+        plain, odd = await cluster.start_group("learner", Plain), await cluster.start_group("critic", Odd)
+        by_socket = [group._actors[0]._line is not None for group in (plain, odd)]  # type: ignore[attr-defined]
+        assert by_socket == [True, False]
+        assert await plain.call_all("twice", 4) == await odd.call_all("twice", 4) == [8]
+        assert await odd.call(0, "same", {1, 2}) == {1, 2}
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            await plain.call(0, "no_such_thing")
+
+    on_cluster(seats(learner=1, critic=1), scene)
+
+
 def test_the_death_of_a_rank_is_the_first_cause_with_its_last_lines() -> None:
     async def scene(cluster: RayCluster) -> None:
         group = await cluster.start_group("learner", members())
@@ -383,7 +407,9 @@ def test_an_engine_killed_in_mid_broadcast_is_buried_and_the_rest_get_the_weight
             return "127.0.0.1", free_port("127.0.0.1")
 
         source = Broadcaster(victim)
-        sync = WeightSync(source, (1, 2, 3), SyncConfig(deadline_s=30), transport="gloo", new_address=address)
+        sync = WeightSync(
+            source, (1, 2, 3), SyncConfig(deadline_s=30), transport="gloo", group="gloo", new_address=address
+        )
         assert (await push_to_living(sync, router, 3)).version == 3
         first = source.group.name
         assert set(router.alive) == {"policy-1"}

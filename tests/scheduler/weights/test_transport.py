@@ -1,10 +1,13 @@
-"""Which way weights take, by place and by engine."""
+"""Which way weights take, by place and by what the engines take."""
 
 from __future__ import annotations
 
 import pytest
 
-from scheduler.weights.transport import TAKES, TRANSPORTS, Route, choose_transport, possible
+from models.engines.taken_transports import TAKES
+from models.types import TransportKind
+from models.weights.transports import TRANSPORTS
+from scheduler.weights.transport import Route, choose_transport, possible
 
 CPU = Route(learner="cpu", engines="cpu", same_machine=True)
 CPU_FAR = Route(learner="cpu", engines="cpu", same_machine=False)
@@ -16,6 +19,11 @@ BESIDE_ONE_FAR = Route(learner="gpu", engines="gpu", same_machine=False, with_en
 MIXED = Route(learner="gpu", engines="cpu", same_machine=True)
 IN_PROCESS = Route(learner="cpu", engines="cpu", same_machine=True, same_process=True)
 ROUTES = (CPU, CPU_FAR, GPU, GPU_FAR, ONE_GPU, BESIDE_ONE, BESIDE_ONE_FAR, MIXED, IN_PROCESS)
+
+
+def choose(wanted: str, engine: str, route: Route) -> str:
+    kind = None if wanted == "auto" else TRANSPORTS[wanted]
+    return choose_transport(kind, engine, TAKES[engine].among(), route).name
 
 
 @pytest.mark.parametrize(
@@ -44,7 +52,7 @@ ROUTES = (CPU, CPU_FAR, GPU, GPU_FAR, ONE_GPU, BESIDE_ONE, BESIDE_ONE_FAR, MIXED
     ],
 )
 def test_auto_follows_the_places(engine: str, route: Route, transport: str) -> None:
-    assert choose_transport("auto", engine, route) == transport
+    assert choose("auto", engine, route) == transport
 
 
 @pytest.mark.parametrize("engine", TAKES)
@@ -52,15 +60,20 @@ def test_auto_follows_the_places(engine: str, route: Route, transport: str) -> N
 def test_what_auto_chooses_could_have_been_asked_for(engine: str, route: Route) -> None:
     if engine == "sglang" and route.same_process:
         return  # a server is never in the learner's process
-    chosen = choose_transport("auto", engine, route)
-    assert choose_transport(chosen, engine, route) == chosen
+    chosen = choose("auto", engine, route)
+    assert choose(chosen, engine, route) == chosen
 
 
 @pytest.mark.parametrize(
     ("wanted", "engine", "route", "words"),
     [
-        ("shared_memory", "sglang", CPU, r"^sync\.transport: engine=sglang can't take shared_memory; set .* auto or d"),
-        ("shared_memory", "vllm", CPU_FAR, "shared_memory needs learner and engines on one machine; .* disk or gloo"),
+        (
+            "shared_memory",
+            "sglang",
+            CPU,
+            r"^sync\.transport: engine=sglang doesn't support shared_memory; set .* auto or g",
+        ),
+        ("shared_memory", "vllm", CPU_FAR, "shared_memory needs learner and engines on one machine; .* gloo or disk"),
         ("nccl", "vllm", CPU, "nccl needs the learner's first rank on a GPU without an engine, and engines on GPUs"),
         ("nccl", "vllm", ONE_GPU, "nccl needs the learner's first rank on a GPU without an engine"),
         ("cuda_ipc", "embedded", GPU, "cuda_ipc needs every engine on the GPU of a learner rank"),
@@ -69,9 +82,21 @@ def test_what_auto_chooses_could_have_been_asked_for(engine: str, route: Route) 
 )
 def test_what_cannot_be_had_is_refused_with_what_can(wanted: str, engine: str, route: Route, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        choose_transport(wanted, engine, route)
+        choose(wanted, engine, route)
 
 
 def test_bytes_through_the_object_store_or_a_file_go_anywhere() -> None:
-    assert all(possible(transport, route) for transport in ("object_store", "disk") for route in ROUTES)
-    assert {transport for takes in TAKES.values() for transport in takes} == set(TRANSPORTS) - {"auto"}
+    assert all(possible(TRANSPORTS[name], route) for name in ("object_store", "disk") for route in ROUTES)
+
+
+def test_one_of_the_users_own_is_chosen_by_its_needs_where_the_engine_takes_any() -> None:
+    own = TransportKind(name="pigeon", sender="pigeons.Pigeon", same_machine=True, needs="needs one roof")
+    for engine in ("embedded", "vllm"):
+        taken = TAKES[engine].among(own)
+        assert choose_transport(own, engine, taken, CPU) is own
+        with pytest.raises(
+            ValueError, match=r"^sync\.transport: pigeon needs one roof; set sync\.transport to auto or "
+        ):
+            choose_transport(own, engine, taken, CPU_FAR)
+    with pytest.raises(ValueError, match=r"engine=sglang can't take pigeon"):
+        choose_transport(own, "sglang", TAKES["sglang"].among(own), CPU)

@@ -23,7 +23,7 @@ from models.lm.causal_lm import load_causal_lm
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from models.types import WeightBucket, WeightReceipt
-from models.weights.sending import ObjectStore
+from models.weights.object_store import ObjectStore
 from models.weights.stream import UnshardedBucket
 
 _replay = importlib.util.spec_from_file_location("sglang_replay", Path(__file__).parents[1] / "sglang_replay.py")

@@ -24,8 +24,9 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
+from models.weights.broadcast import GlooBroadcasts
 from models.weights.checksums import checksum, tensor_checksums
-from models.weights.sending import TRANSPORTS, Broadcasts
+from models.weights.sending import open_transport
 from models.weights.stream import WeightStream
 
 NUM_TENSORS = 35  # of the tiny model; its head is tied
@@ -67,7 +68,7 @@ def test_weights_arrive_by_every_way_that_a_cpu_has(
     transport: str,
 ) -> None:  # fmt: skip
     stream = WeightStream(load_causal_lm(next_version_path), "float32", bucket_bytes=1 << 15)
-    sender = TRANSPORTS[transport]("float32", torch.device("cpu"), str(tmp_path))
+    sender = open_transport(transport, "float32", torch.device("cpu"), str(tmp_path))
     link = link_of("transports") if transport == "gloo" else None
     sent: dict[str, str] = {}
 
@@ -126,7 +127,7 @@ def test_bfloat16_weights_are_taken_by_a_float32_engine(
     engine: Any, run: Any, prompt_of: Any, next_plain: Any, next_version_path: str
 ) -> None:
     stream = WeightStream(load_causal_lm(next_version_path), "bfloat16", bucket_bytes=1 << 30)
-    sender = TRANSPORTS["object_store"]("bfloat16", torch.device("cpu"), "")
+    sender = open_transport("object_store", "bfloat16", torch.device("cpu"), "")
 
     async def send() -> Any:
         await engine.pause()
@@ -394,7 +395,7 @@ def test_a_sender_that_hangs_costs_the_links_timeout_and_no_restart(
     engine: Any, all_buckets: Any, run: Any, push: Any, prompt_of: Any, next_plain: Any, next_version_path: str
 ) -> None:
     """It joined the group, announced a bucket and sent nothing."""
-    sender = Broadcasts("float32", torch.device("cpu"), "gloo")
+    sender = GlooBroadcasts("float32", torch.device("cpu"))
     link = link_of("hanging", timeout_s=2.0)
     (bucket, *_) = all_buckets(next_version_path)
 

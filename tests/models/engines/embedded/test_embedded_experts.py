@@ -16,7 +16,7 @@ from models.lm.expert_routing import Routers
 from models.settings import EmbeddedConfig
 from models.types import Completion, SamplingParams, WeightReceipt, WeightTensor
 from models.weights import inbox as weight_loading
-from models.weights.sending import ObjectStore
+from models.weights.object_store import ObjectStore
 from models.weights.stream import WeightStream
 from scheduler.routing.migration import Begun, Continuation
 from scheduler.weights.weight_checks import WeightMismatch, check_receipt

@@ -16,7 +16,8 @@ from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm.causal_lm import load_causal_lm
 from models.types import Completion, GroupLink, InlineBytes, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
 from models.weights.checksums import checksum
-from models.weights.sending import TRANSPORTS, ObjectStore
+from models.weights.object_store import ObjectStore
+from models.weights.sending import open_transport
 from models.weights.stream import WeightStream
 
 
@@ -129,7 +130,7 @@ def test_weights_that_come_another_way_are_the_same(
     engine: EmbeddedEngine, prompt_of: Any, next_version_path: str, next_plain: Any, transport: str, tmp_path: Path
 ) -> None:
     stream = WeightStream(load_causal_lm(next_version_path), "float32", 8192)
-    sender = TRANSPORTS[transport]("float32", torch.device("cpu"), str(tmp_path))
+    sender = open_transport(transport, "float32", torch.device("cpu"), str(tmp_path))
     first, second = group_of_two() if transport == "gloo" else (None, None)
 
     async def run() -> None:
@@ -155,7 +156,7 @@ def test_an_engine_that_refuses_a_broadcast_lets_the_sender_go_at_once_and_joins
 ) -> None:
     unfit = torch.nn.ParameterDict({"large": torch.nn.Parameter(torch.zeros(1 << 22))})
     fit = WeightStream(load_causal_lm(next_version_path), "float32", 1 << 20)
-    sender = TRANSPORTS["gloo"]("float32", torch.device("cpu"), "")
+    sender = open_transport("gloo", "float32", torch.device("cpu"), "")
 
     async def begin() -> None:
         first, second = group_of_two()

@@ -22,7 +22,8 @@ from models.lm.causal_lm import load_causal_lm
 from models.renderer import Renderer
 from models.settings import SglangConfig
 from models.types import Broadcast, EngineDied, EngineRefused, GroupLink, WeightBucket
-from models.weights.sending import Broadcasts, SafetensorsFiles
+from models.weights.broadcast import GlooBroadcasts
+from models.weights.safetensors_files import SafetensorsFiles
 from models.weights.stream import WeightStream
 
 PYTHON = os.environ.get("GRMPIPE_SGLANG_PYTHON", "")
@@ -121,7 +122,7 @@ def test_a_server_is_joined_and_gets_its_own_weights_back(
 def test_a_sender_that_leaves_in_mid_push_costs_an_error_and_no_restart(
     server: SglangServer, model_path: str, prompt_of: Any
 ) -> None:
-    sender, link = Broadcasts("float32", torch.device("cpu"), "gloo"), link_of("leaving")
+    sender, link = GlooBroadcasts("float32", torch.device("cpu")), link_of("leaving")
     stream = WeightStream(load_causal_lm(model_path), "float32", bucket_bytes=1 << 14)
 
     async def go(engine: SglangEngine) -> None:

@@ -17,7 +17,7 @@ from models.lm.causal_lm import load_causal_lm
 from models.lm.expert_routing import Routers
 from models.settings import VllmConfig
 from models.types import ModelFiles, WeightBucket
-from models.weights.sending import TRANSPORTS
+from models.weights.sending import open_transport
 from models.weights.stream import WeightStream
 
 pytestmark = [
@@ -36,7 +36,7 @@ def test_it_sleeps_wakes_and_takes_weights(
     engine = VllmEngine(model_path, "policy", config, device="cuda")
     device = torch.device("cuda:0")
     stream = WeightStream(load_causal_lm(next_version_path, device="cuda"), "float32", bucket_bytes=1 << 15)
-    sender = TRANSPORTS[transport]("float32", device, str(tmp_path))
+    sender = open_transport(transport, "float32", device, str(tmp_path))
 
     async def use() -> tuple[int, tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
         before = await engine.score(prompt_of(40))

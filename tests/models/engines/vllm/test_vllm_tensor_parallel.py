@@ -12,7 +12,7 @@ from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
 from models.types import WeightReceipt
-from models.weights.sending import ObjectStore
+from models.weights.object_store import ObjectStore
 from models.weights.stream import WeightStream
 
 pytestmark = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,8 +18,10 @@ from models.engines.vllm.vllm_weights import (
 )
 from models.types import (
     Broadcast,
+    CudaHandle,
     CudaHandles,
     InlineBytes,
+    ModelFiles,
     Payload,
     SafetensorsFile,
     SharedMemory,
@@ -29,7 +32,10 @@ from models.weights.checksums import checksum
 from models.weights.receiving import checksums_of, received
 from models.weights.weight_files import SharedArena
 
-msgspec = pytest.importorskip("msgspec", reason="it comes with vLLM, which carries buckets by it")
+HANDLE = CudaHandle(
+    dtype="float32", shape=(2, 3), offset=6, memory=b"\x00\xff", storage_bytes=48, storage_offset_bytes=0,
+    ref_counter=b"\x01", ref_counter_offset=3, event=b"", event_sync_required=True,
+)  # fmt: skip
 
 
 def bucket_with(payload: Payload) -> WeightBucket:
@@ -43,7 +49,8 @@ def bucket_with(payload: Payload) -> WeightBucket:
         SharedMemory(path="/dev/shm/x"),
         SafetensorsFile(path="/shared/x.safetensors"),
         Broadcast(),
-        CudaHandles(handles={"uuid": ((torch.Tensor, torch.Size([2, 3]), torch.float32, b"\x00\xff", None),)}),
+        CudaHandles(handles={"uuid": (HANDLE,)}),
+        ModelFiles(path="/models/x"),
     ],
 )
 def test_a_bucket_crosses_msgpack_unchanged(payload: Payload) -> None:

@@ -1,0 +1,72 @@
+"""Weights sent by rank 0 of a process group, over sockets (gloo) or between GPUs (nccl): both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from models.arena import Arena
+from models.types import Broadcast, GroupBackend, GroupLink, WeightBucket, WeightTensor
+from models.weights.opening import dtype_of, opened
+from models.weights.process_group import BroadcastGroup
+from models.weights.sending import CPU, UnshardedBucket, WeightTransport
+
+
+class GlooBroadcasts(WeightTransport):
+    """Rank 0 of a process group sends what it posted, from the host's memory."""
+
+    backend: ClassVar[GroupBackend] = "gloo"
+
+    def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
+        super().__init__(dtype, device, folder)
+        self._group = BroadcastGroup(device)
+        self._arenas = tuple(Arena(self._posted_on(device)) for _ in range(2))
+        self._posted: dict[int, tuple[tuple[str, ...], list[Tensor]]] = {}  # the last two
+
+    def connect(self, link: GroupLink | None) -> None:
+        if link is not None and link.backend != self.backend:
+            raise ValueError(f"sync.transport: the learner sends by {self.backend}, the group is for {link.backend}")
+        self._group.join(link)
+
+    def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
+        while len(self._posted) > 1:
+            del self._posted[next(iter(self._posted))]
+        self._arenas = self._arenas[::-1]
+        sent = self._arenas[0].take(self._dtypes(bucket), bucket.shapes)
+        self._fill(sent, bucket)
+        self._posted[index] = (bucket.names, sent)
+        return self._announce(bucket, sent, Broadcast())
+
+    def deliver(self, index: int) -> None:
+        """Raises ConnectionError naming the tensor where a receiver is gone, or hangs for the link's timeout."""
+        names, sent = self._posted[index]
+        self._group.send(names, sent)
+
+    def close(self) -> None:
+        self._group.leave()
+        self._posted.clear()
+
+    def _posted_on(self, device: torch.device) -> torch.device:
+        return CPU
+
+
+class NcclBroadcasts(GlooBroadcasts):
+    """The same from the memory of the learner's GPU."""
+
+    backend = "nccl"
+
+    def _posted_on(self, device: torch.device) -> torch.device:
+        if device.type != "cuda":
+            raise ValueError(f"sync.transport: nccl sends from a GPU, but the learner is on {device}; set gloo")
+        return device
+
+
+@opened.register
+def _(payload: Broadcast, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+    if group is None:
+        raise ConnectionError("weights: a bucket comes by broadcast, but this engine has no process group")
+    names, shapes = [tensor.name for tensor in tensors], [tensor.shape for tensor in tensors]
+    return group.receive(names, [dtype_of(tensor) for tensor in tensors], shapes)

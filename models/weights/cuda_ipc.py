@@ -1,0 +1,99 @@
+"""Weights in the memory of a GPU that learner and engine share, which the engine maps (CUDA IPC): both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.storage import TypedStorage
+
+from models.arena import Arena
+from models.types import CudaHandle, CudaHandles, WeightBucket, WeightTensor
+from models.weights.opening import opened
+from models.weights.process_group import BroadcastGroup
+from models.weights.sending import CPU, UnshardedBucket, WeightTransport
+
+
+class CudaMemory(WeightTransport):
+    """Two stretches of this rank's GPU that engines on the same GPU map."""
+
+    def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
+        super().__init__(dtype, device, folder)
+        if device.type != "cuda":
+            raise ValueError(
+                f"sync.transport: cuda_ipc shares a GPU's memory, but the learner is on {device}; set shared_memory"
+            )
+        self._arenas = tuple(Arena(device) for _ in range(2))
+
+    def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
+        self._arenas = self._arenas[::-1]
+        sent = self._arenas[0].take(self._dtypes(bucket), bucket.shapes)
+        self._fill(sent, bucket)
+        torch.cuda.synchronize(self._device)  # another process reads it next
+        handles = tuple(handle_of(tensor) for tensor in sent)
+        return self._announce(bucket, sent, CudaHandles(handles={gpu_id(self._device): handles}))
+
+
+@opened.register
+def _(payload: CudaHandles, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+    """On the GPU that this process sees. Raises ValueError where the handles are of none of its own."""
+    for device in gpus_seen():
+        if (own := payload.handles.get(gpu_id(device))) is not None:
+            return [mapped(handle, device) for handle in own]
+    raise ValueError(
+        f"sync.transport: cuda_ipc is for engines on the learner's GPUs ({', '.join(payload.handles)}); this engine "
+        "sees none of them: set sync.transport=auto"
+    )
+
+
+def gpu_id(device: torch.device | int) -> str:
+    """Processes number the GPUs that they see anew; the uuid is the same in all of them."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def gpus_seen() -> range:
+    return range(torch.cuda.device_count())
+
+
+def handle_of(tensor: Tensor) -> CudaHandle:
+    """Of a contiguous tensor, as torch's own `reduce_tensor` shares it."""
+    assert tensor.is_contiguous() and not tensor.requires_grad
+    _, _, _, offset, _, _, _, memory, size, start, _, counter, counter_offset, event, sync = reduce_tensor(tensor)[1]
+    return CudaHandle(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        offset=offset,
+        memory=memory or b"",
+        storage_bytes=size,
+        storage_offset_bytes=start,
+        ref_counter=counter or b"",
+        ref_counter_offset=counter_offset,
+        event=event or b"",
+        event_sync_required=bool(sync),
+    )
+
+
+def mapped(handle: CudaHandle, device: int) -> Tensor:
+    """The sender's tensor itself, by the number that this process gives the GPU."""
+    dtype: torch.dtype = getattr(torch, handle.dtype)
+    shape = torch.Size(handle.shape)
+    tensor: Tensor = rebuild_cuda_tensor(
+        Tensor,
+        shape,
+        torch.empty(shape, device="meta").stride(),
+        handle.offset,
+        TypedStorage,
+        dtype,
+        device,
+        handle.memory or None,
+        handle.storage_bytes,
+        handle.storage_offset_bytes,
+        False,
+        handle.ref_counter,
+        handle.ref_counter_offset,
+        handle.event,
+        handle.event_sync_required,
+    )
+    return tensor

@@ -1,0 +1,37 @@
+"""Weights within the bucket itself, which crosses process and node borders through the object store: both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.types import InlineBytes, WeightBucket, WeightTensor
+from models.weights.checksums import as_bytes
+from models.weights.opening import dtype_of, num_bytes, opened
+from models.weights.process_group import BroadcastGroup
+from models.weights.sending import UnshardedBucket, WeightTransport
+
+
+class ObjectStore(WeightTransport):
+    """The bytes travel within the bucket, in memory of its own: it outlives any step and any later bucket."""
+
+    def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
+        dtype = getattr(torch, self._dtype)
+        held = [tensor.to("cpu", dtype, copy=True) for tensor in bucket.tensors]
+        return self._announce(bucket, held, InlineBytes(data=tuple(as_bytes(tensor) for tensor in held)))
+
+
+@opened.register
+def _(payload: InlineBytes, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
+    came = []
+    for tensor, data in zip(tensors, payload.data, strict=True):
+        if data.nbytes != num_bytes(tensor):
+            raise ValueError(
+                f"weights: {tensor.name!r} arrived with {data.nbytes} bytes instead of {num_bytes(tensor)}"
+            )
+        # torch wants memory that may be written; what lies in a shared store may not.
+        writable = data if data.flags.writeable else data.copy()
+        came.append(torch.from_numpy(writable).view(dtype_of(tensor)).view(tensor.shape))
+    return came

@@ -1,0 +1,42 @@
+"""How a bucket's payload becomes tensors: the one function that receives. Each transport's file registers its own.
+
+@opened.register
+def _(payload: Pigeon, tensors: Sequence[WeightTensor], group: BroadcastGroup | None) -> Sequence[Tensor]: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from models.arena import bytes_of
+from models.types import ModelFiles, Payload, WeightTensor
+from models.weights.process_group import BroadcastGroup
+
+
+@singledispatch
+def opened(payload: Payload, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> Sequence[Tensor]:
+    """The tensors of a bucket, in order, on the CPU or where they came; to be read before the sender's bucket after
+    next.
+
+    Raises ValueError naming a tensor that can't be read, ConnectionError where a broadcast broke off.
+    """
+    raise ValueError(f"weights: no transport here takes {type(payload).__name__}")
+
+
+@opened.register
+def _(payload: ModelFiles, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> Sequence[Tensor]:
+    raise ValueError(f"weights: {payload.path} is for engines that read model files themselves")
+
+
+def num_bytes(tensor: WeightTensor) -> int:
+    """Of one tensor, unsharded, as it travels."""
+    return bytes_of(dtype_of(tensor), tensor.shape)
+
+
+def dtype_of(tensor: WeightTensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return dtype

@@ -1,0 +1,77 @@
+"""The table of weight transports: what each needs, and where its ends are. Imports neither torch nor any of them.
+
+A new one is a file with both its ends (see shared_memory.py) and a row here. A user's own is a TransportKind in the
+user's module, which `sync.transport` names by its dotted path.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from models.types import TransportKind
+
+TRANSPORTS: dict[str, TransportKind] = {
+    kind.name: kind
+    for kind in (
+        TransportKind(
+            name="shared_memory",
+            sender="models.weights.shared_memory.SharedMemoryFiles",
+            same_machine=True,
+            needs="needs learner and engines on one machine",
+        ),
+        TransportKind(name="disk", sender="models.weights.safetensors_files.SafetensorsFiles", folder=True),
+        TransportKind(
+            name="gloo",
+            sender="models.weights.broadcast.GlooBroadcasts",
+            group="gloo",
+            own_processes=True,
+            needs="needs the engines in separate processes (cluster=ray)",
+        ),
+        TransportKind(
+            name="nccl",
+            sender="models.weights.broadcast.NcclBroadcasts",
+            group="nccl",
+            own_processes=True,
+            gpus="apart",  # NCCL refuses two ranks on one device
+            needs="needs the learner's first rank on a GPU without an engine, and engines on GPUs in other processes",
+        ),
+        TransportKind(
+            name="cuda_ipc",
+            sender="models.weights.cuda_ipc.CudaMemory",
+            own_processes=True,  # a process can't open a handle of its own
+            gpus="shared",
+            every_rank=True,
+            needs="needs every engine on the GPU of a learner rank, in another process",
+        ),
+        TransportKind(name="object_store", sender="models.weights.object_store.ObjectStore", inline=True),
+    )
+}
+
+
+def transport_kind(name: str) -> TransportKind:
+    """A row of the table, or a user's own by its dotted path. Raises ValueError in the words of `sync.transport`."""
+    if name in TRANSPORTS:
+        return TRANSPORTS[name]
+    if "." not in name:
+        raise ValueError(
+            f"sync.transport: unknown transport {name!r}; known: {', '.join(TRANSPORTS)}; your own by its dotted path, "
+            "like my_package.my_module.PIGEON"
+        )
+    kind = named(name)
+    if not isinstance(kind, TransportKind):
+        raise ValueError(f"sync.transport: {name} is no TransportKind")
+    return kind
+
+
+def named(path: str) -> object:
+    """What a dotted path names. Raises ValueError where it can't be imported."""
+    module, _, name = path.rpartition(".")
+    try:
+        return vars(importlib.import_module(module))[name]
+    except KeyError:
+        raise ValueError(f"sync.transport: the module {module} has no {name}") from None
+    except Exception as error:  # importing runs the user's code
+        raise ValueError(
+            f"sync.transport: {module} can't be imported ({type(error).__name__}: {error}); install it, or put its "
+            "folder on PYTHONPATH"
+        ) from error
