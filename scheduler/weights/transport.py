@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 TRANSPORTS = ("auto", "object_store", "shared_memory", "disk", "gloo", "nccl", "cuda_ipc")
 BROADCASTS = ("gloo", "nccl")  # a process group carries them
-# What each kind of engine can take at all.
-TAKES: dict[str, tuple[str, ...]] = {
-    "embedded": ("object_store", "shared_memory", "disk", "gloo", "nccl", "cuda_ipc"),
-    "vllm": ("shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "object_store"),
-    "sglang": ("disk", "gloo", "nccl"),
-}
 WHY = {
     "shared_memory": "needs learner and engines on one machine",
     "gloo": "needs the engines in processes of their own (cluster=ray)",
@@ -41,14 +36,19 @@ class Route:
         return self.learner == self.engines == "gpu"
 
 
-def choose_transport(wanted: str, engine: str, route: Route) -> str:
-    """The transport for `sync.transport=wanted` and engines of a kind. Raises ValueError naming what works instead."""
-    able = [transport for transport in TAKES[engine] if possible(transport, route)]
+def choose_transport(wanted: str, engine: str, takes: Sequence[str], route: Route) -> str:
+    """The transport for `sync.transport=wanted`. takes: what engines of this kind can take at all, the best first.
+
+    Raises ValueError naming what works instead.
+    """
+    able = [transport for transport in takes if possible(transport, route)]
+    if wanted == "auto" and able:
+        return "object_store" if route.same_process and "object_store" in able else able[0]
     if wanted == "auto":
-        return _best(engine, route)
+        raise ValueError(f"sync.transport: engine={engine} takes {', '.join(takes)} alone, and none works between them")
     if wanted in able:
         return wanted
-    reason = f"{wanted} {WHY[wanted]}" if wanted in TAKES[engine] else f"engine={engine} can't take {wanted}"
+    reason = f"{wanted} {WHY[wanted]}" if wanted in takes else f"engine={engine} can't take {wanted}"
     raise ValueError(f"sync.transport: {reason}; set sync.transport to {' or '.join(['auto', *able])}")
 
 
@@ -65,16 +65,3 @@ def possible(transport: str, route: Route) -> bool:
         # A process can't open a handle of its own.
         return route.all_on_gpus and route.all_shared and not route.same_process
     return True
-
-
-def _best(engine: str, route: Route) -> str:
-    if route.same_process:
-        return "object_store"
-    for transport in ("cuda_ipc", "nccl"):  # else some engines are beside the sender and some are not
-        if transport in TAKES[engine] and possible(transport, route):
-            return transport
-    if engine == "sglang":
-        return "gloo"
-    if route.same_machine:
-        return "shared_memory"
-    return "object_store" if engine == "embedded" else "gloo"

@@ -1,0 +1,40 @@
+"""Finds what a dotted path names in a module that can be imported. Says nothing about what it should be."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+
+def is_dotted(path: str) -> bool:
+    """Does it name something in a module, instead of a row of a table?"""
+    return "." in path
+
+
+def found_at(path: str, key: str) -> object:
+    """What `path` names, as in my_package.my_module.my_name. Raises ValueError that begins with the key."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ValueError(f"{key}: {path!r} is no dotted path; type it like my_package.my_module.my_name")
+    try:
+        names = vars(importlib.import_module(module_name))
+    except Exception as error:  # importing runs the user's code
+        raise ValueError(
+            f"{key}: {module_name} can't be imported ({type(error).__name__}: {error}); install it, or put its folder "
+            "on PYTHONPATH"
+        ) from error
+    if name not in names:
+        raise ValueError(f"{key}: the module {module_name} has no {name}")
+    return names[name]
+
+
+def check_takes(path: str, key: str, arguments: tuple[str, ...]) -> None:
+    """Raises ValueError, which begins with the key, where `path` names nothing that these arguments can be given to."""
+    function = found_at(path, key)
+    wanted = f"{key}: {path} must be a function that takes ({', '.join(arguments)})"
+    if not callable(function):
+        raise ValueError(f"{wanted}, and is a {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError) as error:  # the latter where a signature can't be had
+        raise ValueError(f"{wanted}: {error}") from error
