@@ -139,7 +139,8 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
     observers = Observers.open(config, directory, None)
     running = await start(prepared, observers.timeline, directory)
     try:
-        parts, flow, cut = make_parts(prepared, running, observers), FlowConfig.of(prepared.config), Cut()
+        flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.width, config.seed)
+        parts, cut = make_parts(prepared, running, observers), Cut()
         await parts.push_weights(cut.version)
         rounds: Rounds = []
         for turn in range(num_rounds):

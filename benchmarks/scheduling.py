@@ -64,7 +64,7 @@ def seats(policy: int, grm: int, learner: int) -> Placement:
     counts = {"policy": policy, "grm": grm, "learner": learner}
     pools = {role: PoolConfig(slots=count) for role, count in counts.items()}
     roles = {role: RoleConfig(pool=role, replicas=count) for role, count in counts.items()}
-    return place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"))
+    return place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"), ("policy", "grm"))
 
 
 # -- overlap -------------------------------------------------------------------------------------------------------

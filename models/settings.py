@@ -10,10 +10,6 @@ from typing import Any
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
 DEFAULT_MEMORY_SHARE = 0.85  # of a GPU that an engine of vLLM has alone
-ENGINES = ("embedded", "vllm", "sglang", "openai")
-ENGINES_OF_THE_POLICY = ("embedded", "vllm", "sglang")  # they take weights and give log-probs
-ENGINES_WITH_GRAMMAR = ("embedded", "vllm", "sglang")  # they can hold a text to a regular expression
-ENGINES_THAT_NOTE_EXPERTS = ("embedded", "vllm")  # of a mixture: they say where a token went
 LORA_SYNCS = ("merged", "adapters")
 # How known chat templates spell what is no text, as regular expressions: ChatML and Llama 3; DeepSeek; Llama 2 and
 # Mistral; Gemma; Nemotron and T5; EXAONE; GLM.
@@ -100,7 +96,9 @@ class ModelConfig:
     # Hugging Face directory or hub name, or tiny://<name> for a model that the project makes; with engine=openai the
     # model's name at the endpoint.
     path: str = "tiny://policy"
-    engine: str = "embedded"  # Engine that serves the model; conf/config.yaml sets it to engine.kind.
+    # Engine that serves the model, or the dotted path of an EngineKind of your own; conf/config.yaml sets it to
+    # engine.kind.
+    engine: str = "embedded"
     # Options of this role's engine where they differ from engine.<engine>.
     engine_options: dict[str, Any] = field(default_factory=dict)
     dtype: str = AUTO  # Type of the weights in the engine; auto: bfloat16 on a GPU, float32 elsewhere.
@@ -114,8 +112,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path: missing; give a Hugging Face directory, a hub name or tiny://policy")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine: unknown engine {self.engine!r}; known: {', '.join(ENGINES)}")
         if self.dtype not in (AUTO, *DTYPES):
             raise ValueError(f"dtype: unknown dtype {self.dtype!r}; known: {', '.join((AUTO, *DTYPES))}")
         for name, value in self.chat_template_kwargs.items():

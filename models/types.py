@@ -334,6 +334,18 @@ class ChatEngine(Protocol):
         """Sample one completion. Raises EngineRefused, or EngineDied once its own retries are used up."""
         ...
 
+    async def close(self) -> None: ...
+
+
+class SendLimits(Protocol):
+    """Holds requests back before they are sent."""
+
+    async def admit(self, num_tokens: int, priority: int) -> None: ...
+
+    def settle(self, num_expected: int, num_used: int) -> None:
+        """What an admitted request really used."""
+        ...
+
 
 class Scorer(Protocol):
     """A model with a scalar head: it reads sequences, and writes none."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 RESOURCES = {"cpu": "cores", "gpu": "GPUs"}
-SERVED_ROLES = ("policy", "grm")  # by engines: slots of an elastic pool move between them
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -122,10 +121,23 @@ class Placement:
 
     pools: Mapping[str, PoolConfig]
     seats: Mapping[str, tuple[Seat, ...]]  # role -> its seats by rank
+    served: tuple[str, ...] = ()  # roles that engines serve: slots of an elastic pool move between them
+
+    def device_of(self, role: str) -> str:
+        """cuda or cpu."""
+        return "cuda" if self.pools[self.seats[role][0].pool].resource == "gpu" else "cpu"
+
+    def gpus_per_process(self, role: str) -> int:
+        """GPUs that share one model. On a CPU a process of several cores has threads instead, and this is 1."""
+        return len(self.seats[role][0].slots) if self.device_of(role) == "cuda" else 1
+
+    def is_elastic(self, role: str) -> bool:
+        """Do its slots move?"""
+        return bool(self.elastic_slots(self.seats[role][0].pool))
 
     def elastic_slots(self, pool: str) -> dict[str, dict[str, str]]:
         """slot -> role -> its engine there, of a pool whose slots move; empty for any other, or with a single role."""
-        roles = [role for role in SERVED_ROLES if role in self.seats and self.seats[role][0].pool == pool]
+        roles = self._served_in(pool)
         if not self.pools[pool].elastic or len(roles) < 2:
             return {}
         seats = {role: {seat.slots[0]: seat.name for seat in self.seats[role]} for role in roles}
@@ -137,7 +149,10 @@ class Placement:
         pool = self.seats["learner"][0].pool if "learner" in self.seats else None
         if pool is None or not self.pools[pool].time_shared:
             return ()
-        return tuple(role for role in SERVED_ROLES if role in self.seats and self.seats[role][0].pool == pool)
+        return self._served_in(pool)
+
+    def _served_in(self, pool: str) -> tuple[str, ...]:
+        return tuple(role for role in self.served if self.seats[role][0].pool == pool)
 
     def bundles(self, pool: str) -> tuple[tuple[int, ...], ...]:
         """The slots of a pool in the pieces that must lie on one node."""
@@ -159,14 +174,16 @@ class NodeCapacity:
         return self.cpus if resource == "cpu" else self.gpus
 
 
-def place(config: PlacementConfig, required_roles: Sequence[str]) -> Placement:
+def place(config: PlacementConfig, required_roles: Sequence[str], served: Sequence[str] = ()) -> Placement:
     """Seat every required role; roles that the run doesn't need stay out. Replicas go to the emptiest slots first.
+
+    served: roles that engines serve. Only these move between slots of an elastic pool, or take turns with a learner.
 
     Raises ValueError naming the key: a role without place, an unknown pool, too few slots.
     """
     blocks: dict[str, list[tuple[int, ...]]] = {}
     for role in required_roles:
-        blocks[role] = _blocks(config, role, blocks)
+        blocks[role] = _blocks(config, role, blocks, is_served=role in served)
     occupants = _occupants(config, blocks)
     _refuse_shared_blocks(config, blocks, occupants)
     seats = {
@@ -183,7 +200,11 @@ def place(config: PlacementConfig, required_roles: Sequence[str]) -> Placement:
         for role in required_roles
     }
     used = {config.roles[role].pool for role in required_roles}
-    placement = Placement(pools={name: pool for name, pool in config.pools.items() if name in used}, seats=seats)
+    placement = Placement(
+        pools={name: pool for name, pool in config.pools.items() if name in used},
+        seats=seats,
+        served=tuple(role for role in served if role in seats),
+    )
     _refuse_turns_of_one(placement)
     return placement
 
@@ -215,7 +236,9 @@ def describe(placement: Placement) -> str:
     return "\n".join(f"{slot:<{widths[0]}}  {what:<{widths[1]}}  {who}" for slot, what, who in rows)
 
 
-def _blocks(config: PlacementConfig, role: str, placed: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+def _blocks(
+    config: PlacementConfig, role: str, placed: Mapping[str, list[tuple[int, ...]]], is_served: bool
+) -> list[tuple[int, ...]]:
     """The slots of each replica of a role, the emptiest first."""
     where = config.roles.get(role)
     if where is None:
@@ -226,7 +249,7 @@ def _blocks(config: PlacementConfig, role: str, placed: Mapping[str, list[tuple[
             f"placement.roles.{role}.pool: unknown pool {where.pool!r}; "
             f"set placement.roles.{role}.pool={_or(config.pools)}, or add placement.pools.{where.pool}"
         )
-    if pool.elastic and role in SERVED_ROLES:
+    if pool.elastic and is_served:
         return _everywhere(pool, where, role)
     wanted, width = where.replicas * where.slots_per_replica, where.slots_per_replica
     if wanted > pool.slots:
@@ -286,7 +309,7 @@ def _refuse_turns_of_one(placement: Placement) -> None:
     """Turns are between the policy's learner and engines; who else sat there would have no turn."""
     for name, pool in placement.pools.items():
         here = [role for role, seats in placement.seats.items() if seats[0].pool == name]
-        strangers = [role for role in here if role not in ("learner", *SERVED_ROLES)]
+        strangers = [role for role in here if role not in ("learner", *placement.served)]
         if pool.time_shared and strangers:
             raise ValueError(
                 f"placement.roles.{strangers[0]}.pool: only the learner, policy and grm can alternate on the "

@@ -10,6 +10,7 @@ from grmpipe.config.capacity import PlanConfig, SimulateConfig
 from grmpipe.config.cotrain import CotrainConfig
 from grmpipe.config.critic import CriticConfig, check_critic
 from grmpipe.config.data import DataConfig, RolloutConfig
+from grmpipe.config.engine_kinds import engine_kind, engines_that
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.evaluation import EvaluateConfig, FinetuneConfig, MetaConfig
 from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig, LabelConfig
@@ -23,7 +24,8 @@ from grmpipe.config.train import (
     check_replay,
     check_spread,
 )
-from models.settings import AUTO, ENGINES_OF_THE_POLICY, ENGINES_WITH_GRAMMAR, EngineConfig, ModelConfig
+from models.engines.engine_kind import AnyEngine
+from models.settings import AUTO, EngineConfig, ModelConfig
 from scheduler.placement import ClusterConfig, PlacementConfig
 from scheduler.slots.balance import BalanceConfig
 from scheduler.slots.health import HealthConfig
@@ -95,22 +97,7 @@ class RunConfig:
         check_interpolated(self.algorithm, self.train.max_staleness)
         check_spread(self.algorithm, self.judge.num_judgements)
         check_critic(self.critic, self.algorithm, self.train)
-        if self.policy.engine not in ENGINES_OF_THE_POLICY:
-            raise ValueError(
-                f"policy.engine: {self.policy.engine} can't receive weights or return log-probs, so it can't serve a "
-                f"model in training; type policy.engine={' or '.join(ENGINES_OF_THE_POLICY)}"
-            )
-        if self.judge_is_outside and self.grm.path.startswith("tiny://"):
-            raise ValueError(
-                f"grm.path: {self.grm.path} is a shipped tiny model; with grm.engine=openai type the model's name "
-                "at engine.openai.base_url, as in grm.path=gpt-4.1-mini"
-            )
-        if self.judge.structured and self.judged_by_model and self.grm.engine not in ENGINES_WITH_GRAMMAR:
-            raise ValueError(
-                f"judge.structured: {self.grm.engine} can't constrain a judgement by a grammar; "
-                f"type judge.structured=false, or grm.engine={' or '.join(ENGINES_WITH_GRAMMAR)}"
-            )
-
+        self._check_engines()
         for role in self.placement.roles:
             if role not in ROLES:
                 raise ValueError(f"placement.roles.{role}: there is no such role; known: {', '.join(ROLES)}")
@@ -125,11 +112,32 @@ class RunConfig:
         if self.task == "finetune" and self.judge.kind != "label":
             raise ValueError("task: finetune learns from labelled judgements; type judge=label data.path=... as well")
 
+    def _check_engines(self) -> None:
+        """Whoever serves the policy takes its weights; whoever serves the judge can do what is asked of it."""
+        policy, grm = (self.engine_kind_of(role) for role in ("policy", "grm"))
+        if not policy.transports:
+            able = " or ".join(engines_that(lambda kind: bool(kind.transports)))
+            raise ValueError(
+                f"policy.engine: {self.policy.engine} can't receive weights or return log-probs, so it can't serve a "
+                f"model in training; type policy.engine={able}"
+            )
+        if self.judge_is_outside and self.grm.path.startswith("tiny://"):
+            raise ValueError(
+                f"grm.path: {self.grm.path} is a shipped tiny model; with grm.engine={self.grm.engine} type the "
+                "model's name at the endpoint, as in grm.path=gpt-4.1-mini"
+            )
+        if self.judge.structured and self.judged_by_model and not grm.grammar:
+            able = " or ".join(engines_that(lambda kind: kind.grammar))
+            raise ValueError(
+                f"judge.structured: {self.grm.engine} can't constrain a judgement by a grammar; "
+                f"type judge.structured=false, or grm.engine={able}"
+            )
+
     def _choose_by_device(self) -> None:
         """What `auto` and null come to, by where a role sits: below here nobody asks for the device again."""
         chosen: dict[str, object] = {
             role: dataclasses.replace(model, dtype=BY_DEVICE[self.on_gpu(role)])
-            for role, model in (("policy", self.policy), ("grm", self.grm))
+            for role, model in self.models.items()
             if model.dtype == AUTO
         }
         train, on_gpu = self.train, self.on_gpu("learner")
@@ -188,11 +196,12 @@ class RunConfig:
 
     def _check_lora(self) -> None:
         """Adapters go to who applies them, and are of a model that learns."""
-        for role, model in (("policy", self.policy), ("grm", self.grm)):
-            if model.lora.in_engines and model.engine != "embedded":
+        for role, model in self.models.items():
+            if model.lora.in_engines and not self.engine_kind_of(role).applies_adapters:
+                able = " or ".join(engines_that(lambda kind: kind.applies_adapters))
                 raise ValueError(
                     f"{role}.lora.sync: {model.engine} can't receive adapters alone; type {role}.lora.sync=merged, "
-                    f"or {role}.engine=embedded"
+                    f"or {role}.engine={able}"
                 )
         # Where the judge itself is the policy, its settings are taken from those of the GRM.
         if self.grm.lora.learns and not (self.cotrain.enabled or self.judge.kind == "label"):
@@ -271,7 +280,25 @@ class RunConfig:
     @property
     def judge_is_outside(self) -> bool:
         """Does the GRM live behind somebody else's endpoint? It takes no place then, and no files."""
-        return self.judged_by_model and self.grm.engine == "openai"
+        return self.judged_by_model and self.engine_kind_of("grm").outside
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """Every model that engines may serve, by its role."""
+        return {"policy": self.policy, "grm": self.grm}
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """Roles that engines serve in this run, here or outside."""
+        return ("policy", "grm") if self.judged_by_model else ("policy",)
+
+    @property
+    def learners(self) -> dict[str, str]:
+        """Roles whose weights learn, and who trains each."""
+        return {"policy": "learner"} | ({"grm": "grm_learner"} if self.cotrain.enabled else {})
+
+    def engine_kind_of(self, role: str) -> type[AnyEngine]:
+        return engine_kind(self.models[role].engine, f"{role}.engine")
 
     @property
     def guided_by_meta(self) -> bool:

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from grmpipe.config.judge import Scale
-from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.against_labels import Evaluation, JudgedItem, SubsetResult, outcome_of
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Failed
@@ -54,12 +53,13 @@ def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
-def show(result: Evaluation, config: RunConfig, files: Mapping[str, str], run_dir: Path) -> None:
+def show(result: Evaluation, max_subsets: int, files: Mapping[str, str], run_dir: Path) -> None:
+    """max_subsets: of judgements that were drawn for each smaller k."""
     console = Console()
     console.print(table_of(result))
     if result.overall.with_meta:
         console.print(meta_table_of(result))
-    for line in notes_on(result, config):
+    for line in notes_on(result, max_subsets):
         console.print(line, highlight=False, markup=False)
     console.print(f"files in {run_dir}:", highlight=False)
     for name, what in files.items():
@@ -107,7 +107,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def notes_on(result: Evaluation, config: RunConfig) -> Iterator[str]:
+def notes_on(result: Evaluation, max_subsets: int) -> Iterator[str]:
     """What the table can't hold, a line each."""
     yield "judged: by the judge's own verdicts, +- its standard error; a single response must get its label"
     num_failed = sum(result.failed_judgements.values())
@@ -118,7 +118,7 @@ def notes_on(result: Evaluation, config: RunConfig) -> Iterator[str]:
     if result.tokens_by_k:
         costs = ", ".join(f"{tokens:.0f} at k={k}" for k, tokens in result.tokens_by_k.items())
         yield f"tokens sampled per item: {costs}"
-        yield f"smaller k: subsets of the same judgements, all or {config.evaluate.max_subsets} drawn, with a new vote"
+        yield f"smaller k: subsets of the same judgements, all or {max_subsets} drawn, with a new vote"
     if result.score_error is not None:
         yield f"scored responses: the score differs from the label by {result.score_error:.2f} on average"
     names = {

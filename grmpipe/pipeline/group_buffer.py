@@ -204,9 +204,9 @@ class GroupBuffer:
         """The ready group that is due first, first come first, if the open batch may have it; else it may have none.
 
         Stale ones are dropped on the way."""
-        for group in self._untaken.ready_opened_before(self.version - self._config.max_staleness):
-            if self._is_stale(group):
-                self.drop(group, "stale")
+        for ready in self._untaken.ready_opened_before(self.version - self._config.max_staleness):
+            if self._is_stale(ready):
+                self.drop(ready, "stale")
         group = self._untaken.first_ready()
         if group is None or not self._may_take(group):
             return None

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from grmpipe.config.run_config import RunConfig
-from grmpipe.config.train import AlgorithmConfig
+from grmpipe.config.data import RolloutConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play
 from grmpipe.pipeline.stall_times import WaitTimes
 from grmpipe.types import GroupEnd, Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
@@ -98,23 +98,25 @@ class FlowConfig:
     report_wait_s: float = 60.0  # a wait longer than this names what it waits for
 
     @staticmethod
-    def of(config: RunConfig) -> FlowConfig:
+    def of(
+        train: TrainConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, judge_width: int, seed: int
+    ) -> FlowConfig:
         """Of the policy's flow in a run."""
         return FlowConfig(
-            num_steps=config.train.num_steps,
-            groups_per_batch=config.train.groups_per_batch,
-            group_size=config.train.group_size,
-            min_valid_siblings=config.train.min_valid_siblings,
-            max_staleness=config.train.max_staleness,
-            group_deadline_s=config.rollout.group_deadline_s,
-            play_width=config.rollout.width,
-            judge_width=config.judge.width,
-            seed=config.seed,
-            rollout_max_failure_rate=config.rollout.max_failure_rate,
-            rollout_failure_window=config.rollout.failure_window,
-            rollout_pause_s=config.rollout.pause_s,
-            max_no_signal_groups=int(config.algorithm.max_resampled_batches * config.train.groups_per_batch),
-            algorithm=config.algorithm,
+            num_steps=train.num_steps,
+            groups_per_batch=train.groups_per_batch,
+            group_size=train.group_size,
+            min_valid_siblings=train.min_valid_siblings,
+            max_staleness=train.max_staleness,
+            group_deadline_s=rollout.group_deadline_s,
+            play_width=rollout.width,
+            judge_width=judge_width,
+            seed=seed,
+            rollout_max_failure_rate=rollout.max_failure_rate,
+            rollout_failure_window=rollout.failure_window,
+            rollout_pause_s=rollout.pause_s,
+            max_no_signal_groups=int(algorithm.max_resampled_batches * train.groups_per_batch),
+            algorithm=algorithm,
         )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grmpipe.config.roles import can_sleep, device_of
 from grmpipe.train.learner.offload import LearnerByTurns
 from grmpipe.validate.prepare import Prepared
 from scheduler.events import EventSink
 from scheduler.routing.router import Router
 from scheduler.slots.health import BringCurrent
-from scheduler.slots.time_share import SharedRole, TimeShare
+from scheduler.slots.time_share import LEARNER, SharedRole, TimeShare
 
 
 def time_share_of(
@@ -21,18 +20,17 @@ def time_share_of(
     events: EventSink,
 ) -> TimeShare:
     """The turns of the learner's pool; the learner has given its device up by then."""
-    placement = prepared.placement
-    pool = placement.seats["learner"][0].pool
+    turns = {name: prepared.roles.served[name] for name in prepared.placement.time_sharing_roles}
     roles = {
-        role: SharedRole(
-            router=routers[role],
-            bring_current=bring_current[role],
-            sleeps=can_sleep(role, prepared.config, placement),
-            lends=device_of(role, placement) == "cuda",
-            is_pushed_to=role == "policy",
+        name: SharedRole(
+            router=routers[name],
+            bring_current=bring_current[name],
+            sleeps=role.sleeps,
+            lends=role.device == "cuda",
+            is_pushed_to=role.learner == LEARNER,
         )
-        for role in placement.time_sharing_roles
+        for name, role in turns.items()
     }
-    share = TimeShare(pool, roles, learner, events)
+    share = TimeShare(prepared.roles[LEARNER].pool, roles, learner, events)
     learner.turn = share.turn
     return share

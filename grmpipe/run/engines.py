@@ -8,16 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from grmpipe.config.roles import (
-    Model,
-    engines_sleep,
-    max_rows_of,
-    options_of,
-    shared_options,
-    shares_engine,
-    sync_config_of,
-)
-from grmpipe.run.engine_registry import ENGINES, shared_engine
+from grmpipe.config.roles import Model, Roles
 from grmpipe.validate.prepare import Prepared
 from models.seeds import derive_seed
 from models.types import Engine
@@ -31,6 +22,8 @@ from scheduler.slots.shared_engine import SharedEngines
 from scheduler.slots.sleep import put_to_sleep
 from scheduler.weights.stored_weights import StoredWeights
 from scheduler.weights.weight_sync import WeightSync
+
+MakeEngine = Callable[[int], Engine]  # by the rank of its seat; it travels to where the engine will live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +48,11 @@ class Served:
 
 async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> Served:
     """All engines. Of those that share a device's memory one role sleeps before the next one starts."""
-    models = [model for model in (prepared.policy, prepared.grm) if model is not None]
-    if shares_engine(prepared.config, prepared.placement):
+    models, served = prepared.models, prepared.roles.served
+    if any(role.shares_with for role in prepared.roles.seated):
         return await start_shared(cluster, prepared, events)
     routers: dict[str, Router] = {}
-    if any(takes_turns(model.name, prepared) for model in models):
+    if any(served[model.name].takes_turns for model in models):
         for model in reversed(models):  # the first one stays awake
             routers[model.name] = await start_engines(cluster, model, prepared, events)
             if model is not models[0]:
@@ -73,25 +66,35 @@ async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink)
     )
 
 
+def engine_factory(model: Model, roles: Roles, seed: int) -> MakeEngine:
+    """Makes the engine of a seat of the role, and of all roles that it serves."""
+    return functools.partial(
+        roles.engine_on_slot(model.name).make, roles.served[model.name].engine_spec(model.path, seed)
+    )
+
+
 async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, events: EventSink) -> Router:
-    options = options_of(model.name, prepared.config)
-    make_engine = ENGINES[options.engine](model, prepared.config, prepared.placement)
+    make_engine = engine_factory(model, prepared.roles, prepared.config.seed)
     return router_of(model, await cluster.start_engines(model.name, make_engine), prepared, events)
 
 
 async def start_shared(cluster: Cluster, prepared: Prepared, events: EventSink) -> Served:
     """An engine a slot, with the GRM's weights: what it scores by them is what a swap is held to. The policy's come by
     the first push, before anybody asks for a token of it."""
-    config, placement, grm = prepared.config, prepared.placement, prepared.grm
+    placement, grm = prepared.placement, prepared.grm
     assert grm is not None
-    engines = await cluster.start_engines(grm.name, shared_engine(grm, config, placement))
-    slots = placement.elastic_slots(placement.seats[grm.name][0].pool)
-    shared = SharedEngines(slots, grm.name, engines, functools.partial(cluster.restart_engine, grm.name))
-    stored = None if config.cotrain.enabled else await stored_weights(grm, next(iter(engines.values())), prepared)
-    models = {model.name: model for model in (prepared.policy, grm)}
+    role = prepared.roles.served[grm.name]
+    engines = await cluster.start_engines(grm.name, engine_factory(grm, prepared.roles, prepared.config.seed))
+    shared = SharedEngines(
+        placement.elastic_slots(role.pool), grm.name, engines, functools.partial(cluster.restart_engine, grm.name)
+    )
+    frozen = role.learner is None
+    stored = await stored_weights(grm, next(iter(engines.values())), prepared) if frozen else None
     return Served(
-        routers={role: router_of(model, shared.seen_by(role), prepared, events) for role, model in models.items()},
-        restart=dict.fromkeys(models, shared.restart),
+        routers={
+            model.name: router_of(model, shared.seen_by(model.name), prepared, events) for model in prepared.models
+        },
+        restart={model.name: shared.restart for model in prepared.models},
         swaps=True,
         stored=stored,
     )
@@ -99,34 +102,22 @@ async def start_shared(cluster: Cluster, prepared: Prepared, events: EventSink) 
 
 async def stored_weights(model: Model, engine: Engine, prepared: Prepared) -> StoredWeights:
     """Of an engine that was just started from them."""
-    config, sync = prepared.config, sync_config_of(model.name, prepared.config)
-    if options_of(model.name, config).dtype != "float32":  # their bucket names no type
+    role = prepared.roles.served[model.name]
+    sync = role.sync
+    if role.dtype != "float32":  # their bucket names no type
         sync = replace(sync, probe_tolerance=sync.probe_tolerance_16bit)
     probe_ids = model.renderer.render(prepared.prompts.at(0).messages)[: sync.probe_tokens]
     return StoredWeights(path=model.path, probe_ids=probe_ids, logprobs=await engine.score(probe_ids), config=sync)
 
 
 def router_of(model: Model, engines: Mapping[str, Engine], prepared: Prepared, events: EventSink) -> Router:
-    moves = is_elastic(model.name, prepared) or model.name in prepared.placement.time_sharing_roles
-    return Router(model.name, engines, events, continuation_of(model, prepared) if moves else None)
+    moves = prepared.roles.served[model.name].is_elastic or model.name in prepared.placement.time_sharing_roles
+    return Router(model.name, engines, events, continuation_of(model, prepared.roles) if moves else None)
 
 
-def is_elastic(role: str, prepared: Prepared) -> bool:
-    placement = prepared.placement
-    return bool(placement.elastic_slots(placement.seats[role][0].pool))
-
-
-def takes_turns(role: str, prepared: Prepared) -> bool:
-    """Do its engines hand a device's memory to those of another role?"""
-    config, placement = prepared.config, prepared.placement
-    return (
-        is_elastic(role, prepared) and not shares_engine(config, placement) and engines_sleep(role, config, placement)
-    )
-
-
-def continuation_of(model: Model, prepared: Prepared) -> Continuation:
-    """The embedded engine draws by the position in the text, all others by the order of their draws."""
-    by_position = options_of(model.name, prepared.config).engine == "embedded"
+def continuation_of(model: Model, roles: Roles) -> Continuation:
+    """What a request that moves goes on with: by what its engine draws by."""
+    by_position = roles.served[model.name].engine.seeds_by_position
     return Continuation(decode=model.renderer.decode, seed_after=same_seed if by_position else other_seed)
 
 
@@ -147,7 +138,7 @@ def elastic_pools(
     memory_still: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
 ) -> tuple[ElasticPool, ...]:
     """The pools whose slots move. memory_still: of the learner."""
-    config, placement = prepared.config, prepared.placement
+    placement, roles = prepared.placement, prepared.roles
     pools = {name: slots for name in placement.pools if (slots := placement.elastic_slots(name))}
     return tuple(
         ElasticPool(
@@ -157,14 +148,14 @@ def elastic_pools(
                 role: ElasticRole(
                     router=served.routers[role],
                     bring_current=bring_current[role],
-                    max_rows=shared_options(config).max_batch_rows if served.swaps else max_rows_of(role, config),
-                    sleeps=takes_turns(role, prepared),
+                    max_rows=roles.engine_on_slot(role).max_rows,
+                    sleeps=roles.served[role].takes_turns,
                     nothing_pushed=syncs[role].nothing_pushed if role in syncs else nullcontext,
                     memory_still=memory_still if placement.seats["learner"][0].pool == name else nullcontext,
                 )
                 for role in next(iter(slots.values()))
             },
-            config.balance,
+            prepared.config.balance,
             events,
             swaps=served.swaps,
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
@@ -62,21 +63,23 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> Ready:
     here = "grm" in config.roles
     guided = here and config.meta.path is not None  # measured beside the plain vote, whatever judge.vote is
     with section(""):
-        roles = ("grm", "meta") if guided else ("grm",) if here else ()
-        placement = place(replace(config.placement, pools=pools), roles)
+        needed = ("grm", "meta") if guided else ("grm",) if here else ()
+        placement = place(replace(config.placement, pools=pools), needed, config.served)
+        roles = resolve_roles(config, placement)
     check_machine(config, placement)
-    check_installed(config)
-    grm = find_model("grm", config, progress) if here else None
+    check_installed(roles, config)
+    grm = find_model(roles.served["grm"], config, progress) if here else None
     with section("meta."):
         meta = find_meta(config, grm, progress) if grm is not None and guided else None
     prepared = Prepared(
         config=config,
-        policy=find_model("policy", config, progress, weights=False),
+        policy=find_model(roles.served["policy"], config, progress, weights=False),
         grm=grm,
         meta=meta,
         prompts=PromptStream([item.prompt for item in items]),
         held_out=(),
         placement=placement,
+        roles=roles,
     )
     return Ready(prepared=prepared, items=items)
 
@@ -109,7 +112,7 @@ async def run_evaluation(ready: Ready, run_dir: Path) -> Summary:
         summary = Summary(status="failed", steps=0, versions={}, wall_s=wall_s, failure=describe_failure(error))
     else:
         result = evaluate(judged, config.judge.scale, recount_of(config))
-        show(result, config, write_files(run_dir, judged, result, config.judge.scale), run_dir)
+        show(result, config.evaluate.max_subsets, write_files(run_dir, judged, result, config.judge.scale), run_dir)
         summary = summary_of(result, time.monotonic() - began_s, config)
     finally:
         timeline.close()
@@ -119,14 +122,14 @@ async def run_evaluation(ready: Ready, run_dir: Path) -> Summary:
 
 async def judge_all(ready: Ready, timeline: Timeline) -> list[JudgedItem]:
     config, prepared = ready.prepared.config, ready.prepared
-    outside = outside_engine(config)
+    outside = outside_engine(prepared.roles)
     cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if prepared.grm is not None else None
     try:
         engine: Engine | None = None
         guide: MetaScorer | None = None
         if cluster is not None and prepared.grm is not None:
             engine = await start_engines(cluster, prepared.grm, prepared, timeline)
-            scorers = await start_scorers(cluster, prepared.meta, config, prepared.placement, timeline)
+            scorers = await start_scorers(cluster, prepared.meta, config, prepared.roles, timeline)
             guide = guide_of(prepared.meta, scorers)
         judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, engine, outside, timeline, ActiveClock()), guide)
         return await judge_items(judge, guide, ready.items, config)

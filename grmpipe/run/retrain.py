@@ -115,7 +115,7 @@ class ReplayRun:
     async def _start_learner(self, cluster: Cluster) -> LearnerGroup:
         prepared = self._prepared
         # Its weights go nowhere.
-        spec = learner_spec(self._config, prepared.policy.path, prepared.placement, "object_store", self._run_dir)
+        spec = learner_spec(self._config, prepared.policy.path, prepared.roles, "object_store", self._run_dir)
         learner = LearnerGroup(await cluster.start_group("learner", functools.partial(Learner, spec)))
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
         return learner

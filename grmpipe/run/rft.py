@@ -53,7 +53,7 @@ async def finetune(prepared: Prepared, run_dir: Path, resumed: Path | None) -> S
 
 async def finetune_to_an_end(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
     assert resumed is None
-    prepared = dataclasses.replace(prepared, config=dataclasses.replace(prepared.config, algorithm=IMITATION))
+    prepared = prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION))
     observers = Observers.open(prepared.config, run_dir, None, gauges=False)
     run = FinetuneRun(prepared, run_dir, observers)
     observers.tell_changes(changes := changes_of(run_dir))

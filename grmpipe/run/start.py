@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grmpipe.config.critic import policy_train
-from grmpipe.config.roles import device_of, engine_config_of, knows_checkpoint_names, sync_config_of, tensor_parallel_of
+from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
 from grmpipe.judge.markup import Markup
@@ -30,13 +29,10 @@ from grmpipe.validate.engines import window_of
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.shared_folder import check_shared
 from grmpipe.validate.weight_route import transport_of
-from models.engines.openai.openai_engine import OpenAIEngine
-from models.settings import OpenAIConfig
 from models.types import ChatEngine, Engine
 from models.weights.transports import transport_kind
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
-from scheduler.placement import Placement
 from scheduler.processes.actors import Cluster
 from scheduler.processes.start_turns import StartsByTurns
 from scheduler.routing.rate_limits import RateLimits
@@ -62,7 +58,7 @@ class Running:
     health: tuple[RoleHealth, ...]  # of the roles that have engines here
     elastic: tuple[ElasticPool, ...]
     share: TimeShare | None  # the turns of the learner's pool
-    outside: OpenAIEngine | None  # the judge's endpoint
+    outside: ChatEngine | None  # the judge's endpoint
     scorers: ScorerPool | None  # the meta-RM
     trainee: Trainee | None  # the GRM, where it learns too
     critic: Critic | None  # where advantages ask one
@@ -95,18 +91,18 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
     config, placement = prepared.config, prepared.placement
     await check_shared(cluster, run_dir)
     one_machine = len(cluster.machines("learner") | cluster.machines("policy")) == 1
-    transport = transport_of(config, placement, same_machine=one_machine)
-    spec = learner_spec(config, prepared.policy.path, placement, transport, run_dir)
+    transport = transport_of(prepared.roles.served["policy"], config, placement, same_machine=one_machine)
+    spec = learner_spec(config, prepared.policy.path, prepared.roles, transport, run_dir)
     learner, served = await (start_by_turns if placement.time_sharing_roles else start_together)(
         cluster, prepared, spec, events
     )
     grm_ranks = await start_grm_learner(cluster, prepared, run_dir)
-    scorers = await start_scorers(cluster, prepared.meta, config, placement, events)
-    critic = await start_critic(cluster, prepared.critic, config, placement, events)
+    scorers = await start_scorers(cluster, prepared.meta, config, prepared.roles, events)
+    critic = await start_critic(cluster, prepared.critic, config, prepared.roles, events)
     sync = make_sync(prepared, learner, cluster, transport)
     learns_too = trainee(prepared, cluster, grm_ranks, served.routers.get("grm"))
     syncs = {"policy": sync} | ({"grm": learns_too.sync} if learns_too is not None else {})
-    outside, clock = outside_engine(config), ActiveClock()
+    outside, clock = outside_engine(prepared.roles), ActiveClock()
     upkeep = keep_up(prepared, served, learner, syncs, clock, events)
     grm = grm_of(prepared, served.routers.get("grm"), outside, events, clock)
     return Running(
@@ -185,36 +181,28 @@ def keep_up(
 
 
 def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, transport: str) -> WeightSync:
-    config = prepared.config
+    role = prepared.roles.served[prepared.policy.name]
     log.info("weights are sent to the policy's engines by %s", transport)
     return WeightSync(
         learner,
-        prepared.policy.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],
-        sync_config_of("policy", config),
+        prepared.policy.renderer.render(prepared.prompts.at(0).messages)[: role.sync.probe_tokens],
+        role.sync,
         transport=transport,
         group=transport_kind(transport).group,
-        ranks_per_engine=tensor_parallel_of("policy", prepared.placement),
+        ranks_per_engine=role.num_gpus,
         new_address=functools.partial(cluster.free_address, "learner"),
     )
 
 
-def outside_options(config: RunConfig) -> OpenAIConfig:
-    """Of the judge's endpoint, with what its chat template is told."""
-    options = engine_config_of("grm", config)
-    assert isinstance(options, OpenAIConfig)
-    if not config.grm.chat_template_kwargs:
-        return options
-    told = {"chat_template_kwargs": config.grm.chat_template_kwargs}
-    return dataclasses.replace(options, extra_body={**options.extra_body, **told})
-
-
-def outside_engine(config: RunConfig) -> OpenAIEngine | None:
+def outside_engine(roles: Roles) -> ChatEngine | None:
     """The client of a judge behind an endpoint; None where the judge is here, or a rule."""
-    if not config.judge_is_outside:
-        return None
-    options = outside_options(config)
-    limits = RateLimits(requests_per_minute=options.requests_per_minute, tokens_per_minute=options.tokens_per_minute)
-    return OpenAIEngine(config.grm.path, "grm", options, limits=limits)
+    for role in roles.served.values():
+        if (endpoint := role.engine.endpoint) is not None:
+            limits = RateLimits(
+                requests_per_minute=endpoint.requests_per_minute, tokens_per_minute=endpoint.tokens_per_minute
+            )
+            return role.engine.connect(role.name, role.model, limits)
+    return None
 
 
 def grm_of(
@@ -222,31 +210,31 @@ def grm_of(
 ) -> Grm | None:
     """What a generative judge asks; None where no model judges. `clock` times the answers of one that is here."""
     if outside is not None:
-        options = engine_config_of("grm", prepared.config)
-        assert isinstance(options, OpenAIConfig)
-        return GrmOutside("grm", outside, window_of("grm", prepared.config, 0), events, Markup(options.chat_markup))
+        role = prepared.roles.served["grm"]
+        assert role.engine.endpoint is not None
+        markup = Markup(role.engine.endpoint.chat_markup)
+        return GrmOutside(role.name, outside, window_of(role, 0), events, markup)
     if here is None or (model := prepared.grm) is None:
         return None
     return GrmHere(model.name, here, model.renderer, model.context_tokens, clock)
 
 
-def learner_spec(
-    config: RunConfig, model_path: str, placement: Placement, transport: str, run_dir: Path
-) -> LearnerSpec:
+def learner_spec(config: RunConfig, model_path: str, roles: Roles, transport: str, run_dir: Path) -> LearnerSpec:
+    policy = roles.served["policy"]
     return LearnerSpec(
         model_path=model_path,
         train=policy_train(config.critic, config.train),
         algorithm=config.algorithm,
         max_new_tokens=config.rollout.max_new_tokens,
-        device=device_of("learner", placement),
-        sync_dtype=config.policy.dtype,
+        device=roles["learner"].device,
+        sync_dtype=policy.dtype,
         bucket_bytes=config.sync.bucket_mb << 20,
-        checkpoint_names=knows_checkpoint_names("policy", config),
+        checkpoint_names=policy.engine.checkpoint_names,
         transport=transport,
         sync_dir=str(run_dir.absolute() / "weights") if transport_kind(transport).folder else "",
         temperature=config.rollout.temperature,
         first_version=config.critic.warmup_steps if config.critic.enabled else 0,
-        lora=config.policy.lora,
+        lora=policy.model.lora,
         adapter_dir=str(run_dir.absolute() / "adapter"),
         seed=config.seed,
     )

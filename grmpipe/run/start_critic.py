@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 from grmpipe.config.critic import critic_train
-from grmpipe.config.roles import device_of
+from grmpipe.config.roles import ResolvedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec
 from grmpipe.validate.critic_model import CriticModel
 from scheduler.events import EventSink
-from scheduler.placement import Placement
 from scheduler.processes.actors import Cluster
 
 ROLE = "critic"
 
 
 async def start_critic(
-    cluster: Cluster, model: CriticModel | None, config: RunConfig, placement: Placement, events: EventSink
+    cluster: Cluster, model: CriticModel | None, config: RunConfig, roles: Mapping[str, ResolvedRole], events: EventSink
 ) -> Critic | None:
     """Its ranks; None where no advantage asks one."""
     if model is None:
@@ -28,7 +28,7 @@ async def start_critic(
         model_path=model.path,
         tokenizer_path=model.tokenizer_path,
         train=critic_train(config.critic, config.train),
-        device=device_of(ROLE, placement),
+        device=roles[ROLE].device,
         value_clip=config.critic.value_clip,
         updates_per_batch=config.critic.updates(config.algorithm, config.train),
     )

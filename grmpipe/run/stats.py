@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grmpipe.config.roles import engine_config_of
+from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
@@ -19,8 +19,6 @@ from grmpipe.run.cotrain.cotraining import CoTraining
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.critic.critic import Critic
 from grmpipe.types import Metrics
-from models.settings import OpenAIConfig
-from scheduler.placement import SERVED_ROLES, PlacementConfig
 from scheduler.processes.actors import Cluster
 from scheduler.processes.cpu_time import cpu_seconds
 from scheduler.routing.scorers import ScorerPool
@@ -182,22 +180,21 @@ def setup_of(config: RunConfig) -> Setup:
         num_judgements=config.judge.num_judgements,
         max_staleness=config.train.max_staleness,
         rate_limited=is_rate_limited(config),
-        elastic_pools=elastic_pools(config.placement),
+        elastic_pools=elastic_pools(config),
     )
 
 
-def elastic_pools(placement: PlacementConfig) -> dict[str, str]:
+def elastic_pools(config: RunConfig) -> dict[str, str]:
     """role -> its pool, where slots change their role."""
-    served = {role: where.pool for role, where in placement.roles.items() if role in SERVED_ROLES}
+    placement = config.placement
+    served = {role: where.pool for role, where in placement.roles.items() if role in config.served}
     return {role: pool for role, pool in served.items() if pool in placement.pools and placement.pools[pool].elastic}
 
 
 def is_rate_limited(config: RunConfig) -> bool:
     """Whether limits of ours stand before an outside judge."""
-    if not config.judge_is_outside:
-        return False
-    options = engine_config_of("grm", config)
-    return isinstance(options, OpenAIConfig) and bool(options.requests_per_minute or options.tokens_per_minute)
+    endpoint = resolve_engine("grm", config).endpoint if config.judge_is_outside else None
+    return endpoint is not None and endpoint.is_limited
 
 
 def standing_of(pipeline: Pipeline) -> Standing:

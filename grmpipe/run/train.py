@@ -142,7 +142,9 @@ class TrainingRun:
         async def after_step(report: StepReport) -> None:
             await self._after_step(report, running, pipeline, lookout, watchman)
 
-        self._pipeline = pipeline = Pipeline(parts, FlowConfig.of(self._config), after_step, cut, kept)
+        config = self._config
+        numbers = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.width, config.seed)
+        self._pipeline = pipeline = Pipeline(parts, numbers, after_step, cut, kept)
         running.stops(pipeline.clock)
         if self._state is not None:
             pipeline.tally.restore(self._state.totals)

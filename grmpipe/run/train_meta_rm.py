@@ -18,14 +18,13 @@ from typing import cast
 
 import numpy as np
 
-from grmpipe.config.roles import device_of, options_of
 from grmpipe.evaluation.meta_quality import measure
 from grmpipe.judge.grm import GrmHere
 from grmpipe.judge.grm_client import Asker
 from grmpipe.judge.meta_examples import Example, Sampled, Split, batches, sample, write_examples
 from grmpipe.judge.meta_rm import sigmoid
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary, written
-from grmpipe.run.engine_registry import ENGINES
+from grmpipe.run.engines import engine_factory
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.observers import Observers
 from grmpipe.run.registry import CLUSTERS
@@ -91,10 +90,10 @@ class MetaTrainingRun:
         num_items = sum(map(len, ready.lessons.values()))
         self._observers.note(f"the GRM judges {num_items} items, {judge.num_judgements} times each")
         async with self._cluster(ready.sampling) as cluster:
-            make_engine = ENGINES[options_of("grm", self._config).engine](ready.grm, self._config, ready.sampling)
-            engines = await cluster.start_engines("grm", make_engine)
-            router = Router("grm", engines, self._observers.timeline)
-            grm = GrmHere("grm", router, ready.grm.renderer, ready.grm.context_tokens)
+            make_engine = engine_factory(ready.grm, ready.roles, self._config.seed)
+            engines = await cluster.start_engines(ready.grm.name, make_engine)
+            router = Router(ready.grm.name, engines, self._observers.timeline)
+            grm = GrmHere(ready.grm.name, router, ready.grm.renderer, ready.grm.context_tokens)
             asker = Asker(grm, judge, self._config.seed)
             self._sampled = await sample(asker, ready.lessons, judge.num_judgements)
         for split in ready.lessons:
@@ -109,7 +108,7 @@ class MetaTrainingRun:
             model_path=self._ready.start_path,
             tokenizer_path=self._ready.grm.path,
             train=train,
-            device=device_of("learner", self._ready.learning),
+            device=self._ready.learner.device,
         )
         async with self._cluster(self._ready.learning) as cluster:
             await check_shared(cluster, self._run_dir)

@@ -5,77 +5,66 @@ Refusals are ConfigErrors that name the key and what to type; notes are sentence
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
-from grmpipe.config.roles import device_of, engine_config_of, engines_sleep, option_key, options_of, shares_engine
+from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from models.lm.footprint import Footprint
-from models.settings import SglangConfig, VllmConfig
-from scheduler.placement import SERVED_ROLES, Placement
+from scheduler.placement import Placement
 
 LARGE = 1e9  # parameters: from here on the embedded engine, which runs without graphs, holds a GPU back
 
 
-def check_shares(config: RunConfig, placement: Placement) -> None:
+def check_shares(roles: Roles, placement: Placement) -> None:
     """Engines that hold a GPU's memory at the same time don't ask for more than all of it."""
-    roles = [role for role in SERVED_ROLES if role in placement.seats and device_of(role, placement) == "cuda"]
-    asked = {role: share for role in roles if (share := share_asked(role, config)) is not None}
+    asked = {
+        role.name: share
+        for role in roles.seated
+        if role.device == "cuda" and (share := role.engine.memory_share) is not None
+    }
     if len(asked) < 2 or not sum(asked.values()) > 1:
         return
     blocks = [{(seat.pool, slot) for seat in placement.seats[role] for slot in seat.slots} for role in asked]
-    pool = placement.seats["policy"][0].pool
-    by_turns = all(engines_sleep(role, config, placement) for role in asked) or shares_engine(config, placement)
-    if not blocks[0] & blocks[1] or (placement.elastic_slots(pool) and by_turns):
+    served = [roles.served[name] for name in asked]
+    pool = served[0].pool
+    by_turns = all(role.frees_device for role in served) or any(role.shares_with for role in served)
+    meet = any(one & other for one, other in itertools.combinations(blocks, 2))
+    if not meet or (placement.elastic_slots(pool) and by_turns):
         return
-    keys = {role: option_key(role, config, share_name(role, config)) for role in asked}
+    keys = {role.name: role.option_key(role.engine.share_option) for role in served}
     told = " and ".join(f"{keys[role]}={share:g} ({role})" for role, share in asked.items())
-    half = " ".join(f"{role}.engine_options.{share_name(role, config)}=0.4" for role in asked)
+    half = " ".join(f"{role.name}.engine_options.{role.engine.share_option}=0.4" for role in served)
     raise ConfigError(
-        f"{keys['grm']}: the engines on the GPUs of pool {pool} ask for {sum(asked.values()):g} of each: {told}; "
-        f"type {half}, or for vLLM null: the memory that the models leave is then divided"
+        f"{keys[served[-1].name]}: the engines on the GPUs of pool {pool} ask for {sum(asked.values()):g} of each: "
+        f"{told}; type {half}, or for vLLM null: the memory that the models leave is then divided"
     )
 
 
-def share_asked(role: str, config: RunConfig) -> float | None:
-    engine = engine_config_of(role, config)
-    if isinstance(engine, VllmConfig):
-        return engine.gpu_memory_utilization
-    return engine.mem_fraction if isinstance(engine, SglangConfig) and not engine.urls else None
-
-
-def share_name(role: str, config: RunConfig) -> str:
-    return "gpu_memory_utilization" if isinstance(engine_config_of(role, config), VllmConfig) else "mem_fraction"
-
-
-def device_notes(config: RunConfig, placement: Placement, footprints: Mapping[str, Footprint | None]) -> list[str]:
+def device_notes(config: RunConfig, roles: Roles, footprints: Mapping[str, Footprint | None]) -> list[str]:
     """What is allowed on a GPU, and maybe not meant. footprints: by served role, as far as they are known."""
     notes = []
-    on_gpus = [role for role in placement.seats if device_of(role, placement) == "cuda"]
-    exact = {role: f"{role}.dtype" for role in SERVED_ROLES} | {"learner": "train.dtype", "critic": "critic.dtype"}
-    for role in (role for role in on_gpus if role in exact and dtype_of(role, config) == "float32"):
+    on_gpus = [role for role in roles.values() if role.device == "cuda"]
+    for role in (role for role in on_gpus if role.dtype_key and role.dtype == "float32"):
         notes.append(
-            f"{exact[role]}: {role} computes in float32 on a GPU, without flash attention and without TF32: slow, and "
-            f"with twice the memory; type {exact[role]}=bfloat16"
+            f"{role.dtype_key}: {role.name} computes in float32 on a GPU, without flash attention and without TF32: "
+            f"slow, and with twice the memory; type {role.dtype_key}=bfloat16"
         )
-    for role in (role for role in on_gpus if role in SERVED_ROLES and options_of(role, config).engine == "embedded"):
-        footprint = footprints.get(role)
+    for role in (role for role in roles.seated if role.device == "cuda" and role.engine.grows_cache):
+        footprint = footprints.get(role.name)
         if footprint is not None and footprint.num_parameters > LARGE:
             notes.append(
-                f"{role}.engine: the embedded engine serves {footprint.num_parameters / 1e9:.2g} B parameters on a GPU "
-                f"without graphs or paged memory, several times slower than vLLM; type {role}.engine=vllm"
+                f"{role.name}.engine: the {role.model.engine} engine serves {footprint.num_parameters / 1e9:.2g} B "
+                "parameters on a GPU without graphs or paged memory, several times slower than vLLM; type "
+                f"{role.name}.engine=vllm"
             )
-    if "learner" in on_gpus and not config.train.recomputes and is_large(footprints.get("policy")):
+    on_gpu = {role.name for role in on_gpus}
+    if "learner" in on_gpu and not config.train.recomputes and is_large(footprints.get("policy")):
         notes.append(
             "train.activation_checkpointing: without it the activations of all layers stay on the GPU; type "
             "train.activation_checkpointing=true"
         )
     return notes
-
-
-def dtype_of(role: str, config: RunConfig) -> str:
-    if role in SERVED_ROLES:
-        return options_of(role, config).dtype
-    return (config.critic.dtype or config.train.dtype) if role == "critic" else config.train.dtype
 
 
 def is_large(footprint: Footprint | None) -> bool:

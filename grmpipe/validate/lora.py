@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from grmpipe.config.roles import Model, options_of
+from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
 from models.lm.lora import check_targets, peft_missing
 
 
 def check_peft(config: RunConfig) -> None:
     """Is the library here? The machines of a joined cluster have environments of their own."""
-    for role in ("grm", "policy") if config.cluster.address is None else ():
-        if options_of(role, config).lora.learns and (missing := peft_missing()):
+    for role, model in reversed(config.models.items()) if config.cluster.address is None else ():
+        if model.lora.learns and (missing := peft_missing()):
             raise ConfigError(f"{role}.lora.rank: {missing}, or {role}.lora.rank=0")
 
 
 def check_lora_targets(model: Model, config: RunConfig) -> None:
     """Has the model the layers that are to get adapters?"""
-    lora = options_of(model.name, config).lora
+    lora = config.models[model.name].lora
     if lora.learns:
         try:
             check_targets(model.path, lora)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.roles import Model
+from grmpipe.config.roles import Model, ResolvedRole, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.meta_examples import Example, Split, read_examples
 from grmpipe.types import Prompt
@@ -29,8 +29,9 @@ def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaTraining
     sampling, learning = (seat(config, role) for role in ("grm", "learner"))
     stored = read_stored(config)
     lessons = {} if stored else read_lessons(config)
-    check_installed(config)
-    grm = find_model("grm", config, progress)
+    roles = resolve_roles(config, sampling)
+    check_installed(roles, config)
+    grm = find_model(roles.served["grm"], config, progress)
     return MetaTraining(
         config=config,
         grm=grm,
@@ -39,6 +40,8 @@ def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaTraining
         stored=stored,
         sampling=sampling,
         learning=learning,
+        roles=roles,
+        learner=resolve_roles(config, learning)["learner"],
     )
 
 
@@ -57,7 +60,7 @@ def check_task(config: RunConfig) -> None:
 
 def seat(config: RunConfig, role: str) -> Placement:
     with section(""):
-        placement = place(config.placement, (role,))
+        placement = place(config.placement, (role,), config.served)
     check_machine(config, placement)
     return placement
 
@@ -114,3 +117,5 @@ class MetaTraining:
     stored: tuple[Example, ...]
     sampling: Placement
     learning: Placement
+    roles: Roles  # while the GRM samples
+    learner: ResolvedRole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from grmpipe.config.roles import Model, options_of
+from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.engines import window_of
 from grmpipe.validate.sections import section
@@ -17,17 +17,17 @@ from models.tiny.resolve import resolve_model
 Progress = Callable[[str, float], None]  # (what, share done)
 
 
-def find_model(name: str, config: RunConfig, progress: Progress, *, weights: bool = True) -> Model:
+def find_model(role: ServedRole, config: RunConfig, progress: Progress, *, weights: bool = True) -> Model:
     """Make a tiny model or fetch one from the hub if need be; its tokenizer can chat.
 
     Raises NotHere for a hub name that can't be had now; any other mistake is a ConfigError.
     """
-    options = options_of(name, config)
+    name, options = role.name, role.model
     with section(f"{name}."):
         directory = find_files(resolve_model(options.path, progress), weights=weights)
         renderer = Renderer.load(directory, options.chat_template, options.chat_template_kwargs)
     check_vocabulary(name, options, renderer)
-    window = window_of(name, config, renderer.context_tokens)
+    window = window_of(role, renderer.context_tokens)
     # The machines of a joined cluster have caches of their own: they go by the hub name.
     by_name = config.cluster.address is not None and is_hub_name(options.path)
     return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.config.roles import shares_engine
+from grmpipe.config.roles import Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.deadlines import check_deadlines
 from grmpipe.validate.devices import check_shares
@@ -14,36 +14,37 @@ from grmpipe.validate.weight_route import transport_of, wanted_transport
 from scheduler.placement import Placement
 
 
-def seat_roles(config: RunConfig) -> Placement:
-    """Every role on its slots, whatever this machine has."""
+def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
+    """Every role on its slots, whatever this machine has, and what follows for each."""
     placement = seats_of(config)
-    check_options(config, placement)
+    with section(""):
+        roles = resolve_roles(config, placement)
+    check_options(roles, config, placement)
     check_deadlines(config)
-    check_one_engine(config, placement)
-    check_shares(config, placement)
+    check_one_engine(roles)
+    check_shares(roles, placement)
     with section(""):
         wanted_transport(config.sync.transport)
+    for role in (role for role in roles.seated if role.learner is not None):
         if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
-            transport_of(config, placement, same_machine=True)
-            if config.cotrain.enabled:
-                transport_of(config, placement, same_machine=True, learner="grm_learner", engines="grm")
-    if config.cotrain.enabled:
-        check_grm_stays_awake(config, placement)
+            with section(""):
+                transport_of(role, config, placement, same_machine=True)
+        if role.learner != "learner":
+            check_stays_awake(role)
     if config.task == "finetune" and placement.time_sharing_roles:
         pool = placement.seats["learner"][0].pool
         raise ConfigError(
             f"placement.pools.{pool}.time_shared: fine-tuning samples first and then learns, without alternation; "
             f"set placement.pools.{pool}.time_shared=false"
         )
-    return placement
+    return placement, roles
 
 
-def check_grm_stays_awake(config: RunConfig, placement: Placement) -> None:
-    """Its weights are pushed between any two moments."""
-    pool = placement.seats["grm"][0].pool
-    if placement.elastic_slots(pool) and not shares_engine(config, placement):
+def check_stays_awake(role: ServedRole) -> None:
+    """The weights of a judge that learns are pushed between any two moments."""
+    if role.is_elastic and not role.shares_with:
         raise ConfigError(
-            f"cotrain.enabled: the pool {pool} is elastic, and a sleeping engine takes no weights of a GRM that "
-            f"learns; set placement.pools.{pool}.elastic=false, placement.roles.grm.pool to another, or (on "
-            "vLLM) balance.swap=weights"
+            f"cotrain.enabled: the pool {role.pool} is elastic, and a sleeping engine takes no weights of a GRM that "
+            f"learns; set placement.pools.{role.pool}.elastic=false, placement.roles.{role.name}.pool to another, "
+            "or (on vLLM) balance.swap=weights"
         )

@@ -6,9 +6,9 @@ Every refusal is a ConfigError that names the key and what to type.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from grmpipe.config.roles import Model, tensor_parallel_of
+from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.envs.env_factory import env_factory
@@ -45,6 +45,7 @@ class Prepared:
     prompts: PromptStream
     held_out: tuple[Prompt, ...]
     placement: Placement
+    roles: Roles
     meta: MetaModel | None = None  # guides the vote
     lessons: PromptStream | None = None  # stored ones, for a GRM that learns beside the policy
     critic: CriticModel | None = None  # what advantages ask
@@ -54,20 +55,30 @@ class Prepared:
         """The rule that training never sees (unless the user makes it the judge)."""
         return rule_of(self.config.judge)
 
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """Of the roles that engines serve here."""
+        return (self.policy, self.grm) if self.grm is not None else (self.policy,)
+
+    def under(self, config: RunConfig) -> Prepared:
+        """The same run with another configuration, in the same places."""
+        return replace(self, config=config, roles=resolve_roles(config, self.placement))
+
 
 def prepare(config: RunConfig, progress: Progress) -> Prepared:
     """Seat roles, read data, find models, and see that they fit each other."""
-    placement = seat_roles(config)
+    placement, roles = seat_roles(config)
     check_machine(config, placement)
-    check_installed(config)
+    check_installed(roles, config)
     check_rule_installed(config)
     check_peft(config)
     data = read_data(config)
     check_objective(config)
     with section("env."):
         env_factory(config.env)
-    policy = find_model("policy", config, progress)
-    grm = find_model("grm", config, progress) if "grm" in config.roles else None
+    policy = find_model(roles.served["policy"], config, progress)
+    grm = find_model(roles.served["grm"], config, progress) if "grm" in config.roles else None
+    models = (policy,) if grm is None else (policy, grm)
     meta = None
     if grm is not None and "meta" in config.roles:
         with section("meta."):
@@ -77,18 +88,18 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         with section("critic."):
             critic = find_critic(config, policy, progress)
     if config.task != "evaluate":
-        for learning in (policy, grm) if grm is not None and config.cotrain.enabled else (policy,):
+        for learning in (model for model in models if roles.served[model.name].learner is not None):
             check_learns(learning)
-    for model in (policy, grm) if grm is not None else (policy,):
+    for model in models:
         check_lora_targets(model, config)
-        check_weight_names(model, config)
-        if tensor_parallel_of(model.name, placement) > 1:
-            check_tensor_parallel(model.name, heads_of(model.path), placement)
-    check_swap(config, placement, policy, grm)
+        check_weight_names(model, roles.served[model.name])
+        if roles[model.name].num_gpus > 1:
+            check_tensor_parallel(roles.served[model.name], heads_of(model.path))
+    check_swap(roles, models)
     check_policy(config, policy, data)
-    check_routing(config, policy, placement)
+    check_routing(config, policy, roles.served["policy"])
     if config.judged_by_model:
-        check_judge(config, grm, data)
+        check_judge(config, roles.served["grm"], grm, data)
     if config.judge.kind == "own":
         with section("judge."):
             own_judge(config.judge)
@@ -100,6 +111,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         prompts=prompts,
         held_out=data.held_out,
         placement=placement,
+        roles=roles,
         meta=meta,
         lessons=stored_lessons(config, data) if config.cotrain.enabled else None,
         critic=critic,

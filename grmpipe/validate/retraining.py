@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grmpipe.config.roles import Model
+from grmpipe.config.roles import Model, Roles, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.validate.engines import check_slots
@@ -25,23 +25,25 @@ class PreparedReplay:
     config: RunConfig
     policy: Model
     placement: Placement
+    roles: Roles
     recorded: RecordedRun
 
 
 def prepare_replay(config: RunConfig, progress: Progress) -> PreparedReplay:
     """Seat the learner, open the recorded run, find the policy, and see that they fit each other."""
     with section(""):
-        placement = place(without_turns(config.placement), config.roles)
-    check_slots("learner", config, placement)
+        placement = place(without_turns(config.placement), config.roles, config.served)
+        roles = resolve_roles(config, placement)
+    check_slots(roles["learner"])
     check_machine(config, placement)
     assert config.data.replay is not None
     with section("data.replay: "):
         recorded = open_recorded(Path(config.data.replay))
     check_sizes(config, recorded)
-    policy = find_model("policy", config, progress)
+    policy = find_model(roles.served["policy"], config, progress)
     check_learns(policy)
     check_tokens(config, policy, recorded)
-    return PreparedReplay(config=config, policy=policy, placement=placement, recorded=recorded)
+    return PreparedReplay(config=config, policy=policy, placement=placement, roles=roles, recorded=recorded)
 
 
 def without_turns(placement: PlacementConfig) -> PlacementConfig:

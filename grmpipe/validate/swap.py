@@ -5,51 +5,65 @@ Every refusal is a ConfigError that names the key and what to type.
 
 from __future__ import annotations
 
-from grmpipe.config.roles import Model, engine_config_of, options_of, shares_engine
-from grmpipe.config.run_config import ConfigError, RunConfig
-from models.engines.vllm.shared_engine import different_options, different_shapes, shape_of
-from models.settings import VllmConfig
-from scheduler.placement import SERVED_ROLES, Placement
+from collections.abc import Sequence
+
+from grmpipe.config.engine_kinds import engines_that
+from grmpipe.config.roles import Model, Roles, ServedRole
+from grmpipe.config.run_config import ConfigError
 
 
-def check_one_engine(config: RunConfig, placement: Placement) -> None:
-    """Roles that are to share one are served by vLLM, and want no options that one engine can't have."""
-    if not shares_engine(config, placement):
-        return
-    options = {role: engine_config_of(role, config) for role in SERVED_ROLES}
-    for role, engine in options.items():
-        if not isinstance(engine, VllmConfig):
-            raise ConfigError(
-                f"balance.swap: weights needs engine=vllm, but {role} is on {options_of(role, config).engine}, where "
-                "each role needs a separate engine; type balance.swap=auto"
-            )
-    policy, grm = options["policy"], options["grm"]
-    assert isinstance(policy, VllmConfig) and isinstance(grm, VllmConfig)
-    refuse(different_options(policy, grm), config, placement)
+def check_one_engine(roles: Roles) -> None:
+    """Roles that are to share one are served by one kind that swaps weights, and want no options that it can't have."""
+    for first, others in sharing(roles):
+        for role in (first, *others):
+            if not role.engine.swaps_weights or type(role.engine) is not type(first.engine):
+                able = " or ".join(engines_that(lambda kind: kind.swaps_weights))
+                raise ConfigError(
+                    f"balance.swap: weights needs engine={able}, but {role.name} is on {role.model.engine}, where "
+                    "each role needs a separate engine; type balance.swap=auto"
+                )
+        for other in others:
+            refuse(first.engine.different_options(other.engine), first, other)
 
 
-def check_swap(config: RunConfig, placement: Placement, policy: Model, grm: Model | None) -> None:
+def check_swap(roles: Roles, models: Sequence[Model]) -> None:
     """Models that are to share one engine differ in their weights alone."""
-    if grm is None or not shares_engine(config, placement):
-        return
-    different = different_shapes(shape_of(policy.path), shape_of(grm.path))
-    if config.policy.dtype != config.grm.dtype:
-        different.append(f"dtype ({config.policy.dtype}, {config.grm.dtype})")
-    if not policy.renderer.means_the_same(grm.renderer):
+    found = {model.name: model for model in models}
+    for first, others in sharing(roles):
+        for other in (other for other in others if first.name in found and other.name in found):
+            refuse(differences(first, other, found[first.name], found[other.name]), first, other)
+
+
+def sharing(roles: Roles) -> list[tuple[ServedRole, list[ServedRole]]]:
+    """The first role of each engine that several share, and the others."""
+    seen: set[str] = set()
+    found = []
+    for role in roles.seated:
+        if role.shares_with and role.name not in seen:
+            found.append((role, [roles.served[name] for name in role.shares_with]))
+            seen |= {role.name, *role.shares_with}
+    return found
+
+
+def differences(one: ServedRole, other: ServedRole, model: Model, others_model: Model) -> list[str]:
+    """What one engine can't be for both."""
+    different = one.engine.different_models(model.path, others_model.path)
+    if one.dtype != other.dtype:
+        different.append(f"dtype ({one.dtype}, {other.dtype})")
+    if not model.renderer.means_the_same(others_model.renderer):
         different.append("the tokens of their vocabularies")
-    ends = policy.renderer.stop_token_ids, grm.renderer.stop_token_ids
+    ends = model.renderer.stop_token_ids, others_model.renderer.stop_token_ids
     if set(ends[0]) != set(ends[1]):
         different.append(f"the tokens that end a turn ({ends[0]}, {ends[1]})")
-    refuse(different, config, placement)
+    return different
 
 
-def refuse(different: list[str], config: RunConfig, placement: Placement) -> None:
+def refuse(different: list[str], one: ServedRole, other: ServedRole) -> None:
     if not different:
         return
-    pool = placement.seats["policy"][0].pool
-    on_gpu = placement.pools[pool].resource == "gpu"
-    way_out = "engine.vllm.sleep_mode=true balance.swap=sleep" if on_gpu else "balance.swap=auto"
+    sleeping = f"engine.{one.model.engine}.sleep_mode=true balance.swap=sleep"
     raise ConfigError(
-        f"balance.swap: (policy, grm) can't share the engines of the elastic pool {pool}, since they differ in "
-        f"{', '.join(different)}; type {way_out}: each role then has separate engines"
+        f"balance.swap: ({one.name}, {other.name}) can't share the engines of the elastic pool {one.pool}, since they "
+        f"differ in {', '.join(different)}; type {sleeping if one.device == 'cuda' else 'balance.swap=auto'}: each "
+        "role then has separate engines"
     )

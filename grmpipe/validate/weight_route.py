@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from grmpipe.config.roles import options_of
+from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
-from models.engines.taken_transports import TAKES
+from models.engines.engine_kind import AnyEngine
 from models.types import TransportKind
-from models.weights.transports import transport_kind
+from models.weights.transports import TRANSPORTS, transport_kind
 from scheduler.placement import Placement
 from scheduler.weights.transport import Route, choose_transport
 
 
-def transport_of(
-    config: RunConfig, placement: Placement, *, same_machine: bool, learner: str = "learner", engines: str = "policy"
-) -> str:
-    """What `sync.transport` comes to, from a role that learns to the role that serves what it learnt: a name of the
-    table, or the dotted path of the user's own. Raises ValueError that names it, and what works."""
-    name, engine = config.sync.transport, options_of(engines, config).engine
+def transport_of(role: ServedRole, config: RunConfig, placement: Placement, *, same_machine: bool) -> str:
+    """What `sync.transport` comes to, from the learner of a role to its engines: a name of the table, or the dotted
+    path of the user's own. Raises ValueError that names it, and what works."""
+    name = config.sync.transport
     wanted = wanted_transport(name)
-    taken = TAKES[engine].among(*([] if wanted is None else [wanted]))
-    chosen = choose_transport(wanted, engine, taken, route_of(config, placement, same_machine, learner, engines))
+    taken = taken_by(role.engine, *([] if wanted is None else [wanted]))
+    chosen = choose_transport(wanted, role.model.engine, taken, route_of(role, config, placement, same_machine))
     return chosen.name if wanted is None else name
 
 
@@ -28,10 +26,15 @@ def wanted_transport(name: str) -> TransportKind | None:
     return None if name == "auto" else transport_kind(name)
 
 
-def route_of(
-    config: RunConfig, placement: Placement, same_machine: bool, learning: str = "learner", serving: str = "policy"
-) -> Route:
-    learner, engines = placement.seats[learning], placement.seats[serving]
+def taken_by(engine: AnyEngine, *others: TransportKind) -> tuple[TransportKind, ...]:
+    """What an engine takes, the best first: of the table, and of `others`."""
+    best = [transport_kind(name) for name in engine.transports]
+    return tuple(dict.fromkeys([*best, *TRANSPORTS.values(), *others] if engine.any_transport else best))
+
+
+def route_of(role: ServedRole, config: RunConfig, placement: Placement, same_machine: bool) -> Route:
+    assert role.learner is not None, f"{role.name} doesn't learn"
+    learner, engines = placement.seats[role.learner], placement.seats[role.name]
     ranks, served = ([(seat.pool, seat.slots) for seat in seats] for seats in (learner, engines))
     return Route(
         learner=placement.pools[learner[0].pool].resource,
@@ -39,5 +42,5 @@ def route_of(
         same_machine=same_machine,
         with_engine=ranks[0] in served,
         all_shared=set(served) <= set(ranks),
-        same_process=config.cluster.kind == "inprocess" and options_of(serving, config).engine == "embedded",
+        same_process=config.cluster.kind == "inprocess" and role.engine.in_process,
     )

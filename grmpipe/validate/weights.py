@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from grmpipe.config.roles import Model, knows_checkpoint_names
-from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.config.roles import Model, ServedRole
+from grmpipe.config.run_config import ConfigError
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.checkpoint_names import CheckpointNames
 
 
-def check_weight_names(model: Model, config: RunConfig) -> None:
+def check_weight_names(model: Model, role: ServedRole) -> None:
     """Can a model that learns be sent to its engines, under names that they know?"""
-    learns = model.name == "policy" or config.cotrain.enabled
-    if not learns or not knows_checkpoint_names(model.name, config):
+    if role.learner is None or not role.engine.checkpoint_names:
         return
     try:
         CheckpointNames(outline_causal_lm(model.path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.config.roles import Model
+from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.pattern import PATTERNS
@@ -33,7 +33,7 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
     )
 
 
-def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
+def check_judge(config: RunConfig, role: ServedRole, grm: Model | None, data: Data) -> None:
     """Its template takes the prompts, and its window takes at least one of them with a full answer and a critique.
 
     A full one: who could write what the judge can't read would escape it. `grm` is None for a judge outside.
@@ -50,11 +50,11 @@ def check_judge(config: RunConfig, grm: Model | None, data: Data) -> None:
         weighed = len(grm.renderer.render((Message(role="user", content=text),))) if grm else estimated_tokens(text)
         return weighed + extra_tokens
 
-    with section("grm."):
+    with section(f"{role.name}."):
         length(data.train[0])
     check_window(
-        name="grm",
-        context_tokens=grm.context_tokens if grm else window_of("grm", config, 0),
+        name=role.name,
+        context_tokens=grm.context_tokens if grm else window_of(role, 0),
         key="judge.max_new_tokens",
         new_tokens=config.judge.max_new_tokens,
         lengths=((prompt, length(prompt)) for prompt in data.train),

@@ -37,6 +37,11 @@ def choose_transport(
     taken: what engines of the kind `engine` take, the best first.
     """
     able = [kind for kind in taken if possible(kind, route)]
+    if wanted is None and not able:
+        supported = ", ".join(kind.name for kind in taken)
+        raise ValueError(
+            f"sync.transport: engine={engine} supports only {supported}, and none works between these places"
+        )
     if wanted is None:
         return next((kind for kind in able if kind.inline and route.same_process), able[0])
     if wanted in able:

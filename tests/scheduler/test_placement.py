@@ -17,6 +17,7 @@ from scheduler.placement import (
 )
 
 ROLES = ("policy", "learner", "grm")
+SERVED = ("policy", "grm")
 LAPTOP = PlacementConfig(
     pools={"train": PoolConfig(), "judging": PoolConfig()},
     roles={"policy": RoleConfig(pool="train"), "learner": RoleConfig(pool="train"), "grm": RoleConfig(pool="judging")},
@@ -26,7 +27,7 @@ LAPTOP = PlacementConfig(
 def test_an_elastic_pool_has_an_engine_of_each_role_on_each_slot() -> None:
     pools = {"engines": PoolConfig(slots=3, elastic=True)}
     roles = {role: RoleConfig(pool="engines") for role in ("policy", "learner", "grm")}
-    placement = place(PlacementConfig(pools=pools, roles=roles), ["policy", "learner", "grm"])
+    placement = place(PlacementConfig(pools=pools, roles=roles), ["policy", "learner", "grm"], SERVED)
     assert placement.elastic_slots("engines") == {
         str(slot): {"policy": f"policy-{slot}", "grm": f"grm-{slot}"} for slot in range(3)
     }
@@ -39,7 +40,7 @@ def test_only_the_policys_learner_and_engines_have_turns() -> None:
     def seated(**pools: str) -> None:
         slots = {"all": PoolConfig(slots=2, time_shared=True), "apart": PoolConfig()}
         roles = {role: RoleConfig(pool=pool) for role, pool in pools.items()}
-        place(PlacementConfig(pools=slots, roles=roles), list(roles))
+        place(PlacementConfig(pools=slots, roles=roles), list(roles), SERVED)
 
     seated(learner="all", policy="all", grm="all", critic="apart")
     seated(learner="all", policy="all", grm="apart", grm_learner="apart")
@@ -53,8 +54,8 @@ def test_only_the_policys_learner_and_engines_have_turns() -> None:
 
 def test_a_pool_with_one_engine_role_or_without_elastic_has_no_slots_that_move() -> None:
     roles = {role: RoleConfig(pool="engines") for role in ("policy", "grm")}
-    lone = place(PlacementConfig(pools={"engines": PoolConfig(elastic=True)}, roles=roles), ["policy"])
-    still = place(PlacementConfig(pools={"engines": PoolConfig()}, roles=roles), ["policy", "grm"])
+    lone = place(PlacementConfig(pools={"engines": PoolConfig(elastic=True)}, roles=roles), ["policy"], SERVED)
+    still = place(PlacementConfig(pools={"engines": PoolConfig()}, roles=roles), ["policy", "grm"], SERVED)
     assert (lone.elastic_slots("engines"), still.elastic_slots("engines")) == ({}, {})
 
 
@@ -63,7 +64,7 @@ def test_what_an_elastic_pool_cannot_seat_is_refused_by_its_key(key: str, wrong:
     pools = {"engines": PoolConfig(slots=3, elastic=True)}
     roles = {"policy": RoleConfig(pool="engines", **{key: wrong}), "grm": RoleConfig(pool="engines")}
     with pytest.raises(ValueError, match=rf"placement\.roles\.policy\.{key}: .*elastic"):
-        place(PlacementConfig(pools=pools, roles=roles), ["policy", "grm"])
+        place(PlacementConfig(pools=pools, roles=roles), ["policy", "grm"], SERVED)
 
 
 def machine(cpus: int = 2, gpus: int = 0, name: str = "this machine") -> NodeCapacity:

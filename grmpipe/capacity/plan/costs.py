@@ -24,11 +24,9 @@ from grmpipe.capacity.plan.memory import kv_room
 from grmpipe.capacity.plan.profile import Lengths, Profile
 from grmpipe.capacity.plan.survey import Sized, Survey, pool_with_memory
 from grmpipe.config.critic import critic_train
-from grmpipe.config.roles import engine_config_of, options_of
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.judge.grm import estimated_tokens
 from grmpipe.judge.prompt import JudgePrompt
-from models.settings import EmbeddedConfig, OpenAIConfig, SglangConfig
 from models.types import EngineSpeed, Message
 from scheduler.devices import DeviceSpec
 
@@ -145,22 +143,20 @@ def costs_of(
 
 def speed_of(role: str, survey: Survey, profile: Profile | None, where: Seated) -> EngineSpeed:
     """Of one engine of a role: measured where the profile has the same model on the same kind of engine."""
-    engine = engine_config_of(role, survey.config)
-    assert not isinstance(engine, OpenAIConfig), "an external judge has no slots"
+    engine = survey.roles.served[role].engine
+    assert not engine.outside, "an external judge has no slots"
     width = where.seating.width if survey.config.placement.pools[where.pool].resource == "gpu" else 1
     kv_bytes = kv_bytes_of(role, survey, where, width)
     if profile is not None and role in profile.engines and measured_alike(role, survey.config, profile.config):
         speed = scaled(profile.engines[role].speed, parallel_gain(width) / parallel_gain(profiled_width(role, profile)))
         per_token = kv_bytes_per_token(role, survey)
-        return replace(speed, max_rows=engine.max_batch_rows, kv_tokens=int(kv_bytes / per_token) if per_token else 0)
+        return replace(speed, max_rows=engine.max_rows, kv_tokens=int(kv_bytes / per_token) if per_token else 0)
     device = device_for(where.pool, survey)
-    return engine_speed(
-        sizes_of(role, survey), device, num_slots=width, max_rows=engine.max_batch_rows, kv_bytes=kv_bytes
-    )
+    return engine_speed(sizes_of(role, survey), device, num_slots=width, max_rows=engine.max_rows, kv_bytes=kv_bytes)
 
 
 def measured_alike(role: str, planned: RunConfig, measured: RunConfig) -> bool:
-    now, then = options_of(role, planned), options_of(role, measured)
+    now, then = planned.models[role], measured.models[role]
     return (now.path, now.engine, now.dtype) == (then.path, then.engine, then.dtype)
 
 
@@ -181,9 +177,8 @@ def scaled(speed: EngineSpeed, gain: float) -> EngineSpeed:
 
 def kv_bytes_of(role: str, survey: Survey, where: Seated, width: int) -> float:
     """Room of an engine for keys and values; 0 where only its rows are bounded."""
-    engine, sized = engine_config_of(role, survey.config), survey.models[role]
-    reserved = isinstance(engine, EmbeddedConfig) or (isinstance(engine, SglangConfig) and engine.urls)
-    if reserved or sized.footprint is None:
+    engine, sized = survey.roles.served[role].engine, survey.models[role]
+    if engine.grows_cache or engine.joined or sized.footprint is None:
         return 0.0
     room = kv_room(
         engine,
@@ -252,7 +247,7 @@ def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str
     dearest = 0.0
     for role, num_bytes in weights.items():
         device = survey.devices[seated[role].pool]
-        if device is not None and options_of(role, survey.config).engine != "embedded":
+        if device is not None and survey.roles.served[role].engine.frees_gpu:
             dearest = max(dearest, switch_time_s(num_bytes / seated[role].seating.width, device))
     return dearest
 
@@ -261,7 +256,7 @@ def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str
 
 
 def sizes_of(role: str, survey: Survey) -> ModelSizes:
-    footprint, dtype = survey.models[role].footprint, options_of(role, survey.config).dtype
+    footprint, dtype = survey.models[role].footprint, survey.roles.served[role].dtype
     if footprint is None:
         raise CostUnknown(f"{role}.shape: the model's size is unknown; declare it, as in conf/policy/qwen3_8b.yaml")
     return ModelSizes(
@@ -274,12 +269,12 @@ def sizes_of(role: str, survey: Survey) -> ModelSizes:
 
 def weight_bytes(role: str, survey: Survey) -> float:
     footprint = survey.models[role].footprint
-    return footprint.weight_bytes(options_of(role, survey.config).dtype) if footprint else 0.0
+    return footprint.weight_bytes(survey.roles.served[role].dtype) if footprint else 0.0
 
 
 def kv_bytes_per_token(role: str, survey: Survey) -> int:
     footprint = survey.models[role].footprint
-    return footprint.kv_bytes_per_token(options_of(role, survey.config).dtype) if footprint else 0
+    return footprint.kv_bytes_per_token(survey.roles.served[role].dtype) if footprint else 0
 
 
 def device_for(pool: str, survey: Survey) -> DeviceSpec:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.capacity.plan.survey import Sized, Survey
 from grmpipe.config.critic import critic_train
-from grmpipe.config.roles import EngineOptions, engine_config_of, engines_sleep, options_of, shares_engine
+from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
-from models.engines.vllm.options import CPU_KV_CACHE_MB
+from models.engines.engine_kind import AnyEngine
 from models.lm.footprint import BYTES, Footprint, Working
-from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from scheduler.devices import GB
-from scheduler.placement import SERVED_ROLES, Placement, PoolConfig, Seat
-
-REMEDIES = {  # of an engine alone on a slot that is too small for it
-    "embedded": "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens",
-    "vllm": "lower engine.vllm.kv_cache_mb, or raise slots_per_replica",
-    "sglang": "lower engine.sglang.mem_fraction, or raise slots_per_replica",
-}
+from scheduler.placement import Placement, PoolConfig, Seat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +41,14 @@ def parts_of(survey: Survey, role: str, seating: Seating, pool: PoolConfig) -> l
         return learner_parts(survey, sized.footprint, seating.replicas)
     if role == "critic":
         return critic_parts(survey, sized.footprint, seating.replicas)
-    return engine_parts(survey, sized, sized.footprint, seating.width if pool.resource == "gpu" else 1, pool)
+    num_gpus = seating.width if pool.resource == "gpu" else 1
+    return engine_parts(survey.roles.served[role], sized, sized.footprint, num_gpus, pool)
 
 
-def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> list[Part]:
+def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> list[Part]:
     """On each GPU of an engine that several share."""
-    role, options = sized.role, options_of(sized.role, survey.config)
-    engine = engine_config_of(role, survey.config)
-    if isinstance(engine, SglangConfig) and engine.urls:
+    engine, options = role.engine, role.model
+    if engine.joined:
         return [Part(what="a client; the server runs separately", num_bytes=0.0)]
     shared = f", over {num_gpus} GPUs" if num_gpus > 1 else ""
     weights = footprint.weight_bytes(options.dtype) / num_gpus
@@ -63,8 +56,8 @@ def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: i
     if options.lora.in_engines:
         values = footprint.adapter_parameters(options.lora.rank, options.lora.target_modules)
         held.append(Part(what="adapters", num_bytes=values * BYTES[options.dtype], kind="weights"))
-    if isinstance(engine, EmbeddedConfig):
-        rows, tokens = engine.max_batch_rows, sized.context_tokens
+    if engine.grows_cache:
+        rows, tokens = engine.max_rows, sized.context_tokens
         cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
         # It grows by copying: for a moment the old one and the new one are held.
         grown = f"KV of {rows} rows x {tokens} tokens, twice during growth"
@@ -76,20 +69,11 @@ def engine_parts(survey: Survey, sized: Sized, footprint: Footprint, num_gpus: i
     return [*held, replace(room, what=f"{room.what}: {tokens} tokens")]
 
 
-def kv_room(engine: EngineOptions, pool: PoolConfig, weights: float) -> Part | None:
+def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:
     """What an engine reserves for keys and values on one device; None where that depends on the device's memory."""
-    if isinstance(engine, VllmConfig) and (engine.kv_cache_mb or pool.resource == "cpu"):
-        kv_bytes = (engine.kv_cache_mb or CPU_KV_CACHE_MB) << 20
-        return Part(what="KV, engine.vllm.kv_cache_mb", num_bytes=kv_bytes, kind="kv")
-    if pool.memory_gb is None or pool.resource == "cpu":
-        return None
-    if isinstance(engine, VllmConfig):
-        share, key = engine.memory_share, "engine.vllm.gpu_memory_utilization"
-    else:
-        assert isinstance(engine, SglangConfig)
-        share, key = engine.mem_fraction, "engine.sglang.mem_fraction"
-    left = max(0.0, share * pool.memory_gb * GB - weights)
-    return Part(what=f"KV, the rest of {key}={share:g}", num_bytes=left, kind="kv")
+    device, device_bytes = ("cpu", None) if pool.resource == "cpu" else ("cuda", pool.memory_gb and pool.memory_gb * GB)
+    room = engine.cache_room(weights, device, device_bytes)
+    return Part(what=f"KV, {room.decided_by}", num_bytes=room.num_bytes, kind="kv") if room is not None else None
 
 
 def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
@@ -192,7 +176,7 @@ def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping
             at_push + sum((kept | policy).values()),
             between + sum(whole[role] for role in sharing),
         )
-    served = [role for role in SERVED_ROLES if role in whole]
+    served = [role for role in placement.served if role in whole]
     if placement.elastic_slots(pool) and one_at_a_time(survey, served):
         return sum(whole.values()) - sum(whole[role] for role in served) + max(whole[role] for role in served)
     return sum(whole.values())
@@ -200,9 +184,10 @@ def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping
 
 def kept_asleep(survey: Survey, role: str, parts: Sequence[Part]) -> float:
     """Of an engine's memory: nothing on a GPU; on a CPU all but what the embedded engine can give back."""
-    if survey.placement.pools[survey.placement.seats[role][0].pool].resource == "gpu":
+    served = survey.roles.served[role]
+    if served.device == "cuda":
         return 0.0
-    lent = "kv" if isinstance(engine_config_of(role, survey.config), EmbeddedConfig) else ""
+    lent = "kv" if served.sleeps else ""
     return sum(part.num_bytes for part in parts if part.kind != lent)
 
 
@@ -210,17 +195,17 @@ def by_turns(survey: Survey, pool: str) -> str:
     """How those of a slot get along that don't hold their memory at the same time."""
     if survey.placement.pools[pool].time_shared:
         return ", the learner alternates with the engines"
-    served = [role for role in survey.placement.seats if role in SERVED_ROLES]
+    served = survey.placement.served
     if not (survey.placement.elastic_slots(pool) and one_at_a_time(survey, served)):
         return ""
-    one = shares_engine(survey.config, survey.placement)
+    one = any(survey.roles.served[role].shares_with for role in served)
     return ", one engine for both roles" if one else ", the engines alternate"
 
 
-def one_at_a_time(survey: Survey, served: Sequence[str]) -> bool:
+def one_at_a_time(survey: Survey, served: Collection[str]) -> bool:
     """Does an elastic slot hold the memory of one role's engine only?"""
-    config, placement = survey.config, survey.placement
-    return shares_engine(config, placement) or all(engines_sleep(role, config, placement) for role in served)
+    roles = [survey.roles.served[name] for name in served]
+    return any(role.shares_with for role in roles) or all(role.frees_device for role in roles)
 
 
 def everybody(placement: Placement) -> list[Seat]:
@@ -242,12 +227,12 @@ def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]
                 who = ", ".join(seat.name for seat in here)
                 warnings.append(
                     f"{name} {slot}: {who} may need {size(wanted)} of {pool.memory_gb:g} GB "
-                    f"(placement.pools.{name}.memory_gb); {remedy({seat.role for seat in here}, survey.config)}"
+                    f"(placement.pools.{name}.memory_gb); {remedy({seat.role for seat in here}, survey)}"
                 )
     return warnings
 
 
-def remedy(roles: set[str], config: RunConfig) -> str:
+def remedy(roles: set[str], survey: Survey) -> str:
     if len(roles) > 1:
         return "give the roles separate pools"
     (role,) = roles
@@ -255,7 +240,7 @@ def remedy(roles: set[str], config: RunConfig) -> str:
         return "lower critic.micro_batch_tokens, type train.activation_checkpointing=true, or add critic ranks"
     if role == "learner":
         return "lower train.micro_batch_tokens, type train.activation_checkpointing=true, or add learner ranks"
-    return REMEDIES[options_of(role, config).engine]
+    return survey.roles.served[role].engine.memory_remedy
 
 
 def size(num_bytes: float) -> str:

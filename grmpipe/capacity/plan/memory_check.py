@@ -5,8 +5,6 @@ Certain are weights, gradients, moments. What depends on lengths (keys and value
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from grmpipe.capacity.plan.memory import Part, everybody, held_at_once, memory_parts, size
 from grmpipe.capacity.plan.shares import shares_of, undecided, with_shares
 from grmpipe.capacity.plan.survey import Sized, Survey, find_devices, with_memory
@@ -25,8 +23,8 @@ def divide_gpus(prepared: Prepared) -> Prepared:
         return prepared
     survey = survey_of(prepared)
     shares = shares_of(survey)
-    config = with_shares(prepared.config, shares)
-    for role in undecided(config, survey):
+    config = with_shares(survey, shares)
+    for role in undecided(survey.under(config)):
         pool = survey.placement.seats[role][0].pool
         raise ConfigError(
             f"placement.roles.{role}.pool: no memory is left for {role}'s keys and values on the GPUs of pool {pool}, "
@@ -34,7 +32,7 @@ def divide_gpus(prepared: Prepared) -> Prepared:
             f"train.micro_batch_tokens, or set {role}.engine_options.gpu_memory_utilization yourself; task=plan shows "
             "the memory by part"
         )
-    return replace(prepared, config=config)
+    return prepared.under(config)
 
 
 def check_memory(prepared: Prepared) -> None:
@@ -54,6 +52,7 @@ def survey_of(prepared: Prepared) -> Survey:
     return Survey(
         config=prepared.config,
         placement=with_memory(prepared.placement, devices),
+        roles=prepared.roles,
         data=Data(train=(), held_out=prepared.held_out),
         models=sized(prepared),
         devices=devices,
@@ -80,12 +79,11 @@ def check_pool(survey: Survey, name: str, parts: dict[str, list[Part]]) -> None:
 
 def sized(prepared: Prepared) -> dict[str, Sized]:
     """By role; of a model that serves two of them, one footprint."""
-    here = [prepared.policy] + ([prepared.grm] if prepared.grm is not None else [])
     found = {
         model.name: Sized(
             role=model.name, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens
         )
-        for model in here
+        for model in prepared.models
     }
     if prepared.critic is not None:
         footprint = footprint_of(prepared.critic.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 
 from grmpipe.capacity.lower_bound import DRIVER, busiest_slot_s, busy_s, chain_s
 from grmpipe.capacity.plan.beliefs import profile_of
@@ -13,12 +12,11 @@ from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.search import Simulate, find_plans, seconds, table, write_best
 from grmpipe.capacity.plan.shares import shares_of, with_shares
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.config.roles import EngineOptions, engine_config_of, options_of, tensor_parallel_of
 from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.devices import device_notes
-from grmpipe.validate.engines import served_roles
 from grmpipe.validate.models import Progress
-from models.settings import OpenAIConfig
+from models.engines.engine_kind import EngineOptions
+from models.settings import EngineConfig
 from scheduler.placement import describe
 
 MOST_ROLLOUTS = 4096  # of a step that is simulated in passing: seconds
@@ -28,8 +26,8 @@ Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: not of 
 def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey, profile: None) -> str:
     """Blocks of text: placement, memory, arithmetic, times, warnings, what could not be checked. Raises ConfigError."""
     survey = survey_run(config, progress)
-    config = with_shares(config, shares_of(survey))
-    survey = replace(survey, config=config)
+    config = with_shares(survey, shares_of(survey))
+    survey = survey.under(config)
     profile = profile_of(survey)
     simulate = simulator(survey, profile)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
@@ -51,7 +49,7 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
         plans = find_plans(survey, profile, simulate)
         blocks += [table(plans), write_best(plans, config)]
     footprints = {role: sized.footprint for role, sized in survey.models.items()}
-    noted = device_notes(config, survey.placement, footprints)
+    noted = device_notes(config, survey.roles, footprints)
     blocks += listed("warnings", [*overfull_slots(survey, parts), *noted])
     blocks += listed("not measured", profile.notes if profile else ())
     blocks += listed("not checked here", unchecked)
@@ -64,20 +62,18 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
 def engines(survey: Survey) -> str:
     """Who serves which role, and the options that differ from the engine's defaults."""
     lines = ["engines"]
-    for role in served_roles(survey.config):
-        kind, engine = options_of(role, survey.config).engine, engine_config_of(role, survey.config)
-        num_gpus = tensor_parallel_of(role, survey.placement) if role in survey.placement.seats else 1
-        where = f", tensor parallel over {num_gpus} GPUs" if num_gpus > 1 else ""
-        if isinstance(engine, OpenAIConfig):
-            where = f": {survey.config.grm.path} at {engine.base_url}"
-        lines.append(f"  {role:<8} {kind}{where}; {changed_options(engine)}")
+    for role in survey.roles.served.values():
+        where = f", tensor parallel over {role.num_gpus} GPUs" if role.num_gpus > 1 else ""
+        if role.engine.endpoint is not None:
+            where = f": {role.model.path} at {role.engine.endpoint.url}"
+        options = changed_options(role.engine.options, role.engine.shared_options(EngineConfig()))
+        lines.append(f"  {role.name:<8} {role.model.engine}{where}; {options}")
     return "\n".join(lines)
 
 
-def changed_options(engine: EngineOptions) -> str:
-    plain = type(engine)()
-    values = {spec.name: getattr(engine, spec.name) for spec in fields(engine)}
-    changed = [f"{name}={value}" for name, value in values.items() if value != getattr(plain, name)]
+def changed_options(options: EngineOptions, defaults: EngineOptions) -> str:
+    plain, values = vars(defaults), vars(options)
+    changed = [f"{name}={value}" for name, value in values.items() if value != plain[name]]
     return ", ".join(changed) or "default options"
 
 

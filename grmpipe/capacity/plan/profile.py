@@ -25,10 +25,9 @@ from grmpipe.capacity.plan.profile_files import (
     tokens_by_step,
 )
 from grmpipe.capacity.plan.profile_work import SYNC, WARM_UP_STEPS, DriverUse, driver_of, measured_in_work
-from grmpipe.config.roles import engine_config_of
+from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import read_yaml
-from models.settings import OpenAIConfig
 from models.types import EngineSpeed
 
 GRM = "grm"
@@ -135,8 +134,7 @@ def engine_of(
             counts=span.args["request"] in clear,
         )
         lanes[span.lane].append(request)
-    engine = engine_config_of(role, config)
-    max_rows = 1 << 30 if isinstance(engine, OpenAIConfig) else engine.max_batch_rows
+    max_rows = resolve_engine(role, config).max_rows
     return fit_engine(list(lanes.values()), max_rows, believed, driver.request_s if driver else 0.0)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from grmpipe.capacity.lower_bound import LEARNER, LEARNING, POLICY
 from grmpipe.capacity.plan.profile_files import Span, StepSeconds
 from grmpipe.capacity.shared_cores import Interval, Shared, WorkClock, shared_by, union, work_clock
-from grmpipe.config.roles import options_of
 from grmpipe.config.run_config import RunConfig
 from scheduler.placement import Placement, place
 
@@ -51,7 +50,7 @@ def driver_of(steps: Sequence[StepSeconds], config: RunConfig) -> DriverUse | No
 def measured_in_work(
     spans: Sequence[Span], config: RunConfig, cores: int, driver: DriverUse | None, steps: Sequence[StepSeconds]
 ) -> Work:
-    placement = place(config.placement, config.roles)
+    placement = place(config.placement, config.roles, config.served)
     busy = busy_intervals(spans)
     clocks: dict[str, WorkClock] = {}
     cpu_s: dict[str, float] = {}
@@ -98,7 +97,7 @@ def paces(
     processes that work themselves: neither those on GPUs nor those that leave it to another."""
     found = {}
     for role in {seat.role for seat in shared.seats}:
-        itself = role in LEARNING or options_of(role, config).engine == "embedded"
+        itself = role not in config.served or config.engine_kind_of(role).in_process
         counted = [(window, step.cpu_s[role]) for window, step in steps if role in step.cpu_s]
         lanes = {lane_of(role, seat.name) for seat in placement.seats[role]}
         seconds = sum(seconds_of(within(busy.get(lane, []), window), had) for lane in lanes for window, _ in counted)

@@ -24,14 +24,11 @@ from grmpipe.capacity.plan.costs import Seated, costs_of, kv_bytes_of, kv_bytes_
 from grmpipe.capacity.plan.memory import parts_of
 from grmpipe.capacity.plan.profile import Profile
 from grmpipe.capacity.plan.survey import Survey, pool_with_memory
-from grmpipe.config.roles import engine_config_of, options_of
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import placement_yaml
 from grmpipe.run_dir.directory import HOME
-from grmpipe.validate.engines import SEVERAL_GPUS
 from grmpipe.validate.places import seat_roles
 from models.lm.footprint import Heads, heads_of
-from models.settings import OpenAIConfig, SglangConfig
 from models.types import EngineSpeed
 from scheduler.placement import Placement, PoolConfig, place
 
@@ -59,7 +56,7 @@ def find_plans(survey: Survey, profile: Profile | None, simulate: Simulate | Non
 
     def try_out(candidate: Candidate) -> Predicted:
         assert simulate is not None
-        placement = place(placement_of(candidate, kinds), survey.config.roles)
+        placement = place(placement_of(candidate, kinds), survey.config.roles, survey.config.served)
         return simulate(placement, question.costs(candidate))
 
     try:
@@ -140,15 +137,14 @@ def replicas_allowed(survey: Survey, work: StepWork) -> dict[str, range]:
     if config.cluster.kind == "inprocess":
         allowed |= dict.fromkeys(LEARNING, range(1, 2))
     for role in work.engines:
-        engine = engine_config_of(role, config)
-        if isinstance(engine, SglangConfig) and engine.urls:
-            allowed[role] = range(len(engine.urls), len(engine.urls) + 1)
+        if joined := survey.roles.served[role].engine.joined:
+            allowed[role] = range(joined, joined + 1)
     return allowed
 
 
 def widths_of(role: str, survey: Survey) -> tuple[int, ...]:
     """GPUs that the role's model can be laid over: they share its heads evenly, and its engine knows how to."""
-    if options_of(role, survey.config).engine not in SEVERAL_GPUS:
+    if not survey.roles.served[role].engine.tensor_parallel:
         return (1,)
     heads = heads_known(role, survey)
     if heads is None:
@@ -157,7 +153,7 @@ def widths_of(role: str, survey: Survey) -> tuple[int, ...]:
 
 
 def heads_known(role: str, survey: Survey) -> Heads | None:
-    shape, model = options_of(role, survey.config).shape, survey.models[role].model
+    shape, model = survey.roles.served[role].model.shape, survey.models[role].model
     if model is not None:
         return heads_of(model.path)
     return Heads(query=shape.num_heads, key=shape.num_kv_heads) if shape.declared else None
@@ -178,12 +174,10 @@ def memory_of(role: str, seating: Seating, kind: str, survey: Survey, kinds: Map
 
 def row_room(role: str, seating: Seating, kind: str, survey: Survey) -> float | None:
     """Rows of full length that an engine's cache holds; None where it isn't bounded, or nothing is known."""
-    engine, config = engine_config_of(role, survey.config), survey.config
+    engine, config = survey.roles.served[role].engine, survey.config
     pool = pool_with_memory(config.placement.pools[kind], survey.devices[kind])
-    bounded = not isinstance(engine, OpenAIConfig) and options_of(role, config).engine in SEVERAL_GPUS
-    joined = isinstance(engine, SglangConfig) and bool(engine.urls)
     per_token = kv_bytes_per_token(role, survey)
-    if not bounded or joined or not per_token or pool.resource == "cpu" or pool.memory_gb is None:
+    if engine.grows_cache or engine.joined or not per_token or pool.resource == "cpu" or pool.memory_gb is None:
         return None
     most = config.rollout.max_new_tokens if role == "policy" else config.judge.max_new_tokens
     return kv_bytes_of(role, survey, Seated(seating=seating, pool=kind), seating.width) / (per_token * most)

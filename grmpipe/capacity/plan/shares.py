@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from grmpipe.capacity.plan.memory import Part, everybody, learner_parts, memory_parts, one_at_a_time
 from grmpipe.capacity.plan.survey import Survey
-from grmpipe.config.roles import device_of, engine_config_of, options_of, tensor_parallel_of
+from grmpipe.config.roles import ServedRole
 from grmpipe.config.run_config import RunConfig
-from models.settings import DEFAULT_MEMORY_SHARE, ModelConfig, VllmConfig
+from models.settings import DEFAULT_MEMORY_SHARE, ModelConfig
 from scheduler.devices import GB
-from scheduler.placement import SERVED_ROLES, Seat
+from scheduler.placement import Seat
 
 USABLE = 0.92  # of a device; the rest is CUDA's contexts, NCCL's buffers and what fragments
 
@@ -42,17 +42,12 @@ def divided(room: float, wishes: Mapping[str, Wish]) -> dict[str, float]:
     }
 
 
-def undecided(config: RunConfig, survey: Survey) -> tuple[str, ...]:
-    """Roles on vLLM that share a GPU and whose share nobody set."""
-    seats = survey.placement.seats
+def undecided(survey: Survey) -> tuple[str, ...]:
+    """Roles that share a GPU, whose share is what the others leave, and wasn't set."""
     return tuple(
-        role
-        for role in SERVED_ROLES
-        if role in seats
-        and device_of(role, survey.placement) == "cuda"
-        and isinstance(engine := engine_config_of(role, config), VllmConfig)
-        and engine.gpu_memory_utilization is None
-        and neighbours(survey, role)
+        role.name
+        for role in survey.roles.seated
+        if role.device == "cuda" and role.engine.shares_leftover and neighbours(survey, role.name)
     )
 
 
@@ -65,7 +60,7 @@ def neighbours(survey: Survey, role: str) -> list[Seat]:
 
 def shares_of(survey: Survey) -> dict[str, float]:
     """By role, of the device; only of those that share it, and for which there is room."""
-    open_roles = undecided(survey.config, survey)
+    open_roles, engines = undecided(survey), {role.name for role in survey.roles.seated}
     shares: dict[str, float] = {}
     for role in open_roles:
         near = {seat.role for seat in neighbours(survey, role)}
@@ -74,10 +69,10 @@ def shares_of(survey: Survey) -> dict[str, float]:
             shares[role] = round(DEFAULT_MEMORY_SHARE / (1 + len(near)), 2)
             continue
         memory = memory_gb * GB
-        by_turns = one_at_a_time(survey, SERVED_ROLES) if survey.pool(role).elastic else False
+        by_turns = one_at_a_time(survey, engines) if survey.pool(role).elastic else False
         awake = [other for other in open_roles if other == role or (other in near and not by_turns)]
         wishes = {other: found for other in awake if (found := wish_of(survey, other)) is not None}
-        beside = near - set(awake) - (set(SERVED_ROLES) if by_turns else set())
+        beside = near - set(awake) - (engines if by_turns else set())
         held = sum(map(held_beside, [survey] * len(beside), sorted(beside)))
         if bytes_of := divided(USABLE * memory - held, wishes):
             shares[role] = min(bytes_of[role], at_push(survey, role, memory)) / memory
@@ -86,15 +81,13 @@ def shares_of(survey: Survey) -> dict[str, float]:
 
 def wish_of(survey: Survey, role: str) -> Wish | None:
     """None where the model's size isn't known."""
-    footprint, options = survey.models[role].footprint, options_of(role, survey.config)
+    footprint, served = survey.models[role].footprint, survey.roles.served[role]
     if footprint is None:
         return None
-    engine, num_gpus = engine_config_of(role, survey.config), tensor_parallel_of(role, survey.placement)
-    assert isinstance(engine, VllmConfig)
     return Wish(
-        weights=footprint.weight_bytes(options.dtype) / num_gpus,
-        token=footprint.kv_bytes_per_token(options.dtype) / num_gpus,
-        kv=float(engine.kv_cache_mb << 20) if engine.kv_cache_mb else None,
+        weights=footprint.weight_bytes(served.dtype) / served.num_gpus,
+        token=footprint.kv_bytes_per_token(served.dtype) / served.num_gpus,
+        kv=served.engine.set_cache_bytes,
     )
 
 
@@ -125,17 +118,19 @@ def total(parts: Sequence[Part]) -> float:
     return sum(part.num_bytes for part in parts)
 
 
-def with_shares(config: RunConfig, shares: Mapping[str, float]) -> RunConfig:
-    """The shares as the roles' own engine options."""
+def with_shares(survey: Survey, shares: Mapping[str, float]) -> RunConfig:
+    """The run's configuration, with the shares as the roles' own engine options."""
+    config, served = survey.config, survey.roles.served
     return replace(
         config,
-        policy=_with_share(config.policy, shares.get("policy", 0.0)),
-        grm=_with_share(config.grm, shares.get("grm", 0.0)),
+        policy=_with_share(config.policy, served.get("policy"), shares),
+        grm=_with_share(config.grm, served.get("grm"), shares),
     )
 
 
-def _with_share(model: ModelConfig, share: float) -> ModelConfig:
-    hundredths = int(share * 100)  # rounded down: together they must not ask for more than there is
-    if not hundredths:
+def _with_share(model: ModelConfig, role: ServedRole | None, shares: Mapping[str, float]) -> ModelConfig:
+    hundredths = int(shares.get(role.name, 0.0) * 100) if role is not None else 0
+    if role is None or not hundredths:  # rounded down: together they must not ask for more than there is
         return model
-    return replace(model, engine_options={**model.engine_options, "gpu_memory_utilization": hundredths / 100})
+    options = {**model.engine_options, role.engine.share_option: hundredths / 100}
+    return replace(model, engine_options=options)

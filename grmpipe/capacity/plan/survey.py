@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from grmpipe.capacity.plan.candidates import Seating
-from grmpipe.config.roles import Model, options_of
+from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
@@ -41,10 +41,15 @@ class Survey:
 
     config: RunConfig
     placement: Placement
+    roles: Roles
     data: Data
     models: Mapping[str, Sized]  # by role: policy, grm, critic
     devices: Mapping[str, DeviceSpec | None]  # by pool of the configuration; None: nobody says what its slots are
     unchecked: tuple[str, ...]
+
+    def under(self, config: RunConfig) -> Survey:
+        """The same run with another configuration, in the same places."""
+        return replace(self, config=config, roles=resolve_roles(config, self.placement))
 
     def pool(self, role: str) -> PoolConfig:
         return self.placement.pools[self.placement.seats[role][0].pool]
@@ -57,33 +62,38 @@ class Survey:
 def survey_run(config: RunConfig, progress: Progress) -> Survey:
     """The checks of a run; those that need its machines are put off, the others still refuse."""
     devices = find_devices(config)
-    placement = with_memory(seat_roles(config), devices)
+    seated, roles = seat_roles(config)
+    placement = with_memory(seated, devices)
     data = read_data(config)
     check_objective(config)
     unchecked = []
-    for check in (lambda: check_machine(config, placement), lambda: check_installed(config)):
+    for check in (lambda: check_machine(config, placement), lambda: check_installed(roles, config)):
         try:
             check()
         except ConfigError as error:
             unchecked.append(f"{error}, or run on a machine that has them")
     models: dict[str, Sized] = {}
-    for role in ("policy", "grm"):
-        if role in config.roles:
-            models[role], lacking = size_model(role, config, progress)
-            unchecked += lacking
-            check_heads(models[role], config, placement)
+    for role in roles.seated:
+        models[role.name], lacking = size_model(role, config, progress)
+        unchecked += lacking
+        check_heads(models[role.name], role)
     if "critic" in config.roles:
         models["critic"] = size_critic(config, models["policy"], progress)
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
     if config.judge_is_outside:
-        check_judge(config, None, data)
+        check_judge(config, roles.served["grm"], None, data)
     elif "grm" in models and (grm := models["grm"].model) is not None:
-        check_judge(config, grm, data)
-        if policy is not None:
-            check_swap(config, placement, policy, grm)
+        check_judge(config, roles.served["grm"], grm, data)
+    check_swap(roles, [sized.model for sized in models.values() if sized.model is not None])
     return Survey(
-        config=config, placement=placement, data=data, models=models, devices=devices, unchecked=tuple(unchecked)
+        config=config,
+        placement=placement,
+        roles=roles,
+        data=data,
+        models=models,
+        devices=devices,
+        unchecked=tuple(unchecked),
     )
 
 
@@ -115,19 +125,19 @@ def pool_with_memory(pool: PoolConfig, device: DeviceSpec | None) -> PoolConfig:
     return replace(pool, memory_gb=device.memory_gb)
 
 
-def size_model(role: str, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
+def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
     """A model's sizes, and what is not known of it."""
-    shape = options_of(role, config).shape
+    name, shape = role.name, role.model.shape
     try:
         model = find_model(role, config, progress, weights=False)
     except ModelNotHere as error:
         lacking = [f"{error} (its chat template, and whether prompts fit its window)"]
         if not shape.declared:
-            lacking.append(f"memory of {role}: declare {role}.shape, as in conf/policy/qwen3_8b.yaml")
-            return Sized(role=role, model=None, footprint=None, context_tokens=0), lacking
-        window = window_of(role, config, shape.context_tokens)
-        return Sized(role=role, model=None, footprint=footprint_of_shape(shape), context_tokens=window), lacking
-    sized = Sized(role=role, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens)
+            lacking.append(f"memory of {name}: declare {name}.shape, as in conf/policy/qwen3_8b.yaml")
+            return Sized(role=name, model=None, footprint=None, context_tokens=0), lacking
+        window = window_of(role, shape.context_tokens)
+        return Sized(role=name, model=None, footprint=footprint_of_shape(shape), context_tokens=window), lacking
+    sized = Sized(role=name, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens)
     return sized, []
 
 
@@ -142,10 +152,10 @@ def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
     return replace(policy, role="critic", model=None, footprint=footprint_of(found.path))
 
 
-def check_heads(sized: Sized, config: RunConfig, placement: Placement) -> None:
+def check_heads(sized: Sized, role: ServedRole) -> None:
     """Can the GPUs of an engine share the model? Of what is known of it here."""
-    shape = options_of(sized.role, config).shape
+    shape = role.model.shape
     if sized.model is not None:
-        check_tensor_parallel(sized.role, heads_of(sized.model.path), placement)
+        check_tensor_parallel(role, heads_of(sized.model.path))
     elif shape.declared:
-        check_tensor_parallel(sized.role, Heads(query=shape.num_heads, key=shape.num_kv_heads), placement)
+        check_tensor_parallel(role, Heads(query=shape.num_heads, key=shape.num_kv_heads))

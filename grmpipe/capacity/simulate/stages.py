@@ -40,7 +40,7 @@ class Workload:
 
 def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
     """Scripted scores say nothing of signal: no group is dropped for its lack."""
-    flow = FlowConfig.of(config)
+    flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.width, config.seed)
     return replace(flow, num_steps=num_steps, max_no_signal_groups=0, report_wait_s=NO_WAIT_S)
 
 

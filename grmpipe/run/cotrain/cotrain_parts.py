@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.roles import Model, device_of, knows_checkpoint_names, sync_config_of, tensor_parallel_of
+from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play, Seat, play
@@ -47,9 +47,8 @@ async def start_grm_learner(cluster: Cluster, prepared: Prepared, run_dir: Path)
     if not prepared.config.cotrain.enabled:
         return None
     same_machine = len(cluster.machines(LEARNER) | cluster.machines("grm")) == 1
-    transport = transport_of(
-        prepared.config, prepared.placement, same_machine=same_machine, learner=LEARNER, engines="grm"
-    )
+    role = prepared.roles.served["grm"]
+    transport = transport_of(role, prepared.config, prepared.placement, same_machine=same_machine)
     spec = grm_learner_spec(prepared, transport, run_dir)
     ranks = await cluster.start_group(LEARNER, functools.partial(Learner, spec))
     return LearnerGroup(ranks), transport
@@ -62,14 +61,14 @@ def trainee(
     if started is None:
         return None
     assert prepared.grm is not None and engines is not None, "a GRM that learns has local engines"
-    (learner, transport), config = started, prepared.config
+    (learner, transport), role = started, prepared.roles.served[prepared.grm.name]
     sync = WeightSync(
         learner,
-        prepared.grm.renderer.render(prepared.prompts.at(0).messages)[: config.sync.probe_tokens],
-        sync_config_of("grm", config),
+        prepared.grm.renderer.render(prepared.prompts.at(0).messages)[: role.sync.probe_tokens],
+        role.sync,
         transport=transport,
         group=transport_kind(transport).group,
-        ranks_per_engine=tensor_parallel_of("grm", prepared.placement),
+        ranks_per_engine=role.num_gpus,
         new_address=functools.partial(cluster.free_address, LEARNER),
     )
     return Trainee(model=prepared.grm, engines=engines, learner=learner, sync=sync)
@@ -102,19 +101,20 @@ def grm_algorithm(config: RunConfig) -> AlgorithmConfig:
 def grm_learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> LearnerSpec:
     config = prepared.config
     assert prepared.grm is not None
+    role = prepared.roles.served[prepared.grm.name]
     return LearnerSpec(
         model_path=prepared.grm.path,
         train=grm_train(config),
         algorithm=grm_algorithm(config),
         max_new_tokens=config.judge.max_new_tokens,
-        device=device_of(LEARNER, prepared.placement),
-        sync_dtype=config.grm.dtype,
+        device=prepared.roles[LEARNER].device,
+        sync_dtype=role.dtype,
         bucket_bytes=config.sync.bucket_mb << 20,
-        checkpoint_names=knows_checkpoint_names("grm", config),
+        checkpoint_names=role.engine.checkpoint_names,
         transport=transport,
         sync_dir=str(run_dir.absolute() / "grm_weights") if transport_kind(transport).folder else "",
         temperature=config.judge.temperature,
-        lora=config.grm.lora,
+        lora=role.model.lora,
         adapter_dir=str(run_dir.absolute() / "grm_adapter"),
         seed=config.seed,
     )

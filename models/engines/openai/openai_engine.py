@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -34,6 +34,7 @@ from models.types import (
     Message,
     RequestContext,
     SamplingParams,
+    SendLimits,
     VersionSpan,
 )
 
@@ -48,16 +49,6 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 # What may follow a model's name in the answer: a date or build ("-2024-08-06", "-0613"), "@v2", "-latest".
 VERSION_SUFFIX = re.compile(r"[-@:](\d{3,}(?![a-z])[\w.-]*|v\d[\w.]*|latest|preview)", re.IGNORECASE)
-
-
-class SendLimits(Protocol):
-    """Holds requests back before they are sent."""
-
-    async def admit(self, num_tokens: int, priority: int) -> None: ...
-
-    def settle(self, num_expected: int, num_used: int) -> None:
-        """What an admitted request really used."""
-        ...
 
 
 class NoLimits:

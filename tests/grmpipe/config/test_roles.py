@@ -13,20 +13,20 @@ from pathlib import Path
 import httpx
 import pytest
 
+from grmpipe.config.engine_kinds import ENGINE_KINDS
 from grmpipe.config.resume_rules import changed_keys
-from grmpipe.config.roles import device_of, engine_config_of, sync_config_of, tensor_parallel_of
+from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
-from grmpipe.run.engine_registry import ENGINES
-from grmpipe.run.start import outside_options
-from grmpipe.validate import engines as engine_checks
+from grmpipe.run.engines import engine_factory
 from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, window_of
 from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
 from models.engines.openai.openai_engine import OpenAIEngine
+from models.engines.openai.openai_kind import OpenAIKind, told_options
 from models.lm.footprint import Heads, heads_of
-from models.settings import ENGINES_OF_THE_POLICY, VllmConfig
+from models.settings import EmbeddedConfig, VllmConfig
 from models.tiny.resolve import SHIPPED
 from models.types import Message, RequestContext, SamplingParams
 from scheduler.placement import Placement, place
@@ -44,8 +44,28 @@ def config(placement: dict | None = None, **sections: object) -> RunConfig:
     return from_values(RunConfig, {**shared, **sections})
 
 
+def roles_of(run: RunConfig) -> Roles:
+    return resolve_roles(run, seats(run))
+
+
 def seats(run: RunConfig) -> Placement:
-    return place(run.placement, run.roles)
+    return place(run.placement, run.roles, run.served)
+
+
+def served(role: str, run: RunConfig) -> ServedRole:
+    return roles_of(run).served[role]
+
+
+def find(role: str, run: RunConfig) -> Model:
+    return find_model(served(role, run), run, no_progress)
+
+
+def check(run: RunConfig) -> None:
+    check_options(roles_of(run), run, seats(run))
+
+
+def check_here(run: RunConfig) -> None:
+    check_installed(roles_of(run), run)
 
 
 def no_progress(what: str, share: float) -> None:
@@ -61,8 +81,8 @@ def test_more_judgements_in_flight_than_the_rate_can_send_in_time_are_refused() 
         return config(grm=OUTSIDE, engine=options, judge=judge)
 
     with pytest.raises(ConfigError, match=r"^judge\.width: 1024 .* type judge\.width=60, or"):
-        check_options(limited(), seats(limited()))
-    check_options(limited(width=60), seats(limited(width=60)))
+        check(limited())
+    check(limited(width=60))
 
 
 def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request() -> None:
@@ -77,9 +97,10 @@ def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request(
     options = {"openai": {"api_key_env": "", "extra_body": {"top_k": 20}}}
 
     async def ask() -> None:
-        engine = OpenAIEngine(
-            "judge", "grm", outside_options(config(grm=grm, engine=options)), httpx.MockTransport(answer)
-        )
+        role = served("grm", config(grm=grm, engine=options))
+        assert isinstance(role.engine, OpenAIKind)
+        told = told_options(role.engine.options, role.model)
+        engine = OpenAIEngine("judge", "grm", told, httpx.MockTransport(answer))
         question = (Message(role="user", content="How good is it?"),)
         await engine.chat(
             question, SamplingParams(max_new_tokens=8), RequestContext(request_id="r", group_id="g", role="grm")
@@ -92,7 +113,7 @@ def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request(
     with pytest.raises(
         ConfigError, match=r"extra_body: chat_template_kwargs are also set in grm\.chat_template_kwargs"
     ):
-        check_installed(config(grm=grm, engine=twice))
+        check_here(config(grm=grm, engine=twice))
 
 
 def test_tokens_a_minute_that_no_judgement_fits_into_are_refused() -> None:
@@ -102,8 +123,8 @@ def test_tokens_a_minute_that_no_judgement_fits_into_are_refused() -> None:
         return config(grm=OUTSIDE, engine=options, judge=judge)
 
     with pytest.raises(ConfigError, match=r"^engine\.openai\.tokens_per_minute: .* 300 s .*type .*=1000 or more"):
-        check_options(limited(100), seats(limited(100)))
-    check_options(limited(1000), seats(limited(1000)))
+        check(limited(100))
+    check(limited(1000))
 
 
 def test_a_roles_own_options_stand_over_those_of_its_engine() -> None:
@@ -113,8 +134,8 @@ def test_a_roles_own_options_stand_over_those_of_its_engine() -> None:
         grm={"path": "tiny://grm", "engine": "vllm"},
     )
     own = VllmConfig(max_batch_rows=8, kv_cache_mb=32, options={"block_size": 16, "swap": 1})
-    assert engine_config_of("policy", run) == own
-    assert engine_config_of("grm", run) == VllmConfig(max_batch_rows=8, options={"block_size": 16})
+    assert served("policy", run).engine.options == own
+    assert served("grm", run).engine.options == VllmConfig(max_batch_rows=8, options={"block_size": 16})
 
 
 @pytest.mark.parametrize(
@@ -129,23 +150,18 @@ def test_a_roles_own_options_stand_over_those_of_its_engine() -> None:
 def test_an_option_of_a_role_is_checked_like_any_other(options: dict, message: str) -> None:
     run = config(policy={"engine": "vllm", "engine_options": options})
     with pytest.raises(ConfigError, match=message):
-        check_options(run, seats(run))
+        check(run)
 
 
 def test_a_mixed_run_has_two_kinds_of_options() -> None:
     run = config(policy={"engine": "vllm"}, grm={"path": "tiny://grm", "engine": "embedded"})
-    assert [type(engine_config_of(role, run)).__name__ for role in ("policy", "grm")] == [
-        "VllmConfig",
-        "EmbeddedConfig",
-    ]
+    assert [type(role.engine.options) for role in roles_of(run).served.values()] == [VllmConfig, EmbeddedConfig]
 
 
-def test_every_engine_of_the_policy_has_a_row_and_its_factory_travels() -> None:
-    assert set(ENGINES) == set(ENGINES_OF_THE_POLICY)
-    for kind in ENGINES:
-        run = config(policy={"engine": kind})
-        model = find_model("policy", run, no_progress)
-        pickle.loads(pickle.dumps(ENGINES[kind](model, run, seats(run))))
+@pytest.mark.parametrize("kind", [name for name, kind in ENGINE_KINDS.items() if not kind.outside])
+def test_the_factory_of_an_engine_travels(kind: str) -> None:
+    run = config(policy={"engine": kind})
+    pickle.loads(pickle.dumps(engine_factory(find("policy", run), roles_of(run), run.seed)))
 
 
 def test_making_a_factory_imports_no_engine_of_another_maker() -> None:
@@ -162,8 +178,7 @@ def test_making_a_factory_imports_no_engine_of_another_maker() -> None:
 def test_an_engine_takes_the_gpus_of_its_seat_and_on_a_cpu_none() -> None:
     for resource, device, num_gpus in (("gpu", "cuda", 2), ("cpu", "cpu", 1)):
         run = config(placement_of(resource, 2, policy={"slots_per_replica": 2}), policy={"engine": "vllm"})
-        assert device_of("policy", seats(run)) == device
-        assert tensor_parallel_of("policy", seats(run)) == num_gpus
+        assert (served("policy", run).device, served("policy", run).num_gpus) == (device, num_gpus)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +201,12 @@ def test_several_gpus_are_for_engines_that_can_share_a_model(role: str, kind: st
 def test_heads_are_shared_evenly_or_not_at_all(gpus: int, query: int, key: int, instead: int | None) -> None:
     run = config(placement_of("gpu", 8, policy={"slots_per_replica": gpus}), policy={"engine": "vllm"})
     if instead is None:
-        check_tensor_parallel("policy", Heads(query=query, key=key), seats(run))
+        check_tensor_parallel(served("policy", run), Heads(query=query, key=key))
         return
     with pytest.raises(
         ConfigError, match=rf"^placement\.roles\.policy\.slots_per_replica: {gpus} GPUs can't share"
     ) as told:
-        check_tensor_parallel("policy", Heads(query=query, key=key), seats(run))
+        check_tensor_parallel(served("policy", run), Heads(query=query, key=key))
     assert str(told.value).endswith(f"slots_per_replica={instead}")
 
 
@@ -201,18 +216,18 @@ def test_the_heads_of_a_model_stand_in_its_config() -> None:
 
 def test_the_window_is_the_engines_own_and_its_key_is_named() -> None:
     shared = config(engine={"vllm": {"max_context_tokens": 300}}, policy={"engine": "vllm"})
-    assert (window_of("policy", shared, 512), window_of("grm", shared, 512)) == (300, 512)
+    assert (window_of(served("policy", shared), 512), window_of(served("grm", shared), 512)) == (300, 512)
     with pytest.raises(ConfigError, match=r"^engine\.vllm\.max_context_tokens: 300 exceeds .*=200 or less"):
-        window_of("policy", shared, 200)
+        window_of(served("policy", shared), 200)
     own = config(policy={"engine": "vllm", "engine_options": {"max_context_tokens": 300}})
     with pytest.raises(ConfigError, match=r"^policy\.engine_options\.max_context_tokens: 300 exceeds"):
-        window_of("policy", own, 200)
+        window_of(served("policy", own), 200)
 
 
 def test_joined_servers_are_one_for_each_replica() -> None:
     run = config(policy={"engine": "sglang"}, engine={"sglang": {"urls": ["http://a", "http://b"]}})
     with pytest.raises(ConfigError, match=r"^engine\.sglang\.urls: 2 servers for 1 replicas of policy; .*replicas=2"):
-        check_options(run, seats(run))
+        check(run)
 
 
 # -- what is here --------------------------------------------------------------------------------------------------
@@ -220,29 +235,29 @@ def test_joined_servers_are_one_for_each_replica() -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_an_engine_that_is_not_installed_is_told_with_what_to_type(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_checks, f"{kind}_missing", lambda *asked: "not here; type this")
+    monkeypatch.setattr(f"models.engines.{kind}.{kind}_kind.{kind}_missing", lambda *asked: "not here; type this")
     run = config(grm={"path": "tiny://grm", "engine": kind})
     with pytest.raises(ConfigError, match=r"^grm\.engine: not here; type this$"):
-        check_installed(run)
-    check_installed(config())  # nobody is served by it
-    check_installed(config(grm={"path": "tiny://grm", "engine": kind}, judge={"kind": "rule"}))
+        check_here(run)
+    check_here(config())  # nobody is served by it
+    check_here(config(grm={"path": "tiny://grm", "engine": kind}, judge={"kind": "rule"}))
     elsewhere = {"address": "10.0.0.1:6379"}
-    check_installed(config(grm={"path": "tiny://grm", "engine": kind}, cluster=elsewhere))
+    check_here(config(grm={"path": "tiny://grm", "engine": kind}, cluster=elsewhere))
 
 
 def test_servers_that_run_already_need_no_sglang_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_checks, "sglang_missing", lambda python: "not here")
-    check_installed(config(policy={"engine": "sglang"}, engine={"sglang": {"urls": ["http://a"]}}))
+    monkeypatch.setattr("models.engines.sglang.sglang_kind.sglang_missing", lambda python: "not here")
+    check_here(config(policy={"engine": "sglang"}, engine={"sglang": {"urls": ["http://a"]}}))
 
 
 def test_a_missing_key_is_told_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     run = config(grm=OUTSIDE, engine={"openai": {"api_key_env": "JUDGE_KEY"}})
     with pytest.raises(ConfigError, match=r"^engine\.openai\.api_key_env: .* JUDGE_KEY is not set"):
-        check_installed(run)
+        check_here(run)
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    check_installed(run)
-    check_installed(config(grm=OUTSIDE, engine={"openai": {"api_key_env": ""}}))
+    check_here(run)
+    check_here(config(grm=OUTSIDE, engine={"openai": {"api_key_env": ""}}))
 
 
 # -- a judge outside -----------------------------------------------------------------------------------------------
@@ -280,7 +295,7 @@ def test_a_rule_needs_no_grammar() -> None:
 
 
 def test_a_scale_without_a_pattern_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_checks, "sglang_missing", lambda python: None)
+    monkeypatch.setattr("models.engines.sglang.sglang_kind.sglang_missing", lambda python: None)
     run = config(
         grm={"path": "tiny://grm", "engine": "sglang"},
         judge={"structured": True, "score_max": 5000},
@@ -298,7 +313,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     shape = json.loads((tmp_path / "short" / "config.json").read_text())
     (tmp_path / "short" / "config.json").write_text(json.dumps({**shape, "vocab_size": 400}))
     with pytest.raises(ConfigError, match=r"^policy\.path: the tokenizer in .* has ids up to 488, .* has 400 rows"):
-        find_model("policy", config(policy={"path": str(tmp_path / "short")}), no_progress)
+        find("policy", config(policy={"path": str(tmp_path / "short")}))
 
 
 @pytest.mark.parametrize(
@@ -333,4 +348,4 @@ def test_a_resume_may_change_who_samples_but_not_what_is_sampled(sections: dict,
 )
 def test_whoever_quantises_has_the_wider_tolerance(engine: str, options: dict, tolerance: float) -> None:
     given = config(policy={"engine": engine}, engine={engine: options})
-    assert sync_config_of("policy", given).probe_tolerance_16bit == tolerance
+    assert served("policy", given).sync.probe_tolerance_16bit == tolerance

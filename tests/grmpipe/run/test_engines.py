@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.config.roles import can_sleep, engines_sleep, max_rows_of, shared_options, shares_engine
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.run.engines import other_seed, same_seed
@@ -36,10 +35,10 @@ def test_engines_that_share_a_gpu_by_turns_must_be_able_to_sleep(kind: str) -> N
     with pytest.raises(ConfigError, match=rf"{key}: .*elastic pool engines.*type {key}=true"):
         seat_roles(on_gpus(kind, sleep_mode=False))
     config = on_gpus(kind, sleep_mode=True)
-    placement = seat_roles(config)
+    placement, roles = seat_roles(config)
     assert set(placement.elastic_slots("engines")) == {"0", "1"}
-    assert engines_sleep("grm", config, placement)
-    assert max_rows_of("grm", config) == 17
+    assert roles.served["grm"].frees_device and roles.served["grm"].takes_turns
+    assert roles.engine_on_slot("grm").max_rows == 17
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,8 @@ def test_elastic_slots_swap_weights_where_told_to_or_where_vllm_can_t_sleep(
     options = {"engine": {kind: {"sleep_mode": sleep_mode}} if kind != "embedded" else {}}
     roles = {"policy": {"engine": kind}, "grm": {"engine": kind}, "balance": {"swap": swap}}
     config = elastic(resource, **options, **roles)
-    assert shares_engine(config, seat_roles(config)) == shares
+    _, roles = seat_roles(config)
+    assert roles.served["grm"].shares_with == (("policy",) if shares else ())
 
 
 def test_a_judge_that_learns_may_move_where_its_engine_takes_weights_at_any_time() -> None:
@@ -74,8 +74,10 @@ def test_a_judge_that_learns_may_move_where_its_engine_takes_weights_at_any_time
 
 def test_the_engine_of_both_roles_has_the_wider_options() -> None:
     config = on_gpus("vllm", False, "weights", engine_options={"max_batch_rows": 99, "max_context_tokens": 300})
-    assert shared_options(config).max_batch_rows == 99
-    assert shared_options(config).max_context_tokens == 0
+    _, roles = seat_roles(config)
+    for role in ("policy", "grm"):
+        assert roles.engine_on_slot(role).max_rows == 99
+        assert roles.engine_on_slot(role).options.max_context_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -93,23 +95,23 @@ def test_roles_that_want_different_engines_can_t_share_one(kind: str, grm: dict[
 
 def test_models_that_differ_in_more_than_their_weights_can_t_share_an_engine(tmp_path: Path) -> None:
     config = on_gpus("vllm", False, "weights", "cpu", dtype="bfloat16")
-    placement = seat_roles(config)
-    policy, grm = (find_model(role, config, lambda what, share: None) for role in ("policy", "grm"))
+    _, roles = seat_roles(config)
+    policy, grm = (find_model(roles.served[role], config, lambda what, share: None) for role in ("policy", "grm"))
     with pytest.raises(ConfigError, match=r"differ in dtype \(float32, bfloat16\); type balance\.swap=auto"):
-        check_swap(config, placement, policy, grm)
+        check_swap(roles, (policy, grm))
     wider = shutil.copytree(grm.path, tmp_path / "wider")
     shape = json.loads((wider / "config.json").read_text())
     (wider / "config.json").write_text(json.dumps(shape | {"intermediate_size": 300}))
-    config = on_gpus("vllm", False, "weights", "cpu")
-    check_swap(config, placement, policy, grm)
+    _, roles = seat_roles(on_gpus("vllm", False, "weights", "cpu"))
+    check_swap(roles, (policy, grm))
     with pytest.raises(ConfigError, match=r"elastic pool engines, since they differ in intermediate_size \(288, 300\)"):
-        check_swap(config, placement, policy, replace(grm, path=str(wider)))
+        check_swap(roles, (policy, replace(grm, path=str(wider))))
 
 
 def test_embedded_engines_stay_where_they_are() -> None:
     for resource in ("cpu", "gpu"):
-        config = elastic(resource)
-        assert not engines_sleep("policy", config, seat_roles(config))
+        _, roles = seat_roles(elastic(resource))
+        assert not roles.served["policy"].frees_device
 
 
 def test_servers_that_run_already_have_no_elastic_slot() -> None:
@@ -132,10 +134,10 @@ def test_engines_that_leave_a_gpu_to_the_learner_by_turns_must_be_able_to_sleep(
     with pytest.raises(ConfigError, match=rf"{key}: .*time_shared pool all.*the learner.*type {key}=true"):
         seat_roles(awake)
     config = by_turns(engine={kind: {"sleep_mode": True}}, policy={"engine": kind})
-    placement = seat_roles(config)
+    placement, roles = seat_roles(config)
     assert placement.time_sharing_roles == ("policy", "grm")
-    assert can_sleep("policy", config, placement)
-    assert can_sleep("grm", config, placement), "the embedded engine"
+    assert roles.served["policy"].sleeps
+    assert roles.served["grm"].sleeps, "the embedded engine"
 
 
 def test_a_pool_that_nobody_shares_with_the_learner_has_no_turns() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config.roles import options_of
+from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.yaml_io import build, from_values
 from grmpipe.validate.devices import device_notes
@@ -40,7 +40,8 @@ def types_of(config: RunConfig) -> tuple[str, str, str, bool]:
 
 
 def notes_of(config: RunConfig, size: object = LARGE) -> list[str]:
-    return device_notes(config, place(config.placement, config.roles), {"policy": size, "grm": size})  # type: ignore[dict-item]
+    roles = resolve_roles(config, place(config.placement, config.roles))
+    return device_notes(config, roles, {"policy": size, "grm": size})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -49,7 +50,7 @@ def test_a_recipe_for_gpus_serves_by_vllm_and_computes_in_bfloat16(name: str) ->
     gpus = [role for role in config.roles if config.on_gpu(role)]
     assert bool(gpus) == name.startswith("qwen3")
     for role in {"policy", "grm"} & set(gpus):
-        assert (options_of(role, config).engine, options_of(role, config).dtype) == ("vllm", "bfloat16")
+        assert (config.models[role].engine, config.models[role].dtype) == ("vllm", "bfloat16")
     if "learner" in gpus:
         assert config.train.dtype == "bfloat16" and config.train.recomputes
         assert notes_of(config) == []

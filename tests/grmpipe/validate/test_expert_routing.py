@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.validate.expert_routing import check_engine
@@ -18,7 +19,7 @@ def check(engine: str, resource: str, **options: bool) -> None:
     policy = {"engine": engine, "engine_options": options}
     values = {"cluster": {"kind": "inprocess"}, "placement": placement, "policy": policy}
     config = from_values(RunConfig, values | {"algorithm": {"routing_replay": "rollout"}})
-    check_engine(config, place(config.placement, config.roles))
+    check_engine(resolve_roles(config, place(config.placement, config.roles)).served["policy"])
 
 
 @pytest.mark.parametrize(

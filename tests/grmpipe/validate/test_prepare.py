@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.validate.data import read_data, stored_lessons
@@ -15,6 +16,7 @@ from grmpipe.validate.models import find_model
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.sections import section
 from models.tiny.resolve import SHIPPED
+from scheduler.placement import Placement
 
 PLACES = {
     "pools": {"all": {"slots": 1}},
@@ -55,7 +57,8 @@ def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.Mon
     """Their caches are not ours; this machine alone loads what it has found."""
     monkeypatch.setattr("grmpipe.validate.models.find_files", lambda path, weights: str(SHIPPED / "policy"))
     for cluster, path in (({"address": "10.0.0.1:6379"}, "Some/Model"), ({}, str(SHIPPED / "policy"))):
-        found = find_model("policy", config(policy={"path": "Some/Model"}, cluster=cluster), no_progress)
+        run = config(policy={"path": "Some/Model"}, cluster=cluster)
+        found = find_model(resolve_roles(run, Placement(pools={}, seats={})).served["policy"], run, no_progress)
         assert found.path == path
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.validate.weight_route import transport_of
@@ -36,7 +37,13 @@ def config_of(name: str, resource: str, engine: str, wanted: str = "auto", **poo
 
 
 def chosen(config: RunConfig, same_machine: bool = True) -> str:
-    return transport_of(config, place(config.placement, config.roles), same_machine=same_machine)
+    placement = seats(config)
+    policy = resolve_roles(config, placement).served["policy"]
+    return transport_of(policy, config, placement, same_machine=same_machine)
+
+
+def seats(config: RunConfig) -> Placement:
+    return place(config.placement, config.roles, config.served)
 
 
 def gpus_of(placement: Placement, role: str) -> list[tuple[str, int]]:
@@ -55,7 +62,7 @@ def gpus_of(placement: Placement, role: str) -> list[tuple[str, int]]:
 )
 def test_no_gpu_that_has_an_engine_sends_by_nccl(name: str, resource: str, engine: str, elastic: bool) -> None:
     config = config_of(name, resource, engine, elastic=elastic)
-    placement = place(config.placement, config.roles)
+    placement = seats(config)
     sender, *_ = gpus_of(placement, "learner") or [None]
     engines = gpus_of(placement, "policy")
     for same_machine in (True, False):
@@ -83,7 +90,7 @@ def test_on_gpus_each_rank_serves_the_engines_of_its_own(name: str, transport: s
 
 
 def test_a_rank_whose_gpu_has_an_engine_can_t_be_told_to_send_by_nccl() -> None:
-    words = r"^sync\.transport: nccl needs the learner's first rank on a GPU without an engine, .*cuda_ipc or shared"
+    words = r"^sync\.transport: nccl needs the learner's first rank on a GPU without an engine.*cuda_ipc or shared"
     with pytest.raises(ValueError, match=words):
         chosen(config_of("all on two slots", "gpu", "vllm", "nccl"))
 
@@ -128,4 +135,4 @@ def test_an_engine_over_several_gpus_that_it_would_share_is_refused_by_key() -> 
              "grm": {"pool": "judging"}}  # fmt: skip
     config = from_values(RunConfig, {"placement": {"pools": pools, "roles": roles}, "policy": {"engine": "vllm"}})
     with pytest.raises(ValueError, match=r"placement\.roles\.policy\.slots_per_replica: .* can't share them .*learner"):
-        place(config.placement, config.roles)
+        seats(config)

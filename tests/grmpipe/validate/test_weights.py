@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeConfig
 
-from grmpipe.config.roles import Model
+from grmpipe.config.roles import Model, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.validate.weights import check_weight_names
 from models.lm import checkpoint_names
+from scheduler.placement import Placement
 
 
 def check(path: Path, engine: str) -> None:
     config = from_values(RunConfig, {"cluster": {"kind": "inprocess"}, "policy": {"engine": engine}})
-    check_weight_names(Model(name="policy", path=str(path), renderer=None, context_tokens=64), config)  # type: ignore[arg-type]
+    role = resolve_roles(config, Placement(pools={}, seats={})).served["policy"]
+    check_weight_names(Model(name="policy", path=str(path), renderer=None, context_tokens=64), role)  # type: ignore[arg-type]
 
 
 def test_a_family_that_only_the_embedded_engine_can_be_sent_is_refused_by_its_key(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from models.engines.taken_transports import TAKES
+from grmpipe.config.engine_kinds import ENGINE_KINDS
+from grmpipe.validate.weight_route import taken_by
+from models.engines.engine_kind import AnyEngine
+from models.settings import EngineConfig
 from models.types import TransportKind
 from models.weights.transports import TRANSPORTS
 from scheduler.weights.transport import Route, choose_transport, possible
 
+KINDS = {name: kind for name, kind in ENGINE_KINDS.items() if kind.transports}
 CPU = Route(learner="cpu", engines="cpu", same_machine=True)
 CPU_FAR = Route(learner="cpu", engines="cpu", same_machine=False)
 GPU = Route(learner="gpu", engines="gpu", same_machine=True)
@@ -21,9 +25,14 @@ IN_PROCESS = Route(learner="cpu", engines="cpu", same_machine=True, same_process
 ROUTES = (CPU, CPU_FAR, GPU, GPU_FAR, ONE_GPU, BESIDE_ONE, BESIDE_ONE_FAR, MIXED, IN_PROCESS)
 
 
+def taken(engine: str, *others: TransportKind) -> tuple[TransportKind, ...]:
+    kind: AnyEngine = KINDS[engine](options=KINDS[engine].shared_options(EngineConfig()))
+    return taken_by(kind, *others)
+
+
 def choose(wanted: str, engine: str, route: Route) -> str:
     kind = None if wanted == "auto" else TRANSPORTS[wanted]
-    return choose_transport(kind, engine, TAKES[engine].among(), route).name
+    return choose_transport(kind, engine, taken(engine), route).name
 
 
 @pytest.mark.parametrize(
@@ -55,7 +64,7 @@ def test_auto_follows_the_places(engine: str, route: Route, transport: str) -> N
     assert choose("auto", engine, route) == transport
 
 
-@pytest.mark.parametrize("engine", TAKES)
+@pytest.mark.parametrize("engine", KINDS)
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_auto_chooses_could_have_been_asked_for(engine: str, route: Route) -> None:
     if engine == "sglang" and route.same_process:
@@ -92,11 +101,16 @@ def test_bytes_through_the_object_store_or_a_file_go_anywhere() -> None:
 def test_one_of_the_users_own_is_chosen_by_its_needs_where_the_engine_takes_any() -> None:
     own = TransportKind(name="pigeon", sender="pigeons.Pigeon", same_machine=True, needs="needs one roof")
     for engine in ("embedded", "vllm"):
-        taken = TAKES[engine].among(own)
-        assert choose_transport(own, engine, taken, CPU) is own
+        some = taken(engine, own)
+        assert choose_transport(own, engine, some, CPU) is own
         with pytest.raises(
             ValueError, match=r"^sync\.transport: pigeon needs one roof; set sync\.transport to auto or "
         ):
-            choose_transport(own, engine, taken, CPU_FAR)
-    with pytest.raises(ValueError, match=r"engine=sglang can't take pigeon"):
-        choose_transport(own, "sglang", TAKES["sglang"].among(own), CPU)
+            choose_transport(own, engine, some, CPU_FAR)
+    with pytest.raises(ValueError, match=r"engine=sglang doesn't support pigeon"):
+        choose_transport(own, "sglang", taken("sglang", own), CPU)
+
+
+def test_an_engine_that_no_transport_reaches_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^sync\.transport: engine=mine supports only nccl"):
+        choose_transport(None, "mine", [TRANSPORTS["nccl"]], CPU)

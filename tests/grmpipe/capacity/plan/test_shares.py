@@ -13,7 +13,6 @@ from grmpipe.capacity.plan.memory import held_at_once, memory_parts
 from grmpipe.capacity.plan.memory_check import divide_gpus
 from grmpipe.capacity.plan.shares import USABLE, Wish, divided, shares_of, with_shares
 from grmpipe.capacity.plan.survey import Survey, survey_run
-from grmpipe.config.roles import engine_config_of
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import build
 from grmpipe.validate.places import seat_roles
@@ -59,8 +58,8 @@ def test_learner_policy_and_judge_fit_one_gpu_by_the_plan() -> None:
     learner = sum(part.num_bytes for part in memory_parts(survey, "learner")) / 80e9
     assert shares.keys() == {"policy", "grm"} and shares["grm"] > shares["policy"] > 0.02
     assert learner + sum(shares.values()) == pytest.approx(USABLE)
-    config = with_shares(survey.config, shares)
-    taken = [engine_config_of(role, config) for role in shares]
+    served = survey.under(with_shares(survey, shares)).roles.served
+    taken = [served[role].engine.options for role in shares]
     assert sum(engine.memory_share for engine in taken if isinstance(engine, VllmConfig)) + learner < USABLE
 
 
@@ -86,7 +85,7 @@ def test_the_policys_engine_leaves_room_for_the_weights_that_a_learner_by_turns_
 def test_roles_with_gpus_of_their_own_have_the_default() -> None:
     survey = survey_run(composed("+experiment=qwen3_8b", PROMPTS), lambda *_: None)
     assert shares_of(survey) == {}
-    engine = engine_config_of("policy", survey.config)
+    engine = survey.roles.served["policy"].engine.options
     assert isinstance(engine, VllmConfig) and engine.memory_share == 0.85
 
 
@@ -109,7 +108,7 @@ def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grmpipe.validate.prepare.check_machine", lambda *_: None)
     config = composed("+experiment=quickstart", "placement=one_gpu", "engine=vllm")
     prepared = divide_gpus(prepare(config, lambda *_: None))
-    engine = engine_config_of("policy", prepared.config)
+    engine = prepared.roles.served["policy"].engine.options
     assert isinstance(engine, VllmConfig) and engine.gpu_memory_utilization is not None
     start = VllmStart(model_path=prepared.policy.path, config=engine, dtype="bfloat16", device="cuda",
                       context_tokens=64, tensor_parallel=1, takes_weights=True)  # fmt: skip

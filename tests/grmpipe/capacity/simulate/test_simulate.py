@@ -79,7 +79,7 @@ def seats(policy: int = 2, grm: int = 2, learner: int = 1, elastic: bool = False
         pools = {"p": PoolConfig(slots=policy), "g": PoolConfig(slots=grm), "train": PoolConfig(slots=learner)}
         roles = {"policy": RoleConfig(pool="p", replicas=policy), "grm": RoleConfig(pool="g", replicas=grm)}
     roles["learner"] = RoleConfig(pool="train", replicas=learner)
-    return place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"))
+    return place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"), ("policy", "grm"))
 
 
 def simulated(steps: int = 6, costs: Costs = COSTS, placement: Placement | None = None, **changes) -> SimulatedRun:
@@ -97,7 +97,7 @@ def test_a_synchronous_step_takes_its_chain_where_engines_have_room_for_all() ->
 def test_a_learner_that_has_its_slot_by_turns_adds_up_with_the_engines_of_it() -> None:
     pools = {"all": PoolConfig(slots=1, time_shared=True)}
     roles = {role: RoleConfig(pool="all") for role in ("policy", "learner", "grm")}
-    by_turns = place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"))
+    by_turns = place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"), ("policy", "grm"))
     events = Events()
     costs = replace(COSTS, switch_s=2.0)
     run = simulate(workload(staleness=1), by_turns, costs, 6, events)

@@ -1,0 +1,51 @@
+"""The embedded engine as a run sees it. Imports torch only to make one."""
+
+from __future__ import annotations
+
+from models.engines.engine_kind import EngineKind, EngineSpec
+from models.settings import EmbeddedConfig, EngineConfig
+from models.types import Engine
+
+
+class EmbeddedKind(EngineKind[EmbeddedConfig]):
+    section = "embedded"
+    transports = ("cuda_ipc", "nccl", "shared_memory", "object_store")
+    any_transport = True
+    in_process = True
+    grammar = True
+    applies_adapters = True
+    checkpoint_names = False  # its model is transformers' own
+    seeds_by_position = True
+    frees_cache = True
+    grows_cache = True
+    memory_remedy = "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens"
+
+    @classmethod
+    def shared_options(cls, sections: EngineConfig) -> EmbeddedConfig:
+        return sections.embedded
+
+    def make(self, spec: EngineSpec, rank: int) -> Engine:
+        from models.engines.embedded.embedded_engine import EmbeddedEngine
+
+        return EmbeddedEngine(
+            spec.path,
+            spec.role,
+            self.options,
+            spec.dtype,
+            spec.device,
+            spec.seed,
+            spec.chat_template,
+            lora=spec.lora,
+            note_experts=spec.note_experts,
+        )
+
+    @property
+    def max_rows(self) -> int:
+        return self.options.max_batch_rows
+
+    @property
+    def quantizes(self) -> bool:
+        return self.options.quantize != "none"
+
+    def why_no_experts(self, device: str) -> str:
+        return ""

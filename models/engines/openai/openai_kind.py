@@ -1,0 +1,55 @@
+"""A judge behind an OpenAI-compatible endpoint, as a run sees it. Sends nothing itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from models.engines.engine_kind import Endpoint, EngineKind, OptionKey
+from models.settings import EngineConfig, ModelConfig, OpenAIConfig
+from models.types import ChatEngine, SendLimits
+
+
+class OpenAIKind(EngineKind[OpenAIConfig]):
+    section = "openai"
+    outside = True
+
+    @classmethod
+    def shared_options(cls, sections: EngineConfig) -> OpenAIConfig:
+        return sections.openai
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(
+            url=self.options.base_url,
+            requests_per_minute=self.options.requests_per_minute,
+            tokens_per_minute=self.options.tokens_per_minute,
+            chat_markup=tuple(self.options.chat_markup),
+        )
+
+    def connect(self, role: str, model: ModelConfig, limits: SendLimits) -> ChatEngine:
+        """With what its chat template is told in each request."""
+        from models.engines.openai.openai_engine import OpenAIEngine
+
+        return OpenAIEngine(model.path, role, told_options(self.options, model), limits=limits)
+
+    def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
+        options = self.options
+        if "chat_template_kwargs" in options.extra_body and model.chat_template_kwargs:
+            raise ValueError(
+                f"{key('extra_body')}: chat_template_kwargs are also set in {role}.chat_template_kwargs; keep "
+                "those alone"
+            )
+        if options.api_key_env and not os.environ.get(options.api_key_env, "").strip():
+            name = key("api_key_env")
+            raise ValueError(
+                f"{name}: the environment variable {options.api_key_env} is not set; set it, type "
+                f"{name}=<another variable>, or {name}='' for an endpoint that wants no key"
+            )
+
+
+def told_options(options: OpenAIConfig, model: ModelConfig) -> OpenAIConfig:
+    """The options with the model's `chat_template_kwargs` among the fields of each request."""
+    if not model.chat_template_kwargs:
+        return options
+    return replace(options, extra_body={**options.extra_body, "chat_template_kwargs": model.chat_template_kwargs})

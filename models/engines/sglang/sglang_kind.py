@@ -1,0 +1,69 @@
+"""SGLang's servers as a run sees them. Starts none unless told to."""
+
+from __future__ import annotations
+
+from models.engines.engine_kind import CacheRoom, EngineKind, EngineSpec, OptionKey, coarser_than_sent
+from models.engines.installed import sglang_missing
+from models.settings import EngineConfig, ModelConfig, SglangConfig
+from models.types import Engine
+
+
+class SglangKind(EngineKind[SglangConfig]):
+    section = "sglang"
+    transports = ("nccl", "gloo", "disk")
+    tensor_parallel = True
+    grammar = True
+    frees_gpu = True
+    share_option = "mem_fraction"
+    memory_remedy = "lower engine.sglang.mem_fraction, or raise slots_per_replica"
+
+    @classmethod
+    def shared_options(cls, sections: EngineConfig) -> SglangConfig:
+        return sections.sglang
+
+    def make(self, spec: EngineSpec, rank: int) -> Engine:
+        """A server of our own, or the one of this replica among those that run already."""
+        from models.engines.sglang.sglang_engine import SglangEngine
+
+        told = (spec.path, spec.role, self.options)
+        if self.joined:
+            return SglangEngine.join(self.options.urls[rank], *told, seed=spec.seed, chat_template=spec.chat_template)
+        return SglangEngine.start(
+            *told,
+            dtype=spec.dtype,
+            device=spec.device,
+            seed=spec.seed,
+            chat_template=spec.chat_template,
+            tensor_parallel=spec.num_gpus,
+        )
+
+    def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
+        if not self.joined and (missing := sglang_missing(self.options.python)):
+            raise ValueError(missing if missing.startswith("engine.") else f"{role}.engine: {missing}")
+
+    @property
+    def max_rows(self) -> int:
+        return self.options.max_batch_rows
+
+    @property
+    def joined(self) -> int:
+        return len(self.options.urls)
+
+    @property
+    def sleep_mode(self) -> bool:
+        return self.options.sleep_mode
+
+    @property
+    def quantizes(self) -> bool:
+        return coarser_than_sent(self.options.options)
+
+    @property
+    def memory_share(self) -> float | None:
+        return None if self.joined else self.options.mem_fraction
+
+    def cache_room(self, weight_bytes: float, device: str, device_bytes: float | None) -> CacheRoom | None:
+        if device_bytes is None or device == "cpu":
+            return None
+        share = self.options.mem_fraction
+        decided_by = f"what is left of engine.sglang.mem_fraction={share:g}"
+        return CacheRoom(num_bytes=max(0.0, share * device_bytes - weight_bytes), decided_by=decided_by)
