@@ -46,11 +46,11 @@ class MemberHost:
 
     def open_line(self) -> tuple[str, Dialect] | None:
         """As of an EngineHost, for what is asked of the member; on a loop of its own. None where the types of a method
-        can't be told: then all calls go by Ray, in one order."""
+        can't be told: then calls go by Ray, which keeps the order only of calls that wait for one another."""
         try:
             dialect = Dialect.of(type(self._member)).under(MEMBER_CALL)
         except Unspeakable as error:
-            log.info("calls go by Ray: %s", error)
+            log.warning("calls go by Ray: %s", error)
             return None
         self._line = LineEnd(self._answer, dialect)
         loop = asyncio.new_event_loop()

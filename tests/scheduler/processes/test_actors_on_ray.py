@@ -92,7 +92,7 @@ def members() -> MemberFactory:
             self.total += amount
             return self.total
 
-        def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        def scores(self, sequences: list[list[int]]) -> list[float]:
             return [float(sum(sequence)) for sequence in sequences]
 
         def refuse(self) -> None:
