@@ -98,29 +98,31 @@ class WeightTensor:
     checksum: str
 
 
-class Payload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Where the bytes of a bucket are: a subclass per way that weights travel. Its fields are plain data."""
+class Payload:
+    """Where the bytes of a bucket are: a subclass per way that weights travel, a tagged Struct of plain data."""
+
+    __slots__ = ()
 
 
-class InlineBytes(Payload, frozen=True, kw_only=True):
+class InlineBytes(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The bytes themselves, as they cross process and node borders through the object store."""
 
     data: tuple[np.ndarray, ...]  # uint8, 1-D (numpy has no bfloat16), one per tensor
 
 
-class SharedMemory(Payload, frozen=True, kw_only=True):
+class SharedMemory(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A file in this machine's memory: the tensors in order, each at the next multiple of 64 bytes."""
 
     path: str
 
 
-class SafetensorsFile(Payload, frozen=True, kw_only=True):
+class SafetensorsFile(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A file that every receiver can open."""
 
     path: str
 
 
-class Broadcast(Payload, frozen=True, kw_only=True):
+class Broadcast(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank 0 of the group that the engines joined sends the tensors in order, while they load the bucket."""
 
 
@@ -146,14 +148,14 @@ class CudaHandle:
     event_sync_required: bool
 
 
-class CudaHandles(Payload, frozen=True, kw_only=True):
+class CudaHandles(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Memory of the sender's GPUs, the same on each: by a GPU's uuid one handle per tensor. A receiver opens those of
     its own GPU."""
 
     handles: Mapping[str, tuple[CudaHandle, ...]]
 
 
-class ModelFiles(Payload, frozen=True, kw_only=True):
+class ModelFiles(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A whole model in its own folder, read there by the engine's own loader. The bucket names no tensors."""
 
     path: str

@@ -7,8 +7,9 @@ import os
 import traceback
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar, cast
+
+import msgspec
 
 from models.types import (
     Completion,
@@ -26,13 +27,13 @@ from models.types import (
 )
 from scheduler.processes.actors import Closable, EngineFactory
 from scheduler.processes.unix_rpc import LineEnd
+from scheduler.processes.wire_types import KNOWN_ERRORS, Dialect, RemoteError, told
 
 T = TypeVar("T")
 COLLECT_S = 20.0  # without news; a caller that hears nothing for longer knows that this process hangs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A call of `generate`. The ticket names the call; a request_id may come twice."""
 
     ticket: int
@@ -41,35 +42,30 @@ class Request:
     context: RequestContext
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Nobody waits for this call any more."""
 
     ticket: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End a request; its call is answered with what there is."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ticket: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ticket: int
     completion: Completion
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ticket: int
-    error: Exception
+    error: RemoteError
 
 
 Message = Request | Cancel | Abort
@@ -84,14 +80,15 @@ class EngineHost:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._notices: list[Notice] = []
         self._news = asyncio.Event()
-        self._line = LineEnd(lambda method, *args: getattr(self, method)(*args))
+        self._dialect = Dialect.of(EngineHost, but=("start", "open_line"))
+        self._line = LineEnd(lambda method, *args: getattr(self, method)(*args), self._dialect)
 
     async def process_id(self) -> int:
         return os.getpid()
 
-    async def open_line(self) -> str:
-        """A way for these calls beside the actor's own; where to connect to it, once."""
-        return await self._line.listen()
+    async def open_line(self) -> tuple[str, Dialect]:
+        """A way for these calls beside the actor's own; where to connect to it, once, and what it carries."""
+        return await self._line.listen(), self._dialect
 
     async def start(self, make_engine: EngineFactory, rank: int) -> None:
         """Blocks the loop while the model loads: nothing else is asked of a host before."""
@@ -168,7 +165,7 @@ class EngineHost:
             )
             self._tell(Finished(ticket=ticket, completion=completion))
         except Exception as error:
-            self._tell(Failure(ticket=ticket, error=_portable(error)))
+            self._tell(Failure(ticket=ticket, error=told(_portable(error), KNOWN_ERRORS)))
 
     def _tell(self, notice: Notice) -> None:
         self._notices.append(notice)

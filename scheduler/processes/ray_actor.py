@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -20,8 +20,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from models.types import WeightBucket
 from scheduler.placement import Seat
 from scheduler.processes.actors import ActorDied, Closable, MemberFactory, free_port
-from scheduler.processes.call_limits import CallLimits
-from scheduler.processes.unix_rpc import Line, LineBroken, LineEnd, RemoteTraceback
+from scheduler.processes.call_limits import MEMBER_CALL, CallLimits
+from scheduler.processes.unix_rpc import Line, LineBroken, LineEnd
+from scheduler.processes.wire_types import Dialect, RemoteTraceback, Unspeakable
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +40,22 @@ class MemberHost:
     def __init__(self) -> None:
         self._member: object = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="member")
-        self._line = LineEnd(self._answer)
 
     def process_id(self) -> int:
         return os.getpid()
 
-    def open_line(self) -> str:
-        """As of an EngineHost; on a loop of its own."""
+    def open_line(self) -> tuple[str, Dialect] | None:
+        """As of an EngineHost, for what is asked of the member; on a loop of its own. None where the types of a method
+        can't be told: then calls go by Ray, which keeps the order only of calls that wait for one another."""
+        try:
+            dialect = Dialect.of(type(self._member)).under(MEMBER_CALL)
+        except Unspeakable as error:
+            log.warning("calls go by Ray: %s", error)
+            return None
+        self._line = LineEnd(self._answer, dialect)
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, name="line", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(self._line.listen(), loop).result()
+        return asyncio.run_coroutine_threadsafe(self._line.listen(), loop).result(), dialect
 
     def node_address(self) -> str:
         return ray.util.get_node_ip_address()
@@ -69,10 +76,8 @@ class MemberHost:
     def _asked(self, method: str, *args: object) -> Future[object]:
         return self._thread.submit(lambda: operator.methodcaller(method, *args)(self._member))
 
-    async def _answer(self, method: str, *args: Any) -> object:
-        if method == "ask":
-            return await asyncio.wrap_future(self._asked(*args))
-        return await asyncio.to_thread(getattr(self, method), *args)
+    async def _answer(self, method: str, *args: object) -> object:
+        return await asyncio.wrap_future(self._asked(method.removeprefix(f"{MEMBER_CALL}."), *args))
 
 
 class BucketStore:
@@ -102,7 +107,10 @@ class RayActor:
     async def open_line(self) -> None:
         """Calls take a socket from now on instead of Ray. Only to a process of this machine."""
         try:
-            self._line = await Line.connect(cast(str, await self._call_by_ray("open_line")), self.name)
+            opened = cast("tuple[str, Dialect] | None", await self._call_by_ray("open_line"))
+            if opened is not None:
+                path, dialect = opened
+                self._line = await Line.connect(path, self.name, dialect)
         except OSError as error:  # a folder for temporary files whose path is too long for a socket's, say
             log.warning("%s: calls go by Ray, no socket could be had: %s", self.name, error)
 
@@ -123,8 +131,11 @@ class RayActor:
             raise ActorDied(self.name, self._death)
         if self._line is None or any(isinstance(arg, ray.ObjectRef) for arg in args):  # those are Ray's to fetch
             return await self._call_by_ray(method, *args)
+        name, rest = (f"{method}.{args[0]}", args[1:]) if method == MEMBER_CALL else (method, args)
+        if not self._line.carries(name):
+            return await self._call_by_ray(method, *args)
         try:
-            return await self._line.call(method, *args)
+            return await self._line.call(name, *rest)
         except LineBroken:
             if self._death is None:
                 await self._call_by_ray("process_id")  # raises, with the cause, where the process is gone

@@ -22,6 +22,7 @@ from models.types import (
 )
 from scheduler.processes.actors import ActorDied
 from scheduler.processes.engine_host import Abort, Cancel, Finished, FirstToken, Message, Notice, Request
+from scheduler.processes.wire_types import KNOWN_ERRORS, made_anew
 
 
 class Host(Protocol):
@@ -154,7 +155,7 @@ class RemoteEngine:
         elif isinstance(notice, Finished):
             call.answer.set_result(notice.completion)
         else:
-            call.answer.set_exception(notice.error)
+            call.answer.set_exception(made_anew(notice.error, KNOWN_ERRORS))
 
     def _fail_all(self, error: Exception) -> None:
         """No answer will come: every waiting call hears why, each by an exception of its own."""

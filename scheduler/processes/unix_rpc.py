@@ -1,41 +1,67 @@
 """Calls between two processes of one machine, over a Unix socket that nobody else can reach. Knows no Ray.
 
 A call of Ray's passes several threads at either end, and engines and learners are called tens of times a step: they
-are called this way where it can be had.
+are called this way where it can be had. What may cross is told by types (wire_types.py); nothing else is ever made.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import pickle
 import struct
 import tempfile
-import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-HEADER = struct.Struct("!QQ")  # a frame is the number of its call, the length of a pickle, and the pickle
+import msgspec
+
+from scheduler.processes.wire_types import Dialect, RemoteError, args_type, decoder, encoder, made_anew, told
+
+# A frame is the number of its call, what it is, the length of its body, and the body. What it is: of a call, the place
+# of its method in the dialect; of an answer, ANSWERED or FAILED.
+HEADER = struct.Struct("!QHQ")
+ANSWERED, FAILED = range(2)
+Decoder = msgspec.msgpack.Decoder[Any]
+Frame = tuple[int, int, bytes]
+_encoder = encoder()
+_error_decoder = decoder(RemoteError)
 
 
 class LineBroken(Exception):
     """The other end is gone, or this one was closed."""
 
 
-class RemoteTraceback(Exception):
-    """Where in the other process an error was raised; hangs below the error itself."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Method:
+    """place: in the dialect, whose order both ends know."""
+
+    place: int
+    name: str
+    args: Decoder
+    answer: Decoder
+
+
+def _methods(dialect: Dialect) -> list[_Method]:
+    return [
+        _Method(place=place, name=name, args=decoder(args_type(types)), answer=decoder(types.answer))
+        for place, (name, types) in enumerate(dialect.calls.items())
+    ]
 
 
 class LineEnd:
     """The end that is called: `answer(method, *args)` for each call, in a task of its own, begun in their order."""
 
-    def __init__(self, answer: Callable[..., Awaitable[object]]) -> None:
+    def __init__(self, answer: Callable[..., Awaitable[object]], dialect: Dialect) -> None:
         self._ask = answer
+        self._methods = _methods(dialect)
+        self._errors = dialect.errors
         self._server: asyncio.Server | None = None
         self._calls: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> str:
-        """Returns the path at which one caller may connect. Its folder is this user's alone: pickles are trusted."""
+        """Returns the path at which one caller may connect. Its folder is this user's alone."""
         path = Path(tempfile.mkdtemp(prefix="grmpipe-line-")) / "line"
         try:
             self._server = await asyncio.start_unix_server(self._serve, path)
@@ -53,47 +79,61 @@ class LineEnd:
             call.add_done_callback(self._calls.discard)
         writer.close()
 
-    async def _answer(self, number: int, asked: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, number: int, place: int, asked: bytes, writer: asyncio.StreamWriter) -> None:
         try:
-            method, args = pickle.loads(asked)
-            answer = _frame_of(number, (await self._ask(method, *args), None, ""))
+            method = self._methods[place]
+            args = msgspec.structs.astuple(method.args.decode(asked))
+            answer = _frame(number, ANSWERED, _encoder.encode(await self._ask(method.name, *args)))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # whatever it was: unanswered, the caller would wait for ever
-            trace = "".join(traceback.format_exception(error))
-            answer = _frame_of(number, (None, error if _can_travel(error) else RuntimeError(trace), trace))
-        writer.write(answer)
+            answer = _frame(number, FAILED, _encoder.encode(told(error, self._errors)))
+        writer.writelines(answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """A call that waits for its answer."""
+
+    method: _Method
+    answer: asyncio.Future[object]
 
 
 class Line:
     """The end that calls `name`, as tracebacks say. Answers come in any order."""
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dialect: Dialect) -> None:
         self._name = name
         self._writer = writer
+        self._methods: Mapping[str, _Method] = {method.name: method for method in _methods(dialect)}
+        self._errors = dialect.errors
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[object]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._broken = False
         self._reading = asyncio.create_task(self._read_answers(reader))
 
     @classmethod
-    async def connect(cls, path: str, name: str) -> Line:
+    async def connect(cls, path: str, name: str, dialect: Dialect) -> Line:
         """The path is gone then: nobody else gets in, and nothing stays on the disk."""
         try:
             reader, writer = await asyncio.open_unix_connection(path)
         finally:
             _remove(Path(path))
-        return cls(name, reader, writer)
+        return cls(name, reader, writer, dialect)
+
+    def carries(self, method: str) -> bool:
+        return method in self._methods
 
     async def call(self, method: str, *args: object) -> object:
-        """Raises what the method raised, or LineBroken."""
+        """Raises what the method raised, or LineBroken; TypeError for arguments that can't cross."""
         if self._broken:
             raise LineBroken
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        asked = self._methods[method]
+        frame = _frame(number := next(self._numbers), asked.place, _encoder.encode(args))
+        waiting = self._waiting[number] = _Waiting(method=asked, answer=asyncio.get_running_loop().create_future())
         try:
-            self._writer.write(_frame_of(number, (method, args)))
-            return await answer
+            self._writer.writelines(frame)
+            return await waiting.answer
         finally:
             del self._waiting[number]
 
@@ -104,28 +144,25 @@ class Line:
 
     async def _read_answers(self, reader: asyncio.StreamReader) -> None:
         while (frame := await _read_frame(reader)) is not None:
-            number, told = frame
+            number, what, body = frame
             waiting = self._waiting.get(number)
-            if waiting is None or waiting.done():
+            if waiting is None or waiting.answer.done():
                 continue  # given up while the answer travelled
             try:
-                answer, error, trace = pickle.loads(told)
-            except Exception as unknown:  # something that only the other process can import
-                waiting.set_exception(unknown)
-                continue
-            if error is None:
-                waiting.set_result(answer)
-            else:
-                error.__cause__ = RemoteTraceback(f"in {self._name}:\n{trace}")
-                waiting.set_exception(error)
+                if what == FAILED:
+                    waiting.answer.set_exception(made_anew(_error_decoder.decode(body), self._errors, self._name))
+                else:
+                    waiting.answer.set_result(waiting.method.answer.decode(body))
+            except Exception as unknown:  # another type than the method's
+                waiting.answer.set_exception(unknown)
         self._break()
 
     def _break(self) -> None:
         self._broken = True
         self._writer.close()
         for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(LineBroken())
+            if not waiting.answer.done():
+                waiting.answer.set_exception(LineBroken())
 
 
 def _remove(path: Path) -> None:
@@ -133,26 +170,14 @@ def _remove(path: Path) -> None:
     path.parent.rmdir()
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes] | None:
-    """The call's number and a pickle. None at the end, whether the other side closed or died."""
+async def _read_frame(reader: asyncio.StreamReader) -> Frame | None:
+    """None at the end, whether the other side closed or died."""
     try:
-        number, length = HEADER.unpack(await reader.readexactly(HEADER.size))
-        return number, await reader.readexactly(length)
+        number, what, length = HEADER.unpack(await reader.readexactly(HEADER.size))
+        return number, what, await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
 
 
-def _frame_of(number: int, what: object) -> bytes:
-    body = pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(number, len(body)) + body
-
-
-def _can_travel(error: BaseException) -> bool:
-    """Some can't be pickled, or not be made anew; and what is no Exception would end the caller's process."""
-    if not isinstance(error, Exception):
-        return False
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True
+def _frame(number: int, what: int, body: bytes) -> tuple[bytes, bytes]:
+    return HEADER.pack(number, what, len(body)), body

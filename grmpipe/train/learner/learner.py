@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner.batch_metrics import Meter
 from grmpipe.train.learner.reset import Reset, reset_is_due
-from grmpipe.train.optimizer import learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
@@ -108,6 +109,8 @@ class Learner:
 
     accumulate() goes forward and backward on a micro-batch; step() ends the batch they make up, discard() drops it.
     """
+
+    own_errors: ClassVar = (NonFiniteGradients,)
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         self._spec = spec

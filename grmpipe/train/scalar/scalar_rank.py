@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import Metrics
 from models.hub import find_files
@@ -41,6 +42,8 @@ class ScalarSpec:
 
 class ScalarRank:
     """Its methods are collectives: all ranks call the same ones in the same order."""
+
+    own_errors: ClassVar = (NonFiniteGradients,)
 
     def __init__(self, spec: ScalarSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         self._scalar_spec = spec

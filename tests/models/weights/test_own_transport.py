@@ -17,17 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
 from models.types import Payload, TransportKind, WeightBucket, WeightTensor
 from models.weights.opening import dtype_of, opened
 from models.weights.process_group import BroadcastGroup
-from models.weights.sending import WeightTransport
-from models.weights.stream import UnshardedBucket
+from models.weights.sending import UnshardedBucket, WeightTransport
 
 
-class Letter(Payload, frozen=True, kw_only=True):
+class Letter(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     text: tuple[str, ...]
 
 

@@ -88,7 +88,7 @@ def members() -> MemberFactory:
             self.total += amount
             return self.total
 
-        def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        def scores(self, sequences: list[list[int]]) -> list[float]:
             return [float(sum(sequence)) for sequence in sequences]
 
         def refuse(self) -> None:
@@ -179,6 +179,30 @@ def test_a_group_has_a_process_per_rank_and_a_meeting_place() -> None:
         assert "in learner-1" in str(caught.value.__cause__)
 
     on_cluster(seats(learner=2), scene)
+
+
+def test_a_member_is_called_by_a_socket_where_its_types_are_plain_data_else_by_ray() -> None:
+    class Plain:
+        def __init__(self, rank: int, world_size: int, init_method: str | None) -> None:
+            self.rank = rank
+
+        def twice(self, number: int) -> int:
+            return 2 * number
+
+    class Odd(Plain):
+        def same(self, what: object) -> object:
+            return what
+
+    async def scene(cluster: RayCluster) -> None:
+        plain, odd = await cluster.start_group("learner", Plain), await cluster.start_group("critic", Odd)
+        by_socket = [group._actors[0]._line is not None for group in (plain, odd)]  # type: ignore[attr-defined]
+        assert by_socket == [True, False]
+        assert await plain.call_all("twice", 4) == await odd.call_all("twice", 4) == [8]
+        assert await odd.call(0, "same", {1, 2}) == {1, 2}
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            await plain.call(0, "no_such_thing")
+
+    on_cluster(seats(learner=1, critic=1), scene)
 
 
 def test_the_death_of_a_rank_is_the_first_cause_with_its_last_lines() -> None:

@@ -14,7 +14,7 @@ import ray
 from grmpipe.train.critic.critic_learner import CriticLearner
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.offload import LendingLearner
-from models.types import EngineDied, RequestContext, SamplingParams, WeightBucket
+from models.types import EngineDied, RequestContext, SamplingParams, SharedMemory, WeightBucket
 from scheduler.placement import LEAST_CALL_TIMEOUT_S, Seat
 from scheduler.processes.actors import ActorDied
 from scheduler.processes.call_limits import CONTROL, LOAD, CallLimits
@@ -28,7 +28,7 @@ HOUR_S = 3600.0
 ARGS: dict[str, tuple[object, ...]] = {
     "generate": ((1, 2), SamplingParams(max_new_tokens=1), RequestContext(request_id="r", group_id="g", role="policy")),
     "abort": ("r",),
-    "load_bucket": (WeightBucket(tensors=(), payload=None),),  # type: ignore[arg-type]
+    "load_bucket": (WeightBucket(tensors=(), payload=SharedMemory(path="")),),
     "commit_weights": (1,),
     "score": ((1, 2),),
 }

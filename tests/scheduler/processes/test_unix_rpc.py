@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import stat
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from models.types import EngineRefused
-from scheduler.processes.unix_rpc import Line, LineBroken, LineEnd
+from scheduler.processes.unix_rpc import FAILED, HEADER, Line, LineBroken, LineEnd
+from scheduler.processes.wire_types import Dialect
 
 
 class Unspeakable(Exception):
@@ -51,13 +54,17 @@ class Target:
 
 
 def end_of(target: object) -> LineEnd:
-    return LineEnd(lambda method, *args: getattr(target, method)(*args))
+    return LineEnd(lambda method, *args: getattr(target, method)(*args), Dialect.of(type(target)))
+
+
+async def line_to(target: object) -> Line:
+    return await Line.connect(await end_of(target).listen(), "policy-0", Dialect.of(type(target)))
 
 
 @asynccontextmanager
 async def a_line() -> AsyncIterator[tuple[Line, Target]]:
     target = Target()
-    line = await Line.connect(await end_of(target).listen(), "policy-0")
+    line = await line_to(target)
     yield line, target
     line.close()
 
@@ -92,7 +99,7 @@ def test_an_answer_of_any_size_arrives_whole() -> None:
             return data + data
 
     async def run() -> None:
-        line = await Line.connect(await end_of(Large()).listen(), "policy-0")
+        line = await line_to(Large())
         data = bytes(range(256)) * 20_000
         assert await line.call("twice", data) == data + data
         line.close()
@@ -108,40 +115,33 @@ def test_errors_arrive_as_themselves_or_as_their_traceback() -> None:
             assert "in policy-0" in str(caught.value.__cause__) and "in refuse" in str(caught.value.__cause__)
             with pytest.raises(RuntimeError, match="Unspeakable: 1 and 2"):
                 await line.call("stumble")
-            with pytest.raises(AttributeError, match="no_such_thing"):
-                await line.call("no_such_thing")
+            assert not line.carries("no_such_thing")
             assert await line.call("add", 1, 1) == 2
 
     asyncio.run(run())
 
 
-class Strange:
-    """Can be pickled, but never made anew."""
+def test_what_is_not_of_the_methods_types_fails_its_call_alone() -> None:
+    class Careless:
+        async def bring(self) -> int:
+            return cast(int, "three")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (vanish, ())
-
-
-def vanish() -> None:
-    raise ImportError("not known here")
-
-
-def test_what_only_one_process_knows_fails_its_call_alone() -> None:
-    class Stranger:
-        async def bring(self) -> Strange:
-            return Strange()
-
-        async def take(self, what: object) -> None: ...
+        async def bring_a_stranger(self) -> int:
+            return cast(int, Target())
 
         async def add(self, one: int, two: int) -> int:
             return one + two
 
     async def run() -> None:
-        line = await Line.connect(await end_of(Stranger()).listen(), "policy-0")
-        with pytest.raises(ImportError, match="not known here"):
+        line = await line_to(Careless())
+        with pytest.raises(ValueError, match="Expected `int`, got `str`"):
             await line.call("bring")
-        with pytest.raises(ImportError, match="not known here"):
-            await line.call("take", Strange())
+        with pytest.raises(TypeError, match="Target doesn't cross"):
+            await line.call("bring_a_stranger")
+        with pytest.raises(ValueError, match="Expected `int`, got `str`"):
+            await line.call("add", 1, "two")
+        with pytest.raises(TypeError, match="Target doesn't cross"):
+            await line.call("add", 1, Target())
         assert await line.call("add", 1, 2) == 3
         line.close()
 
@@ -171,7 +171,7 @@ def test_the_death_of_the_other_end_is_heard() -> None:
 
         path = Path(tempfile.mkdtemp()) / "line"
         server = await asyncio.start_unix_server(serve, path)
-        line = await Line.connect(str(path), "policy-0")
+        line = await Line.connect(str(path), "policy-0", Dialect.of(Target))
         with pytest.raises(LineBroken):
             await line.call("add", 1, 1)
         server.close()
@@ -204,11 +204,41 @@ def test_one_caller_gets_in_and_nothing_stays() -> None:
     async def run() -> None:
         path = Path(await end_of(Target()).listen())
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        line = await Line.connect(str(path), "policy-0")
+        line = await Line.connect(str(path), "policy-0", Dialect.of(Target))
         assert await line.call("add", 1, 2) == 3
         assert not path.parent.exists()
         with pytest.raises(FileNotFoundError):
-            await Line.connect(str(path), "policy-0")
+            await Line.connect(str(path), "policy-0", Dialect.of(Target))
         line.close()
+
+    asyncio.run(run())
+
+
+ran: list[str] = []
+
+
+class Trap:
+    """Runs something where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (spring, ())
+
+
+def spring() -> None:
+    ran.append("it was unpickled")
+
+
+def test_a_pickle_on_the_socket_runs_nothing_and_is_refused() -> None:
+    async def run() -> None:
+        reader, writer = await asyncio.open_unix_connection(await end_of(Target()).listen())
+        body = pickle.dumps(((), Trap()))
+        pickle.loads(body)
+        assert ran == ["it was unpickled"], "it would run"
+        writer.write(HEADER.pack(7, 0, len(body)) + body)
+        number, what, length = HEADER.unpack(await reader.readexactly(HEADER.size))
+        assert (number, what) == (7, FAILED)
+        await reader.readexactly(length)
+        assert ran == ["it was unpickled"], "it ran again at the end that is called"
+        writer.close()
 
     asyncio.run(run())

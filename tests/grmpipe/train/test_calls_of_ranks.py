@@ -1,0 +1,29 @@
+"""What the driver asks of a rank in another process is plain data, and the errors that it tells apart are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from grmpipe.train.critic.critic_learner import CriticLearner
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.offload import LendingLearner
+from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.scalar.scalar_learner import ScalarLearner
+from models.engines.scorer import ScalarScorer
+from scheduler.processes.wire_types import Dialect, made_anew, told
+
+RANKS = (Learner, LendingLearner, CriticLearner, ScalarLearner, ScalarScorer)
+
+
+@pytest.mark.parametrize("kind", RANKS)
+def test_all_calls_of_a_rank_can_travel_by_a_socket(kind: type) -> None:
+    dialect = Dialect.of(kind)
+    assert {"scores"} <= dialect.calls.keys() or {"accumulate", "step", "bucket", "saved"} <= dialect.calls.keys()
+
+
+@pytest.mark.parametrize("kind", RANKS[:4])
+def test_a_step_that_was_not_finite_is_told_apart_by_the_driver(kind: type) -> None:
+    known = Dialect.of(kind).errors
+    error = made_anew(told(NonFiniteGradients(float("inf"), "critic.lr", ("g1", "g2")), known), known)
+    assert isinstance(error, NonFiniteGradients)
+    assert (error.norm, error.lr_key, error.group_ids) == (float("inf"), "critic.lr", ("g1", "g2"))
