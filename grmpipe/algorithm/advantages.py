@@ -219,8 +219,9 @@ def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advanta
 @functools.cache
 def estimator_of(name: str) -> EstimateBatch:
     """What `algorithm.estimator` names, of several groups. Raises ValueError where this process can't import it."""
-    kind = estimator_named(name)
-    function = found_at(kind.function, "algorithm.estimator")
+    key = "algorithm.estimator"
+    kind = estimator_named(name, key)
+    function = found_at(kind.function, key)
     if kind.need == "batch":
         return cast(EstimateBatch, function)
     of_group = cast(EstimateGroup, function)

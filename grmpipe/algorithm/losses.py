@@ -107,7 +107,8 @@ Loss = Callable[[Scored, AlgorithmConfig], PolicyLoss]
 @functools.cache
 def loss_of(name: str) -> Loss:
     """The function that `algorithm.loss` names. Raises ValueError where this process can't import it."""
-    return cast(Loss, found_at(loss_named(name).function, "algorithm.loss"))
+    key = "algorithm.loss"
+    return cast(Loss, found_at(loss_named(name, key).function, key))
 
 
 def policy_loss(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:

@@ -76,15 +76,15 @@ Kind = TypeVar("Kind", LossKind, EstimatorKind)
 
 
 @functools.cache
-def loss_named(name: str) -> LossKind:
+def loss_named(name: str, key: str = "loss") -> LossKind:
     """Of a row of LOSSES, or of a dotted path. Raises ValueError that begins with the key."""
-    return _named(name, "loss", LOSSES, LossKind, ("scored", "algorithm"))
+    return _named(name, key, LOSSES, LossKind, ("scored", "algorithm"))
 
 
 @functools.cache
-def estimator_named(name: str) -> EstimatorKind:
+def estimator_named(name: str, key: str = "estimator") -> EstimatorKind:
     """Of a row of ESTIMATORS, or of a dotted path. Raises ValueError that begins with the key."""
-    return _named(name, "estimator", ESTIMATORS, EstimatorKind, ("group", "algorithm"))
+    return _named(name, key, ESTIMATORS, EstimatorKind, ("group", "algorithm"))
 
 
 def _named(name: str, key: str, table: Mapping[str, Kind], make: type[Kind], arguments: tuple[str, ...]) -> Kind:
@@ -92,7 +92,7 @@ def _named(name: str, key: str, table: Mapping[str, Kind], make: type[Kind], arg
     if name in table:
         return table[name]
     if not is_dotted(name):
-        known = f"{', '.join(table)}, and the dotted path of a function of yours, as my_module.my_{key}"
+        known = f"{', '.join(table)}, and the dotted path of a function of yours, as my_module.my_function"
         raise ValueError(f"{key}: unknown value {name!r}; known: {known}")
     found = found_at(name, key)
     kind = found if isinstance(found, make) else make(function=name)

@@ -36,5 +36,5 @@ def check_takes(path: str, key: str, arguments: tuple[str, ...]) -> None:
         raise ValueError(f"{wanted}, and is a {type(function).__name__}")
     try:
         inspect.signature(function).bind(*arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the latter where a signature can't be had
         raise ValueError(f"{wanted}: {error}") from error

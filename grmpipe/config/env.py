@@ -27,9 +27,7 @@ class EnvConfig:
             raise ValueError("target: is empty; for kind=custom type env.target=my_package.my_module.MyEnv")
         for key, value in (("target", self.target), ("options", self.options)):
             if value and not self.is_custom:
-                raise ValueError(
-                    f"{key}: is for an env of your own, and kind={self.kind} is none; type env.kind=custom"
-                )
+                raise ValueError(f"{key}: is for an env of your own; type env.kind=custom, or leave it out")
 
     @property
     def is_custom(self) -> bool:

@@ -89,13 +89,13 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
         both_orders=True,
     ),
     "rubric": JudgeProtocol(
-        session="grmpipe.judge.protocols.rubric.RubricHearing",
+        session="grmpipe.judge.protocols.rubric.RubricSession",
         scores="criteria",
         templates={"rubric": "boxed"},
         early_stops=("relaxed",),
     ),
     "steps": JudgeProtocol(
-        session="grmpipe.judge.protocols.stepwise.StepwiseHearing",
+        session="grmpipe.judge.protocols.stepwise.StepwiseSession",
         scores="steps",
         templates={"steps": "boxed"},
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from grmpipe.algorithm.advantages import (
     whiten,
 )
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.algorithm_tables import ESTIMATORS
+from grmpipe.config.algorithm_tables import ESTIMATORS, EstimatorKind
 from grmpipe.config.train import AlgorithmConfig
 
 COMPARING = sorted(set(ESTIMATORS) - {"gae_raw"})  # that one compares with nothing but what a critic expected
@@ -44,6 +45,17 @@ def estimated(name: str, *groups: list[Rewards], **keys: float) -> list[list[flo
     """Advantages by rollout, per token."""
     found = estimate(groups, AlgorithmConfig(estimator=name, **keys))  # type: ignore[arg-type]
     return [advantages_N.tolist() for group in found for advantages_N in group]
+
+
+def first_token_only(group: Sequence[Rewards], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    return [np.zeros(1) for _ in group]
+
+
+def test_an_estimator_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ESTIMATORS, "short", EstimatorKind(function=f"{__name__}.first_token_only"))
+    assert estimated("short", [outcome(0.0), outcome(1.0)]) == [[0.0], [0.0]]
+    with pytest.raises(ValueError, match=r"^algorithm\.estimator: short must give .* for each sampled token"):
+        estimated("short", [outcome(0.0), outcome(1.0, num_tokens=2)])
 
 
 # -- own group -------------------------------------------------------------------------------------------------------

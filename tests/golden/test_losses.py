@@ -23,9 +23,10 @@ from grmpipe.algorithm.losses import (
     k3_kl,
     loss_of,
     policy_gradient,
+    policy_loss,
     ppo_clip,
 )
-from grmpipe.config.algorithm_tables import LOSSES
+from grmpipe.config.algorithm_tables import LOSSES, LossKind
 from grmpipe.config.train import AGGREGATIONS as AGGREGATION_NAMES
 from grmpipe.config.train import KL_ESTIMATORS as KL_NAMES
 from grmpipe.config.train import AlgorithmConfig
@@ -62,6 +63,17 @@ def gradient(tokens: Scored, policy: PolicyLoss) -> list[float]:
 def test_every_name_has_its_function() -> None:
     assert set(KL_ESTIMATORS) == set(KL_NAMES)
     assert set(AGGREGATIONS) == set(AGGREGATION_NAMES)
+
+
+def one_for_all(tokens: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
+    return PolicyLoss(loss_T=tokens.logprobs_T.sum(), clipped_T=torch.zeros(()))
+
+
+def test_a_loss_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be spread over all tokens."""
+    monkeypatch.setitem(LOSSES, "one_for_all", LossKind(function=f"{__name__}.one_for_all"))
+    with pytest.raises(ValueError, match=r"^algorithm\.loss: one_for_all gave a loss_T of shape \(\) for 2 tokens"):
+        policy_loss(scored([1.0, 1.0], [1, 1]), AlgorithmConfig(loss="one_for_all"))
 
 
 def test_ppo_clips_gains_and_keeps_losses() -> None:

@@ -1,4 +1,4 @@
-"""The hearing of rollouts by the criteria of a rubric: a score for each criterion, weighted as the rubric says."""
+"""The session of rollouts by the criteria of a rubric: a score for each criterion, weighted as the rubric says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grmpipe.judge.verdict import outcome_place, unasked
 from grmpipe.types import Failed, Rollout
 
 
-class RubricHearing(PointwiseHearing):
+class RubricSession(PointwiseHearing):
     """As pointwise, with a score for each criterion."""
 
     def matter_of(self, rollout: Rollout) -> Matter | Failed:

@@ -1,4 +1,4 @@
-"""The hearing of rollouts step by step: a score for each step, paid on the tokens of that step."""
+"""The session of rollouts step by step: a score for each step, paid on the tokens of that step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from grmpipe.judge.protocols.steps import steps_of
 from grmpipe.types import Failed, RewardSpan, Rollout
 
 
-class StepwiseHearing(PointwiseHearing):
+class StepwiseSession(PointwiseHearing):
     """As pointwise, with a score for each step."""
 
     def matter_of(self, rollout: Rollout) -> Matter | Failed:

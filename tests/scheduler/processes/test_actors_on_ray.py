@@ -56,9 +56,13 @@ def seats(**replicas: int) -> Placement:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ray_here() -> Iterator[None]:
-    """One Ray for the module; the clusters of the tests join it."""
-    cluster = asyncio.run(RayCluster.start(ClusterConfig(), place(PlacementConfig(), ())))
+def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray for the module; the clusters of the tests join it. Beside its driver's path lies a module of a user's."""
+    folder = tmp_path_factory.mktemp("users")
+    (folder / "users_losses.py").write_text("def mine(scored, algorithm): ...")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+        cluster = asyncio.run(RayCluster.start(ClusterConfig(), place(PlacementConfig(), ())))
     yield
     asyncio.run(cluster.shutdown())
 
@@ -93,6 +97,11 @@ def members() -> MemberFactory:
 
         def refuse(self) -> None:
             raise ValueError("train.lr: no")
+
+        def finds(self, path: str) -> str:
+            from grmpipe.config.dotted_path import found_at
+
+            return str(found_at(path, "algorithm.loss"))
 
         def process_id(self) -> int:
             return os.getpid()
@@ -179,6 +188,17 @@ def test_a_group_has_a_process_per_rank_and_a_meeting_place() -> None:
         assert "in learner-1" in str(caught.value.__cause__)
 
     on_cluster(seats(learner=2), scene)
+
+
+def test_a_rank_imports_what_lies_on_the_drivers_pythonpath() -> None:
+    async def scene(cluster: RayCluster) -> None:
+        group = await cluster.start_group("learner", members())
+        (found,) = await group.call_all("finds", "users_losses.mine")
+        assert str(found).startswith("<function mine")
+        with pytest.raises(ValueError, match=r"^algorithm\.loss: nowhere can't be imported .*on PYTHONPATH"):
+            await group.call(0, "finds", "nowhere.mine")
+
+    on_cluster(seats(learner=1), scene)
 
 
 def test_the_death_of_a_rank_is_the_first_cause_with_its_last_lines() -> None:

@@ -1,0 +1,110 @@
+"""A loss, an estimator, an env and a judge protocol of the user's: a run with all of them, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+
+from grmpipe.config.run_config import ConfigError
+
+SOURCE = """
+import numpy as np
+
+from grmpipe.algorithm.advantages import outcomes, over_tokens
+from grmpipe.algorithm.losses import PolicyLoss
+from grmpipe.config.algorithm_tables import EstimatorKind
+from grmpipe.config.judge_protocols import JudgeProtocol
+from grmpipe.judge.protocols.pointwise import PointwiseHearing
+
+CALLED = set()  # in the driver
+
+
+def weighted(scored, algorithm):
+    loss_T = -algorithm.options["weight"] * scored.advantages_T * scored.logprobs_T
+    return PolicyLoss(loss_T=loss_T, clipped_T=loss_T.new_ones(loss_T.shape))
+
+
+def ranks(groups, algorithm):
+    CALLED.add(f"estimator of {len(groups)} groups")
+    return [over_tokens(group, np.linspace(-1, 1, len(group))[outcomes(group).argsort().argsort()]) for group in groups]
+
+
+RANKS = EstimatorKind(function="users_kinds.ranks", need="batch")
+
+
+def alone(scored):
+    return scored
+
+
+class Echo:
+    def __init__(self, prompt, ending):
+        self.messages = prompt.messages
+        CALLED.add(f"env {ending}")
+
+    def start(self):
+        return self.messages
+
+    async def step(self, text):
+        return ()
+
+
+class Session(PointwiseHearing):
+    def begin(self):
+        CALLED.add("protocol")
+        return super().begin()
+
+
+PROTOCOL = JudgeProtocol(session="users_kinds.Session", early_stops=("relaxed",))
+"""
+
+
+@pytest.fixture
+def users_module(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this process can import it."""
+    folder = tmp_path_factory.mktemp("users")
+    (folder / "users_kinds.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: None, small_run: Callable) -> None:
+    files = small_run(
+        "train.num_steps=1",
+        "algorithm.loss=users_kinds.weighted",
+        "+algorithm.options.weight=0.5",
+        "algorithm.estimator=users_kinds.RANKS",
+        "env=custom",
+        "env.target=users_kinds.Echo",
+        "+env.options.ending=soon",
+        "judge.protocol=users_kinds.PROTOCOL",
+    )
+    assert files.summary["status"] == "completed"
+    assert {"estimator of 4 groups", "env soon", "protocol"} == importlib.import_module("users_kinds").CALLED
+    (step,) = files.steps()
+    assert step["train/clip_share"] == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.loss=nowhere.loss", r"^algorithm\.loss: nowhere can't be imported .*PYTHONPATH"),
+        ("algorithm.loss=users_kinds.los", r"^algorithm\.loss: the module users_kinds has no los$"),
+        ("algorithm.loss=users_kinds.CALLED", r"^algorithm\.loss: .* takes \(scored, algorithm\), and is a set"),
+        ("algorithm.loss=users_kinds.alone", r"^algorithm\.loss: .* takes \(scored, algorithm\): too many"),
+        ("algorithm.loss=hinge", r"^algorithm\.loss: unknown value 'hinge'; known: ppo_clip, .* dotted path"),
+        ("algorithm.estimator=users_kinds.alone", r"^algorithm\.estimator: .* takes \(group, algorithm\): too many"),
+        ("judge.protocol=users_kinds.alone", r"^judge\.protocol: .* takes \(court, prompt, group_id, size\): too many"),
+        ("judge.protocol=users_kinds.Judge", r"^judge\.protocol: the module users_kinds has no Judge"),
+        ("env=custom", r"^env\.target: is empty; for kind=custom type env\.target="),
+        ("env.target=users_kinds.Echo", r"^env\.target: is for an env of your own; type env\.kind=custom"),
+        ("env=custom env.target=users_kinds.alone", r"^env\.target: users_kinds\.alone is no env: it needs `start"),
+        ("env=custom env.target=users_kinds.Echo", r"^env\.options: .* can't be made with a prompt and {}: .*ending"),
+        ("env=custom env.target=users_kinds.Echo task=simulate", r"^env\.kind: task=simulate knows no env of yours"),
+    ],
+)
+def test_what_can_not_be_used_is_refused_by_its_key(
+    users_module: None, small_run: Callable, override: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        small_run(*override.split())
