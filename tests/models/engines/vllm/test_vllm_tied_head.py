@@ -20,7 +20,7 @@ from models.weights.stream import WeightStream
 pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
 
 FAULTY = """
-from models.engines import vllm_worker
+from models.engines.vllm import vllm_worker
 
 vllm_worker.repack_heads = lambda model: None
 Faulty = vllm_worker.WeightReceiver
