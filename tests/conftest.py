@@ -39,12 +39,14 @@ def kept_logging() -> Iterator[None]:
     level = logging.getLogger().level
     for name in names:
         logging.getLogger(name).handlers = []
-    yield
-    logging.captureWarnings(False)
-    logging.getLogger().setLevel(level)
-    for name, (handlers, propagate) in kept.items():
-        replace_handlers(logging.getLogger(name), *handlers)
-        logging.getLogger(name).propagate = propagate
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        logging.getLogger().setLevel(level)
+        for name, (handlers, propagate) in kept.items():
+            replace_handlers(logging.getLogger(name), *handlers)
+            logging.getLogger(name).propagate = propagate
 
 
 @pytest.fixture

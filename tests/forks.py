@@ -46,11 +46,10 @@ class Forked:
     """A script that was started."""
 
     def __init__(self, script: Path, *arguments: object, cwd: Path | None = None, **environment: str) -> None:
-        descriptor, self._output = tempfile.mkstemp()
-        os.close(descriptor)
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  as long as this is kept
         self._process = FORKS.Process(
             target=run,
-            args=(str(script), tuple(map(str, arguments)), str(cwd or Path.cwd()), environment, self._output),
+            args=(str(script), tuple(map(str, arguments)), str(cwd or Path.cwd()), environment, self._output.name),
             daemon=True,  # ends with the tests
         )
         self._process.start()
@@ -61,7 +60,7 @@ class Forked:
 
     @property
     def output(self) -> str:
-        return Path(self._output).read_text()
+        return Path(self._output.name).read_text()
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None

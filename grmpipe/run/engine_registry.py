@@ -15,7 +15,6 @@ from grmpipe.config.roles import (
     tensor_parallel_of,
 )
 from grmpipe.config.run_config import RunConfig
-from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from models.types import Engine
 from scheduler.placement import Placement
@@ -31,6 +30,8 @@ def embedded_engine(model: Model, config: RunConfig, placement: Placement) -> Ma
 
 
 def make_embedded(path: str, role: str, config: RunConfig, device: str, rank: int = 0) -> Engine:
+    from models.engines.embedded.embedded_engine import EmbeddedEngine
+
     options, engine = options_of(role, config), engine_config_of(role, config)
     assert isinstance(engine, EmbeddedConfig)
     return EmbeddedEngine(

@@ -83,7 +83,6 @@ def small_run(
 ) -> Iterator[Callable[..., RunFiles]]:
     """Run the quickstart, or another experiment, small and with overrides; returns its files."""
     monkeypatch.chdir(tmp_path)
-
     yield functools.partial(run_small, tmp_path)
     logging.captureWarnings(False)  # a run takes them for itself
 

@@ -40,6 +40,7 @@ def test_the_quickstart_learns_from_its_judge(tmp_path: Path) -> None:
     assert list((latest / "wandb").glob("offline-run-*")), "W&B is offline without a key"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_weak_judge_is_hacked_and_the_alarm_says_so(tmp_path: Path) -> None:
     launch(tmp_path, "+experiment=reward_hacking", "cluster=inprocess", "tracking=none", "run_dir=run")
