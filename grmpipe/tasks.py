@@ -15,28 +15,24 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBars
 
 from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, sized
-from grmpipe.capacity.plan.plan_report import plan
-from grmpipe.capacity.simulate.simulation import run_simulation, simulator
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.summary import Summary
 from grmpipe.run.errors import RunFailed, RunInterrupted
-from grmpipe.run.evaluate_judge import prepare_evaluation, run_evaluation
-from grmpipe.run.retrain import replay
 from grmpipe.run.rft import finetune
 from grmpipe.run.train import train
-from grmpipe.run.train_meta_rm import train_meta
 from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import Place
 from grmpipe.validate.devices import device_notes
-from grmpipe.validate.meta_training import prepare_meta_training
 from grmpipe.validate.models import Progress
 from grmpipe.validate.prepare import Prepared, prepare
-from grmpipe.validate.retraining import prepare_replay
 
 
 def run_task(config: RunConfig) -> float | None:
-    """The objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted."""
+    """The objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted.
+
+    Each task imports its own parts, so that training doesn't wait for those of the others.
+    """
     return run_replay(config) if config.data.replay is not None else TASKS[config.task](config)
 
 
@@ -53,6 +49,9 @@ def run_train(config: RunConfig) -> float | None:
 
 
 def run_replay(config: RunConfig) -> float | None:
+    from grmpipe.run.retrain import replay
+    from grmpipe.validate.retraining import prepare_replay
+
     with Claim(config) as claim:
         if claim.place.complete:
             return say_complete(claim.place)
@@ -87,6 +86,9 @@ def outcome(summary: Summary, run_dir: Path) -> float | None:
 
 
 def run_train_meta(config: RunConfig) -> float | None:
+    from grmpipe.run.train_meta_rm import train_meta
+    from grmpipe.validate.meta_training import prepare_meta_training
+
     with Claim(config) as claim:
         with model_progress() as progress:
             ready = prepare_meta_training(config, progress)
@@ -103,6 +105,8 @@ def run_train_meta(config: RunConfig) -> float | None:
 
 
 def run_evaluate(config: RunConfig) -> float | None:
+    from grmpipe.run.evaluate_judge import prepare_evaluation, run_evaluation
+
     with Claim(replace(config, resume="never")) as claim:
         with model_progress() as progress:
             ready = prepare_evaluation(config, progress)
@@ -115,12 +119,17 @@ def run_evaluate(config: RunConfig) -> float | None:
 
 
 def show_plan(config: RunConfig) -> None:
+    from grmpipe.capacity.plan.plan_report import plan
+    from grmpipe.capacity.simulate.simulation import simulator
+
     with model_progress() as progress:
         text = plan(config, progress, simulator)
     print(text)
 
 
 def show_simulation(config: RunConfig) -> None:
+    from grmpipe.capacity.simulate.simulation import run_simulation
+
     with model_progress() as progress:
         text = run_simulation(config, progress)
     print(text)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from grmpipe.observe.logs import NOISY, OURS, replace_handlers
+
+sys.path.append(str(Path(__file__).parent))  # a fork finds forks.py by its name
+
+import forks
 
 # The same examples on every machine, every time; `--hypothesis-profile=explore` draws new ones.
 settings.register_profile("repeatable", derandomize=True)
@@ -16,16 +24,49 @@ settings.register_profile("explore", derandomize=False)
 settings.load_profile("repeatable")
 
 
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was skipped, in one line: how many, and why."""
+    reasons = Counter(str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", []))
+    if reasons:
+        told = "; ".join(f"{count} x {reason.removeprefix('Skipped: ')}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {told}")
+
+
+@contextmanager
+def kept_logging() -> Iterator[None]:
     names = ["", *NOISY, *OURS]
     kept = {name: (list(logging.getLogger(name).handlers), logging.getLogger(name).propagate) for name in names}
     level = logging.getLogger().level
     for name in names:
         logging.getLogger(name).handlers = []
-    yield
-    logging.captureWarnings(False)
-    logging.getLogger().setLevel(level)
-    for name, (handlers, propagate) in kept.items():
-        replace_handlers(logging.getLogger(name), *handlers)
-        logging.getLogger(name).propagate = propagate
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        logging.getLogger().setLevel(level)
+        for name, (handlers, propagate) in kept.items():
+            replace_handlers(logging.getLogger(name), *handlers)
+            logging.getLogger(name).propagate = propagate
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    with kept_logging():
+        yield
+
+
+@pytest.fixture(scope="session")
+def keep_logging() -> Callable[[], AbstractContextManager[None]]:
+    """The same for fixtures that are older than a test."""
+    return kept_logging
+
+
+@pytest.fixture(scope="session")
+def forked() -> type[forks.Forked]:
+    """`forked(script, *arguments, cwd=..)`: a process with its imports made, one thread, no hub."""
+    root = str(Path(__file__).parents[1])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": root}.items():
+            patch.setenv(name, value)
+        forks.serve()
+    return forks.Forked

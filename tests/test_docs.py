@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -52,10 +53,22 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_every_guarantee_names_tests_that_there_are() -> None:
+def is_long(file: Path, test: str) -> bool:
+    """Whether `make test` leaves all of it out."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    marks = [
+        ast.unparse(node.value) for node in body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)
+    ]
+    (function,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == test]
+    marks += [mark for mark in map(ast.unparse, function.decorator_list) if "parametrize" not in mark]
+    return any("mark.long" in mark for mark in marks)
+
+
+def test_every_guarantee_names_tests_that_there_are_and_some_that_the_gate_runs() -> None:
     sections = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").split("\n## ")[1:]
     for section in sections:
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", section)
         assert named, f"no test holds: {section.splitlines()[0]}"
         for file, test in named:
             assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
+        assert not all(is_long(ROOT / file, test) for file, test in named), section.splitlines()[0]

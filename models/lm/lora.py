@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm
-from models.lm.parallelize import CAUSAL_LM, Architecture, decoder_layers
 from models.lm.pieces import Outgoing, Piece, pieces_of, unshard
 from models.settings import INSTALL_PEFT, LoraConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
+
+    from models.lm.parallelize import Architecture
 
 ADAPTER = "default"  # peft's own name for an only adapter
 
@@ -61,6 +62,8 @@ def peft_missing() -> str | None:
 def targets_of(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """Names of the linear layers that get adapters, without what stands before their last dot; all within the blocks
     where the configuration names none. Raises ValueError naming one that isn't there."""
+    from models.lm.parallelize import decoder_layers  # late: engines shard nothing
+
     there = {
         name.rpartition(".")[2]
         for layer in decoder_layers(model)
@@ -99,6 +102,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int
 
 def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Architecture:
     """Causal language models with new adapters; what is frozen is held in a type of its own."""
+    from models.lm.parallelize import CAUSAL_LM, Architecture
 
     def load(path: str, dtype: str) -> PreTrainedModel:
         return add_adapters(CAUSAL_LM.load(path, frozen_dtype), lora, dtype, seed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,9 +70,13 @@ def test_after_a_kill_only_what_is_missing_is_sampled_again(small_run: Callable)
     assert [line["step"] for line in again.lines("metrics")] == list(range(again.summary["steps"] + 1))
 
 
-def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(small_run: Callable) -> None:
-    files = small_run(*COTRAIN, experiment="cotrain")
-    summary = files.summary
+@pytest.fixture(scope="module")
+def cotrained(run_once: Callable) -> Any:
+    return run_once(*COTRAIN, "train.checkpoint_every=2", experiment="cotrain")
+
+
+def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(cotrained: Any) -> None:
+    files, summary = cotrained, cotrained.summary
     assert summary["status"] == "completed"
     assert summary["versions"]["policy"] == 3
     assert 1 + 2 <= summary["versions"]["grm"] <= 1 + 3
@@ -89,11 +95,11 @@ def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(sm
     assert (files.run_dir / "grm" / "config.json").exists()
 
 
-def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable) -> None:
-    files = small_run(*COTRAIN, "train.checkpoint_every=2", experiment="cotrain")
-    checkpoints = files.run_dir / "checkpoints"
+def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained: Any, tmp_path: Path) -> None:
+    shutil.copytree(cotrained.run_dir, tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "latest").write_text("step_2")  # as a kill after the second step would have left it
-    (files.run_dir / "summary.json").unlink()
+    (tmp_path / "run" / "summary.json").unlink()
     state = RunState.from_json((checkpoints / "step_2" / "run_state.json").read_text())
     assert state.grm_cut is not None
     again = small_run(*COTRAIN, "train.checkpoint_every=2", "resume=auto", experiment="cotrain")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from grmpipe.config.run_config import ConfigError
@@ -21,6 +20,8 @@ LORA = (
 
 def test_a_run_trains_adapters_and_leaves_a_policy_behind_however_it_syncs(small_run: Callable) -> None:
     """Stopped after two steps, it goes on from the adapters alone, with the other way to sync."""
+    from peft import PeftModel
+
     merged = small_run(*LORA)
     base, ids = str(SHIPPED / "policy"), torch.tensor([[5, 6, 7, 8, 9]])
     whole = load_causal_lm(base)

@@ -53,18 +53,6 @@ def test_own_prompts_and_held_out_prompts_of_files_are_trained_and_measured(
     assert {line["prompt_id"].split(":")[0] for line in files.lines("groups")} == {"train.jsonl"}
 
 
-def test_the_same_rows_as_parquet_give_the_same_rollouts(tmp_path: Path, small_run: Callable) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", rows(8))
-    pq.write_table(pa.Table.from_pylist(rows(8)), tmp_path / "rows.parquet")
-    texts = []
-    for suffix in ("jsonl", "parquet"):
-        files = small_run(
-            *ONE_STEP, "train.max_staleness=0", f"data.path=rows.{suffix}", "data.eval_path=null", run_dir=suffix
-        )
-        texts.append(texts_of(files.run_dir))
-    assert texts[0] == texts[1]
-
-
 def test_without_references_no_truth_is_claimed_and_without_held_out_prompts_no_objective(
     tmp_path: Path, small_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:

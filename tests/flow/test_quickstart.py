@@ -1,4 +1,4 @@
-"""What the README promises, run as it says: the quickstart on Ray learns, and two ranks are one learner."""
+"""What the README promises, run as it says: the quickstart on Ray learns, and a weak judge is hacked and told of."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def test_the_quickstart_learns_from_its_judge(tmp_path: Path) -> None:
     assert list((latest / "wandb").glob("offline-run-*")), "W&B is offline without a key"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_weak_judge_is_hacked_and_the_alarm_says_so(tmp_path: Path) -> None:
     launch(tmp_path, "+experiment=reward_hacking", "cluster=inprocess", "tracking=none", "run_dir=run")
@@ -51,20 +52,3 @@ def test_the_weak_judge_is_hacked_and_the_alarm_says_so(tmp_path: Path) -> None:
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("alarm/hacking", 0) for line in metrics) == 1
     assert "alarm" in (tmp_path / "run" / "run.log").read_text()
-
-
-@pytest.mark.timeout(300)
-def test_two_ranks_on_ray_train_as_one(tmp_path: Path) -> None:
-    """Synchronous and seeded, so that both runs sample the same rollouts for their first step."""
-    common = (
-        "+experiment=quickstart", "tracking=none", "train.num_steps=2", "train.groups_per_batch=4",
-        "train.max_staleness=0", "data.num_eval_prompts=8", "judge.anchors=8", "train.micro_batch_tokens=512",
-    )  # fmt: skip
-    launch(tmp_path, *common, "run_dir=one")
-    launch(tmp_path, *common, "run_dir=two", "placement=two_ranks")
-    one, two = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()][1]
-        for name in ("one", "two")
-    )
-    for name in ("train/reward", "train/loss", "train/grad_norm", "train/entropy_nats"):
-        assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name

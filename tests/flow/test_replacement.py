@@ -6,25 +6,21 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections import Counter
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grmpipe.observe.recorder import load_rollouts
+from grmpipe.run.errors import RunFailed
 from models.engines.installed import vllm_missing
 
-ROOT = Path(__file__).parents[2]
-STEPS = 6
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("ray_here")]
+STEPS = 4
 # Synchronous, so that each step's log-probs can be held against the learner's.
-COMMAND = [
-    sys.executable, str(ROOT / "launch.py"), "+experiment=quickstart", "run_dir=run", f"train.num_steps={STEPS}",
-    "train.groups_per_batch=4", "train.group_size=4", "train.max_staleness=0", "data.num_prompts=40",
-    "data.num_eval_prompts=16", "judge.anchors=8", "tracking=none",
-]  # fmt: skip
+ON_RAY = ("cluster=ray", f"train.num_steps={STEPS}", "train.max_staleness=0")
+BOTH = ((1, "policy-0"), (2, "grm-0"))  # after which step, whom
 TWO_POLICY_ENGINES = (
     "placement.pools.train.slots=2", "placement.roles.policy.replicas=2", "placement.roles.grm.pool=train",
 )  # fmt: skip
@@ -47,118 +43,100 @@ def process_of(engine: str, run: Path) -> int:
     return int(re.findall(rf"{engine} runs in process (\d+)", (run / "run.log").read_text())[-1])
 
 
-def run_and_kill(
-    cwd: Path, engine: str, *overrides: str, after_step: int = 1, how: signal.Signals = signal.SIGKILL
-) -> tuple[int, str]:
-    """The exit code and output of a run whose engine is killed, or stopped, once a step is done."""
-    process = subprocess.Popen(
-        [*COMMAND, *overrides], cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    run = cwd / "run"
-    deadline = time.monotonic() + 180
-    while not any(line["step"] >= after_step for line in lines(run / "metrics.jsonl")):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(process_of(engine, run), how)
-    output, _ = process.communicate(timeout=240)
-    return process.returncode, output
+def kill(run: Path, victims: Sequence[tuple[int, str]], how: signal.Signals, over: threading.Event) -> None:
+    """Each once its step is done, if the run comes so far."""
+    for step, engine in victims:
+        while not any(line["step"] >= step for line in lines(run / "metrics.jsonl")):
+            if over.wait(0.005):
+                return
+        os.kill(process_of(engine, run), how)
 
 
-def check_samples(run: Path) -> dict:
-    """What a stranger would check, from the files alone; returns the summary."""
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("completed", STEPS)
-    assert summary["groups"] == {"submitted": 4 * STEPS, "trained": 4 * STEPS, "dropped": {}, "in_flight": 0}
-    assert summary["judging"]["failed"] == {}
-    rollouts = [line.rollout for line in load_rollouts(run / "rollouts.jsonl")]
-    keys = Counter((rollout.group_id, rollout.sibling) for rollout in rollouts)
-    assert len(keys) == 16 * STEPS
-    assert set(keys.values()) == {1}, "a rollout came twice"
-    judged = Counter((line["group_id"], line["sibling"]) for line in lines(run / "judgements.jsonl"))
-    assert judged == keys, "a verdict is missing or came twice"
-    for rollout in rollouts:
-        completion = rollout.turns[0].completion
-        assert len(completion.token_ids) == len(completion.logprobs)
-        assert (completion.versions[0].start, completion.versions[-1].end) == (0, len(completion.token_ids))
-    steps = [line for line in lines(run / "metrics.jsonl") if line["step"] > 0]
-    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    assert all(line["mismatch/max_nats"] < 1e-3 for line in steps), "log-probs that are not the model's"
-    assert all(line["sync/probe_error_nats"] < 1e-3 for line in steps)
-    return summary
+@pytest.fixture
+def run_and_kill(small_run: Callable, tmp_path: Path) -> Callable[..., Any]:
+    """A run of which processes are killed, or stopped, once a step is done; returns its files."""
+
+    def run(*overrides: str, victims: Sequence[tuple[int, str]], how: signal.Signals = signal.SIGKILL) -> Any:
+        over = threading.Event()
+        killer = threading.Thread(target=kill, args=(tmp_path / "run", victims, how, over))
+        killer.start()
+        try:
+            return small_run(*ON_RAY, *overrides)
+        finally:
+            over.set()
+            killer.join()
+
+    return run
 
 
-@pytest.mark.timeout(500)
+def check_samples(run: Any) -> None:
+    """What a stranger would check, from the files alone."""
+    run.check_complete(4 * STEPS)
+    assert [line["step"] for line in run.steps()] == list(range(1, STEPS + 1))
+    assert all(line["mismatch/max_nats"] < 1e-3 for line in run.steps()), "log-probs that are not the model's"
+
+
 @pytest.mark.parametrize(
-    ("engine", "overrides"),
+    ("victims", "overrides"),
     [
-        pytest.param("policy-0", (), id="the only policy engine"),
-        pytest.param("grm-0", (), id="the only judge engine"),
-        pytest.param("policy-1", TWO_POLICY_ENGINES, id="one of two policy engines"),
-        pytest.param("grm-0", ONE_VLLM_ENGINE, id="the only engine of both, vLLM", marks=needs_vllm),
+        pytest.param(BOTH, (), id="the only engines of policy and judge"),
+        pytest.param(((1, "policy-1"),), TWO_POLICY_ENGINES, id="one of two policy engines", marks=pytest.mark.long),
+        pytest.param(((1, "grm-0"),), ONE_VLLM_ENGINE, id="the only engine of both, vLLM", marks=needs_vllm),
     ],
 )
 def test_a_killed_engine_is_replaced_and_no_sample_is_altered_or_doubled(
-    tmp_path: Path, engine: str, overrides: tuple[str, ...]
+    run_and_kill: Callable, victims: tuple[tuple[int, str], ...], overrides: tuple[str, ...]
 ) -> None:
-    code, output = run_and_kill(tmp_path, engine, *overrides)
-    assert code == 0, output
-    summary = check_samples(tmp_path / "run")
-    role = engine.partition("-")[0]
-    swaps = overrides == ONE_VLLM_ENGINE  # it dies for both of its roles
-    replaced = {"policy": int(swaps), "grm": int(swaps), role: 1}
+    run = run_and_kill(*overrides, victims=victims)
+    check_samples(run)
+    replaced, swaps = run.summary["engines_replaced"], overrides == ONE_VLLM_ENGINE
     if overrides == TWO_POLICY_ENGINES:  # the run may be over before the other engine is up again
-        assert summary["engines_replaced"] in (replaced, {"policy": 0, "grm": 0})
-    else:
-        assert summary["engines_replaced"] == replaced
-        assert lines(tmp_path / "run" / "metrics.jsonl")[-1][f"engines/replaced_{role}"] == 1
-        log = (tmp_path / "run" / "run.log").read_text()
+        assert replaced in ({"policy": 1, "grm": 0}, {"policy": 0, "grm": 0})
+        return
+    assert replaced == {"policy": 1, "grm": 1}  # an engine of both dies for both
+    log = (run.run_dir / "run.log").read_text()
+    for _, engine in victims:
+        assert run.steps()[-1][f"engines/replaced_{engine.partition('-')[0]}"] == 1
         for told in ("dead -> starting", "starting -> stale", "stale -> healthy"):
             assert f"{engine}: {told}" in log
-        spans = {event["name"] for event in json.loads((tmp_path / "run" / "timeline.json").read_text())}
-        assert spans >= {"died", "starting", "stale"}
+    spans = {event["name"] for event in json.loads((run.run_dir / "timeline.json").read_text())}
+    assert spans >= {"died", "starting", "stale"}
     if swaps:
-        assert min(summary["moves"][way] for way in ("policy->grm", "grm->policy")) >= STEPS
+        assert min(run.summary["moves"][way] for way in ("policy->grm", "grm->policy")) >= STEPS
         assert log.count("runs in process") == 3, "the learner, the engine, and the one in its place"
 
 
-@pytest.mark.timeout(300)
-def test_when_replacements_are_used_up_the_run_ends_with_the_first_cause(tmp_path: Path) -> None:
-    code, output = run_and_kill(tmp_path, "policy-0", "health.max_replacements=0")
-    assert code == 1
-    assert "all engines of role policy died; the first: policy-0: process" in " ".join(output.split())
-    assert "Traceback" not in output
+def test_when_replacements_are_used_up_the_run_ends_with_the_first_cause(
+    run_and_kill: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailed, match="all engines of role policy died; the first: policy-0: process") as failed:
+        run_and_kill("health.max_replacements=0", victims=((1, "policy-0"),))
+    assert "Traceback" not in str(failed.value)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["engines_replaced"] == {"policy": 0, "grm": 0}
 
 
 @pytest.mark.long
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("engine", ["policy-0", "grm-0"])
-def test_a_stopped_engine_is_replaced_and_no_sample_is_altered_or_doubled(tmp_path: Path, engine: str) -> None:
+def test_a_stopped_engine_is_replaced_and_no_sample_is_altered_or_doubled(run_and_kill: Callable, engine: str) -> None:
     quick = ("health.hung_after_s=15", "health.check_every_s=1", "sync.deadline_s=15")
-    code, output = run_and_kill(tmp_path, engine, *quick, how=signal.SIGSTOP)
-    assert code == 0, output
-    role = engine.partition("-")[0]
-    assert check_samples(tmp_path / "run")["engines_replaced"][role] == 1
-    assert f"{engine} died: it hangs" in (tmp_path / "run" / "run.log").read_text()
+    run = run_and_kill(*quick, victims=((1, engine),), how=signal.SIGSTOP)
+    check_samples(run)
+    assert run.summary["engines_replaced"][engine.partition("-")[0]] == 1
+    assert f"{engine} died: it hangs" in (run.run_dir / "run.log").read_text()
 
 
 @pytest.mark.long
-@pytest.mark.timeout(500)
-def test_a_dead_learner_ends_the_run_with_words_and_it_is_resumed(tmp_path: Path) -> None:
-    code, output = run_and_kill(tmp_path, "learner-0", "train.checkpoint_every=1", after_step=2)
-    assert code == 1
-    assert "learner-0 died: process" in " ".join(output.split()) and "Traceback" not in output
+def test_a_dead_learner_ends_the_run_with_words_and_it_is_resumed(
+    run_and_kill: Callable, small_run: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailed, match="learner-0 died: process") as failed:
+        run_and_kill("train.checkpoint_every=1", victims=((2, "learner-0"),))
+    assert "Traceback" not in str(failed.value)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and "learner-0 died" in summary["failure"]
-    resumed = subprocess.run(
-        [*COMMAND, "train.checkpoint_every=1", "resume=auto"], cwd=tmp_path, text=True, capture_output=True,
-        timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())  # the journals hold void rollouts as well
-    assert (summary["status"], summary["steps"]) == ("completed", STEPS)
-    assert summary["groups"] == {"submitted": 4 * STEPS, "trained": 4 * STEPS, "dropped": {}, "in_flight": 0}
+    resumed = small_run(*ON_RAY, "train.checkpoint_every=1", "resume=auto")  # the journals hold void rollouts as well
+    assert (resumed.summary["status"], resumed.summary["steps"]) == ("completed", STEPS)
+    groups = {"submitted": 4 * STEPS, "trained": 4 * STEPS, "dropped": {}, "in_flight": 0}
+    assert resumed.summary["groups"] == groups

@@ -27,6 +27,7 @@ def test_policy_and_judge_on_vllm_train_and_every_judgement_keeps_its_form(small
     assert shares == pytest.approx([1.0] * 3)
 
 
+@pytest.mark.long
 def test_a_mixed_run_has_its_policy_on_vllm_and_its_judge_embedded(small_run: Callable) -> None:
     files = small_run("policy.engine=vllm", "engine.vllm.kv_cache_mb=32", "train.num_steps=2")
     assert files.summary["status"] == "completed"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from forks import Forked
 
 from models.rendezvous import address_towards, interface_of, store_at
 
@@ -28,13 +26,11 @@ def outward() -> str:
 
 
 @pytest.mark.parametrize("where", ["loopback", "outward"])
-def test_process_groups_listen_at_their_meeting_place_alone(where: str) -> None:
+def test_process_groups_listen_at_their_meeting_place_alone(where: str, forked: type[Forked]) -> None:
     address = "127.0.0.1" if where == "loopback" else outward()
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, str(SCRIPT), address], capture_output=True, timeout=120, env=env, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"broadcast": [address], "ranks": [address]}
+    done = forked(SCRIPT, address)
+    assert done.wait(120) == 0, done.output[-3000:]
+    assert json.loads(done.output.splitlines()[-1]) == {"broadcast": [address], "ranks": [address]}
 
 
 def test_an_address_that_is_taken_or_of_another_machine_is_an_error_that_names_it() -> None:

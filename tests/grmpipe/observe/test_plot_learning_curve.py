@@ -7,16 +7,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "plot_learning_curve.py"
-spec = importlib.util.spec_from_file_location("plot_learning_curve", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-plot = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = plot  # dataclasses look their module up
-spec.loader.exec_module(plot)
+
+
+@pytest.fixture(scope="module")
+def plot() -> Any:
+    """The script, with matplotlib."""
+    spec = importlib.util.spec_from_file_location("plot_learning_curve", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    return script
 
 
 def run_dir(path: Path, accuracy: dict[int, float | None]) -> Path:
@@ -28,20 +35,20 @@ def run_dir(path: Path, accuracy: dict[int, float | None]) -> Path:
     return path
 
 
-def test_points_are_scaled_and_steps_without_a_number_left_out(tmp_path: Path) -> None:
+def test_points_are_scaled_and_steps_without_a_number_left_out(tmp_path: Path, plot: Any) -> None:
     directory = run_dir(tmp_path / "a", {0: 0.25, 10: None, 20: 0.75})
     curves = {curve.metric: curve for curve in plot.CURVES}
     assert plot.points_of(directory, curves["eval/true_accuracy"]) == {0: 0.25, 20: 0.75}
     assert plot.points_of(directory, curves["eval/grm_score"]) == {0: 0.5, 10: 0.5, 20: 0.5}
 
 
-def test_the_mean_is_taken_where_every_seed_has_a_value() -> None:
+def test_the_mean_is_taken_where_every_seed_has_a_value(plot: Any) -> None:
     assert plot.mean_over_seeds([{0: 0.0, 10: 0.5, 20: 0.5}, {0: 1.0, 10: 1.0}]) == {0: 0.5, 10: 0.75}
     assert plot.mean_over_seeds([]) == {}
 
 
 @pytest.mark.parametrize("name", ["curve.png", "curve.svg"])
-def test_several_runs_make_one_picture(tmp_path: Path, name: str) -> None:
+def test_several_runs_make_one_picture(tmp_path: Path, plot: Any, name: str) -> None:
     run_dirs = [run_dir(tmp_path / seed, {0: 0.25, 20: 0.75}) for seed in ("a", "b")]
     plot.draw(run_dirs, tmp_path / "docs" / name, "title")
     picture = (tmp_path / "docs" / name).read_bytes()

@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from wandb.proto import wandb_internal_pb2
 
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.observe import wandb_sink
@@ -34,8 +34,10 @@ def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no netrc either
 
 
-def records(run_dir: Path) -> Iterator[wandb_internal_pb2.Record]:
+def records(run_dir: Path) -> Iterator[Any]:
     """What `wandb sync` would send: records in blocks of 32 KiB, each behind a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
     for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
         data, at, whole = path.read_bytes(), 7, b""
         while at + 7 <= len(data):

@@ -69,7 +69,7 @@ def test_a_signal_after_the_flow_is_an_interruption_again() -> None:
 
 STUBBORN = """
 import asyncio, os, signal
-from grmpipe import interrupts
+from grmpipe.run import signals as interrupts
 interrupts.LEAVE_AFTER_S = 0.2
 
 async def run():

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forks import Forked
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
@@ -59,24 +57,17 @@ def batches(make_samples) -> list:
 
 
 @pytest.fixture(scope="module")
-def two(spec: LearnerSpec, batches: list, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+def two(
+    spec: LearnerSpec, batches: list, forked: type[Forked], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict]]:
     """Two ranks, each batch in several rounds: where they wrote, and what came out."""
     directory = tmp_path_factory.mktemp("two")
     (directory / "job.pkl").write_bytes(pickle.dumps((spec, batches, PIECES)))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(directory), str(rank), "2", address],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, stderr = process.communicate(timeout=120)
-        assert process.returncode == 0, stderr.decode()[-3000:]
+    for process in [forked(SCRIPT, directory, rank, 2, address) for rank in range(2)]:
+        assert process.wait(120) == 0, process.output[-3000:]
     return directory, [pickle.loads((directory / f"rank{rank}.pkl").read_bytes()) for rank in range(2)]
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forks import Forked
 from transformers import AutoModelForCausalLM
 
 from grmpipe.algorithm.losses import AGGREGATIONS
@@ -73,17 +71,14 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def run(directory: Path, job: tuple, world_size: int) -> Run:
+def run(forked: type[Forked], directory: Path, job: tuple, world_size: int) -> Run:
     (directory / "job.pkl").write_bytes(pickle.dumps(job))
-    address, env = free_address(), {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-X", "faulthandler", str(SCRIPT), str(directory / "job.pkl"), str(directory)]
+    address = free_address()
     processes = [
-        subprocess.Popen([*command, str(rank), str(world_size), address], env=env, stderr=subprocess.PIPE)
-        for rank in range(world_size)
+        forked(SCRIPT, directory / "job.pkl", directory, rank, world_size, address) for rank in range(world_size)
     ]
     for process in processes:
-        _, stderr = process.communicate(timeout=120)
-        assert process.returncode == 0, stderr.decode()[-3000:]
+        assert process.wait(120) == 0, process.output[-3000:]
     return Run(directory, [pickle.loads((directory / f"rank{rank}.pkl").read_bytes()) for rank in range(world_size)])
 
 
@@ -121,20 +116,30 @@ def mixture(spec: LearnerSpec, mixture_path: str, make_samples) -> Mixture:
 
 @pytest.fixture(scope="module")
 def one(
-    spec: LearnerSpec, batches: list, qwen_path: str, mixture: Mixture, tmp_path_factory: pytest.TempPathFactory
+    spec: LearnerSpec,
+    batches: list,
+    qwen_path: str,
+    mixture: Mixture,
+    forked: type[Forked],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
     """One rank, each batch in a single micro-batch, every sample with a prompt of its own; of every algorithm also in
     several, with shared ones."""
     job = (spec, batches, (WHOLE_BATCH, PIECES), qwen_path, ALGORITHMS, mixture)
-    return run(tmp_path_factory.mktemp("one"), job, 1)
+    return run(forked, tmp_path_factory.mktemp("one"), job, 1)
 
 
 @pytest.fixture(scope="module")
 def two(
-    spec: LearnerSpec, batches: list, qwen_path: str, mixture: Mixture, tmp_path_factory: pytest.TempPathFactory
+    spec: LearnerSpec,
+    batches: list,
+    qwen_path: str,
+    mixture: Mixture,
+    forked: type[Forked],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
     """Two ranks, each batch in several rounds, one of them with an idle rank; siblings share their prompts."""
-    return run(tmp_path_factory.mktemp("two"), (spec, batches, (PIECES,), qwen_path, ALGORITHMS, mixture), 2)
+    return run(forked, tmp_path_factory.mktemp("two"), (spec, batches, (PIECES,), qwen_path, ALGORITHMS, mixture), 2)
 
 
 def test_gradients_in_pieces_on_two_ranks_equal_the_whole_batch(one: Run, two: Run) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -159,6 +158,8 @@ def test_the_fused_decoder_applies_adapters_that_a_push_brings(path: str, target
 
 
 def test_an_export_is_a_plain_model_and_the_adapters_are_pefts(path: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     model = trained(path, lora())
     export_hf(str(tmp_path / "policy"), model, path, lora(), str(tmp_path / "adapter"))
     plain = load_causal_lm(str(tmp_path / "policy"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import Forked
 from transformers import (
     AutoModelForTokenClassification,
     PreTrainedModel,
@@ -152,16 +152,11 @@ def test_a_head_of_two_numbers_is_refused_by_name(tmp_path: Path) -> None:
         scalar_config(str(tmp_path))
 
 
-def test_two_ranks_give_the_scores_and_gradients_of_one(scalar_path: str, tmp_path: Path) -> None:
+def test_two_ranks_give_the_scores_and_gradients_of_one(scalar_path: str, tmp_path: Path, forked: type[Forked]) -> None:
     """Two processes, sharded; each does half the samples."""
-    command = [sys.executable, __file__, scalar_path, str(tmp_path)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, stderr = process.communicate(timeout=120)
-        assert process.returncode == 0, stderr.decode()[-3000:]
+    ranks = [forked(Path(__file__), scalar_path, tmp_path, rank) for rank in range(2)]
+    for process in ranks:
+        assert process.wait(120) == 0, process.output[-3000:]
     model = load_scalar_head(scalar_path)
     ids, positions, lengths = packed(LENGTHS * 2)
     scores = packed_scores(model, ids, positions, lengths)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forks import Forked
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
 
@@ -172,12 +172,10 @@ def test_a_nan_makes_no_step_and_names_the_critics_key(qwen_path: str) -> None:
     assert critic.version == 0 and not scores(critic, batch).any()
 
 
-def test_two_ranks_are_one_critic_and_their_checkpoint_goes_on_on_one(qwen_path: str, tmp_path: Path) -> None:
-    command = [sys.executable, __file__, qwen_path, str(tmp_path)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
+def test_two_ranks_are_one_critic_and_their_checkpoint_goes_on_on_one(
+    qwen_path: str, tmp_path: Path, forked: type[Forked]
+) -> None:
+    ranks = [forked(Path(__file__), qwen_path, tmp_path, rank) for rank in range(2)]
     one = CriticLearner(spec(qwen_path, clip=0.5, dtype="float64"))
     metrics = []
     for step in range(3):
@@ -186,9 +184,8 @@ def test_two_ranks_are_one_critic_and_their_checkpoint_goes_on_on_one(qwen_path:
         if step == 1:
             whole = gradients(one, 1.0)
         metrics.append(one.step())
-    for process in processes:
-        _, stderr = process.communicate(timeout=120)
-        assert process.returncode == 0, stderr.decode()[-3000:]
+    for process in ranks:
+        assert process.wait(120) == 0, process.output[-3000:]
     for rank in range(2):
         theirs = pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes())
         for name, gradient in whole.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from forks import Forked
 from transformers import AutoModelForTokenClassification
 
 from grmpipe.config.train import TrainConfig
@@ -130,15 +130,10 @@ def test_a_nan_makes_no_step(qwen_path: str) -> None:
     assert np.isfinite(take_step(learner, batch, WHOLE_BATCH)["train/loss"])
 
 
-def test_two_ranks_learn_what_one_does(qwen_path: str, tmp_path: Path) -> None:
-    command = [sys.executable, __file__, qwen_path, str(tmp_path)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    for process in processes:
-        _, stderr = process.communicate(timeout=120)
-        assert process.returncode == 0, stderr.decode()[-3000:]
+def test_two_ranks_learn_what_one_does(qwen_path: str, tmp_path: Path, forked: type[Forked]) -> None:
+    ranks = [forked(Path(__file__), qwen_path, tmp_path, rank) for rank in range(2)]
+    for process in ranks:
+        assert process.wait(120) == 0, process.output[-3000:]
     one = ScalarLearner(spec(qwen_path))
     metrics = [take_step(one, sequences(9, step), WHOLE_BATCH) for step in range(2)]
     for rank in range(2):

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(vllm_missing() is not None, r
 
 FAULTY = """
 from pathlib import Path
-from models.engines import vllm_worker
+from models.engines.vllm import vllm_worker
 
 HAND_OVER = vllm_worker.Inbox._load
 

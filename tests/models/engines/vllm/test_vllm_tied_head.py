@@ -17,7 +17,7 @@ from models.settings import VllmConfig
 from models.weights.object_store import ObjectStore
 from models.weights.stream import WeightStream
 
-pytestmark = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
+pytestmark = [pytest.mark.long, pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))]
 
 FAULTY = """
 from models.engines.vllm import vllm_worker

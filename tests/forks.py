@@ -1,0 +1,75 @@
+"""Scripts in forks of a process that has made their imports: a start takes no seconds of them. Used by conftest.py.
+
+What runs is the script itself, as `__main__`, in a process of its own that can be killed. How a user starts one is
+test_quickstart.py's and test_tasks.py's to try.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import runpy
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+IMPORTED = ["pytest", "hydra", "grmpipe.tasks", "models.engines.embedded.embedded_engine"]
+FORKS = multiprocessing.get_context("forkserver")
+
+
+def serve() -> None:
+    """Import it all in a process that forks from now on. Its environment is the one of this moment."""
+    FORKS.set_forkserver_preload(IMPORTED)
+    multiprocessing.forkserver.ensure_running()
+
+
+def run(script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[str, str], output: str) -> None:
+    """As `python script ...` runs there; what it prints goes to the file `output`."""
+    told = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(told, 1)
+    os.dup2(told, 2)
+    os.chdir(cwd)
+    os.environ.update(environment)
+    sys.path.insert(0, str(Path(script).parent))
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # a process of multiprocessing ends without
+
+
+class Forked:
+    """A script that was started."""
+
+    def __init__(self, script: Path, *arguments: object, cwd: Path | None = None, **environment: str) -> None:
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  as long as this is kept
+        self._process = FORKS.Process(
+            target=run,
+            args=(str(script), tuple(map(str, arguments)), str(cwd or Path.cwd()), environment, self._output.name),
+            daemon=True,  # ends with the tests
+        )
+        self._process.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def output(self) -> str:
+        return Path(self._output.name).read_text()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self, timeout_s: float = 240.0) -> int:
+        """The exit code; below 0 the signal that ended it."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise AssertionError(f"it did not end within {timeout_s:.0f} s:\n{self.output[-3000:]}")
+        return self._process.exitcode
