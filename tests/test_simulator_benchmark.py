@@ -50,7 +50,7 @@ def test_errors_are_counted_and_so_is_the_order_of_placements_that_can_be_told_a
     text = simulator.verdicts(rows, ["laptop"])
     assert "1 of 3 within 15%" in text
     assert "of the 2 pairs" in text, "a and b overlap"
-    assert "0 are foretold in their order" in text
+    assert "0 are predicted in their order" in text
 
 
 def test_the_table_has_a_cell_for_each_profile_and_none_for_a_placements_own() -> None:
@@ -72,7 +72,7 @@ def test_a_run_is_compared_with_the_profile_of_its_own_round(tmp_path: Path, mon
 def test_the_report_says_how_it_was_measured_and_how_noisy_the_machine_is() -> None:
     rows = [row("a", [1.0, 1.0], [1.2]), row("b", [2.0, 1.0, 1.5], [1.0], others=0.25)]
     text = simulator.report(rows, ["laptop"], "python benchmarks/simulator.py runs/x")
-    assert text.startswith("# Is the simulator right?")
+    assert text.startswith("# Accuracy of the simulator")
     assert "`python benchmarks/simulator.py runs/x`: 2 placements" in text
     assert "differ by 33% in the median, by 67% at most (b)" in text
     assert "| b | 1.500 | 1.000, 2.000 | 25% |" in text

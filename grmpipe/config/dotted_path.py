@@ -15,7 +15,7 @@ def found_at(path: str, key: str) -> object:
     """What `path` names, as in my_package.my_module.my_name. Raises ValueError that begins with the key."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise ValueError(f"{key}: {path!r} is no dotted path; type it like my_package.my_module.my_name")
+        raise ValueError(f"{key}: {path!r} is not a dotted path; type it like my_package.my_module.my_name")
     try:
         names = vars(importlib.import_module(module_name))
     except Exception as error:  # importing runs the user's code

@@ -81,7 +81,7 @@ def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(co
     assert summary["versions"]["policy"] == 3
     assert 1 + 2 <= summary["versions"]["grm"] <= 1 + 3
     by_group: dict[str, set[int]] = {}
-    for (group_id, _), report in load_verdicts(files.run_dir / "judgements.jsonl"):
+    for (group_id, _), report in dict(load_verdicts(files.run_dir / "judgements.jsonl")).items():
         if isinstance(report.verdict, Verdict):
             by_group.setdefault(group_id, set()).add(report.verdict.grm_version)
             assert {judgement.version for judgement in report.judgements} == {report.verdict.grm_version}

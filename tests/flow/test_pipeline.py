@@ -401,7 +401,7 @@ def test_a_wait_of_60_s_names_what_it_waits_for_and_why_whatever_ends_meanwhile(
     )
     bench.run()
     (told,) = [record.message for record in caplog.records if "the learner waits for groups" in record.message]
-    hangs = r"pending: g000002 \(rolling out: rollouts missing: 1; verdicts missing: 1; the policy has begun; 39 s to"
+    hangs = r"pending: g000002 \(rolling out: rollouts missing: 1; verdicts missing: 1; the policy has begun; 40 s to"
     assert re.search(hangs, told)
     assert re.search(r"; g000009 \(ready: the open batch's places are for groups .* due before it: g000002\)", told)
 

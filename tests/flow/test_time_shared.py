@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from grmpipe.tasks import RunFailed
 from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.types import JudgedGroup
 from models.engines.embedded.embedded_worker import EmbeddedWorker
 
 BY_TURNS = ("placement=time_shared", "placement.pools.all.slots=1")
@@ -59,12 +60,12 @@ def test_a_run_by_turns_that_broke_is_resumed_from_what_it_saved_between_two_tur
     same = (*BY_TURNS, "train.num_steps=2", "train.max_staleness=0", "train.checkpoint_every=1")
     step, num_steps = BatchTrainer.step, 0
 
-    async def breaks(trainer: BatchTrainer) -> dict[str, float]:
+    async def breaks(trainer: BatchTrainer, batch: Sequence[JudgedGroup]) -> dict[str, float]:
         nonlocal num_steps
         num_steps += 1
         if num_steps == 2:
             raise RuntimeError("a cosmic ray")
-        return dict(await step(trainer))
+        return dict(await step(trainer, batch))
 
     monkeypatch.setattr(BatchTrainer, "step", breaks)
     with pytest.raises(RunFailed, match="a cosmic ray"):

@@ -135,7 +135,7 @@ def test_a_tokenizer_without_a_template_is_refused_unless_one_is_given(
     [
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "exactly once"),
         ("{{ messages[0].content }}", "the assistant message exactly once"),
-        ("{{ messages[1].content }}{{ messages[0].content }}", "in its place"),
+        ("{{ messages[1].content }}{{ messages[0].content }}", "exactly once, in order"),
         ("{{ raise_exception('only users') }}", "user, assistant: only users"),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_template_is_told_what_it_branches_on(
     assert tokenizer.decode(thoughtless.extend([user("2")])).endswith("[2]<think></think>")
     assert not caplog.records
     assert rendered(enable_thinkng=False) == "[1]"
-    assert "knows no enable_thinkng" in caplog.text
+    assert "doesn't use enable_thinkng" in caplog.text
 
 
 @pytest.mark.parametrize(

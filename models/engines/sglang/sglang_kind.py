@@ -65,5 +65,5 @@ class SglangKind(EngineKind[SglangConfig]):
         if device_bytes is None or device == "cpu":
             return None
         share = self.options.mem_fraction
-        decided_by = f"what is left of engine.sglang.mem_fraction={share:g}"
+        decided_by = f"the rest of engine.sglang.mem_fraction={share:g}"
         return CacheRoom(num_bytes=max(0.0, share * device_bytes - weight_bytes), decided_by=decided_by)

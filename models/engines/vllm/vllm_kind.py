@@ -78,7 +78,7 @@ class VllmKind(EngineKind[VllmConfig]):
         if device_bytes is None:
             return None
         share = self.options.memory_share
-        decided_by = f"what is left of engine.vllm.gpu_memory_utilization={share:g}"
+        decided_by = f"the rest of engine.vllm.gpu_memory_utilization={share:g}"
         return CacheRoom(num_bytes=max(0.0, share * device_bytes - weight_bytes), decided_by=decided_by)
 
     # -- routed experts, engines of several roles ------------------------------------------------------------------

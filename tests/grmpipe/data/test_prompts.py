@@ -64,7 +64,7 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[1]", "expected an object"),
         ({}, "exactly one of the fields messages and prompt"),
         ({"question": "6 x 2?"}, "its fields: question"),

@@ -92,7 +92,7 @@ def test_a_bad_line_of_a_file_is_named(tmp_path: Path) -> None:
     for line, words in (
         ("{", "line 2: not JSON"),
         ('{"split": "train"}', "line 2: expected an object with exactly the fields item_id, label"),
-        (good[1].replace('"held_out"', '"test"'), "line 2: split is train or held_out"),
+        (good[1].replace('"held_out"', '"test"'), "line 2: split must be train or held_out"),
         (good[1].replace("[2, 3]", '["2"]'), "line 2: prompt_ids and sampled_ids must be token ids"),
     ):
         path.write_text(f"{good[0]}\n{line}\n")

@@ -146,7 +146,7 @@ def test_the_files_of_a_run_are_listed_under_their_directory() -> None:
     ConsoleSink(num_steps=2, console=console).print_files(directory, {"metrics.jsonl": "one line per step"})
     lines = text_of(console).splitlines()
     assert lines[0] == str(directory)  # in one piece: it will be copied
-    assert lines[1].split() == ["metrics.jsonl", "a", "line", "a", "step"]
+    assert lines[1].split() == ["metrics.jsonl", "one", "line", "per", "step"]
 
 
 def test_a_console_that_is_gone_fails_no_note(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_a_resume_over_other_data_or_another_template_is_refused_by_its_key(
     with Claim(auto(config)) as claim:
         assert claim.place.resumed, "the same content goes on"
     Path("file.jsonl").write_text(now)
-    with pytest.raises(ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content that mine began"):
+    with pytest.raises(ConfigError, match=rf"^resume: {section}\.{key}: file.jsonl: not the content that mine started"):
         Claim(auto(config))
     Path("file.jsonl").write_text(was)
     with Claim(auto(config)) as claim:

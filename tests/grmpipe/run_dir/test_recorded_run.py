@@ -142,7 +142,7 @@ def test_lines_that_are_missing_are_told(tmp_path: Path) -> None:
         ("train.max_staleness=1", r"^train\.max_staleness: 1, .* type train\.max_staleness=2"),
         ("task=plan", r"^data\.replay: task=plan can't replay"),
         ("data.replay=nowhere.jsonl", r"^data\.replay: there is no nowhere\.jsonl"),
-        ("train.num_steps=3", r"^policy\.path: the tokenizer or the chat template of tiny://policy is another"),
+        ("train.num_steps=3", r"^policy\.path: the tokenizer or the chat template of tiny://policy differs"),
     ],
 )
 def test_what_does_not_fit_the_recorded_run_is_refused_by_its_key(tmp_path: Path, override: str, told: str) -> None:

@@ -24,7 +24,7 @@ def check(engine: str, resource: str, **options: bool) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "resource", "why"),
-    [("sglang", "gpu", "engine=sglang tells none"), ("vllm", "cpu", "vLLM reports them only on a GPU")],
+    [("sglang", "gpu", "engine=sglang doesn't report them"), ("vllm", "cpu", "vLLM reports them only on a GPU")],
 )
 def test_who_does_not_tell_them_is_refused(engine: str, resource: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"^algorithm\.routing_replay: .*{why}; type policy\.engine=embedded"):

@@ -170,14 +170,14 @@ def test_an_export_is_a_plain_model_and_the_adapters_are_pefts(path: str, tmp_pa
 
 
 def test_a_target_that_is_not_there_is_named_with_those_that_are(path: str) -> None:
-    with pytest.raises(ValueError, match=r"'qproj'; there are: .*q_proj"):
+    with pytest.raises(ValueError, match=r"'qproj'; known: .*q_proj"):
         check_targets(path, lora(target_modules=["qproj"]))
     check_targets(path, lora(target_modules=ALL))
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="there are: none"):
+    with pytest.raises(ValueError, match="known: none"):
         check_targets(str(tmp_path), lora())
 
 

@@ -162,7 +162,7 @@ def test_when_all_slots_roll_out_a_few_judgements_take_one_of_them() -> None:
     move = decide(view)
     assert move is not None
     assert move.target == "grm"
-    assert "nobody serves grm" in move.reason
+    assert "no slot serves grm" in move.reason
     assert decide(after(view, move)) is None
 
 

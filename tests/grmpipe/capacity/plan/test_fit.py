@@ -116,7 +116,7 @@ def test_steps_alike_are_counted_per_token_and_that_is_said() -> None:
     fit = fit_learner([1000.0] * 5, [2.0, 1.0, 1.0, 1.0, 1.1])
     assert fit is not None
     assert (fit[0].token_s, fit[0].step_s) == (0.001, 0.0)
-    assert "couldn't be told" in fit[1]
+    assert "couldn't be separated" in fit[1]
     assert fit_learner([1000.0], [1.0]) is None
 
 

@@ -352,7 +352,7 @@ def test_hang_ups_and_broken_answers_are_asked_again(endpoint: Endpoint) -> None
 
 def test_nobody_there_ends_in_died_with_the_last_cause() -> None:
     config = OpenAIConfig(base_url="http://127.0.0.1:9/v1", api_key_env="JUDGE_KEY", max_retries=1)
-    with pytest.raises(EngineDied, match=r"127\.0\.0\.1 gave no answer in 2 tries .*max_retries.*ConnectError"):
+    with pytest.raises(EngineDied, match=r"127\.0\.0\.1 gave no answer in 2 attempts .*max_retries.*ConnectError"):
         asyncio.run(chat(OpenAIEngine("judge-1", "grm", config)))
 
 
@@ -419,7 +419,7 @@ def respond(answer: Answer) -> httpx.Response:
 def test_waits_double_with_jitter_and_end_in_died_after_max_retries() -> None:
     died, times = virtually([respond(error(503, "overloaded"))], chat, max_retries=4)
     assert isinstance(died, EngineDied)
-    assert "in 5 tries" in str(died) and "HTTP 503: overloaded" in str(died)
+    assert "in 5 attempts" in str(died) and "HTTP 503: overloaded" in str(died)
     waits = [after - before for before, after in itertools.pairwise(times)]
     for wait, longest in zip(waits, (0.5, 1, 2, 4), strict=True):
         assert longest / 2 - 1e-3 <= wait <= longest + 1e-3

@@ -185,7 +185,7 @@ def test_a_commit_that_the_server_does_not_echo_is_an_error(model_path: str) -> 
         engine = engine_of(model_path, Script(model_info=lambda body: {"weight_version": "6"}))
         await engine.pause()
         await engine.begin_weights()
-        with pytest.raises(RuntimeError, match="version 7 was sent to SGLang .* says 6"):
+        with pytest.raises(RuntimeError, match="version 7 was sent to SGLang .* reports 6"):
             await engine.commit_weights(7)
         assert engine.version == 0
 
@@ -196,7 +196,7 @@ def test_a_joined_server_that_serves_another_model_later_is_named(model_path: st
     async def go() -> None:
         engine = engine_of(model_path, Script(model_info=lambda body: {"model_path": "/other"}), served_path="/mine")
         for request_id in ("first", "second"):
-            with pytest.raises(RuntimeError, match=r"engine\.sglang\.urls: .*'/mine', and serves '/other' now"):
+            with pytest.raises(RuntimeError, match=r"engine\.sglang\.urls: .*'/mine', but now serves '/other'"):
                 await ask(engine, request_id)
 
     asyncio.run(go())
