@@ -81,7 +81,7 @@ def inputs(tmp_path: Path) -> Path:
         (["judge.max_new_tokens=2000"], r"^judge\.timeout_s: 120 s is less than max_new_tokens / min_tokens_per_s"),
         (["judge=rule", "data.path=bare.jsonl"], r"^data\.path: .*bare.jsonl, line 1: the prompt has no reference"),
         (["judge=rule", "data.path=words.jsonl"], r"^data\.path: .*words.jsonl, line 1: .*contains_reference"),
-        (["engine.embedded.max_context_tokens=600"], r"^engine\.embedded\.max_context_tokens: 600 exceeds the context window"),
+        (["engine.embedded.max_context_tokens=600"], r"^engine\.embedded\.max_context_tokens: 600 exceeds the context"),
         (["cluster=ray", "placement.pools.train.slots=4096"], r"^placement\.pools\.train: needs 4096 cpu slots"),
         (["placement=eight_gpus"], r"^placement\.pools\.train: needs 4 gpu slots.*placement=laptop"),
         (["placement.pools.judging.resource=gpu", "placement.pools.judging.slots=2",

@@ -280,7 +280,7 @@ def test_a_known_window_of_a_judge_outside_is_held_against_the_questions(monkeyp
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"policy": {"engine": "openai"}}, r"^policy\.engine: openai can't receive weights .*embedded or vllm or sglang$"),
+        ({"policy": {"engine": "openai"}}, r"^policy\.engine: openai can't receive .*embedded or vllm or sglang$"),
         ({"grm": {"path": "tiny://grm", "engine": "openai"}}, r"^grm\.path: tiny://grm is a shipped tiny model"),
         ({"judge": {"structured": True}, "grm": OUTSIDE}, r"^judge\.structured: openai can't constrain"),
     ],
