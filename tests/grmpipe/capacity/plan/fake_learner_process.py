@@ -30,8 +30,8 @@ from transformers import PreTrainedModel, Qwen3Config
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack_families
 from grmpipe.train.batching.shared_prefix import Family
+from grmpipe.train.learner import learner as learner_module
 from grmpipe.train.learner.learner import Learner, LearnerSpec
-from grmpipe.train.learner.learner import learner as learner_module
 from grmpipe.types import MicroBatch, TrainingSample
 from models.lm import packed_attention
 from models.lm.causal_lm import outline_causal_lm
