@@ -1,4 +1,4 @@
-"""Verdicts made of scores and of other verdicts. Pure."""
+"""Votes over the scores of judgements, and verdicts made of them and of other verdicts. Pure."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grmpipe.train.learner.offload import LearnerByTurns
+from grmpipe.train.learner.time_shared_learner import LearnerByTurns
 from grmpipe.validate.prepare import Prepared
 from scheduler.events import EventSink
 from scheduler.routing.router import Router

@@ -15,7 +15,7 @@ from grmpipe.run.observers import Observers
 from grmpipe.run.start import Running
 from grmpipe.train.critic.valued_journal import ValuedJournal
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.offload import TrainerByTurns, begin_turn
+from grmpipe.train.learner.time_shared_learner import TrainerByTurns, begin_turn
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from models.types import Engine, SamplingParams

@@ -23,7 +23,8 @@ from grmpipe.run.start_meta_rm import guide_of, start_scorers
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.offload import LearnerByTurns, LendingLearner
+from grmpipe.train.learner.offload import LendingLearner
+from grmpipe.train.learner.time_shared_learner import LearnerByTurns
 from grmpipe.types import Judge
 from grmpipe.validate.engines import window_of
 from grmpipe.validate.prepare import Prepared

@@ -1,4 +1,4 @@
-"""One optimizer step on a sharded model: gradients divided, checked, clipped, applied. Knows no loss."""
+"""An optimizer step on a sharded model: learning rate, gradients divided, checked, clipped, applied. Knows no loss."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from scheduler.routing.speed_estimate import Pace
 
+NEVER_S = 1e9  # when a role without a slot finishes
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ask:
@@ -126,9 +128,6 @@ class Load:
         hand.rows_s += hand.num_rows * (now_s - hand.changed_s)
         hand.changed_s = now_s
         return hand
-
-
-NEVER_S = 1e9  # what nobody serves ends in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

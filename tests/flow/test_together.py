@@ -24,7 +24,7 @@ from grmpipe.judge.base import OneByOne
 from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
 from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.train.learner.offload import TrainerByTurns, begin_turn
+from grmpipe.train.learner.time_shared_learner import TrainerByTurns, begin_turn
 from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (

@@ -27,7 +27,7 @@ from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.critic.valued_journal import ValuedJournal
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.offload import LearnerByTurns, TrainerByTurns, begin_turn
+from grmpipe.train.learner.time_shared_learner import LearnerByTurns, TrainerByTurns, begin_turn
 from models.engines.simulated.simulated_engine import SimulatedEngine
 from models.engines.simulated.simulated_pace import SharedDevice
 from models.types import Engine

@@ -1,4 +1,4 @@
-"""Pauses judging while the judge fails too often, and then stops the run. Judges nothing."""
+"""Is the judge fit? A gate that pauses judging and then stops the run, and the reward-hacking alarm. Judges nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Literal
 from grmpipe.judge.monitor.position_bias import Habits
 from grmpipe.types import Cause, Failed, JudgeReport, Metrics
 from scheduler.clock import ActiveClock
+
+log = logging.getLogger(__name__)
 
 GateState = Literal["open", "paused", "stopped"]
 ROUNDING = 1e-9  # 5.3 - 4.3 is a rise of 1.0
@@ -136,9 +138,6 @@ class HackingAlarm:
             f"up {rise:.2f} since step {first_step}, while its accuracy on gold anchors is {gold_accuracy:.2f}, "
             f"down {fall:.2f} since step {best_step}."
         )
-
-
-log = logging.getLogger(__name__)
 
 
 class Unfit(Exception):
