@@ -39,7 +39,8 @@ ConfigStore.instance().store(name="schema", node=schema())
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def compose_and_run(config) -> float | None:  # type: ignore[no-untyped-def]  # a DictConfig; config_files.py is its door
+# type: ignore[no-untyped-def]  # a DictConfig; config_files.py is its door
+def compose_and_run(config) -> float | None:
     # SystemExit passes through Hydra unreported, where any other exception gets a report of Hydra's on top of ours.
     try:
         return run_job(build(config))

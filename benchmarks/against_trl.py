@@ -47,7 +47,7 @@ SETTINGS_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One side with one seed. Looks at held-out problems are in no step's seconds."""
+    """One side with one seed. Held-out evaluations are in no step's seconds."""
 
     step_s: list[float]
     looks: dict[int, float]  # step -> true accuracy, sampled at T = 1
@@ -62,7 +62,7 @@ class Run:
         return statistics.fmean(self.step_s[SETTLED:])
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """Of steps, up to the first look that is as good; None if there was none."""
+        """Of steps, up to the first evaluation that is as good; None if there was none."""
         reached = [step for step, found in sorted(self.looks.items()) if found >= accuracy]
         return sum(self.step_s[: reached[0]]) if reached else None
 
@@ -77,7 +77,7 @@ def tiny(name: str) -> str:
 def run_ours(folder: Path, seed: int) -> Run:
     run_dir = folder / f"grmpipe-{seed}"
     command = [
-        sys.executable, "launch.py", "+experiment=quickstart", "tracking=none", "watch.every=0", f"seed={seed}",
+        sys.executable, "launch.py", "+experiment=quickstart", "tracking=none", "judge_monitor.every=0", f"seed={seed}",
         f"train.num_steps={STEPS}", f"train.groups_per_batch={GROUPS}", f"train.group_size={GROUP_SIZE}",
         f"data.num_eval_prompts={HELD_OUT}", f"judge.anchors={HELD_OUT}", f"judge.anchor_every={LOOK_EVERY}",
         "train.checkpoint_every=0", f"run_dir={run_dir}",
@@ -93,7 +93,7 @@ def run_ours(folder: Path, seed: int) -> Run:
         **finals(run_dir / "policy"),
         stages_s={
             **{role: seconds / len(step_s) for role, seconds in summary["busy_s"].items()},
-            "learner waits": statistics.fmean(step["wait/learner_for_groups_s"] for step in steps),
+            "learner waits": statistics.fmean(step["stall/groups_s"] for step in steps),
             "sync": statistics.fmean(step["sync/push_s"] for step in steps),
         },
         busy_share=busy,

@@ -31,7 +31,7 @@ STEPS = 24
 GROUPS = 8
 HELD_OUT = 256
 BUDGET = (
-    "+experiment=quickstart", "cluster=inprocess", "tracking=none", "tracking.console=false", "watch.every=0",
+    "+experiment=quickstart", "cluster=inprocess", "tracking=none", "tracking.console=false", "judge_monitor.every=0",
     f"train.num_steps={STEPS}", f"train.groups_per_batch={GROUPS}", "train.checkpoint_every=0",
     f"data.num_eval_prompts={HELD_OUT}", f"judge.anchor_every={STEPS}",
 )  # fmt: skip
@@ -140,7 +140,7 @@ def read_run(run_dir: Path, row: Row, seed: int) -> Result:
         after_greedy=last["true_accuracy_greedy"],
         grm_score=last["grm_score"],
         step_s=statistics.median(step["time/step_s"] for step in steps),
-        learner_s=statistics.median(step["time/learner_s"] for step in steps),
+        learner_s=statistics.median(step["time/train_s"] for step in steps),
         clip_share=statistics.fmean(step["train/clip_share"] for step in steps),
         steps=summary["steps"],
         dropped=summary["groups"]["dropped"],

@@ -21,7 +21,7 @@ from models.types import Engine
 from scheduler.placement import ClusterConfig, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.cpu_time import cpu_seconds
 from scheduler.processes.ray_cluster import RayCluster
-from scheduler.processes.unix_rpc import Line
+from scheduler.processes.unix_rpc import RpcClient
 
 OUTPUT = Path(__file__).with_suffix(".md")
 ABOUT = """# Cost of a call to an engine
@@ -84,7 +84,7 @@ async def measure(rounds: int, num_calls: int, num_tokens: int) -> dict[str, Cos
         (engine,) = (await cluster.start_engines("policy", make_engine)).values()
         (process_id,) = cluster.process_ids("policy")
         actor = engine._host  # type: ignore[attr-defined]  # a user has no choice between the two
-        ways: dict[str, Line | None] = {"Ray": None, "socket": actor._line}
+        ways: dict[str, RpcClient | None] = {"Ray": None, "socket": actor._line}
         found: dict[str, list[Cost]] = {name: [] for name in ways}
         for _ in range(rounds + 1):
             for name, line in ways.items():

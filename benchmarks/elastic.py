@@ -26,15 +26,15 @@ from pathlib import Path
 import numpy as np
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.envs.play import Seat, play
+from grmpipe.envs.play import RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.judge.base import OneByOne
-from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
-from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.engines.simulated.simulated_pace import SharedDevice
+from models.engines.simulated.simulated_rate import SharedDevice
 from models.types import (
     Engine,
     EngineSpeed,
@@ -118,8 +118,10 @@ class Renderer:
 
 
 class Prompts:
-    def at(self, draw: int) -> Prompt:
-        return Prompt(prompt_id=f"p{draw}", messages=(Message(role="user", content=f"question {draw}"),))
+    def at(self, prompt_index: int) -> Prompt:
+        return Prompt(
+            prompt_id=f"p{prompt_index}", messages=(Message(role="user", content=f"question {prompt_index}"),)
+        )
 
 
 class NoJournal:
@@ -216,7 +218,7 @@ class Judge:
                 )
                 tasks.create_task(self._grm.generate(ids, params, context))
         span = RewardSpan(turn=0, start=0, end=1, value=0.5)
-        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, agreement=1.0, num_judgements=JUDGEMENTS)
+        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, score_std=1.0, num_judgements=JUDGEMENTS)
         return JudgeReport(verdict=verdict)
 
 
@@ -259,9 +261,9 @@ async def simulate(case: Case) -> Outcome:
     sync = WeightSync(weights, (1, 2, 3), SyncConfig())
     reports: list[StepReport] = []
 
-    async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         params = SamplingParams(max_new_tokens=MAX_TOKENS)
-        return await play(seat, SingleTurn(prompt), routers["policy"], Renderer(), params, 1, on_first_token)
+        return await play(request, SingleTurn(prompt), routers["policy"], Renderer(), params, 1, on_first_token)
 
     async def push(version: int) -> SyncReport:
         return await push_to_living(sync, routers["policy"], version)
@@ -269,12 +271,12 @@ async def simulate(case: Case) -> Outcome:
     async def after_step(report: StepReport) -> None:
         reports.append(report)
 
-    parts = Parts(
+    parts = PipelineComponents(
         prompts=Prompts(),
         too_long=lambda prompt: False,
         play=played,
-        judge=OneByOne(Judge(routers["grm"])),
-        watch=JudgeFitness(FailureGate(max_failure_rate=1.0, window=32, pause_s=5.0)),
+        judge=PointwiseAdapter(Judge(routers["grm"])),
+        judge_guard=JudgeFitness(CircuitBreaker(max_failure_rate=1.0, window=32, pause_s=5.0)),
         trainer=Trainer(weights),
         push_weights=push,
         journal=NoJournal(),
@@ -287,8 +289,8 @@ async def simulate(case: Case) -> Outcome:
         min_valid_siblings=2,
         max_staleness=case.staleness,
         group_deadline_s=1e6,
-        play_width=1 << 16,
-        judge_width=1 << 16,
+        rollout_concurrency=1 << 16,
+        judge_concurrency=1 << 16,
         seed=0,
     )
     pipeline = Pipeline(parts, config, after_step)

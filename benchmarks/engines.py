@@ -52,7 +52,7 @@ from models.settings import EmbeddedConfig, VllmConfig
 from models.tiny.tokenizer import build_tokenizer
 from models.types import Engine, GroupLink, RequestContext, SamplingParams, WeightBucket, ignore_first_token
 from models.weights.sending import open_transport
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 from scheduler.weights.weight_push import SyncConfig, SyncReport
 from scheduler.weights.weight_sync import WeightSync
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from grmpipe.config.run_config import RunConfig
-from grmpipe.envs.play import Seat
-from grmpipe.judge.base import judge_alone
+from grmpipe.envs.play import RolloutRequest
+from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.pipeline.group import Group, GroupState
-from grmpipe.pipeline.interfaces import Cut, FlowConfig, Parts, StepReport
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.run.components import make_parts
 from grmpipe.run.observers import Observers
@@ -39,41 +39,47 @@ class Step:
     stages_s: Mapping[str, float] = field(default_factory=dict)  # where they don't overlap
 
 
-Block = Callable[[Parts, FlowConfig, Cut], Awaitable[tuple[list[Step], Cut]]]
+Block = Callable[[PipelineComponents, FlowConfig, PipelineState], Awaitable[tuple[list[Step], PipelineState]]]
 Rounds = list[dict[str, list[Step]]]  # by round and way, the steps that count
 
 
 # -- the two ways --------------------------------------------------------------------------------------------------
 
 
-async def run_pipeline(parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[list[Step], Cut]:
-    """From the cut to flow.num_steps; nothing is in flight at either end."""
+async def run_pipeline(
+    parts: PipelineComponents, flow: FlowConfig, pipeline_state: PipelineState
+) -> tuple[list[Step], PipelineState]:
+    """From the state to flow.num_steps; nothing is in flight at either end."""
     steps: list[Step] = []
 
     async def count(report: StepReport) -> None:
         rollouts = [rollout for group in report.groups for rollout in group.rollouts]
-        steps.append(Step(seconds=report.waits.steps_s, num_tokens=num_tokens(rollouts)))
+        steps.append(Step(seconds=report.stalls.steps_s, num_tokens=num_tokens(rollouts)))
 
-    pipeline = Pipeline(parts, flow, count, cut)
+    pipeline = Pipeline(parts, flow, count, pipeline_state)
     await pipeline.run()
-    return steps, pipeline.cut()
+    return steps, pipeline.state()
 
 
-async def run_in_sequence(parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[list[Step], Cut]:
-    """From the cut to flow.num_steps."""
+async def run_in_sequence(
+    parts: PipelineComponents, flow: FlowConfig, pipeline_state: PipelineState
+) -> tuple[list[Step], PipelineState]:
+    """From the state to flow.num_steps."""
     steps: list[Step] = []
-    while cut.version < flow.num_steps:
-        step, cut = await step_in_sequence(parts, flow, cut)
+    while pipeline_state.version < flow.num_steps:
+        step, pipeline_state = await step_in_sequence(parts, flow, pipeline_state)
         steps.append(step)
-    return steps, cut
+    return steps, pipeline_state
 
 
-async def step_in_sequence(parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[Step, Cut]:
+async def step_in_sequence(
+    parts: PipelineComponents, flow: FlowConfig, pipeline_state: PipelineState
+) -> tuple[Step, PipelineState]:
     """All requests of a stage go out at once: its engine may batch as well as it can."""
     clock = asyncio.get_running_loop().time
-    draws = range(cut.next_draw, cut.next_draw + flow.groups_per_batch)
+    prompt_indices = range(pipeline_state.next_prompt_index, pipeline_state.next_prompt_index + flow.groups_per_batch)
     moments_s = [clock()]
-    groups = [open_group(parts, flow, draw) for draw in draws]
+    groups = [open_group(parts, flow, prompt_index) for prompt_index in prompt_indices]
     rollouts = await asyncio.gather(*(play(parts, flow, g, n) for g in groups for n in range(flow.group_size)))
     moments_s.append(clock())
     await asyncio.gather(*(judge(parts, group, rollout) for group in groups for rollout in group.rollouts))
@@ -83,36 +89,38 @@ async def step_in_sequence(parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[St
         await parts.trainer.take(group)
     await parts.trainer.step(batch)
     moments_s.append(clock())
-    await parts.push_weights(cut.version + 1)
+    await parts.push_weights(pipeline_state.version + 1)
     moments_s.append(clock())
     step = Step(
         seconds=moments_s[-1] - moments_s[0],
         num_tokens=num_tokens(rollouts),
         stages_s={stage: moments_s[i + 1] - moments_s[i] for i, stage in enumerate(STAGES)},
     )
-    return step, Cut(version=cut.version + 1, next_draw=draws.stop, dropped=cut.dropped)
+    return step, PipelineState(
+        version=pipeline_state.version + 1, next_prompt_index=prompt_indices.stop, dropped=pipeline_state.dropped
+    )
 
 
-def open_group(parts: Parts, flow: FlowConfig, draw: int) -> Group:
+def open_group(parts: PipelineComponents, flow: FlowConfig, prompt_index: int) -> Group:
     return Group(
-        group_id=f"g{draw:06d}",
-        draw=draw,
-        prompt=parts.prompts.at(draw),
+        group_id=f"g{prompt_index:06d}",
+        prompt_index=prompt_index,
+        prompt=parts.prompts.at(prompt_index),
         size=flow.group_size,
         min_valid_siblings=flow.min_valid_siblings,
     )
 
 
-async def play(parts: Parts, flow: FlowConfig, group: Group, sibling: int) -> Rollout:
+async def play(parts: PipelineComponents, flow: FlowConfig, group: Group, sibling: int) -> Rollout:
     seed = derive_seed(flow.seed, f"{group.group_id}/{sibling}")
-    seat = Seat(group_id=group.group_id, sibling=sibling, seed=seed)
-    rollout = await parts.play(seat, group.prompt, ignore_first_token)
+    request = RolloutRequest(group_id=group.group_id, sibling=sibling, seed=seed)
+    rollout = await parts.play(request, group.prompt, ignore_first_token)
     group.add_rollout(rollout)
-    parts.journal.rollout(group.draw, group.prompt, rollout)
+    parts.journal.rollout(group.prompt_index, group.prompt, rollout)
     return rollout
 
 
-async def judge(parts: Parts, group: Group, rollout: Rollout) -> None:
+async def judge(parts: PipelineComponents, group: Group, rollout: Rollout) -> None:
     report = await judge_alone(parts.judge, group.prompt, rollout)
     group.add_verdict(rollout.sibling, report.verdict)
     parts.journal.judged(rollout, report)
@@ -139,14 +147,14 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
     observers = Observers.open(config, directory, None)
     running = await start(prepared, observers.timeline, directory)
     try:
-        flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.width, config.seed)
-        parts, cut = make_parts(prepared, running, observers), Cut()
-        await parts.push_weights(cut.version)
+        flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.max_concurrency, config.seed)
+        parts, pipeline_state = make_parts(prepared, running, observers), PipelineState()
+        await parts.push_weights(pipeline_state.version)
         rounds: Rounds = []
         for turn in range(num_rounds):
             rounds.append({})
             for way in [*WAYS][turn % len(WAYS) :] + [*WAYS][: turn % len(WAYS)]:
-                rounds[-1][way], cut = await run_block(way, parts, flow, cut)
+                rounds[-1][way], pipeline_state = await run_block(way, parts, flow, pipeline_state)
                 print(f"round {turn}, {way}: {mean_s(rounds[-1][way]):.3f} s per step", flush=True)
         return rounds
     finally:
@@ -154,13 +162,17 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
         observers.close()
 
 
-async def run_block(way: str, parts: Parts, flow: FlowConfig, cut: Cut) -> tuple[list[Step], Cut]:
+async def run_block(
+    way: str, parts: PipelineComponents, flow: FlowConfig, pipeline_state: PipelineState
+) -> tuple[list[Step], PipelineState]:
     """The steps that count, and where to go on."""
     run, max_staleness = WAYS[way]
-    num_steps = cut.version + STEPS_PER_BLOCK + 2
-    steps, cut = await run(parts, replace(flow, num_steps=num_steps, max_staleness=max_staleness), cut)
+    num_steps = pipeline_state.version + STEPS_PER_BLOCK + 2
+    steps, pipeline_state = await run(
+        parts, replace(flow, num_steps=num_steps, max_staleness=max_staleness), pipeline_state
+    )
     # How stale a way trained is no business of the next.
-    return steps[1:-1], replace(cut, max_staleness_trained=0)
+    return steps[1:-1], replace(pipeline_state, max_staleness_trained=0)
 
 
 # -- telling -------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def measured(run_dir: Path, overrides: Sequence[str]) -> Mapping[str, Any]:
 
 
 def rows(folder: Path, overrides: Sequence[str]) -> list[Row]:
-    judges = {"grm": ["grm=tiny"], "weak_grm": ["grm=tiny_weak", "meta=tiny"]}
+    judges = {"grm": ["grm=tiny"], "weak_grm": ["grm=tiny_weak", "meta_rm=tiny"]}
     for experiment in TRAININGS:
         judges[f"weak_grm after {experiment}"] = [
             "grm=path", f"grm.path={trained(folder, experiment, overrides)}"
@@ -72,8 +72,8 @@ def rows(folder: Path, overrides: Sequence[str]) -> list[Row]:
             run_dir = folder / f"{judge.replace(' ', '_')}_{vote}"
             result = measured(run_dir, [*grm, f"judge.vote={vote}", *overrides])
             found.append(Row(judge=judge, vote=vote, result=result))
-        if "meta=tiny" in grm:
-            found.append(Row(judge=judge, vote="best half by the meta-RM", result=result, column="with_meta"))
+        if "meta_rm=tiny" in grm:
+            found.append(Row(judge=judge, vote="best half by the meta-RM", result=result, column="with_meta_rm"))
     return found
 
 
@@ -109,7 +109,7 @@ def report(found: Sequence[Row]) -> list[str]:
         "once, at the largest k and T = 1; smaller votes are subsets of the same judgements. In percent. `weak_grm` is",
         "the judge of `+experiment=reward_hacking`, which padding can fool; `rft_grm` and `train_grm` train it on",
         "`tiny://judgements` (SPCT: rejective fine-tuning, reinforcement learning by rule), one seed each. The meta-RM",
-        "is `tiny://meta`, made for `weak_grm`.",
+        "is `tiny://meta_rm`, made for `weak_grm`.",
         "",
         "## The best of two to five responses, strictly above the others",
         "",

@@ -31,7 +31,7 @@ VARIANTS = {
     "rft_grm, train_grm": ["+experiment=train_grm", "grm.path={folder}/rft_grm_{seed}/policy"],
     "reward_hacking": ["+experiment=reward_hacking"],
     "cotrain": ["+experiment=cotrain"],
-    "cotrain_soon": ["+experiment=cotrain", "cotrain.warmup_steps=20", "cotrain.max_resampled_batches=0"],
+    "cotrain_soon": ["+experiment=cotrain", "cotrain.warmup_steps=20", "cotrain.dynamic_sampling_batches=0"],
 }
 
 
@@ -41,7 +41,7 @@ class Run:
 
     seed: int
     summary: Mapping[str, Any]
-    looks: Sequence[Mapping[str, float]]  # lines of metrics.jsonl with a look at held-out problems
+    looks: Sequence[Mapping[str, float]]  # lines of metrics.jsonl with an evaluation of held-out problems
     steps: Sequence[Mapping[str, float]]
 
     def at(self, step: int, metric: str) -> float | None:

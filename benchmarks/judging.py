@@ -21,9 +21,9 @@ from grmpipe.capacity.simulate.scripts import lognormal
 from grmpipe.capacity.simulate.simulated_cluster import PRINCIPLES, simulate
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
 from grmpipe.data.prompts import load_prompts
-from grmpipe.envs.play import Seat, play
+from grmpipe.envs.play import RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import is_right
 from grmpipe.types import JudgeReport, Prompt, Rollout, Verdict
@@ -64,8 +64,8 @@ async def rollouts_of_the_quickstart(num_groups: int) -> list[Group]:
 
     async def played(prompt: Prompt, sibling: int) -> Rollout:
         group_id = prompt.prompt_id
-        seat = Seat(group_id=group_id, sibling=sibling, seed=derive_seed(SEED, f"{group_id}/{sibling}"))
-        return await play(seat, SingleTurn(prompt), engine, renderer, params, 1, ignore_first_token)
+        request = RolloutRequest(group_id=group_id, sibling=sibling, seed=derive_seed(SEED, f"{group_id}/{sibling}"))
+        return await play(request, SingleTurn(prompt), engine, renderer, params, 1, ignore_first_token)
 
     groups = []
     for prompt in load_prompts("tiny://train", num_tiny_prompts=num_groups, seed=SEED):
@@ -80,13 +80,13 @@ async def judged(groups: Sequence[Group], early_stop: EarlyStopConfig, grm: str)
     path = resolve_model(grm)
     engine, renderer = EmbeddedEngine(path, "grm", EmbeddedConfig()), Renderer.load(path)
     config = JudgeConfig(num_judgements=NUM_JUDGEMENTS, max_new_tokens=128, early_stop=early_stop)
-    judge = GenerativeJudge(GrmHere("grm", engine, renderer, renderer.context_tokens), config, SEED)
+    judge = GenerativeJudge(LocalGrm("grm", engine, renderer, renderer.context_tokens), config, SEED)
     done = []
     for group in groups:
-        hearing = judge.open(group.prompt, group.prompt.prompt_id, SIBLINGS)
-        sittings = [one for rollout in group.rollouts for one in hearing.add(rollout)]
+        session = judge.open(group.prompt, group.prompt.prompt_id, SIBLINGS)
+        judge_tasks = [one for rollout in group.rollouts for one in session.add(rollout)]
         reports: dict[int, JudgeReport] = {}
-        for some in await asyncio.gather(*(hearing.judge(sitting) for sitting in sittings)):
+        for some in await asyncio.gather(*(session.judge(judge_task) for judge_task in judge_tasks)):
             reports |= some
         done.append(replace(group, reports=tuple(reports[sibling] for sibling in range(SIBLINGS))))
     engine.close()
@@ -202,9 +202,9 @@ def principles(num_steps: int, num_judges: int) -> None:
                 groups=16, staleness=staleness, rollouts=lognormal(500, 0.6), judgements=lognormal(tokens, 0.3)
             )
             judge = JudgeConfig(
-                template="ahead" if ahead else "boxed",
+                template="shared_principles" if ahead else "boxed",
                 parser="boxed",
-                principles="ahead" if ahead else "inline",
+                principles="shared" if ahead else "inline",
                 num_judgements=2,
                 max_new_tokens=2048,
                 min_tokens_per_s=1,

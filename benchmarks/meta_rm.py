@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from grmpipe.evaluation.meta_quality import measure
-from grmpipe.judge.meta_examples import Example, read_examples
+from grmpipe.evaluation.meta_rm_quality import measure
+from grmpipe.judge.labelled_judgements import LabelledJudgement, read_examples
 from grmpipe.judge.meta_rm import sigmoid
 from grmpipe.types import Metrics
 from models.engines.scorer import ScalarScorer, ScorerSpec
@@ -37,7 +37,7 @@ class Measured:
 
 def measure_run(run_dir: Path) -> Measured:
     held_out = [example for example in read_examples(run_dir / "judgements.jsonl") if example.split == "held_out"]
-    scorer = ScalarScorer(ScorerSpec(path=str(run_dir / "meta")))
+    scorer = ScalarScorer(ScorerSpec(path=str(run_dir / "meta_rm")))
     logits = scorer.scores([example.token_ids for example in held_out])
     probabilities = [sigmoid(logit) for logit in logits]
     place_in_item = places(held_out)
@@ -56,7 +56,7 @@ def measure_run(run_dir: Path) -> Measured:
     )
 
 
-def places(examples: Sequence[Example]) -> list[int]:
+def places(examples: Sequence[LabelledJudgement]) -> list[int]:
     """Of each judgement among those of its item."""
     seen: dict[str, int] = {}
     found = []

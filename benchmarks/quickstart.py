@@ -177,9 +177,9 @@ STAGES: tuple[Row, ...] = (
     (
         "learner waits for groups, share of the steps without evaluations",
         ".0%",
-        step_share("wait/learner_for_groups_s"),
+        step_share("stall/groups_s"),
     ),
-    ("no rollout in flight, admission closed, share of them", ".0%", step_share("wait/engines_for_learner_s")),
+    ("no rollout in flight, admission closed, share of them", ".0%", step_share("stall/engines_idle_s")),
     ("weight syncs, share of them", ".1%", step_share("sync/push_s")),
     ("one weight sync (median), ms", ".0f", lambda run: 1e3 * run.median("sync/push_s")),
     ("of it: generation paused (median), ms", ".0f", lambda run: 1e3 * run.median("sync/pause_s")),

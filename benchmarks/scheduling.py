@@ -30,7 +30,7 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.pipeline.interfaces import Cut
+from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.types import Prompt
 from models.types import EngineSpeed, Message
 from scheduler.events import NoEvents
@@ -46,9 +46,15 @@ def workload(
     """Groups of 8."""
     config = RunConfig(
         train=TrainConfig(groups_per_batch=groups, group_size=8, max_staleness=staleness, micro_batch_tokens=4096),
-        rollout=RolloutConfig(max_new_tokens=2048, min_tokens_per_s=1, group_deadline_s=PATIENCE_S, width=ALL),
+        rollout=RolloutConfig(
+            max_new_tokens=2048, min_tokens_per_s=1, group_deadline_s=PATIENCE_S, max_concurrency=ALL
+        ),
         judge=JudgeConfig(
-            num_judgements=num_judgements, max_new_tokens=1024, min_tokens_per_s=1, timeout_s=PATIENCE_S, width=ALL
+            num_judgements=num_judgements,
+            max_new_tokens=1024,
+            min_tokens_per_s=1,
+            timeout_s=PATIENCE_S,
+            max_concurrency=ALL,
         ),
     )
     question = Message(role="user", content="How many apples are left when she has given away half of them? " * 4)
@@ -109,7 +115,7 @@ async def in_sequence(placement: Placement, num_steps: int) -> float:
     load = overlap_workload(0)
     parts, _ = Simulation(load, placement, OVERLAP_COSTS, num_steps, NoEvents()).assemble()
     await parts.push_weights(0)
-    steps, _ = await run_in_sequence(parts, flow_of(load.config, num_steps), Cut())
+    steps, _ = await run_in_sequence(parts, flow_of(load.config, num_steps), PipelineState())
     return statistics.fmean(step.seconds for step in steps)
 
 

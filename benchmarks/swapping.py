@@ -32,7 +32,7 @@ from models.settings import VllmConfig
 from models.tiny.resolve import resolve_model
 from models.types import ModelFiles, RequestContext, SamplingParams, WeightBucket
 from models.weights.sending import open_transport
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 OUTPUT = Path(__file__).with_suffix(".md")
 BUCKET_BYTES = 64 << 20

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grmpipe.capacity.shared_cores import TURN_COST, shares
+from grmpipe.capacity.shared_cores import CONTEXT_SWITCH_COST, shares
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
 from models.tiny.resolve import resolve_model
@@ -42,9 +42,9 @@ compare that with as many engines as cores, and with the value that simulations 
 def main() -> None:
     cores = os.cpu_count() or 1
     rates = {count: together(count) for count in range(1, cores + 4)}
-    text = HEADING.format(cores=cores, rows=ROWS, new_tokens=NEW_TOKENS, turn_cost=TURN_COST)
+    text = HEADING.format(cores=cores, rows=ROWS, new_tokens=NEW_TOKENS, context_switch_cost=CONTEXT_SWITCH_COST)
     for count, rate in rates.items():
-        reckoned = float(count * shares(np.array(count), cores, TURN_COST) / cores)
+        reckoned = float(count * shares(np.array(count), cores, CONTEXT_SWITCH_COST) / cores)
         text += f"| {count} | {rate:.2f} | {rate / rates[cores]:.2f} | {reckoned:.2f} |\n"
     REPORT.write_text(text, encoding="utf-8")
     print(text)

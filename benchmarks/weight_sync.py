@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from models.types import GroupLink, WeightBucket
 from models.weights.sending import WeightTransport, open_transport
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 OUTPUT = Path(__file__).with_suffix(".md")
 SIZES = (1_000_000, 10_000_000, 100_000_000, 500_000_000)

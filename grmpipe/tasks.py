@@ -19,10 +19,10 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.summary import Summary
 from grmpipe.run.errors import RunFailed, RunInterrupted
-from grmpipe.run.rft import finetune
+from grmpipe.run.rft import train_judge_rft
 from grmpipe.run.train import train
 from grmpipe.run_dir.claim import Claim
-from grmpipe.run_dir.directory import Place
+from grmpipe.run_dir.directory import RunLocation
 from grmpipe.validate.devices import device_notes
 from grmpipe.validate.models import Progress
 from grmpipe.validate.prepare import Prepared, prepare
@@ -33,7 +33,7 @@ def run_task(config: RunConfig) -> float | None:
 
     Each task imports its own parts, so that training doesn't wait for those of the others.
     """
-    return run_replay(config) if config.data.replay is not None else TASKS[config.task](config)
+    return run_retrain(config) if config.data.retrain_from is not None else TASKS[config.task](config)
 
 
 def run_train(config: RunConfig) -> float | None:
@@ -48,21 +48,21 @@ def run_train(config: RunConfig) -> float | None:
         return outcome(asyncio.run(RUNS[config.task](prepared, *anywhere(run_dir, claim.place))), run_dir)
 
 
-def run_replay(config: RunConfig) -> float | None:
-    from grmpipe.run.retrain import replay
-    from grmpipe.validate.retraining import prepare_replay
+def run_retrain(config: RunConfig) -> float | None:
+    from grmpipe.run.retrain import retrain
+    from grmpipe.validate.retraining import prepare_retraining
 
     with Claim(config) as claim:
         if claim.place.complete:
             return say_complete(claim.place)
         with model_progress() as progress:
-            prepared = prepare_replay(config, progress)
+            prepared = prepare_retraining(config, progress)
         tell(claim.place.notes)
         run_dir = claim.open()
-        return outcome(asyncio.run(replay(prepared, *anywhere(run_dir, claim.place))), run_dir)
+        return outcome(asyncio.run(retrain(prepared, *anywhere(run_dir, claim.place))), run_dir)
 
 
-def anywhere(run_dir: Path, place: Place) -> tuple[Path, Path | None]:
+def anywhere(run_dir: Path, place: RunLocation) -> tuple[Path, Path | None]:
     """The run's directory and its checkpoint for processes that stand elsewhere."""
     return run_dir.absolute(), place.checkpoint.absolute() if place.checkpoint is not None else None
 
@@ -72,7 +72,7 @@ def tell(lines: Iterable[str]) -> None:
         print(f"grmpipe: note: {line}", file=sys.stderr)
 
 
-def say_complete(place: Place) -> float | None:
+def say_complete(place: RunLocation) -> float | None:
     print(f"{place.run_dir} is complete; see {place.run_dir}/summary.json")
     return objective_of(place.run_dir)
 
@@ -85,21 +85,21 @@ def outcome(summary: Summary, run_dir: Path) -> float | None:
     return summary.objective
 
 
-def run_train_meta(config: RunConfig) -> float | None:
-    from grmpipe.run.train_meta_rm import train_meta
-    from grmpipe.validate.meta_training import prepare_meta_training
+def run_train_meta_rm(config: RunConfig) -> float | None:
+    from grmpipe.run.train_meta_rm import train_meta_rm
+    from grmpipe.validate.meta_rm_training import prepare_meta_training
 
     with Claim(config) as claim:
         with model_progress() as progress:
             ready = prepare_meta_training(config, progress)
         run_dir = claim.open()
-        summary = asyncio.run(train_meta(ready, run_dir.absolute()))
+        summary = asyncio.run(train_meta_rm(ready, run_dir.absolute()))
     if summary.status == "failed":
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":
         raise RunInterrupted(
             f"interrupted at step {summary.steps}; once {run_dir}/judgements.jsonl exists, a new run can read "
-            "it with meta.judgements=..."
+            "it with meta_rm.judgements=..."
         )
     return summary.objective
 
@@ -135,11 +135,11 @@ def show_simulation(config: RunConfig) -> None:
     print(text)
 
 
-RUNS = {"train": train, "finetune": finetune}
+RUNS = {"train": train, "train_judge_rft": train_judge_rft}
 TASKS = {
     "train": run_train,
-    "finetune": run_train,
-    "train_meta": run_train_meta,
+    "train_judge_rft": run_train,
+    "train_meta_rm": run_train_meta_rm,
     "evaluate": run_evaluate,
     "plan": show_plan,
     "simulate": show_simulation,

@@ -47,12 +47,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sibling, played to its end. `cut` means that max tokens ended it: judged like any other."""
+    """One sibling, played to its end. `truncated` means that max tokens ended it: judged like any other."""
 
     group_id: str
     sibling: int
     turns: tuple[Turn, ...]
-    status: Literal["finished", "cut"]
+    status: Literal["finished", "truncated"]
 
     @property
     def text(self) -> str:
@@ -121,14 +121,14 @@ class Verdict:
     rewards:   spans in reward units (scaled, mixed), which training uses.
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
     breakdown: each component's reward by name, before weighting.
-    agreement: spread of the votes: their population standard deviation in score units (0 for a single vote).
+    score_std: of the votes: their population standard deviation in score units (0 for a single vote).
     grm_version: completed optimizer steps of the GRM that judged: 0 where it doesn't learn in this run.
     """
 
     rewards: tuple[RewardSpan, ...]
     score: float
     breakdown: Mapping[str, float]
-    agreement: float
+    score_std: float
     num_judgements: int
     grm_version: int = 0
 
@@ -183,7 +183,7 @@ class JudgedGroup:
 class GroupEnd:
     """How a group ended: a line of groups.jsonl.
 
-    draw:    the index of its prompt in the order of the data.
+    prompt_index: the index of its prompt in the order of the data.
     step:    that trained it; None where it was dropped.
     cause:   why it was dropped; None where it was trained.
     version: the lowest of its sampled tokens; None where it was dropped.
@@ -191,7 +191,7 @@ class GroupEnd:
     """
 
     group_id: str
-    draw: int
+    prompt_index: int
     prompt_id: str
     outcome: Literal["trained", "dropped"]
     step: int | None = None
@@ -290,7 +290,7 @@ class BatchTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sitting:
+class JudgeTask:
     """What a judge does at once: the siblings it judges together, in sibling order.
 
     No members: what can be done before any rollout has ended. `component`: of a mixture, which part of it sits.
@@ -300,35 +300,35 @@ class Sitting:
     component: str = ""
 
 
-class Hearing(Protocol):
+class JudgeSession(Protocol):
     """The judging of one group, from its admission on. Used once; it goes when the group ends.
 
     A pointwise judge sits for every rollout by itself, a listwise one once for all siblings, a pairwise one for every
     pair. What comes of it are reports per sibling, each given once, when it is final.
     """
 
-    def begin(self) -> Sequence[Sitting]:
+    def begin(self) -> Sequence[JudgeTask]:
         """What to do now, at the admission of the group."""
         ...
 
-    def add(self, rollout: Rollout) -> Sequence[Sitting]:
+    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         """A rollout has ended. What can be judged with it that could not before."""
         ...
 
-    async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
+    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         """Hold it. Returns the reports that are final now, by sibling; none for a sibling that has more to wait for.
 
         The lowest priority goes first. Failures come back as values; only a programming error raises. After a resume,
-        sittings whose members all have verdicts already are left out.
+        judge tasks whose members all have verdicts already are left out.
         """
         ...
 
 
 @runtime_checkable
 class Judge(Protocol):
-    """Opens a hearing for each group."""
+    """Opens a judge session for each group."""
 
-    def open(self, prompt: Prompt, group_id: str, size: int) -> Hearing:
+    def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
         """`size`: the siblings that will come."""
         ...
 

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Callable
 
-Turn = asyncio.Future[None]
+Permit = asyncio.Future[None]
 
 
 def keep() -> None:
@@ -18,7 +18,7 @@ class PriorityGate:
 
     def __init__(self) -> None:
         self._num_arrived = 0
-        self._waiting: list[tuple[int, int, int, Turn]] = []
+        self._waiting: list[tuple[int, int, int, Permit]] = []
 
     @property
     def first_amount(self) -> int | None:
@@ -30,14 +30,14 @@ class PriorityGate:
             heapq.heappop(self._waiting)
         return None
 
-    def join(self, priority: int, amount: int = 0) -> Turn:
+    def join(self, priority: int, amount: int = 0) -> Permit:
         """Take a place, to be waited for by `passed`."""
-        turn: Turn = asyncio.get_running_loop().create_future()
+        turn: Permit = asyncio.get_running_loop().create_future()
         self._num_arrived += 1
         heapq.heappush(self._waiting, (priority, self._num_arrived, amount, turn))
         return turn
 
-    async def passed(self, turn: Turn, give_back: Callable[[], object] = keep) -> None:
+    async def passed(self, turn: Permit, give_back: Callable[[], object] = keep) -> None:
         """Return when it is let through. give_back: called where its caller is cancelled in that very moment."""
         try:
             await turn

@@ -324,7 +324,7 @@ class Engine(Protocol):
 
 
 # How much of a learner's state lies on its device; the rest waits on the host. Weights alone suffice for a push.
-Residence = Literal["everything", "weights", "nothing"]
+OnDevice = Literal["everything", "weights", "nothing"]
 
 
 class ChatEngine(Protocol):
@@ -369,7 +369,7 @@ class Sleeper(Protocol):
 
 
 @runtime_checkable
-class Gauged(Protocol):
+class ReportsPressure(Protocol):
     """An engine, or the way to one, that may tell its pressure."""
 
     async def pressure(self) -> Pressure | None: ...

@@ -74,7 +74,7 @@ class ActiveClock:
             await asyncio.sleep(left)
 
 
-class Hold:
+class PauseGate:
     """While anybody holds, nobody passes, and a clock stands still."""
 
     def __init__(self, clock: ActiveClock) -> None:

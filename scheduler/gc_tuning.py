@@ -6,16 +6,16 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SELDOM = 50_000, 20, 20  # new objects to a look at them; looks to one at those that survived one; at all
+INFREQUENT = 50_000, 20, 20  # new objects to a look at them; looks to one at those that survived one; at all
 
 
 @contextmanager
-def seldom_collected() -> Iterator[None]:
+def infrequent_gc() -> Iterator[None]:
     """For a pipeline: tens of thousands of tasks and groups are in flight, and end without cycles. What lives already
     is never looked at again; what is new, a seventieth as often."""
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(*SELDOM)
+    gc.set_threshold(*INFREQUENT)
     try:
         yield
     finally:

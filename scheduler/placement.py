@@ -205,7 +205,7 @@ def place(config: PlacementConfig, required_roles: Sequence[str], served: Sequen
         seats=seats,
         served=tuple(role for role in served if role in seats),
     )
-    _refuse_turns_of_one(placement)
+    _refuse_lone_time_sharing(placement)
     return placement
 
 
@@ -305,7 +305,7 @@ def _refuse_shared_blocks(
                 )
 
 
-def _refuse_turns_of_one(placement: Placement) -> None:
+def _refuse_lone_time_sharing(placement: Placement) -> None:
     """Turns are between the policy's learner and engines; who else sat there would have no turn."""
     for name, pool in placement.pools.items():
         here = [role for role, seats in placement.seats.items() if seats[0].pool == name]

@@ -26,7 +26,7 @@ import algorithms  # noqa: E402
 def result(row: str, seed: int, after: float) -> algorithms.Result:
     return algorithms.Result(
         row=row, seed=seed, before=0.25, after=after, after_greedy=0.5, grm_score=7.0, step_s=1.0 + seed, learner_s=0.5,
-        clip_share=0.125, steps=24, dropped={"no_signal": 3} if seed else {}, load=2.0,
+        clip_share=0.125, steps=24, dropped={"zero_advantage": 3} if seed else {}, load=2.0,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_the_report_tells_each_seed_and_nothing_of_what_was_not_run() -> None:
     lines = algorithms.report(ran, ["## TRL", ""])
     assert "| grpo |  |  | 0.500, 0.750 |  |  | 0.625 |" in lines
     assert "| icepop | 0.500 | 0.500 | 7.00 | 1.00 |" in lines
-    assert any("grpo x gspo (seed 1): {'no_signal': 3}" in line for line in lines)
+    assert any("grpo x gspo (seed 1): {'zero_advantage': 3}" in line for line in lines)
     assert not any("veto" in line or line.startswith("## Algorithms as") for line in lines)
     assert lines[-1] == "## TRL"
 

@@ -18,9 +18,9 @@ import against_commit  # noqa: E402
 import in_sequence  # noqa: E402
 import quickstart  # noqa: E402
 
-from grmpipe.envs.play import Seat  # noqa: E402
-from grmpipe.judge.base import OneByOne  # noqa: E402
-from grmpipe.pipeline.interfaces import Cut, FlowConfig, Parts  # noqa: E402
+from grmpipe.envs.play import RolloutRequest  # noqa: E402
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter  # noqa: E402
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState  # noqa: E402
 from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict  # noqa: E402
 from models.types import Completion, Message, VersionSpan  # noqa: E402
 from scheduler.events import NoEvents  # noqa: E402
@@ -31,7 +31,7 @@ PROCESS = quickstart.Process(
 )
 FLOW = FlowConfig(
     num_steps=2, groups_per_batch=3, group_size=2, min_valid_siblings=2, max_staleness=0, group_deadline_s=9.0,
-    play_width=99, judge_width=99, seed=0,
+    rollout_concurrency=99, judge_concurrency=99, seed=0,
 )  # fmt: skip
 
 
@@ -40,18 +40,18 @@ class RecordingParts:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.seats: list[Seat] = []
+        self.seats: list[RolloutRequest] = []
         self.trained: list[str] = []
 
-    def parts(self) -> Parts:
+    def parts(self) -> PipelineComponents:
         journal = SimpleNamespace(rollout=lambda *_: None, judged=lambda *_: None, group_ended=lambda *_, **__: None)
         fit = SimpleNamespace(until_fit=lambda clock: asyncio.sleep(0), verdict=lambda report: None)
-        return Parts(
+        return PipelineComponents(
             prompts=SimpleNamespace(at=prompt_at),
             too_long=lambda prompt: False,
             play=self.play,
-            judge=OneByOne(self),
-            watch=fit,
+            judge=PointwiseAdapter(self),
+            judge_guard=fit,
             trainer=self,
             push_weights=self.push,
             journal=journal,
@@ -63,7 +63,8 @@ class RecordingParts:
         await asyncio.sleep(seconds)
         self.log.append(f"{what} ends")
 
-    async def play(self, seat: Seat, prompt: Prompt, on_first_token) -> Rollout:  # type: ignore[no-untyped-def]
+    # type: ignore[no-untyped-def]
+    async def play(self, seat: RolloutRequest, prompt: Prompt, on_first_token) -> Rollout:
         self.seats.append(seat)
         on_first_token()
         await self.lasting("rollout", 0.001 * (len(self.seats) % 4))
@@ -75,7 +76,7 @@ class RecordingParts:
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         await self.lasting("judgement", 0.001)
         span = RewardSpan(turn=0, start=0, end=2, value=1.0)
-        return JudgeReport(verdict=Verdict(rewards=(span,), score=5.0, breakdown={}, agreement=0.0, num_judgements=1))
+        return JudgeReport(verdict=Verdict(rewards=(span,), score=5.0, breakdown={}, score_std=0.0, num_judgements=1))
 
     async def take(self, group) -> None:  # type: ignore[no-untyped-def]
         self.trained.append(group.group_id)
@@ -103,7 +104,7 @@ def write_run(run_dir: Path) -> Path:
     """Two steps in three seconds, and a look in between."""
     run_dir.mkdir(parents=True)
     step = {
-        "time/step_s": 1.2, "wait/learner_for_groups_s": 0.3, "wait/engines_for_learner_s": 0.0, "sync/push_s": 0.05,
+        "time/step_s": 1.2, "stall/groups_s": 0.3, "stall/engines_idle_s": 0.0, "sync/push_s": 0.05,
         "sync/pause_s": 0.04,
     }  # fmt: skip
     records = [{"step": 0, "eval/true_accuracy": 0.2}, {"step": 1} | step, {"step": 2} | step]
@@ -156,7 +157,7 @@ def test_a_table_has_a_column_per_seed_and_their_median(tmp_path: Path) -> None:
 
 def test_in_sequence_no_stage_begins_before_the_one_before_it_ended() -> None:
     recorded = RecordingParts()
-    counted, cut = asyncio.run(in_sequence.run_in_sequence(recorded.parts(), FLOW, Cut()))
+    counted, pipeline_state = asyncio.run(in_sequence.run_in_sequence(recorded.parts(), FLOW, PipelineState()))
     stages = ["rollout"] * 6 + ["judgement"] * 6 + ["micro-batch"] * 3 + ["step", "sync"]
     assert [line.removesuffix(" ends") for line in recorded.log if line.endswith("ends")] == stages * 2
     last_rollout = max(i for i, line in enumerate(recorded.log[:30]) if line == "rollout ends")
@@ -164,23 +165,23 @@ def test_in_sequence_no_stage_begins_before_the_one_before_it_ended() -> None:
     assert recorded.log.index("micro-batch begins") > max(
         i for i, line in enumerate(recorded.log[:30]) if line == "judgement ends"
     )
-    assert (cut.version, cut.next_draw, len(counted)) == (2, 6, 2)
+    assert (pipeline_state.version, pipeline_state.next_prompt_index, len(counted)) == (2, 6, 2)
     assert counted[0].seconds == pytest.approx(sum(counted[0].stages_s.values()))
 
 
 def test_pipeline_and_sequence_go_on_from_each_other_with_fresh_groups_and_the_same_seeds() -> None:
-    async def by_turns(*ways: str) -> tuple[RecordingParts, Cut]:
-        recorded, cut = RecordingParts(), Cut()
+    async def by_turns(*ways: str) -> tuple[RecordingParts, PipelineState]:
+        recorded, pipeline_state = RecordingParts(), PipelineState()
         parts = recorded.parts()
         for way in ways:
-            counted, cut = await in_sequence.run_block(way, parts, FLOW, cut)
+            counted, pipeline_state = await in_sequence.run_block(way, parts, FLOW, pipeline_state)
             assert len(counted) == in_sequence.STEPS_PER_BLOCK
-        return recorded, cut
+        return recorded, pipeline_state
 
     baseline, *pipelines = in_sequence.WAYS
-    mixed, cut = asyncio.run(by_turns(*reversed(pipelines), baseline))
+    mixed, pipeline_state = asyncio.run(by_turns(*reversed(pipelines), baseline))
     alone, _ = asyncio.run(by_turns(baseline, baseline, baseline))
-    assert cut == Cut(version=24, next_draw=72)
+    assert pipeline_state == PipelineState(version=24, next_prompt_index=72)
     assert sorted(mixed.trained) == sorted(alone.trained) == [f"g{draw:06d}" for draw in range(72)]
     by_name = [sorted((s.group_id, s.sibling, s.seed) for s in log.seats) for log in (mixed, alone)]
     assert by_name[0] == by_name[1]

@@ -228,7 +228,7 @@ def estimator_of(name: str) -> EstimateBatch:
     return lambda groups, algorithm: [of_group(group, algorithm) for group in groups]
 
 
-def teaches_nothing(group: Group, algorithm: AlgorithmConfig) -> bool:
+def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:
     """Whether its siblings are all alike in what the estimator compares."""
     if len(group) < 2:
         return True

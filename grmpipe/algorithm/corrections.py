@@ -40,7 +40,7 @@ def interpolated(logprobs_T: Tensor, sampler_logprobs_T: Tensor, ages_T: Tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class OffPolicyDrift:
     """How far the policy is from who sampled. No gradient goes through it."""
 
     log_weights_T: Tensor  # log w, within +-20, 0 where nothing is trained
@@ -62,8 +62,8 @@ def measure_drift(
     advantages_T: Tensor,
     loss_mask_T: Tensor,
     sample_lengths_S: Tensor,
-) -> Drift:
-    return Drift(
+) -> OffPolicyDrift:
+    return OffPolicyDrift(
         log_weights_T=log_ratio(proximal_T, sampler_T) * loss_mask_T,
         log_behind_T=log_ratio(sampler_T, current_T) * loss_mask_T,
         advantages_T=advantages_T,
@@ -72,29 +72,29 @@ def measure_drift(
     )
 
 
-def truncated_importance(drift: Drift, cap: float) -> Tensor:
+def truncated_importance(drift: OffPolicyDrift, cap: float) -> Tensor:
     """TIS: min(w, cap) per token."""
     return drift.log_weights_T.exp().clamp(max=cap)
 
 
-def truncated_sequence(drift: Drift, cap: float) -> Tensor:
+def truncated_sequence(drift: OffPolicyDrift, cap: float) -> Tensor:
     """Sequence TIS: min(product of w, cap), for all tokens of a sample."""
     return to_tokens(drift.product_S().exp().clamp(max=cap), drift.sample_lengths_S)
 
 
-def masked_sequence(drift: Drift, cap: float) -> Tensor:
+def masked_sequence(drift: OffPolicyDrift, cap: float) -> Tensor:
     """Sequence MIS: the product of w up to the cap, 0 above it."""
     weights_S = drift.product_S().exp()
     return to_tokens(weights_S * (weights_S <= cap), drift.sample_lengths_S)
 
 
-def banded(drift: Drift, low: float, high: float) -> Tensor:
+def banded(drift: OffPolicyDrift, low: float, high: float) -> Tensor:
     """w within the band, 0 outside, per token. IcePop has both ends; decoupled PPO (arXiv 2505.24298) the upper one."""
     weights_T = drift.log_weights_T.exp()
     return weights_T * ((weights_T >= low) & (weights_T <= high))
 
 
-Correction = Callable[[Drift, AlgorithmConfig], Tensor]
+Correction = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]
 
 CORRECTIONS: dict[str, Correction] = {
     "none": lambda drift, algorithm: torch.ones_like(drift.log_weights_T),
@@ -109,19 +109,19 @@ CORRECTIONS: dict[str, Correction] = {
 # -- samples that are not trained ------------------------------------------------------------------------------------
 
 
-def geometric(drift: Drift, low: float, high: float) -> Tensor:
+def geometric(drift: OffPolicyDrift, low: float, high: float) -> Tensor:
     """Keep a sample iff low <= exp(mean log w) <= high: a test that doesn't grow with the length."""
     mean_S = mean_by_sample(drift.log_weights_T, drift.loss_mask_T, drift.sample_lengths_S).exp()
     return (mean_S >= low) & (mean_S <= high)
 
 
-def veto(drift: Drift, below: float) -> Tensor:
+def veto(drift: OffPolicyDrift, below: float) -> Tensor:
     """Keep a sample iff no token of it has a w below: the trainer would never have said that."""
     hits_S = sum_by_sample((drift.log_weights_T.exp() < below).to(drift.loss_mask_T.dtype), drift.sample_lengths_S)
     return hits_S == 0
 
 
-def off_policy(drift: Drift, delta: float) -> Tensor:
+def off_policy(drift: OffPolicyDrift, delta: float) -> Tensor:
     """Keep a sample unless A < 0 and mean(log mu - log pi_theta) > delta: what was bad and is unlikely by now teaches
     nothing more (DeepSeek-V3.2, arXiv 2512.02556). A is the mean over the sample."""
     behind_S = mean_by_sample(drift.log_behind_T, drift.loss_mask_T, drift.sample_lengths_S)
@@ -129,7 +129,7 @@ def off_policy(drift: Drift, delta: float) -> Tensor:
     return ~((advantage_S < 0) & (behind_S > delta))
 
 
-Rejection = Callable[[Drift, AlgorithmConfig], Tensor]  # -> [S] bool: kept
+Rejection = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]  # -> [S] bool: kept
 
 REJECTIONS: dict[str, Rejection] = {
     "geometric": lambda drift, algorithm: geometric(drift, algorithm.geometric_low, algorithm.geometric_high),
@@ -138,7 +138,7 @@ REJECTIONS: dict[str, Rejection] = {
 }
 
 
-def kept(drift: Drift, algorithm: AlgorithmConfig) -> Tensor:
+def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """[T]: 1 for the tokens of samples that every rejection keeps, else 0."""
     if not algorithm.rejections:
         return torch.ones_like(drift.log_weights_T)

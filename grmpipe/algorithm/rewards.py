@@ -78,9 +78,9 @@ def shaped(
     rewards: Rewards, rollout: Rollout, algorithm: AlgorithmConfig, max_new_tokens: int, kl_N: np.ndarray | None
 ) -> Rewards:
     """With the penalties that the algorithm asks for. `kl_N`: nats by token; None where KL isn't in the reward."""
-    if algorithm.overlong_share > 0:
+    if algorithm.overlong_buffer_share > 0:
         longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
-        share = overlong(longest, max_new_tokens, algorithm.overlong_share * max_new_tokens)
+        share = overlong(longest, max_new_tokens, algorithm.overlong_buffer_share * max_new_tokens)
         rewards = charged(rewards, (0.0,) * (len(rewards.values_K) - 1) + (algorithm.overlong_penalty * share,))
     if kl_N is not None:
         rewards = charged(rewards, tuple(algorithm.kl_coefficient * kl for kl in by_step(rewards, kl_N)))

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from scheduler.placement import Placement, Seat
 
-TURN_COST = 0.16  # of the work, for one process too many on each core: engines on two cores (benchmarks/turns.md)
+CONTEXT_SWITCH_COST = (
+    0.16  # of the work, for one process too many on each core: engines on two cores (benchmarks/turns.md)
+)
 
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]
@@ -28,7 +30,7 @@ class Shared:
     capacity: int
     seats: tuple[Seat, ...]
     is_host: bool = False  # the cores of a machine: its driver works on them as well
-    turn_cost: float = 0.0
+    context_switch_cost: float = 0.0
 
 
 def shared_by(placement: Placement, cores: int) -> list[Shared]:
@@ -41,7 +43,11 @@ def shared_by(placement: Placement, cores: int) -> list[Shared]:
         for slot in seat.slots if seat not in floating else ():
             by_slot.setdefault((seat.pool, slot), []).append(seat)
     shared = [Shared(capacity=1, seats=tuple(tenants)) for tenants in by_slot.values() if len(tenants) > 1]
-    return [*shared, Shared(capacity=cores, seats=floating, is_host=True, turn_cost=TURN_COST)] if cores else shared
+    return (
+        [*shared, Shared(capacity=cores, seats=floating, is_host=True, context_switch_cost=CONTEXT_SWITCH_COST)]
+        if cores
+        else shared
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +73,7 @@ class WorkClock:
 
 
 def work_clock(
-    busy: Sequence[Sequence[Interval]], capacity: int, background: float = 0.0, turn_cost: float = 0.0
+    busy: Sequence[Sequence[Interval]], capacity: int, background: float = 0.0, context_switch_cost: float = 0.0
 ) -> WorkClock:
     """Of what is shared by processes that were busy in these intervals.
 
@@ -81,15 +87,15 @@ def work_clock(
     changes = np.tile([1, -1], len(united))
     order = np.argsort(times, kind="stable")
     times, count = times[order], np.maximum(np.cumsum(changes[order])[:-1], 1)
-    alone, beside = (shares(n, capacity, turn_cost) for n in (count, count + 1))
+    alone, beside = (shares(n, capacity, context_switch_cost) for n in (count, count + 1))
     share = (1 - background) * alone + background * beside
     worked = times[0] + np.concatenate([[0.0], np.cumsum(share * np.diff(times))])
     return WorkClock(times_P=times, worked_P=worked)
 
 
-def shares(count: NDArray[np.int_], capacity: int, turn_cost: float) -> Floats:
+def shares(count: NDArray[np.int_], capacity: int, context_switch_cost: float) -> Floats:
     """What each of so many gets done."""
-    turns = 1 + turn_cost * np.maximum(0, count - capacity) / capacity
+    turns = 1 + context_switch_cost * np.maximum(0, count - capacity) / capacity
     return np.minimum(1.0, capacity / count) / turns
 
 

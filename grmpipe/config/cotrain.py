@@ -20,31 +20,29 @@ class CotrainConfig:
     data_path: str | None = None
     num_items: int = 4096  # [items] Labelled items made for tiny://judgements; a file is read whole.
     # Share of judging tasks on the run's own rollouts, which judge.rule labels; right and wrong ones alternate.
-    own_share: float = 0.5
-    own_window: int = 256  # [rollouts] Latest right and latest wrong rollouts to draw from, this many of each.
-    lessons_per_batch: int = 16  # [tasks] Judging tasks in a batch.
-    judgements_per_lesson: int = 8  # [judgements] Judgements of a task, which are compared as a group.
+    rollout_share: float = 0.5
+    rollout_window: int = 256  # [rollouts] Latest right and latest wrong rollouts to draw from, this many of each.
+    prompts_per_batch: int = 16  # [tasks] Judging tasks in a batch.
+    group_size: int = 8  # [judgements] Judgements of a task, which are compared as a group.
     # [batches] Tasks judged alike every time that a step may drop and replace, in multiples of lessons_per_batch.
-    max_resampled_batches: float = 0.0
+    dynamic_sampling_batches: float = 0.0
     lr: float = 2e-4  # Peak learning rate of the GRM.
     # Weight of the KL to the GRM as it was loaded; 0: none (SPCT, arXiv 2504.02495: 0.08 at 27B).
     kl_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        for key in ("num_items", "own_window", "lessons_per_batch"):
+        for key in ("num_items", "rollout_window", "prompts_per_batch"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
-        if self.judgements_per_lesson < 2:
-            raise ValueError(
-                f"judgements_per_lesson: must be at least 2 (they are compared), got {self.judgements_per_lesson}"
-            )
-        for key in ("warmup_steps", "kl_coefficient", "max_resampled_batches"):
+        if self.group_size < 2:
+            raise ValueError(f"group_size: must be at least 2 (they are compared), got {self.group_size}")
+        for key in ("warmup_steps", "kl_coefficient", "dynamic_sampling_batches"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         for key in ("lr", "grm_steps_per_policy_step"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
-        if not 0 <= self.own_share <= 1:
-            raise ValueError(f"own_share: must be between 0 and 1, got {self.own_share}")
-        if self.own_share == 0 and self.data_path is None:
-            raise ValueError("own_share: 0 without data_path gives no training data; type cotrain.own_share=1")
+        if not 0 <= self.rollout_share <= 1:
+            raise ValueError(f"rollout_share: must be between 0 and 1, got {self.rollout_share}")
+        if self.rollout_share == 0 and self.data_path is None:
+            raise ValueError("rollout_share: 0 without data_path gives no training data; type cotrain.rollout_share=1")

@@ -20,13 +20,13 @@ class DataConfig:
     shuffle: bool = True  # Draw the prompts in a new order in each epoch; false: in the order of the file.
     max_epochs: int | None = None  # [epochs] Most passes over the prompts; null: no limit.
     # The rollouts.jsonl of a run, whose judged batches are trained; nothing is sampled or judged then. Null: off.
-    replay: str | None = None
+    retrain_from: str | None = None
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path: missing; give a .jsonl or .parquet file, or type data.path=tiny://train")
-        if self.replay == "":
-            raise ValueError("replay: is empty; give the rollouts.jsonl of a run, or type data.replay=null")
+        if self.retrain_from == "":
+            raise ValueError("retrain_from: is empty; give the rollouts.jsonl of a run, or type data.retrain_from=null")
         if self.eval_path == "":
             raise ValueError("eval_path: is empty; give a file, or type data.eval_path=null for no evaluation")
         for key, count in (("num_prompts", self.num_prompts), ("num_eval_prompts", self.num_eval_prompts)):
@@ -47,7 +47,7 @@ class RolloutConfig:
     # Limit from a group's first token to its last verdict; weight pushes and pauses don't count.
     group_deadline_s: float = 900.0
     min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a rollout, by which group_deadline_s is checked.
-    width: int = 1024  # [rollouts] Most rollouts in flight.
+    max_concurrency: int = 1024  # [rollouts] Most rollouts in flight.
     # [share] Share of groups failed by the policy's engines above which no group is opened for pause_s; if it is
     # exceeded again, the run stops.
     max_failure_rate: float = 0.5
@@ -55,8 +55,8 @@ class RolloutConfig:
     pause_s: float = 30.0  # Length of a pause, in which no group is opened.
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.max_turns < 1 or self.width < 1:
-            raise ValueError("max_new_tokens, max_turns, width: must be at least 1")
+        if self.max_new_tokens < 1 or self.max_turns < 1 or self.max_concurrency < 1:
+            raise ValueError("max_new_tokens, max_turns, max_concurrency: must be at least 1")
         if not 0 < self.max_failure_rate <= 1:
             raise ValueError(
                 f"max_failure_rate: must be above 0 and at most 1 (a share of groups), got {self.max_failure_rate}"

@@ -18,13 +18,13 @@ class EvaluateConfig:
     # [judgements] Numbers of judgements per vote, in rising order; only the largest is sampled, the others are subsets.
     ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     max_subsets: int = 32  # [subsets] Most subsets of an item's judgements for each smaller k.
-    width: int = 64  # [items] Most items in flight.
+    max_concurrency: int = 64  # [items] Most items in flight.
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path: is empty; give a file, or type evaluate.path=tiny://judgements_held_out")
         for key, count in (
-            ("num_items", self.num_items), ("max_subsets", self.max_subsets), ("width", self.width)
+            ("num_items", self.num_items), ("max_subsets", self.max_subsets), ("max_concurrency", self.max_concurrency)
         ):  # fmt: skip
             if count < 1:
                 raise ValueError(f"{key}: must be at least 1, got {count}")
@@ -33,7 +33,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
-class FinetuneConfig:
+class RftConfig:
     """A GRM imitates those of its own critiques that were right (SPCT, arXiv 2504.02495, section 3.2)."""
 
     # [critiques] Critiques sampled for each judging task; a task with right ones only is dropped as too easy.
@@ -50,17 +50,17 @@ class FinetuneConfig:
 
 
 @dataclass(frozen=True)
-class MetaConfig:
+class MetaRmConfig:
     """The meta-RM: a model with a scalar head and the GRM's tokenizer that judges judgements."""
 
-    # Meta-RM for the votes weighted and best: `meta` in the directory of a run of task=train_meta, a Hugging Face
-    # directory or hub name, or tiny://meta.
+    # Meta-RM for the votes weighted and best: `meta_rm` in the directory of a run of task=train_meta_rm, a Hugging Face
+    # directory or hub name, or tiny://meta_rm.
     path: str | None = None
     dtype: str = "float32"  # Type of the trunk; the head is always float32.
     max_batch_tokens: int = 16384  # Most tokens of a forward pass; a longer judgement has a pass of its own.
-    # Language model or meta-RM that task=train_meta starts from; null: the GRM.
+    # Language model or meta-RM that task=train_meta_rm starts from; null: the GRM.
     start_path: str | None = None
-    # Labelled judgements that task=train_meta reads instead of sampling: judgements.jsonl of an earlier such run.
+    # Labelled judgements that task=train_meta_rm reads instead of sampling: judgements.jsonl of an earlier such run.
     judgements: str | None = None
 
     def __post_init__(self) -> None:

@@ -14,14 +14,14 @@ from grmpipe.config.judge_protocols import (
     protocol_named,
 )
 
-KINDS = ("generative", "rule", "mixed", "label", "own")
+KINDS = ("generative", "rule", "mixed", "label", "custom")
 PAIRS = ("all", "ring")
-PRINCIPLES = ("inline", "ahead")
-TOO_LONG = ("fail", "cut_response_middle")
+PRINCIPLES = ("inline", "shared")
+TRUNCATIONS = ("error", "middle")
 EARLY_STOPS = ("none", "exact", "relaxed")
 PARSERS = ("score_line", "boxed")
 VOTES = ("mean", "sum", "median", "majority", "weighted", "best")
-VOTES_WITH_META = ("weighted", "best")
+VOTES_WITH_META_RM = ("weighted", "best")
 RULES = ("exact_answer", "contains_reference", "math_verify")
 COMPONENTS = ("generative", "rule")
 
@@ -81,7 +81,7 @@ class JudgeConfig:
     vote: str = "mean"
     k_meta: int = 0  # [judgements] For best: judgements that the meta-RM keeps; 0: half of num_judgements.
     # [score] Standard deviation of the judgements above which there is no verdict; null: no limit.
-    abstain_above_spread: float | None = None
+    abstain_above_std: float | None = None
     pairs: str = "all"  # For pairwise: which pairs of a group are judged, all or each sibling with the next.
     step_end: str = "\n"  # For steps: text that ends a step; empty: a step is a turn.
     max_steps: int = 32  # For steps: most steps of a response; what follows belongs to the last one.
@@ -92,9 +92,9 @@ class JudgeConfig:
     principles_max_new_tokens: int = 512  # For principles written ahead: most tokens.
     # What happens where the judge's prompt exceeds its context window: the verdict fails, or the longest responses lose
     # their middle.
-    too_long: str = "fail"
+    truncation: str = "error"
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
-    reasks: int = 1  # [retries] How often an unparseable or truncated judgement is sampled again.
+    max_retries: int = 1  # [retries] How often an unparseable or truncated judgement is sampled again.
     # Limit of one judgement, including its wait in the engine's queue.
     timeout_s: float = 120.0
     min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a judgement, by which timeout_s is checked.
@@ -102,7 +102,7 @@ class JudgeConfig:
     max_failure_rate: float = 0.2
     failure_window: int = 256  # [verdicts] Latest verdicts that max_failure_rate is measured over.
     pause_s: float = 30.0  # Length of a pause of judging.
-    width: int = 1024  # [judgements] Most judgements in flight.
+    max_concurrency: int = 1024  # [judgements] Most judgements in flight.
     rule: str = "exact_answer"  # Rule that compares a response with the prompt's reference.
     # For mixed: component (generative, rule) to its weight in the reward; weights are normalised.
     mix: dict[str, float] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class JudgeConfig:
             ("vote", self.vote, VOTES),
             ("pairs", self.pairs, PAIRS),
             ("principles", self.principles, PRINCIPLES),
-            ("too_long", self.too_long, TOO_LONG),
+            ("truncation", self.truncation, TRUNCATIONS),
             ("rule", self.rule, RULES),
         ):
             if value not in known:
@@ -186,7 +186,7 @@ class JudgeConfig:
             ("principles_max_new_tokens", self.principles_max_new_tokens),
             ("max_steps", self.max_steps),
             ("failure_window", self.failure_window),
-            ("width", self.width),
+            ("max_concurrency", self.max_concurrency),
             ("anchors", self.anchors),
             ("anchor_every", self.anchor_every),
         ):
@@ -195,8 +195,8 @@ class JudgeConfig:
         for key, value in (
             ("temperature", self.temperature),
             ("k_meta", self.k_meta),
-            ("abstain_above_spread", self.abstain_above_spread or 0.0),
-            ("reasks", self.reasks),
+            ("abstain_above_std", self.abstain_above_std or 0.0),
+            ("max_retries", self.max_retries),
             ("pause_s", self.pause_s),
             ("anchor_min_score_rise", self.anchor_min_score_rise),
             ("anchor_min_gold_fall", self.anchor_min_gold_fall),
@@ -270,8 +270,8 @@ class JudgeConfig:
             raise ValueError(
                 "vote: a sum goes from k to 10 k, and can't be mixed with other scores; type judge.vote=mean"
             )
-        if self.kind == "own" and not self.target:
-            raise ValueError("target: is empty; for kind=own type judge.target=my_package.my_module.MyJudge")
+        if self.kind == "custom" and not self.target:
+            raise ValueError("target: is empty; for kind=custom type judge.target=my_package.my_module.MyJudge")
 
     def _check_deadline(self) -> None:
         if not 0 < self.min_tokens_per_s < math.inf:

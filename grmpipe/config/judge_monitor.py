@@ -30,21 +30,21 @@ class LimitConfig:
 
 
 @dataclass(frozen=True)
-class WatchConfig:
+class JudgeMonitorConfig:
     """How the judge is monitored beside the run. These judgements enter no training and no count of judgements."""
 
-    # [steps] Interval of checks with canaries and fooling replies, the first before step 1; 0: no such checks.
+    # [steps] Interval of checks with canaries and adversarial replies, the first before step 1; 0: no such checks.
     every: int = 20
     canaries: int = 16  # [responses] Fixed responses that are judged again at each check, under the same seeds.
     # File of labelled judgements that canaries are taken from, as a judge that compares needs; null: responses of the
     # first held-out evaluation.
     canaries_path: str | None = None
-    fooling_prompts: int = 2  # [prompts] Prompts whose ten replies without content are judged at each check.
+    adversarial_prompts: int = 2  # [prompts] Prompts whose ten replies without content are judged at each check.
     limits: dict[str, LimitConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, count in (
-            ("every", self.every), ("canaries", self.canaries), ("fooling_prompts", self.fooling_prompts)
+            ("every", self.every), ("canaries", self.canaries), ("adversarial_prompts", self.adversarial_prompts)
         ):  # fmt: skip
             if count < 0:
                 raise ValueError(f"{key}: must be 0 (none) or more, got {count}")

@@ -18,7 +18,7 @@ from grmpipe.config.dotted_path import check_takes, found_at, is_dotted
 class JudgeProtocol:
     """What others must know of a protocol.
 
-    session:     dotted path of what judges one group: (Court, Prompt, group_id, size) -> Hearing.
+    session:     dotted path of what judges one group: (JudgeContext, Prompt, group_id, size) -> JudgeSession.
     about:       what one judgement is about: one response, a pair of siblings, or all siblings of the group.
     scores:      what gets a score each: the responses that are shown, the criteria of the prompt's rubric, or the steps
                  of the response.
@@ -65,23 +65,23 @@ class JudgeProtocol:
 DEFAULT_PROTOCOL = "pointwise"
 PROTOCOLS: dict[str, JudgeProtocol] = {
     DEFAULT_PROTOCOL: JudgeProtocol(
-        session="grmpipe.judge.protocols.pointwise.PointwiseHearing",
+        session="grmpipe.judge.protocols.pointwise.PointwiseSession",
         templates={
             "tiny": "score_line",
             "pointwise": "score_line",
             "boxed": "boxed",
             "reference": "boxed",
-            "ahead": "boxed",
+            "shared_principles": "boxed",
         },
         early_stops=("relaxed",),
     ),
     "listwise": JudgeProtocol(
-        session="grmpipe.judge.protocols.listwise.ListwiseHearing",
+        session="grmpipe.judge.protocols.listwise.ListwiseSession",
         about="group",
-        templates={"listwise": "boxed", "listwise_ahead": "boxed"},
+        templates={"listwise": "boxed", "listwise_shared_principles": "boxed"},
     ),
     "pairwise": JudgeProtocol(
-        session="grmpipe.judge.protocols.pairwise.PairwiseHearing",
+        session="grmpipe.judge.protocols.pairwise.PairwiseSession",
         about="pair",
         templates={"pairwise": "boxed"},
         votes=("majority",),
@@ -115,5 +115,5 @@ def protocol_named(name: str) -> JudgeProtocol:
         raise ValueError(f"protocol: unknown value {name!r}; known: {known}")
     found = found_at(name, "protocol")
     protocol = found if isinstance(found, JudgeProtocol) else JudgeProtocol(session=name)
-    check_takes(protocol.session, "protocol", ("court", "prompt", "group_id", "size"))
+    check_takes(protocol.session, "protocol", ("context", "prompt", "group_id", "size"))
     return protocol

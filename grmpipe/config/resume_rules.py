@@ -14,7 +14,7 @@ from grmpipe.config.secrets import is_secret_key, without_secrets
 # both: how long and how fast the run learns, how patient it is, what it looks at, and who does the work.
 FREE_ON_RESUME = (
     "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "balance", "plan",
-    "simulate", "evaluate", "watch",
+    "simulate", "evaluate", "judge_monitor",
     # Who samples may change: every token brings its log-prob and version along.
     "engine", "policy.engine", "policy.engine_options", "policy.lora.sync", "grm.engine", "grm.engine_options",
     "grm.lora.sync",
@@ -22,13 +22,13 @@ FREE_ON_RESUME = (
     "train.num_steps", "train.lr", "train.warmup_steps", "train.schedule", "train.max_grad_norm",
     "critic.lr", "critic.lr_warmup_steps", "critic.max_grad_norm", "cotrain.lr",
     # How a batch is cut, and when it is saved: the same gradients.
-    "train.micro_batch_tokens", "train.shared_prompts", "train.activation_checkpointing", "train.checkpoint_every",
+    "train.micro_batch_tokens", "train.prefix_sharing", "train.activation_checkpointing", "train.checkpoint_every",
     "train.async_checkpoints", "train.keep_checkpoints", "train.export_dtype",
-    "critic.micro_batch_tokens", "meta.max_batch_tokens",
+    "critic.micro_batch_tokens", "meta_rm.max_batch_tokens",
     # Deadlines, pauses, how often is asked again, and how much at once: they decide what fails, never what is said.
-    "judge.timeout_s", "judge.min_tokens_per_s", "judge.reasks", "judge.max_failure_rate", "judge.failure_window",
-    "judge.pause_s", "judge.width", "rollout.max_failure_rate", "rollout.failure_window", "rollout.pause_s",
-    "rollout.group_deadline_s", "rollout.min_tokens_per_s", "rollout.width",
+    "judge.timeout_s", "judge.min_tokens_per_s", "judge.max_retries", "judge.max_failure_rate", "judge.failure_window",
+    "judge.pause_s", "judge.max_concurrency", "rollout.max_failure_rate", "rollout.failure_window", "rollout.pause_s",
+    "rollout.group_deadline_s", "rollout.min_tokens_per_s", "rollout.max_concurrency",
     # What the alarm listens to.
     "judge.anchors", "judge.anchor_every", "judge.anchor_min_score_rise", "judge.anchor_min_gold_fall",
     # Sizes that only a plan reads.
@@ -41,7 +41,7 @@ UNTOLD = ("resume", "run_dir")  # how the run is called
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ConfigChange:
     """A key that a resume changes. Secrets are told by a hash."""
 
     key: str
@@ -64,11 +64,11 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
     ]
 
 
-def changes_on_resume(old: RunConfig, new: RunConfig) -> tuple[Change, ...]:
+def changes_on_resume(old: RunConfig, new: RunConfig) -> tuple[ConfigChange, ...]:
     """Keys that differ and may."""
     was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
     return tuple(
-        Change(key=key, old=str(was.get(key)), new=str(_as_told(was.get(key), now.get(key))))
+        ConfigChange(key=key, old=str(was.get(key)), new=str(_as_told(was.get(key), now.get(key))))
         for key in sorted(was.keys() | now.keys())
         if was.get(key) != _as_told(was.get(key), now.get(key)) and free_on_resume(key) and key not in UNTOLD
     )

@@ -63,7 +63,7 @@ class ServedRole(ResolvedRole):
     learner:      the role that trains its weights; None: they stay as they are.
     is_elastic:   its engines are on slots that change their role.
     shares_with:  other roles that one engine of each slot serves too, by changing its weights.
-    note_experts: its engines tell the experts of each token, for the learner to replay.
+    return_routed_experts: its engines tell the experts of each token, for the learner to replay.
     sync:         how close they must come to their learner: less close where their options say that they quantise.
     """
 
@@ -72,7 +72,7 @@ class ServedRole(ResolvedRole):
     learner: str | None
     is_elastic: bool
     shares_with: tuple[str, ...]
-    note_experts: bool
+    return_routed_experts: bool
     sync: SyncConfig
 
     @property
@@ -86,7 +86,7 @@ class ServedRole(ResolvedRole):
         return self.engine.frees_device(self.device)
 
     @property
-    def takes_turns(self) -> bool:
+    def is_time_shared(self) -> bool:
         """Do its engines hand a device's memory to those of another role?"""
         return self.is_elastic and not self.shares_with and self.frees_device
 
@@ -112,7 +112,7 @@ class ServedRole(ResolvedRole):
             chat_template=self.model.chat_template,
             lora=self.model.lora,
             takes_weights=self.takes_weights,
-            note_experts=self.note_experts,
+            return_routed_experts=self.return_routed_experts,
         )
 
 
@@ -174,7 +174,7 @@ def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfi
         learner=config.learners.get(name),
         is_elastic=name in placement.seats and placement.is_elastic(name),
         shares_with=shares_with,
-        note_experts=config.algorithm.routing_replay == "rollout" and "policy" in (name, *shares_with),
+        return_routed_experts=config.algorithm.router_replay == "rollout" and "policy" in (name, *shares_with),
         sync=sync_of(engines[name], config.sync),
     )
 

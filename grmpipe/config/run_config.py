@@ -12,16 +12,16 @@ from grmpipe.config.critic import CriticConfig, check_critic
 from grmpipe.config.data import DataConfig, RolloutConfig
 from grmpipe.config.engine_kinds import engine_kind, engines_that
 from grmpipe.config.env import EnvConfig
-from grmpipe.config.evaluation import EvaluateConfig, FinetuneConfig, MetaConfig
-from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig, LabelConfig
-from grmpipe.config.judge_monitor import WatchConfig
+from grmpipe.config.evaluation import EvaluateConfig, MetaRmConfig, RftConfig
+from grmpipe.config.judge import VOTES_WITH_META_RM, JudgeConfig, LabelConfig
+from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import (
     AlgorithmConfig,
     TrainConfig,
     check_interpolated,
     check_pass_k,
-    check_replay,
+    check_replay_buffer,
     check_spread,
 )
 from models.engines.engine_kind import AnyEngine
@@ -31,9 +31,9 @@ from scheduler.slots.balance import BalanceConfig
 from scheduler.slots.health import HealthConfig
 from scheduler.weights.weight_sync import SyncConfig
 
-TASKS = ("train", "finetune", "train_meta", "evaluate", "plan", "simulate", "report", "doctor")
+TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
-ROLES = ("policy", "learner", "grm", "grm_learner", "meta", "critic")  # that a placement may seat
+ROLES = ("policy", "learner", "grm", "grm_learner", "meta_rm", "critic")  # that a placement may seat
 BY_DEVICE = {True: "bfloat16", False: "float32"}  # what dtype=auto comes to, on a GPU and elsewhere
 
 
@@ -59,7 +59,7 @@ class RunConfig:
     objective: str = "eval.final.grm_score"
     policy: ModelConfig = field(default_factory=ModelConfig)
     grm: ModelConfig = field(default_factory=lambda: ModelConfig(path="tiny://grm"))
-    meta: MetaConfig = field(default_factory=MetaConfig)
+    meta_rm: MetaRmConfig = field(default_factory=MetaRmConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     labels: LabelConfig = field(default_factory=LabelConfig)
@@ -70,14 +70,14 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     cotrain: CotrainConfig = field(default_factory=CotrainConfig)
-    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    rft: RftConfig = field(default_factory=RftConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
+    judge_monitor: JudgeMonitorConfig = field(default_factory=JudgeMonitorConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
@@ -93,7 +93,7 @@ class RunConfig:
                 f"experiment: may hold letters, digits, '_', '-' and, not as the first, '.', got {self.experiment!r}"
             )
         check_pass_k(self.algorithm, self.train.group_size)
-        check_replay(self.algorithm, self.train.max_staleness)
+        check_replay_buffer(self.algorithm, self.train.max_staleness)
         check_interpolated(self.algorithm, self.train.max_staleness)
         check_spread(self.algorithm, self.judge.num_judgements)
         check_critic(self.critic, self.algorithm, self.train)
@@ -109,8 +109,10 @@ class RunConfig:
         self._check_simulated()
         if self.judge.kind == "label" or self.cotrain.enabled:
             self._check_labels()
-        if self.task == "finetune" and self.judge.kind != "label":
-            raise ValueError("task: finetune learns from labelled judgements; type judge=label data.path=... as well")
+        if self.task == "train_judge_rft" and self.judge.kind != "label":
+            raise ValueError(
+                "task: train_judge_rft learns from labelled judgements; type judge=label data.path=... as well"
+            )
 
     def _check_engines(self) -> None:
         """Whoever serves the policy takes its weights; whoever serves the judge can do what is asked of it."""
@@ -121,7 +123,7 @@ class RunConfig:
                 f"policy.engine: {self.policy.engine} can't receive weights or return log-probs, so it can't serve a "
                 f"model in training; type policy.engine={able}"
             )
-        if self.judge_is_outside and self.grm.path.startswith("tiny://"):
+        if self.judge_is_remote and self.grm.path.startswith("tiny://"):
             raise ValueError(
                 f"grm.path: {self.grm.path} is a shipped tiny model; with grm.engine={self.grm.engine} type the "
                 "model's name at the endpoint, as in grm.path=gpt-4.1-mini"
@@ -164,11 +166,13 @@ class RunConfig:
 
     def _check_replay(self) -> None:
         """Only the learner is there to work."""
-        if self.data.replay is None:
+        if self.data.retrain_from is None:
             return
         if self.task != "train":
-            raise ValueError(f"data.replay: task={self.task} can't replay; type task=train, or data.replay=null")
-        alone = "data.replay trains only the policy"
+            raise ValueError(
+                f"data.retrain_from: task={self.task} can't replay; type task=train, or data.retrain_from=null"
+            )
+        alone = "data.retrain_from trains only the policy"
         if self.cotrain.enabled:
             raise ValueError(f"cotrain.enabled: {alone}; type cotrain.enabled=false")
         if self.critic.enabled:
@@ -176,22 +180,22 @@ class RunConfig:
 
     def _check_meta(self) -> None:
         """A vote that asks a meta-RM has one, and something for it to read."""
-        if not self.guided_by_meta:
+        if not self.uses_meta_rm:
             return
         if self.task in ("plan", "simulate"):
             raise ValueError(
                 f"judge.vote: task={self.task} doesn't model a meta-RM, whose work is small compared with the GRM's; "
                 "to see the rest of the run type judge.vote=mean"
             )
-        if self.judge_is_outside:
+        if self.judge_is_remote:
             raise ValueError(
                 f"judge.vote: {self.judge.vote} needs a meta-RM, which reads the judge's tokens, and an endpoint "
                 "returns none; type judge.vote=mean"
             )
-        if self.meta.path is None:
+        if self.meta_rm.path is None:
             raise ValueError(
-                f"meta.path: judge.vote={self.judge.vote} needs a meta-RM, and there is none; train one by "
-                "+experiment=train_meta_rm and type meta.path=<its run_dir>/meta, or judge.vote=mean"
+                f"meta_rm.path: judge.vote={self.judge.vote} needs a meta-RM, and there is none; train one by "
+                "+experiment=train_meta_rm and type meta_rm.path=<its run_dir>/meta_rm, or judge.vote=mean"
             )
 
     def _check_lora(self) -> None:
@@ -208,9 +212,9 @@ class RunConfig:
             raise ValueError(
                 "grm.lora.rank: the GRM doesn't learn in this run; type grm.lora.rank=0, or cotrain.enabled=true"
             )
-        if self.policy.lora.learns and self.task == "train_meta":
+        if self.policy.lora.learns and self.task == "train_meta_rm":
             raise ValueError(
-                "policy.lora.rank: task=train_meta trains all weights of a meta-RM; type policy.lora.rank=0"
+                "policy.lora.rank: task=train_meta_rm trains all weights of a meta-RM; type policy.lora.rank=0"
             )
 
     def _check_simulated(self) -> None:
@@ -219,7 +223,7 @@ class RunConfig:
             return
         if self.env.is_custom:
             raise ValueError("env.kind: task=simulate knows no env of yours; to see the rest type env=single_turn")
-        if self.judge.kind == "own":
+        if self.judge.kind == "custom":
             raise ValueError("judge.kind: task=simulate knows no judge of yours; to see the rest type judge=rule")
         if self.judged_by_model and self.judge.protocol_kind.scores != "responses":
             raise ValueError(
@@ -231,7 +235,7 @@ class RunConfig:
         """A GRM that learns is here, draws its judgements, and is compared within groups."""
         if not self.cotrain.enabled:
             return
-        if not self.judged_by_model or self.judge_is_outside:
+        if not self.judged_by_model or self.judge_is_remote:
             raise ValueError(
                 "cotrain.enabled: there is no local GRM to train; type judge.kind=generative (or mixed), with a "
                 "grm.path and a grm.engine other than openai"
@@ -241,9 +245,10 @@ class RunConfig:
                 f"cotrain.enabled: task={self.task} models only one learner; to see the rest of the run type "
                 "cotrain.enabled=false"
             )
-        if self.judge.protocol_kind.about == "pair" and self.cotrain.own_share > 0:
+        if self.judge.protocol_kind.about == "pair" and self.cotrain.rollout_share > 0:
             raise ValueError(
-                "cotrain.own_share: a judge of pairs can't learn from single rollouts; type cotrain.own_share=0, and "
+                "cotrain.rollout_share: a judge of pairs can't learn from single rollouts; type "
+                "cotrain.rollout_share=0, and "
                 "give rankings as cotrain.data_path"
             )
         if not self.judge.temperature > 0:
@@ -258,7 +263,7 @@ class RunConfig:
         """It learns beside a policy that is played and judged, by a judge that stays as it is."""
         if not self.critic.enabled:
             return
-        if self.task in ("finetune", "train_meta"):
+        if self.task in ("train_judge_rft", "train_meta_rm"):
             raise ValueError(
                 f"critic.enabled: task={self.task} uses no critic; type critic=none algorithm.estimator=grpo"
             )
@@ -267,9 +272,9 @@ class RunConfig:
                 "critic.enabled: a critic learns the scale of one judge, and a GRM that learns changes it; "
                 "type critic=none algorithm.estimator=grpo, or cotrain.enabled=false"
             )
-        if self.data.replay is not None:
+        if self.data.retrain_from is not None:
             raise ValueError(
-                "critic.enabled: data.replay trains only the policy; type critic=none algorithm.estimator=grpo"
+                "critic.enabled: data.retrain_from trains only the policy; type critic=none algorithm.estimator=grpo"
             )
 
     @property
@@ -278,7 +283,7 @@ class RunConfig:
         return self.judge.kind == "generative" or (self.judge.kind == "mixed" and "generative" in self.judge.mix)
 
     @property
-    def judge_is_outside(self) -> bool:
+    def judge_is_remote(self) -> bool:
         """Does the GRM live behind somebody else's endpoint? It takes no place then, and no files."""
         return self.judged_by_model and self.engine_kind_of("grm").outside
 
@@ -301,18 +306,18 @@ class RunConfig:
         return engine_kind(self.models[role].engine, f"{role}.engine")
 
     @property
-    def guided_by_meta(self) -> bool:
+    def uses_meta_rm(self) -> bool:
         """Does the vote ask a meta-RM? One in training guides nobody."""
-        nobody = self.task == "train_meta" or self.data.replay is not None
-        return self.judged_by_model and self.judge.vote in VOTES_WITH_META and not nobody
+        nobody = self.task == "train_meta_rm" or self.data.retrain_from is not None
+        return self.judged_by_model and self.judge.vote in VOTES_WITH_META_RM and not nobody
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that need a place."""
-        if self.data.replay is not None:
+        if self.data.retrain_from is not None:
             return ("learner",)
-        seated = self.judged_by_model and not self.judge_is_outside
+        seated = self.judged_by_model and not self.judge_is_remote
         roles = ("policy", "learner", "grm") if seated else ("policy", "learner")
         asks_critic = self.critic.enabled and self.task != "evaluate"
-        more = {"grm_learner": self.cotrain.enabled, "meta": self.guided_by_meta, "critic": asks_critic}
+        more = {"grm_learner": self.cotrain.enabled, "meta_rm": self.uses_meta_rm, "critic": asks_critic}
         return (*roles, *(role for role, needed in more.items() if needed))

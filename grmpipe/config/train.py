@@ -14,8 +14,7 @@ REJECTIONS = ("geometric", "veto", "off_policy")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 STD_KINDS = ("population", "sample")
 KL_ESTIMATORS = ("k1", "k2", "k3")
-KL_PLACES = ("loss", "reward")
-ROUTING_REPLAYS = ("none", "rollout", "old_logprobs")
+ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
 SCHEDULES = ("constant", "cosine", "linear")
 
 
@@ -29,7 +28,7 @@ class AlgorithmConfig:
     # Rewards, before anything is estimated.
 
     # Last part of rollout.max_new_tokens in which an answer costs more and more; 0: off (DAPO: 4096 of 20480).
-    overlong_share: float = 0.0
+    overlong_buffer_share: float = 0.0
     # [reward] Cost of an answer that fills that part (DAPO, arXiv 2503.14476, section 3.4).
     overlong_penalty: float = 1.0
 
@@ -48,10 +47,10 @@ class AlgorithmConfig:
     pass_k: int = 4  # [siblings] For pass_at_k: siblings that share one success; below train.group_size.
     negative_weight: float = 1.0  # Factor on advantages below 0.
     # [score] Standard deviation of a verdict's judgements at which its advantage counts half; null: always in full.
-    half_weight_spread: float | None = None
+    weight_half_std: float | None = None
     # [batches] Groups whose rewards are all equal that a step may drop and replace, in multiples of
     # train.groups_per_batch; 0: none (DAPO).
-    max_resampled_batches: float = 0.0
+    dynamic_sampling_batches: float = 0.0
 
     # The policy loss.
 
@@ -87,14 +86,14 @@ class AlgorithmConfig:
     off_policy_delta: float = 0.1
     # Mixtures of experts: whose choice of experts the updates repeat, that of none, of the sampler (R3, arXiv
     # 2510.11370), or of the pass for pi_old (R2, arXiv 2507.18071). Gates are computed again.
-    routing_replay: str = "none"
+    router_replay: str = "none"
 
     # Regularisation.
 
     kl_coefficient: float = 0.0  # Weight of the KL to the frozen reference; 0: no reference is loaded.
     # Estimator of the KL per token; in the loss the gradient of k1 has mean 0, so k1 is for the reward.
     kl_estimator: str = "k3"
-    kl_in: str = "loss"  # Where the KL is charged; in the reward it is measured on the sampler's log-probs.
+    kl_in_reward: bool = False  # Takes the KL (by the sampler's log-probs) off the rewards; else it is in the loss.
     entropy_coefficient: float = 0.0  # Weight of an entropy bonus in the loss; 0: none.
 
     # Reuse.
@@ -102,8 +101,8 @@ class AlgorithmConfig:
     # [updates] Optimizer steps on each batch; above 1 training starts only when the batch is complete.
     updates_per_batch: int = 1
     # [groups] Groups of earlier batches that each batch trains again, none older than train.max_staleness; 0: none.
-    replay_groups: int = 0
-    replay_times: int = 1  # [batches] Most batches in which a group is trained again.
+    replay_buffer_groups: int = 0
+    replay_buffer_uses: int = 1  # [batches] Most batches in which a group is trained again.
     reset_every: int = 0  # [batches] Interval between two steps back towards the initial weights; 0: none.
     # Share of the way to the initial weights that such a step goes; the optimizer's moments are forgotten.
     reset_share: float = 0.2
@@ -131,7 +130,7 @@ class AlgorithmConfig:
         loss_named(self.loss)
         for key, known in (
             ("std", STD_KINDS), ("aggregation", AGGREGATIONS), ("proximal", PROXIMALS), ("correction", CORRECTIONS),
-            ("kl_estimator", KL_ESTIMATORS), ("kl_in", KL_PLACES), ("routing_replay", ROUTING_REPLAYS),
+            ("kl_estimator", KL_ESTIMATORS), ("router_replay", ROUTER_REPLAYS),
         ):  # fmt: skip
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}: unknown value {getattr(self, key)!r}; known: {', '.join(known)}")
@@ -148,26 +147,24 @@ class AlgorithmConfig:
             if not getattr(self, key) > 0:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
         for key in (
-            "kl_coefficient", "entropy_coefficient", "negative_weight", "overlong_penalty", "max_resampled_batches",
-            "replay_groups", "reset_every",
+            "kl_coefficient", "entropy_coefficient", "negative_weight", "overlong_penalty", "dynamic_sampling_batches",
+            "replay_buffer_groups", "reset_every",
         ):  # fmt: skip
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key}: must be 0 or more, got {getattr(self, key)}")
         if not 0 < self.reset_share <= 1:
             raise ValueError(f"reset_share: must be above 0 and at most 1, got {self.reset_share}")
-        for key in ("pass_k", "updates_per_batch", "replay_times"):
+        for key in ("pass_k", "updates_per_batch", "replay_buffer_uses"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}: must be at least 1, got {getattr(self, key)}")
         for low, high in (("geometric_low", "geometric_high"), ("icepop_low", "icepop_high")):
             if not getattr(self, low) < getattr(self, high):
                 raise ValueError(f"{high}: must be above {low} = {getattr(self, low)}, got {getattr(self, high)}")
-        for key in ("gamma", "gae_lambda", "overlong_share"):
+        for key in ("gamma", "gae_lambda", "overlong_buffer_share"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"{key}: must be between 0 and 1, got {getattr(self, key)}")
-        if self.half_weight_spread is not None and not self.half_weight_spread > 0:
-            raise ValueError(
-                f"half_weight_spread: must be above 0, got {self.half_weight_spread}; null weighs all equally"
-            )
+        if self.weight_half_std is not None and not self.weight_half_std > 0:
+            raise ValueError(f"weight_half_std: must be above 0, got {self.weight_half_std}; null weighs all equally")
         if not self.dual_clip_ratio > 1:
             raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
 
@@ -193,15 +190,15 @@ class AlgorithmConfig:
             )
 
 
-def check_routing_replay(algorithm: AlgorithmConfig, groups_per_batch: int) -> None:
+def check_router_replay(algorithm: AlgorithmConfig, groups_per_batch: int) -> None:
     """Raises ValueError where no pass comes before the updates, whose experts could be replayed."""
     num_updates = min(algorithm.updates_per_batch, groups_per_batch)
-    if algorithm.routing_replay == "old_logprobs" and (num_updates == 1 or algorithm.proximal != "recomputed"):
+    if algorithm.router_replay == "old_logprobs" and (num_updates == 1 or algorithm.proximal != "recomputed"):
         raise ValueError(
-            "algorithm.routing_replay: old_logprobs replays the experts of the pass for pi_old, but with "
+            "algorithm.router_replay: old_logprobs replays the experts of the pass for pi_old, but with "
             f"{num_updates} updates per batch and proximal={algorithm.proximal} there is none; "
             "type algorithm.updates_per_batch=2 or more (train.groups_per_batch as well) with "
-            "algorithm.proximal=recomputed, or algorithm.routing_replay=rollout"
+            "algorithm.proximal=recomputed, or algorithm.router_replay=rollout"
         )
 
 
@@ -215,18 +212,20 @@ def check_interpolated(algorithm: AlgorithmConfig, max_staleness: int) -> None:
         )
 
 
-def check_replay(algorithm: AlgorithmConfig, max_staleness: int) -> None:
+def check_replay_buffer(algorithm: AlgorithmConfig, max_staleness: int) -> None:
     """Raises ValueError where nothing could be replayed, or nothing would correct for its age."""
-    if algorithm.replay_groups == 0:
+    if algorithm.replay_buffer_groups == 0:
         return
     if max_staleness == 0:
         raise ValueError(
-            "algorithm.replay_groups: a trained group is at least one version old, and train.max_staleness=0 allows "
-            "none; type train.max_staleness=1 or more, or algorithm.replay_groups=0"
+            "algorithm.replay_buffer_groups: a trained group is at least one version old, and train.max_staleness=0 "
+            "allows "
+            "none; type train.max_staleness=1 or more, or algorithm.replay_buffer_groups=0"
         )
     if algorithm.correction == "none" and algorithm.proximal != "sampler":
         raise ValueError(
-            "algorithm.replay_groups: nothing corrects for the age of replayed groups; type algorithm.correction=tis, "
+            "algorithm.replay_buffer_groups: nothing corrects for the age of replayed groups; type "
+            "algorithm.correction=tis, "
             "or algorithm.proximal=sampler"
         )
 
@@ -242,10 +241,10 @@ def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:
 
 def check_spread(algorithm: AlgorithmConfig, num_judgements: int) -> None:
     """Raises ValueError where verdicts are to be weighed by a spread that one judgement doesn't have."""
-    if algorithm.half_weight_spread is not None and num_judgements < 2:
+    if algorithm.weight_half_std is not None and num_judgements < 2:
         raise ValueError(
-            "algorithm.half_weight_spread: a single judgement has no spread; "
-            "type judge.num_judgements=4, or algorithm.half_weight_spread=null"
+            "algorithm.weight_half_std: a single judgement has no spread; "
+            "type judge.num_judgements=4, or algorithm.weight_half_std=null"
         )
 
 
@@ -260,7 +259,7 @@ class TrainConfig:
     # [steps] Most steps between the weights that sampled a group's oldest token and the ones it trains; 0: synchronous.
     max_staleness: int = 1
     micro_batch_tokens: int = 4096  # Most packed tokens of a forward pass on one rank.
-    shared_prompts: bool = True  # The tokens that siblings begin with go through the learner once for all of them.
+    prefix_sharing: bool = True  # The tokens that siblings begin with go through the learner once for all of them.
     lr: float = 3e-4  # Peak learning rate of AdamW.
     warmup_steps: int = 5  # Steps in which the learning rate rises linearly.
     schedule: str = "constant"  # Learning rate after the warm-up; linear and cosine fall towards 0 at num_steps.

@@ -1,4 +1,4 @@
-"""YAML and overrides -> RunConfig, and back. The only room that knows OmegaConf."""
+"""YAML and overrides -> RunConfig, and back. The only module that knows OmegaConf."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LABELS = {"A>B": 0, "B>A": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class FieldPlace:
     """Where a row stands. name: makes the ids of its items. scale: the ends of the judge's."""
 
     where: str
@@ -23,10 +23,10 @@ class Place:
     scale: tuple[int, int]
 
 
-Read = Callable[[Row, Place], Sequence[Labelled]]  # nothing, for a row without a winner
+Read = Callable[[Row, FieldPlace], Sequence[Labelled]]  # nothing, for a row without a winner
 
 
-def ranked_row(row: Row, place: Place) -> Sequence[Labelled]:
+def ranked_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     responses = texts_of(row, "responses", place)
     best = row["best"]
     if len(responses) < 2:
@@ -47,7 +47,7 @@ def ranked_row(row: Row, place: Place) -> Sequence[Labelled]:
     )
 
 
-def scored_row(row: Row, place: Place) -> Sequence[Labelled]:
+def scored_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     score, (low, high) = row["score"], place.scale
     if not isinstance(score, int | float) or isinstance(score, bool) or score != int(score) or not low <= score <= high:
         raise ValueError(f"{place.where}: score: expected a whole number from {low} to {high}, got {shown(score)}")
@@ -63,7 +63,7 @@ def scored_row(row: Row, place: Place) -> Sequence[Labelled]:
     )
 
 
-def reward_bench_row(row: Row, place: Place) -> Sequence[Labelled]:
+def reward_bench_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     rejected = texts_of(row, "rejected", place)
     right = texts_of(row, "chosen", place)
     prompt, subset = prompt_at(row, "prompt", place), subset_of(row, "subset", place)
@@ -73,7 +73,7 @@ def reward_bench_row(row: Row, place: Place) -> Sequence[Labelled]:
     )
 
 
-def ppe_correctness_row(row: Row, place: Place) -> Sequence[Labelled]:
+def ppe_correctness_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     """An item for each pair of a right and a wrong response that the benchmark sampled."""
     scores, pairs = row["scores"], row["sampled_conflict_pairs"]
     if not isinstance(scores, list) or not isinstance(pairs, list):
@@ -93,7 +93,7 @@ def ppe_correctness_row(row: Row, place: Place) -> Sequence[Labelled]:
     return tuple(items)
 
 
-def ppe_human_row(row: Row, place: Place) -> Sequence[Labelled]:
+def ppe_human_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     """Ties (tie, tie (bothbad)) have no winner."""
     winner = text_at(row, "winner", place)
     if winner not in WINNERS and not winner.startswith("tie"):
@@ -101,24 +101,24 @@ def ppe_human_row(row: Row, place: Place) -> Sequence[Labelled]:
     return paired(row, ("response_1", "response_2"), WINNERS.get(winner), "prompt", "language", place)
 
 
-def judge_bench_row(row: Row, place: Place) -> Sequence[Labelled]:
+def judge_bench_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     label = text_at(row, "label", place)
     if label not in LABELS:
         raise ValueError(f"{place.where}: label: expected one of {', '.join(LABELS)}, got {label!r}")
     return paired(row, ("response_A", "response_B"), LABELS[label], "question", "source", place)
 
 
-def help_steer3_row(row: Row, place: Place) -> Sequence[Labelled]:
+def help_steer3_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     best = preferred(row, "overall_preference", place)
     return paired(row, ("response1", "response2"), best, "context", "domain", place)
 
 
-def help_steer2_pair_row(row: Row, place: Place) -> Sequence[Labelled]:
+def help_steer2_pair_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     best = preferred(row, "preference_strength", place)
     return paired(row, ("response_1", "response_2"), best, "prompt", "subset", place)
 
 
-def help_steer_row(row: Row, place: Place) -> Sequence[Labelled]:
+def help_steer_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     rating, (worst, best), (low, high) = row["helpfulness"], HELPFULNESS, place.scale
     if not isinstance(rating, int | float) or not worst <= rating <= best:
         raise ValueError(f"{place.where}: helpfulness: expected a number from {worst} to {best}, got {shown(rating)}")
@@ -132,12 +132,12 @@ def help_steer_row(row: Row, place: Place) -> Sequence[Labelled]:
     )
 
 
-def rmb_pair_row(row: Row, place: Place) -> Sequence[Labelled]:
+def rmb_pair_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     texts = (answer_of(row["chosen"], "chosen", place), answer_of(row["reject"], "reject", place))
     return (first_is_best(texts, prompt_at(row, "conversation_input", place), rmb_subset(row, place), place.name),)
 
 
-def rmb_best_of_n_row(row: Row, place: Place) -> Sequence[Labelled]:
+def rmb_best_of_n_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     losers = row["loser_list"]
     if not isinstance(losers, list) or not losers:
         raise ValueError(f"{place.where}: loser_list: expected a list of answers, got {shown(losers)}")
@@ -184,7 +184,7 @@ def reader_of(row: Row, where: str) -> Read:
 # -- fields --------------------------------------------------------------------------------------------------------
 
 
-def own_prompt(row: Row, place: Place) -> Prompt:
+def own_prompt(row: Row, place: FieldPlace) -> Prompt:
     return Prompt(
         prompt_id=text_of(row, "item_id", place.where, place.name),
         messages=messages_of(row, place.where),
@@ -192,7 +192,7 @@ def own_prompt(row: Row, place: Place) -> Prompt:
     )
 
 
-def prompt_at(row: Row, field: str, place: Place) -> Prompt:
+def prompt_at(row: Row, field: str, place: FieldPlace) -> Prompt:
     """The prompt of a benchmark: a text, or a conversation whose last message is the user's."""
     if field not in row:
         raise ValueError(f"{place.where}: {field}: missing; its fields: {', '.join(row) or 'none'}")
@@ -204,7 +204,7 @@ def prompt_at(row: Row, field: str, place: Place) -> Prompt:
 
 
 def paired(
-    row: Row, fields: tuple[str, str], best: int | None, prompt: str, subset: str, place: Place
+    row: Row, fields: tuple[str, str], best: int | None, prompt: str, subset: str, place: FieldPlace
 ) -> Sequence[Labelled]:
     """Two responses in the order that the row has them; nothing without a winner."""
     texts = tuple(text_at(row, field, place) for field in fields)
@@ -228,7 +228,7 @@ def first_is_best(texts: tuple[str, ...], prompt: Prompt, subset: str, item_id: 
     return RankedResponses(item_id=item_id, prompt=prompt, responses=responses, best=best, subset=subset)
 
 
-def preferred(row: Row, field: str, place: Place) -> int | None:
+def preferred(row: Row, field: str, place: FieldPlace) -> int | None:
     """HelpSteer's sign: below 0 the first response is the better one, above 0 the second."""
     strength = row[field]
     if not isinstance(strength, int | float) or isinstance(strength, bool) or strength != strength:
@@ -236,7 +236,7 @@ def preferred(row: Row, field: str, place: Place) -> int | None:
     return None if strength == 0 else int(strength > 0)
 
 
-def truth_of(score: object, place: Place) -> float:
+def truth_of(score: object, place: FieldPlace) -> float:
     """PPE marks a response by a number or a truth value, or by a list of one."""
     value = score[0] if isinstance(score, list) and score else score
     if not isinstance(value, bool | int | float):
@@ -244,13 +244,13 @@ def truth_of(score: object, place: Place) -> float:
     return float(value)
 
 
-def answer_of(value: object, field: str, place: Place) -> str:
+def answer_of(value: object, field: str, place: FieldPlace) -> str:
     if not isinstance(value, Mapping) or not isinstance(value.get("answer"), str):
         raise ValueError(f"{place.where}: {field}: expected an object with a text `answer`, got {shown(value)}")
     return str(value["answer"])
 
 
-def texts_of(row: Row, field: str, place: Place) -> tuple[str, ...]:
+def texts_of(row: Row, field: str, place: FieldPlace) -> tuple[str, ...]:
     """A text, or a list of at least one. An empty text is a response too."""
     value = row[field]
     texts = [value] if isinstance(value, str) else value
@@ -259,17 +259,17 @@ def texts_of(row: Row, field: str, place: Place) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def text_at(row: Row, field: str, place: Place) -> str:
+def text_at(row: Row, field: str, place: FieldPlace) -> str:
     value = row.get(field)
     if not isinstance(value, str):
         raise ValueError(f"{place.where}: {field}: expected a text, got {shown(value)}")
     return value
 
 
-def subset_of(row: Row, field: str, place: Place) -> str:
+def subset_of(row: Row, field: str, place: FieldPlace) -> str:
     return text_of(row, field, place.where, "")
 
 
-def rmb_subset(row: Row, place: Place) -> str:
+def rmb_subset(row: Row, place: FieldPlace) -> str:
     """Helpfulness/Code of Pairwise_set/Helpfulness/Code/Documentation."""
     return "/".join(subset_of(row, "category_path", place).split("/")[1:3])

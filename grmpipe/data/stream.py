@@ -32,10 +32,10 @@ class PromptStream:
         """Prompts in one epoch."""
         return len(self._prompts)
 
-    def at(self, draw: int) -> Prompt:
-        """The prompt of a draw, from 0. Raises EndOfData beyond `max_epochs`."""
-        assert draw >= 0, draw
-        epoch, item = divmod(draw, len(self._prompts))
+    def at(self, prompt_index: int) -> Prompt:
+        """The prompt at an index, from 0. Raises EndOfData beyond `max_epochs`."""
+        assert prompt_index >= 0, prompt_index
+        epoch, item = divmod(prompt_index, len(self._prompts))
         if self._max_epochs is not None and epoch >= self._max_epochs:
             raise EndOfData(f"{self._max_epochs} epochs of {len(self._prompts)} prompts have been drawn")
         if epoch != self._epoch:

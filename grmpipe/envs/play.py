@@ -14,7 +14,7 @@ class RolloutAborted(EngineDied):
     """A request was ended before the policy had ended its turn: there is no such rollout."""
 
 
-class Renderer(Protocol):
+class TurnRenderer(Protocol):
     """What playing needs of a tokenizer with a chat template."""
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ class Renderer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RolloutRequest:
     """Who plays: a sibling of a group, and its seed."""
 
     group_id: str
@@ -37,14 +37,14 @@ class Seat:
 
 
 # An episode with all but the seat, the prompt and whom to tell of the first token filled in.
-Play = Callable[[Seat, Prompt, Callable[[], None]], Awaitable[Rollout]]
+Play = Callable[[RolloutRequest, Prompt, Callable[[], None]], Awaitable[Rollout]]
 
 
 async def play(
-    seat: Seat,
+    request: RolloutRequest,
     env: Env,
     policy: Engine,
-    renderer: Renderer,
+    renderer: TurnRenderer,
     params: SamplingParams,
     max_turns: int,
     on_first_token: Callable[[], None] = ignore_first_token,
@@ -54,20 +54,20 @@ async def play(
     turns: list[Turn] = []
     while True:
         context = RequestContext(
-            request_id=f"{seat.group_id}/{seat.sibling}/t{len(turns)}",
-            group_id=seat.group_id,
+            request_id=f"{request.group_id}/{request.sibling}/t{len(turns)}",
+            group_id=request.group_id,
             role="policy",
-            priority=seat.priority,
+            priority=request.priority,
         )
         completion = await policy.generate(
-            prompt_ids, replace(params, seed=seat.seed + len(turns)), context, on_first_token
+            prompt_ids, replace(params, seed=request.seed + len(turns)), context, on_first_token
         )
         if completion.finish_reason == "abort":
             raise RolloutAborted(f"the request {context.request_id} was aborted")
         replies = await env.step(completion.text)
         turns.append(Turn(prompt_ids=prompt_ids, completion=completion, replies=replies))
-        cut = completion.finish_reason != "stop" or (bool(replies) and len(turns) == max_turns)
-        if cut or not replies:
-            status: Literal["finished", "cut"] = "cut" if cut else "finished"
-            return Rollout(group_id=seat.group_id, sibling=seat.sibling, turns=tuple(turns), status=status)
+        truncated = completion.finish_reason != "stop" or (bool(replies) and len(turns) == max_turns)
+        if truncated or not replies:
+            status: Literal["finished", "truncated"] = "truncated" if truncated else "finished"
+            return Rollout(group_id=request.group_id, sibling=request.sibling, turns=tuple(turns), status=status)
         prompt_ids = (*prompt_ids, *completion.token_ids, *renderer.extend(replies))

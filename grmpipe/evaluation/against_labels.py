@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta, draws_of, scores_of_draw
-from grmpipe.judge.monitor.position_bias import Habits, correlation_within
+from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta_rm, draws_of, scores_of_draw
+from grmpipe.judge.monitor.position_bias import PositionBias, correlation_within
 from grmpipe.judge.verdict import Vote, mean
 from grmpipe.types import (
     Failed,
@@ -42,7 +42,7 @@ class JudgedItem:
     item: Labelled
     reports: tuple[JudgeReport, ...]
     num_asked: int
-    meta_weights: tuple[float, ...] | None = None
+    meta_rm_weights: tuple[float, ...] | None = None
 
     @property
     def judgements(self) -> tuple[Judgement, ...]:
@@ -120,15 +120,15 @@ class Recount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubsetResult:
-    """`judged`: by the judge's own verdicts. `by_k`, `with_meta`: recounted; empty without judgements."""
+    """`judged`: by the judge's own verdicts. `by_k`, `with_meta_rm`: recounted; empty without judgements."""
 
     judged: Accuracy
     by_k: Mapping[int, Accuracy] = field(default_factory=dict)
-    with_meta: Mapping[int, Accuracy] = field(default_factory=dict)
+    with_meta_rm: Mapping[int, Accuracy] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class JudgeEvaluation:
     """What a judge is worth on labelled data. Costs are means over items; tokens of smaller votes go by their share."""
 
     overall: SubsetResult
@@ -142,7 +142,7 @@ class Evaluation:
     score_error: float | None  # mean distance from the label, of scored responses
 
 
-def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> Evaluation:
+def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> JudgeEvaluation:
     """At least one item."""
     by_subset: dict[str, list[JudgedItem]] = {}
     for one in judged:
@@ -151,7 +151,7 @@ def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> Ev
     failures = [failure for one in judged for failure in one.failures]
     num_asked = max(one.num_asked for one in judged)
     num_tokens = sum(one.num_tokens for one in judged)
-    return Evaluation(
+    return JudgeEvaluation(
         overall=result_of(judged, scale, recount),
         subsets={name: result_of(own, scale, recount) for name, own in sorted(by_subset.items())},
         tokens_by_k={k: num_tokens / len(judged) * k / num_asked for k in recount.ks if flat},
@@ -167,24 +167,26 @@ def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> Ev
 def result_of(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> SubsetResult:
     counted = [one for one in judged if one.judgements]
     ks = recount.ks if counted else ()
-    meta_ks = ks if all(one.meta_weights is not None for one in counted) else ()
+    meta_rm_ks = ks if all(one.meta_rm_weights is not None for one in counted) else ()
     return SubsetResult(
         judged=Accuracy.over([[outcome_of(one.item, one.verdict_scores(scale))] for one in judged]),
         by_k={k: Accuracy.over([recounted(one, k, recount) for one in judged]) for k in ks},
-        with_meta={k: Accuracy.over([recounted(one, k, recount, meta=True) for one in judged]) for k in meta_ks},
+        with_meta_rm={
+            k: Accuracy.over([recounted(one, k, recount, meta_rm=True) for one in judged]) for k in meta_rm_ks
+        },
     )
 
 
-def recounted(one: JudgedItem, k: int, recount: Recount, meta: bool = False) -> list[Outcome]:
+def recounted(one: JudgedItem, k: int, recount: Recount, meta_rm: bool = False) -> list[Outcome]:
     """The outcomes of subsets of k judgements; with a meta-RM, of the better half of each."""
-    if meta and not one.meta_weights:
+    if meta_rm and not one.meta_rm_weights:
         return ["failed"]
-    ballots = ballots_of(one.judgements, one.num_asked, one.meta_weights if meta else None)
+    ballots = ballots_of(one.judgements, one.num_asked, one.meta_rm_weights if meta_rm else None)
     criteria = tuple(criterion.weight for criterion in one.item.prompt.rubric)
-    counting = Counting(vote=mean if meta else recount.vote, pairwise=recount.pairwise, criteria=criteria)
+    counting = Counting(vote=mean if meta_rm else recount.vote, pairwise=recount.pairwise, criteria=criteria)
     rng = random.Random(derive_seed(recount.seed, f"recount {one.item.item_id} {k}"))
     return [
-        outcome_of(one.item, scores_of_draw(ballots, draw, counting, best_by_meta if meta else all_drawn))
+        outcome_of(one.item, scores_of_draw(ballots, draw, counting, best_by_meta_rm if meta_rm else all_drawn))
         for draw in draws_of(one.num_asked, k, recount.most, rng)
     ]
 
@@ -212,7 +214,8 @@ def bias_of(judged: Sequence[JudgedItem], scale: Scale, judgements: Sequence[Jud
         "label_length_correlation": correlated(lambda _, item, sibling: float(sibling == item.best)),
     }
     habits = {
-        name.removeprefix("judge/"): share for name, share in Habits().with_judgements(judgements).metrics().items()
+        name.removeprefix("judge/"): share
+        for name, share in PositionBias().with_judgements(judgements).metrics().items()
     }
     return habits | {name: value for name, value in values.items() if value is not None}
 

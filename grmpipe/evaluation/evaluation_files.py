@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from grmpipe.config.judge import Scale
-from grmpipe.evaluation.against_labels import Evaluation, JudgedItem, SubsetResult, outcome_of
+from grmpipe.evaluation.against_labels import JudgedItem, JudgeEvaluation, SubsetResult, outcome_of
 from grmpipe.observe.plain_json import plain
 from grmpipe.types import Failed
 
 NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
 
 
-def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: Evaluation, scale: Scale) -> dict[str, str]:
+def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale) -> dict[str, str]:
     """name -> what it is."""
     (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(plain(line_of(one, scale)), ensure_ascii=False) + "\n" for one in judged)
@@ -53,12 +53,12 @@ def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
-def show(result: Evaluation, max_subsets: int, files: Mapping[str, str], run_dir: Path) -> None:
+def show(result: JudgeEvaluation, max_subsets: int, files: Mapping[str, str], run_dir: Path) -> None:
     """max_subsets: of judgements that were drawn for each smaller k."""
     console = Console()
     console.print(table_of(result))
-    if result.overall.with_meta:
-        console.print(meta_table_of(result))
+    if result.overall.with_meta_rm:
+        console.print(meta_rm_table_of(result))
     for line in notes_on(result, max_subsets):
         console.print(line, highlight=False, markup=False)
     console.print(f"files in {run_dir}:", highlight=False)
@@ -68,19 +68,19 @@ def show(result: Evaluation, max_subsets: int, files: Mapping[str, str], run_dir
         console.print(NO_PICTURE, highlight=False)
 
 
-def table_of(result: Evaluation) -> Table:
+def table_of(result: JudgeEvaluation) -> Table:
     heads = ("items", "judged", "+-", *(f"k={k}" for k in result.overall.by_k), "tied", "failed")
     return by_subset(result, "right, in percent of all items: failed and tied ones count as wrong", heads, cells_of)
 
 
-def meta_table_of(result: Evaluation) -> Table:
+def meta_rm_table_of(result: JudgeEvaluation) -> Table:
     """Beside the other one it would not fit 80 columns."""
-    heads = ("items", *(f"meta@{k}" for k in result.overall.with_meta))
-    return by_subset(result, "the same, by the better half of each vote", heads, meta_cells_of)
+    heads = ("items", *(f"meta_rm@{k}" for k in result.overall.with_meta_rm))
+    return by_subset(result, "the same, by the better half of each vote", heads, meta_rm_cells_of)
 
 
 def by_subset(
-    result: Evaluation, title: str, heads: Sequence[str], cells: Callable[[SubsetResult], Iterator[str]]
+    result: JudgeEvaluation, title: str, heads: Sequence[str], cells: Callable[[SubsetResult], Iterator[str]]
 ) -> Table:
     table = Table(title=title, box=MINIMAL, padding=0)
     table.add_column("subset", no_wrap=True)
@@ -98,16 +98,16 @@ def cells_of(subset: SubsetResult) -> Iterator[str]:
     yield from map(percent, (*shares, subset.judged.tied_share, subset.judged.failed_share))
 
 
-def meta_cells_of(subset: SubsetResult) -> Iterator[str]:
+def meta_rm_cells_of(subset: SubsetResult) -> Iterator[str]:
     yield str(subset.judged.num_items)
-    yield from (percent(one.accuracy) for one in subset.with_meta.values())
+    yield from (percent(one.accuracy) for one in subset.with_meta_rm.values())
 
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def notes_on(result: Evaluation, max_subsets: int) -> Iterator[str]:
+def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
     """What the table can't hold, a line each."""
     yield "judged: by the judge's own verdicts, +- its standard error; a single response must get its label"
     num_failed = sum(result.failed_judgements.values())
@@ -143,7 +143,7 @@ def causes(counts: Mapping[str, int]) -> str:
 # -- the picture ---------------------------------------------------------------------------------------------------
 
 
-def draw(result: Evaluation, path: Path) -> bool:
+def draw(result: JudgeEvaluation, path: Path) -> bool:
     """Accuracy over k, overall and by subset. False where there is nothing to draw, or nothing to draw with."""
     if not result.overall.by_k:
         return False
@@ -156,7 +156,7 @@ def draw(result: Evaluation, path: Path) -> bool:
     for name, subset in result.subsets.items():
         axes.plot(list(subset.by_k), [one.accuracy for one in subset.by_k.values()], alpha=0.5, lw=1, label=name)
     for label, by_k, style in (
-        ("overall", result.overall.by_k, "o-"), ("overall, with meta-RM", result.overall.with_meta, "s--")
+        ("overall", result.overall.by_k, "o-"), ("overall, with meta-RM", result.overall.with_meta_rm, "s--")
     ):  # fmt: skip
         if by_k:
             values, errors = [one.accuracy for one in by_k.values()], [one.error for one in by_k.values()]

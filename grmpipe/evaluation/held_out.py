@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from grmpipe.config.judge import Scale
-from grmpipe.envs.play import Play, RolloutAborted, Seat
-from grmpipe.judge.base import judge_alone
+from grmpipe.envs.play import Play, RolloutAborted, RolloutRequest
+from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.rule import Rule
 from grmpipe.judge.verdict import COMPONENT
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Rollout, Verdict
@@ -38,7 +38,7 @@ class JudgedRollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class HeldOutEvaluation:
     """Metrics by their names in summary.json, and the sampled rollouts behind them."""
 
     metrics: Metrics
@@ -65,8 +65,8 @@ class Evaluator:
     clock: ActiveClock | None = None
     scale: Scale | None = None
 
-    async def look(self, name: str, limit: int | None = None) -> Evaluation:
-        """Evaluate on the first `limit` prompts (all by default). `name` keeps the requests of looks apart."""
+    async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
+        """Evaluate on the first `limit` prompts (all by default). `name` keeps the requests of evaluations apart."""
         prompts = self.prompts[:limit]
         sampled = [asyncio.create_task(self._judged(f"{name}-{i}", prompt)) for i, prompt in enumerate(prompts)]
         greedy = [
@@ -80,7 +80,7 @@ class Evaluator:
             for prompt, task in zip(prompts, greedy, strict=True)
             if (rollout := _result(task)) is not None and prompt.reference is not None
         ]
-        return Evaluation(metrics=summarise(judged, greedy_right, self.pass_score, self.scale), rollouts=judged)
+        return HeldOutEvaluation(metrics=summarise(judged, greedy_right, self.pass_score, self.scale), rollouts=judged)
 
     async def _until_ended(
         self, tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[Rollout | None]]
@@ -117,9 +117,9 @@ class Evaluator:
             await asyncio.gather(*tasks, stall, all_ended, return_exceptions=True)
 
     async def _played(self, group_id: str, prompt: Prompt, play: Play) -> Rollout | None:
-        seat = Seat(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
+        request = RolloutRequest(group_id=group_id, sibling=0, seed=derive_seed(self.seed, group_id), priority=1)
         try:
-            return await play(seat, prompt, ignore_first_token)
+            return await play(request, prompt, ignore_first_token)
         except (EngineRefused, RolloutAborted) as error:
             log.warning("held-out prompt %s could not be played: %s", prompt.prompt_id, error)
             return None

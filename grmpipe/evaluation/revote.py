@@ -57,7 +57,7 @@ def all_drawn(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
     return [judgement for index in draw if (judgement := ballot.judgements[index]) is not None]
 
 
-def best_by_meta(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
+def best_by_meta_rm(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
     """The better half of a draw, as the meta-RM finds (SPCT's k_meta = k / 2, arXiv 2504.02495)."""
     assert ballot.weights is not None
     drawn = [(one, ballot.weights[index]) for index in draw if (one := ballot.judgements[index]) is not None]

@@ -6,11 +6,11 @@ import inspect
 
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.base import OneByOne, RolloutJudge
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter, RolloutJudge
 from grmpipe.types import Judge
 
 
-def own_judge(config: JudgeConfig) -> Judge:
+def load_custom_judge(config: JudgeConfig) -> Judge:
     """An instance of `judge.target`: a Judge, which has `open`, or a RolloutJudge, which has `judge`.
 
     Raises ValueError where the class can't be imported, can't be made, or is neither.
@@ -27,8 +27,8 @@ def own_judge(config: JudgeConfig) -> Judge:
     if isinstance(judge, Judge):
         return judge
     if isinstance(judge, RolloutJudge):
-        return OneByOne(judge)
+        return PointwiseAdapter(judge)
     raise ValueError(
         f"target: {config.target} is not a judge: it needs `async def judge(self, prompt, rollout, priority=0)` that "
-        "returns a JudgeReport, or `open(self, prompt, group_id, size)` that returns a Hearing"
+        "returns a JudgeReport, or `open(self, prompt, group_id, size)` that returns a JudgeSession"
     )

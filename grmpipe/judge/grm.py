@@ -16,7 +16,7 @@ from scheduler.events import EventSink
 BYTES_PER_TOKEN = 4  # of English prose, roughly, for whoever can't count
 
 
-class Renderer(Protocol):
+class PromptRenderer(Protocol):
     """What judging needs of a tokenizer with a chat template."""
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
@@ -52,14 +52,14 @@ class Grm(Protocol):
         ...
 
 
-class GrmHere:
+class LocalGrm:
     """Served by an engine of ours, which may be a router of many: we make its token ids.
 
     clock: times its answers; it stands still while all its engines are being replaced.
     """
 
     def __init__(
-        self, name: str, engine: Engine, renderer: Renderer, context_tokens: int, clock: ActiveClock | None = None
+        self, name: str, engine: Engine, renderer: PromptRenderer, context_tokens: int, clock: ActiveClock | None = None
     ) -> None:
         self.name = name
         self.context_tokens = context_tokens
@@ -81,7 +81,7 @@ class GrmHere:
         return await self._engine.generate(prompt.token_ids, params, context)
 
 
-class GrmOutside:
+class RemoteGrm:
     """Behind somebody's endpoint: it takes messages, and shows a text and a count of tokens.
 
     context_tokens: 0 leaves it to the endpoint to refuse what doesn't fit; else prompts are weighed by their bytes.

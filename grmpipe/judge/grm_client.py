@@ -10,13 +10,13 @@ from grmpipe.judge.grm import Grm, GrmPrompt
 from grmpipe.judge.parse import PARSERS, scores_of
 from grmpipe.judge.pattern import PATTERNS
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
-from models.engines.in_flight import Gate
+from models.engines.request_gates import PrioritySemaphore
 from models.seeds import derive_seed
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class GrmQuestion:
     """What the GRM is asked by one judgement. Its request ids are `<name>/j<index>.<attempt>`.
 
     siblings:   in the order shown.
@@ -31,7 +31,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class GrmRequest:
     """One call. A repeated id repeats its draw."""
 
     request_id: str
@@ -42,8 +42,8 @@ class Request:
     pattern: str | None
 
 
-class Asker:
-    """At most `judge.width` answers at once; the lowest priority number goes first, here and in the engine.
+class GrmClient:
+    """At most `judge.max_concurrency` answers at once; the lowest priority number goes first, here and in the engine.
 
     seed: makes every answer repeatable by its request_id.
     """
@@ -54,18 +54,18 @@ class Asker:
         self._seed = seed
         self._scale = config.scale
         self._parser = PARSERS[config.parser]
-        self._places = Gate(config.width)
+        self._places = PrioritySemaphore(config.max_concurrency)
 
     def room_for(self, new_tokens: int) -> int | None:
         """Tokens that a prompt may have; None where the window isn't known."""
         return self.grm.context_tokens - new_tokens if self.grm.context_tokens else None
 
-    async def judgement(self, question: Question, index: int, priority: int) -> list[Judgement | Failed]:
+    async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
         """One judgement, asked again while what comes back is no use. A dead engine is the router's to retry."""
         pattern = PATTERNS[self._config.parser](self._scale, question.num_scores) if self._config.structured else None
         results: list[Judgement | Failed] = []
-        for attempt in range(1 + self._config.reasks):
-            request = Request(
+        for attempt in range(1 + self._config.max_retries):
+            request = GrmRequest(
                 request_id=f"{question.name}/j{index}.{attempt}",
                 group_id=question.group_id,
                 priority=priority,
@@ -82,8 +82,8 @@ class Asker:
     async def text(self, request_id: str, group_id: str, prompt: GrmPrompt, priority: int) -> Completion | Failed:
         """Free text that isn't cut: the principles of a group. Asked again like a judgement."""
         result: Completion | Failed
-        for attempt in range(1 + self._config.reasks):
-            request = Request(
+        for attempt in range(1 + self._config.max_retries):
+            request = GrmRequest(
                 request_id=f"{request_id}.{attempt}",
                 group_id=group_id,
                 priority=priority,
@@ -98,7 +98,7 @@ class Asker:
             result = failed_judgement(cause, attempt, "the principles are truncated or empty", prompt, answer)
         return result
 
-    async def _answer(self, request: Request, attempt: int) -> Completion | Failed:
+    async def _answer(self, request: GrmRequest, attempt: int) -> Completion | Failed:
         context = RequestContext(
             request_id=request.request_id, group_id=request.group_id, role="grm", priority=request.priority
         )
@@ -121,7 +121,7 @@ class Asker:
             return failed("died", attempt, "the request was aborted")
         return completion
 
-    def _read(self, question: Question, completion: Completion, attempt: int) -> Judgement | Failed:
+    def _read(self, question: GrmQuestion, completion: Completion, attempt: int) -> Judgement | Failed:
         scores = scores_of(completion, self._parser, question.num_scores, self._scale)
         if isinstance(scores, str):
             detail = f"it ends with {completion.text[-80:]!r}"
@@ -137,7 +137,7 @@ class Asker:
         )
 
 
-QuestionOf = Callable[[int], Question]  # of the judgement with this index
+QuestionOf = Callable[[int], GrmQuestion]  # of the judgement with this index
 
 
 def failed(cause: Cause, attempt: int, detail: str) -> Failed:

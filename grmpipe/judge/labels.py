@@ -1,4 +1,5 @@
-"""Labelled work as lessons for a judge in training: what it is asked, and the rule that says whether it judged right.
+"""Labelled work as judging tasks for a judge in training: what it is asked, and the rule that says whether it judged
+right.
 
 The prompt is the very one that judging uses; the label stands in its `reference`, in words that the rule reads. Asks
 no model.
@@ -28,15 +29,15 @@ RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); what can't be rea
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lessons:
-    """Makes lessons of labelled work, as a judge asks about it: of one response, of all at once, or of two."""
+class JudgingTasks:
+    """Makes judging tasks of labelled work, as a judge asks about it: of one response, of all at once, or of two."""
 
     template: JudgePrompt
     protocol: str
     labels: LabelConfig
 
     @staticmethod
-    def under(judge: JudgeConfig, labels: LabelConfig) -> Lessons:
+    def under(judge: JudgeConfig, labels: LabelConfig) -> JudgingTasks:
         """As `judge` asks in a run. Raises ValueError for a template that can't be had."""
         if judge.protocol_kind.scores != "responses":
             known = [name for name, protocol in PROTOCOLS.items() if protocol.scores == "responses"]
@@ -44,32 +45,32 @@ class Lessons:
                 f"protocol: labels are of whole responses, and {judge.protocol} judges parts; "
                 f"type judge.protocol={' or '.join(known)}"
             )
-        if judge.principles == "ahead":
+        if judge.principles == "shared":
             raise ValueError(
-                "principles: a lesson is one judgement that includes its principles; type judge.principles=inline"
+                "principles: a judging task is one judgement that includes its principles; type judge.principles=inline"
             )
-        return Lessons(template=JudgePrompt.of(judge), protocol=judge.protocol, labels=labels)
+        return JudgingTasks(template=JudgePrompt.of(judge), protocol=judge.protocol, labels=labels)
 
     def of(self, items: Sequence[Labelled]) -> tuple[Prompt, ...]:
         """All that can be asked of each item: of rankings nothing by a judge of one response, of a single response
         nothing by a judge of two. ValueError where that comes to nothing at all."""
-        lessons = [lesson for item in items for lesson in self._of(item)]
-        if not lessons:
+        judging_tasks = [judging_task for item in items for judging_task in self._of(item)]
+        if not judging_tasks:
             wanted, about = ("rankings", "response") if self._about == "pair" else ("scores", "group")
             way_out = next(name for name, protocol in PROTOCOLS.items() if protocol.about == about)
             raise ValueError(
                 f"holds no {wanted}, which a {self.protocol} judge learns from; "
                 f"type judge.protocol={way_out}, with a template and a parser for it"
             )
-        return tuple(lessons)
+        return tuple(judging_tasks)
 
     @property
     def _about(self) -> str:
         return protocol_named(self.protocol).about
 
-    def right_or_wrong(self, lesson_id: str, prompt: Prompt, response: str, *, right: bool) -> Prompt:
+    def right_or_wrong(self, task_id: str, prompt: Prompt, response: str, *, right: bool) -> Prompt:
         """Of a response whose truth a rule knows: the judge is to pass it, or not to."""
-        return self._asked(lesson_id, prompt, [response], self._side(right))
+        return self._asked(task_id, prompt, [response], self._side(right))
 
     def _of(self, item: Labelled) -> list[Prompt]:
         if isinstance(item, ScoredResponse):
@@ -86,22 +87,22 @@ class Lessons:
         label = f"exactly {item.score}" if exact else self._side(item.score >= self.labels.pass_score)
         return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
 
-    def _ranked(self, lesson_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
+    def _ranked(self, task_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
         """In an order of its own, the same in every run."""
-        order = random.Random(lesson_id).sample(shown, len(shown))
+        order = random.Random(task_id).sample(shown, len(shown))
         label = f"best {order.index(item.best) + 1} of {len(order)}"
-        return self._asked(lesson_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
+        return self._asked(task_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
 
-    def _asked(self, lesson_id: str, prompt: Prompt, texts: Sequence[str], label: str, source: str = "") -> Prompt:
+    def _asked(self, task_id: str, prompt: Prompt, texts: Sequence[str], label: str, source: str = "") -> Prompt:
         message = Message(role="user", content=self.template.render(prompt, *texts))
-        return Prompt(prompt_id=lesson_id, messages=(message,), source=source, reference=label)
+        return Prompt(prompt_id=task_id, messages=(message,), source=source, reference=label)
 
     def _side(self, right: bool) -> str:
         return f"{'at least' if right else 'below'} {self.labels.pass_score}"
 
 
 def judged_right(scores: Sequence[float], label: str) -> bool:
-    """Do scores, in the order shown, agree with a label? ValueError for one that isn't of this room."""
+    """Do scores, in the order shown, agree with a label? ValueError for one that isn't of this module."""
     if match := BEST_LABEL.fullmatch(label):
         best, count = int(match[1]) - 1, int(match[2])
         return len(scores) == count and all(scores[best] > s for i, s in enumerate(scores) if i != best)
@@ -133,43 +134,43 @@ def rule_of(judge: JudgeConfig) -> Rule:
     return label_rule(PARSERS[judge.parser], judge.scale)
 
 
-class LabelJudge:
+class LabelReward:
     """Judges a judge: +1 where a judgement agrees with its label, -1 where it doesn't, can't be read or was cut."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
-        assert prompt.reference is not None, f"{prompt.prompt_id}: lessons have labels"
+        assert prompt.reference is not None, f"{prompt.prompt_id}: judging tasks have labels"
         right = rollout.status == "finished" and self._rule(rollout.text, prompt.reference)
         reward, scale = RIGHT if right else WRONG, Scale()
         verdict = Verdict(
             rewards=outcome(rollout, reward),
             score=scale.high if right else scale.low,
             breakdown={"label": reward},
-            agreement=0.0,
+            score_std=0.0,
             num_judgements=1,
         )
         return JudgeReport(verdict=verdict)
 
 
-Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # of a lesson
+Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # of a judging task
 
 
 def kept_of(rollouts: Sequence[Rollout], right: Sequence[bool]) -> tuple[Fate, tuple[Rollout, ...]]:
-    """Right critiques of a lesson that isn't right every time."""
+    """Right critiques of a judging task that isn't right every time."""
     if all(right):
         return "too_easy", ()
     kept = tuple(rollout for rollout, is_right in zip(rollouts, right, strict=True) if is_right)
     return ("kept", kept) if kept else ("none_right", ())
 
 
-def hinted(lesson: Prompt) -> Prompt:
-    """The lesson with its label told, in SPCT's words."""
-    assert lesson.reference is not None, f"{lesson.prompt_id}: lessons have labels"
-    (message,) = lesson.messages
-    told = Message(role=message.role, content=f"{message.content}\n\n{hint_of(lesson.reference)}")
-    return dataclasses.replace(lesson, messages=(told,))
+def hinted(judging_task: Prompt) -> Prompt:
+    """The judging task with its label told, in SPCT's words."""
+    assert judging_task.reference is not None, f"{judging_task.prompt_id}: judging tasks have labels"
+    (message,) = judging_task.messages
+    told = Message(role=message.role, content=f"{message.content}\n\n{hint_of(judging_task.reference)}")
+    return dataclasses.replace(judging_task, messages=(told,))
 
 
 def hint_of(label: str) -> str:
@@ -179,6 +180,6 @@ def hint_of(label: str) -> str:
 
 
 def without_hint(rollout: Rollout, prompt_ids: tuple[int, ...]) -> Rollout:
-    """A critique as if it had been written in answer to the plain lesson."""
+    """A critique as if it had been written in answer to the plain judging task."""
     (turn,) = rollout.turns
     return dataclasses.replace(rollout, turns=(dataclasses.replace(turn, prompt_ids=prompt_ids),))

@@ -32,7 +32,7 @@ class MetaRm:
             )
         logits = await asyncio.gather(*(self.scorer.score(sequence, priority) for sequence in sequences))
         if not all(map(math.isfinite, logits)):
-            raise EngineRefused("meta gave a score that isn't finite: check its weights and meta.dtype")
+            raise EngineRefused("meta gave a score that isn't finite: check its weights and meta_rm.dtype")
         return [sigmoid(logit) for logit in logits]
 
 
@@ -56,7 +56,7 @@ class JudgedResponses:
     judgement: Judgement
 
 
-class MetaScorer(Protocol):
+class MetaRmScorer(Protocol):
     """Judges judgements: which of them are likely to be right (SPCT, arXiv 2504.02495)."""
 
     async def scores(self, judged: Sequence[JudgedResponses], priority: int = 0) -> Sequence[float]:

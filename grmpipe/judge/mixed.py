@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from grmpipe.judge.verdict import mixed
-from grmpipe.types import Failed, Hearing, Judge, JudgeReport, Prompt, Rollout, Sitting, Verdict
+from grmpipe.types import Failed, Judge, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Verdict
 
 
 class MixedJudge:
@@ -21,38 +21,38 @@ class MixedJudge:
         self._judges = {name: judge for name, (judge, _) in components.items()}
         self._weights = {name: weight for name, (_, weight) in components.items()}
 
-    def open(self, prompt: Prompt, group_id: str, size: int) -> Hearing:
-        hearings = {name: judge.open(prompt, group_id, size) for name, judge in self._judges.items()}
-        return MixedHearing(hearings, self._weights)
+    def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
+        sessions = {name: judge.open(prompt, group_id, size) for name, judge in self._judges.items()}
+        return MixedSession(sessions, self._weights)
 
 
-class MixedHearing:
+class MixedSession:
     """All components at once; a sibling's report is final when each of them has reported on it."""
 
-    def __init__(self, hearings: Mapping[str, Hearing], weights: Mapping[str, float]) -> None:
-        self._hearings = hearings
+    def __init__(self, sessions: Mapping[str, JudgeSession], weights: Mapping[str, float]) -> None:
+        self._sessions = sessions
         self._weights = weights
         self._reports: dict[int, dict[str, JudgeReport]] = {}  # sibling -> component -> its report
 
-    def begin(self) -> Sequence[Sitting]:
-        return [own for name, hearing in self._hearings.items() for own in marked(name, hearing.begin())]
+    def begin(self) -> Sequence[JudgeTask]:
+        return [own for name, session in self._sessions.items() for own in marked(name, session.begin())]
 
-    def add(self, rollout: Rollout) -> Sequence[Sitting]:
-        return [own for name, hearing in self._hearings.items() for own in marked(name, hearing.add(rollout))]
+    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
+        return [own for name, session in self._sessions.items() for own in marked(name, session.add(rollout))]
 
-    async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
-        name = sitting.component
-        final = await self._hearings[name].judge(dataclasses.replace(sitting, component=""), priority)
+    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
+        name = judge_task.component
+        final = await self._sessions[name].judge(dataclasses.replace(judge_task, component=""), priority)
         for sibling, report in final.items():
             self._reports.setdefault(sibling, {})[name] = report
         return {
             sibling: self._mixed(self._reports[sibling])
             for sibling in final
-            if len(self._reports[sibling]) == len(self._hearings)
+            if len(self._reports[sibling]) == len(self._sessions)
         }
 
     def _mixed(self, by_name: Mapping[str, JudgeReport]) -> JudgeReport:
-        reports = {name: by_name[name] for name in self._hearings}  # in the order of the components
+        reports = {name: by_name[name] for name in self._sessions}  # in the order of the components
         told = list(reports.values())
         return JudgeReport(
             verdict=self._verdict({name: report.verdict for name, report in reports.items()}),
@@ -73,7 +73,7 @@ class MixedHearing:
         return mixed(verdicts, self._weights)
 
 
-def marked(name: str, sittings: Sequence[Sitting]) -> list[Sitting]:
+def marked(name: str, judge_tasks: Sequence[JudgeTask]) -> list[JudgeTask]:
     """As of a component, which must be no mixture itself."""
-    assert not any(sitting.component for sitting in sittings), "mixtures don't nest"
-    return [dataclasses.replace(sitting, component=name) for sitting in sittings]
+    assert not any(judge_task.component for judge_task in judge_tasks), "mixtures don't nest"
+    return [dataclasses.replace(judge_task, component=name) for judge_task in judge_tasks]

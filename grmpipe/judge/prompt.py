@@ -74,7 +74,7 @@ class JudgePrompt:
 
     @classmethod
     def of(cls, config: JudgeConfig) -> JudgePrompt:
-        ahead = config.principles == "ahead"
+        ahead = config.principles == "shared"
         return cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead)
 
     def render(self, prompt: Prompt, *texts: str, principles: str | None = None) -> str:

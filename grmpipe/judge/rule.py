@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from grmpipe.config.judge import Scale
 from grmpipe.judge.answer import answer_of, reference_answer
-from grmpipe.judge.base import refused
 from grmpipe.judge.math_rule import means_the_same
+from grmpipe.judge.pointwise_adapter import refused
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import JudgeReport, Prompt, Rollout
 

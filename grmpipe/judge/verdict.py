@@ -40,13 +40,13 @@ def only_finite(report: JudgeReport) -> JudgeReport:
     verdict = report.verdict
     if isinstance(verdict, Verdict) and not math.isfinite(math.fsum(map(abs, _numbers(verdict)))):
         spans = ", ".join(f"{span.value:g}" for span in verdict.rewards)
-        words = f"score {verdict.score:g}, rewards {spans}, agreement {verdict.agreement:g}"
+        words = f"score {verdict.score:g}, rewards {spans}, score std {verdict.score_std:g}"
         told = replace(told, verdict=_not_finite(words, max(1, verdict.num_judgements)), audit=None)
     return told
 
 
 def _numbers(verdict: Verdict) -> Iterable[float]:
-    yield from (verdict.score, verdict.agreement, *verdict.breakdown.values())
+    yield from (verdict.score, verdict.score_std, *verdict.breakdown.values())
     yield from (span.value for span in verdict.rewards)
 
 
@@ -69,7 +69,7 @@ def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scal
         rewards=outcome(rollout, reward),
         score=score,
         breakdown={name: reward},
-        agreement=agreement(scores),
+        score_std=score_std(scores),
         num_judgements=len(scores),
     )
 
@@ -93,7 +93,7 @@ def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verd
         ),
         score=math.fsum(shares[name] * verdict.score for name, verdict in verdicts.items()),
         breakdown={name: verdict.outcome for name, verdict in verdicts.items()},
-        agreement=math.fsum(shares[name] * verdict.agreement for name, verdict in verdicts.items()),
+        score_std=math.fsum(shares[name] * verdict.score_std for name, verdict in verdicts.items()),
         num_judgements=sum(verdict.num_judgements for verdict in verdicts.values()),
     )
 
@@ -133,7 +133,7 @@ def total(scores: Sequence[float]) -> float:
     return math.fsum(scores)
 
 
-def agreement(scores: Sequence[float]) -> float:
+def score_std(scores: Sequence[float]) -> float:
     """Population standard deviation, in score units; 0 for a single vote."""
     return statistics.pstdev(scores)
 

@@ -37,13 +37,13 @@ PACE = (
     Gauge(metric="staleness/max", title="staleness, oldest", brief="stale", decimals=0, width=2),
 )
 WAITS = (
-    Gauge(metric="time/learner_s", title="learner worked", brief="learner works", decimals=1, width=6, unit="s"),
+    Gauge(metric="time/train_s", title="learner worked", brief="learner works", decimals=1, width=6, unit="s"),
     Gauge(
-        metric="wait/learner_for_groups_s", title="learner waited for groups", brief="learner waits",
+        metric="stall/groups_s", title="learner waited for groups", brief="learner waits",
         decimals=1, width=6, unit="s",
     ),
     Gauge(
-        metric="wait/engines_for_learner_s", title="engines waited for learner", brief="engines wait",
+        metric="stall/engines_idle_s", title="engines waited for learner", brief="engines wait",
         decimals=1, width=6, unit="s",
     ),
     Gauge(metric="sync/push_s", title="weight sync", brief="sync", decimals=2, width=6, unit="s"),
@@ -69,7 +69,8 @@ def failures_text(failures: Mapping[str, int]) -> str:
 
 
 def step_lines(step: int, num_steps: int, metrics: Metrics) -> Iterator[str]:
-    """A step where there is no panel: a line for its batch, a line for a look at held-out prompts; none for neither."""
+    """A step where there is no panel: a line for its batch, a line for an evaluation of held-out prompts; none for
+    neither."""
     place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
     if any(gauge.metric in metrics for gauge in LINE):
         # Failures come last: their text has no fixed width.

@@ -35,7 +35,7 @@ class JsonlSink:
         self._journal.close()
 
     def truncate_after(self, step: int) -> None:
-        """Void what lies beyond a checkpoint's cut. Atomic; a torn last line goes too, and what can't be read.
+        """Void what lies after a checkpoint. Atomic; a torn last line goes too, and what can't be read.
 
         Metrics are there to be looked at: neither a damaged line nor a full disk keeps a run from going on.
         """

@@ -8,7 +8,7 @@ ROWS_PER_LANE = 512  # above what an engine has in its batch: a profile is read 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class LaneRow:
     """One line of the picture. Chrome sorts rows by number and takes an overlap within one for a call stack."""
 
     tid: int
@@ -25,7 +25,7 @@ class Lanes:
         self._numbers: dict[str, int] = {}
         self.num_crowded_out = 0
 
-    def place(self, lane: str, start_s: float, end_s: float) -> Row | None:
+    def place(self, lane: str, start_s: float, end_s: float) -> LaneRow | None:
         """None when more spans overlap than a lane has rows: a false picture would be worse than a gap."""
         ends_s = self._last_end_s.setdefault(lane, [])
         for index, last_end_s in enumerate(ends_s):
@@ -38,7 +38,7 @@ class Lanes:
         ends_s.append(end_s)
         return self._row(lane, len(ends_s) - 1, new=True)
 
-    def first(self, lane: str) -> Row:
+    def first(self, lane: str) -> LaneRow:
         """For moments: they take no room."""
         ends_s = self._last_end_s.setdefault(lane, [])
         if ends_s:
@@ -46,7 +46,7 @@ class Lanes:
         ends_s.append(-float("inf"))
         return self._row(lane, 0, new=True)
 
-    def _row(self, lane: str, index: int, *, new: bool) -> Row:
+    def _row(self, lane: str, index: int, *, new: bool) -> LaneRow:
         number = self._numbers.setdefault(lane, len(self._numbers) + 1)
         title = lane if index == 0 else f"{lane} · {index + 1}"
-        return Row(tid=number * self._rows_per_lane + index, title=title, new=new)
+        return LaneRow(tid=number * self._rows_per_lane + index, title=title, new=new)

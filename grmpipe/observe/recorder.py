@@ -53,12 +53,12 @@ class Recorder:
         for name, begins in self._begins.items():
             begins |= dict.fromkeys(group_ids, marks.get(name, Mark()))
 
-    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
-        """`draw`: the how-manieth prompt that the run took from its data."""
+    def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
+        """`prompt_index`: the index of the prompt in the order of the data."""
         with self._guard.watch(self._rollouts.path.name):
             record = encode_rollout(rollout)
             self._note_begin(self._rollouts, rollout.group_id)
-            self._rollouts.append({**record, "draw": draw, "prompt": encode_prompt(prompt)})
+            self._rollouts.append({**record, "prompt_index": prompt_index, "prompt": encode_prompt(prompt)})
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
         with self._guard.watch(self._judgements.path.name):
@@ -89,7 +89,7 @@ class Recorder:
 class RecordedRollout:
     """A line of rollouts.jsonl."""
 
-    draw: int
+    prompt_index: int
     prompt: Prompt
     rollout: Rollout
 
@@ -107,7 +107,7 @@ def load_verdicts(
 
 
 def load_group_ends(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[GroupEnd]:
-    """In the order they ended. After a resume, what was trained beyond the cut is void: the later line holds."""
+    """In the order they ended. After a resume, what was trained after the checkpoint is void: the later line holds."""
     return read_records(path, lambda record: GroupEnd(**record), run_id=run_id, since=since)
 
 
@@ -116,4 +116,6 @@ def decode_judged(record: Record) -> tuple[tuple[str, int], JudgeReport]:
 
 
 def decode_recorded(record: Record) -> RecordedRollout:
-    return RecordedRollout(draw=record["draw"], prompt=decode_prompt(record["prompt"]), rollout=decode_rollout(record))
+    return RecordedRollout(
+        prompt_index=record["prompt_index"], prompt=decode_prompt(record["prompt"]), rollout=decode_rollout(record)
+    )

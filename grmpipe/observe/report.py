@@ -25,10 +25,10 @@ TEXT_CHARS = 6_000  # of one text that is shown
 ALARMS = ("alarm/hacking", "alarm/fooled", "alarm/canary_drift")
 REST = "learns, engines busy"
 WAITS = (
-    ("wait/batch_s", "learns, engines idle"),
-    ("wait/weights_s", "weights move"),
-    ("wait/judge_s", "waits for verdicts"),
-    ("wait/policy_s", "waits for rollouts"),
+    ("stall/training_s", "learns, engines idle"),
+    ("stall/weight_sync_s", "weights move"),
+    ("stall/verdicts_s", "waits for verdicts"),
+    ("stall/rollouts_s", "waits for rollouts"),
 )
 MISMATCH = re.compile(r"mismatch/age_(\d+)/mean_nats")
 
@@ -201,15 +201,15 @@ def score_series(run: RunFiles) -> list[Series]:
 
 def spread_series(run: RunFiles) -> Iterator[Series]:
     """Of one judgement each there is none."""
-    points = run.series("judge/agreement_std")
+    points = run.series("judge/score_std")
     if any(spread for _, spread in points):
         yield Series(name="mean of a batch", points=points)
 
 
 def canary_series(run: RunFiles) -> list[Series]:
     return [
-        Series(name="mean score", points=run.series("watch/canary_score")),
-        Series(name="of adversarial answers", points=run.series("watch/fooling_score")),
+        Series(name="mean score", points=run.series("judge_monitor/canary_score")),
+        Series(name="of adversarial answers", points=run.series("judge_monitor/adversarial_score")),
     ]
 
 

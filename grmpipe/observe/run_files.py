@@ -192,7 +192,7 @@ class Pair:
 
     @property
     def spread(self) -> float:
-        return self.report["verdict"]["agreement"] if "verdict" in self.report else 0.0
+        return self.report["verdict"]["score_std"] if "verdict" in self.report else 0.0
 
 
 def shown_of(run_dir: Path) -> list[Shown]:

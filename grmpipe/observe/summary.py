@@ -33,7 +33,7 @@ class JudgingSummary:
     tokens: int = 0  # sampled
     saved_by_early_stop: int = 0  # tokens, estimated from below: judgements never asked, at the others' mean length
     early_stop_error: float | None = None  # score units, mean of the audited: the vote at the stop against the full one
-    aborted_sittings: int = 0  # broken off by a new version of a GRM that learns
+    aborted_tasks: int = 0  # broken off by a new version of a GRM that learns
     voided_verdicts: int = 0  # of groups that it judged anew
 
 

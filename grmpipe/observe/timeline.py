@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.guard import Guard
-from grmpipe.observe.lanes import Lanes, Row
+from grmpipe.observe.lanes import LaneRow, Lanes
 from grmpipe.observe.plain_json import json_bytes
 
 SPILL_EVENTS = 256  # kept in memory at most
@@ -66,7 +66,7 @@ class Timeline:
             self._append(self._pending.pop() + CLOSING)
             self._file.close()
 
-    def _introduce(self, row: Row) -> None:
+    def _introduce(self, row: LaneRow) -> None:
         if row.new:
             self._put("M", "thread_name", row.tid, args={"name": row.title})
             self._put("M", "thread_sort_index", row.tid, args={"sort_index": row.tid})

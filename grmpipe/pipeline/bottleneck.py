@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.pipeline.stall_times import StallTimes
 
 MIN_SHARE = 0.2  # of the time of the steps: less isn't worth a sentence
 MIN_LEAD = 1.25  # over the next longest wait: where two are alike, neither is the bottleneck
@@ -35,18 +35,18 @@ class Setup:
     elastic_pools: Mapping[str, str] = field(default_factory=dict)  # role -> the pool whose slots come and go
 
 
-def bottleneck(times: WaitTimes, setup: Setup) -> str | None:
+def bottleneck(times: StallTimes, setup: Setup) -> str | None:
     """None where nothing dominates."""
-    waits: dict[Holder, float] = {
-        "policy": times.policy_s,
-        "judge": times.judge_s,
-        "batch": times.batch_s,
-        "weights": times.weights_s,
+    stalls: dict[Holder, float] = {
+        "policy": times.rollouts_s,
+        "judge": times.verdicts_s,
+        "batch": times.training_s,
+        "weights": times.weight_sync_s,
     }
-    first, second, *_ = sorted(waits, key=lambda name: -waits[name])
-    if not times.steps_s > 0 or waits[first] < MIN_SHARE * times.steps_s or waits[first] < MIN_LEAD * waits[second]:
+    first, second, *_ = sorted(stalls, key=lambda name: -stalls[name])
+    if not times.steps_s > 0 or stalls[first] < MIN_SHARE * times.steps_s or stalls[first] < MIN_LEAD * stalls[second]:
         return None
-    share = f"{100 * waits[first] / times.steps_s:.0f} %"
+    share = f"{100 * stalls[first] / times.steps_s:.0f} %"
     return f"{SUBJECTS[first]} {share} of the step time: {', or '.join(advice(first, setup))}"
 
 

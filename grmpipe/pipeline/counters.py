@@ -7,44 +7,44 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
-from grmpipe.algorithm.advantages import teaches_nothing
+from grmpipe.algorithm.advantages import all_advantages_zero
 from grmpipe.algorithm.rewards import rewards_of
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.judge.rule import Rule
 from grmpipe.pipeline.interfaces import StepReport
-from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.types import FailedJudgement, JudgedGroup, JudgeReport, Metrics, Rollout, Verdict
 from scheduler.admission import Ledger
 
 
 @dataclass(slots=True)
-class Counts:
+class Counters:
     """Since the last step, or since the run began."""
 
     rollouts: int = 0
-    cut: int = 0
+    truncated: int = 0
     policy_tokens: int = 0
     asked: int = 0  # judgements requested, re-asked ones included
     counted: int = 0  # judgements that entered a vote
     judge_tokens: int = 0
-    aborted: int = 0  # sittings that a new version of the judge broke off
+    aborted: int = 0  # judge tasks that a new version of the judge broke off
     voided: int = 0  # verdicts of groups that it had to judge again
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
     saved_tokens: int = 0  # of judgements that an early stop left out, estimated from below
     audits: int = 0  # rollouts judged in full to try the early stop
     audit_error: float = 0.0  # score units, summed up: the vote at the stop against the full one
-    waits: WaitTimes = field(default_factory=WaitTimes)
+    stalls: StallTimes = field(default_factory=StallTimes)
 
     @staticmethod
-    def restored(saved: Mapping[str, object]) -> Counts:
-        """From what `Tally.saved` gave a checkpoint."""
+    def restored(saved: Mapping[str, object]) -> Counters:
+        """From what `FlowCounters.saved` gave a checkpoint."""
         failed = Counter(saved["failed"])  # type: ignore[call-overload]
-        waits = WaitTimes(**saved.get("waits", {}))  # type: ignore[arg-type]
-        return Counts(**{**saved, "failed": failed, "waits": waits})
+        stalls = StallTimes(**saved.get("stalls", {}))  # type: ignore[arg-type]
+        return Counters(**{**saved, "failed": failed, "stalls": stalls})
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: Counters) -> None:
         self.rollouts += other.rollouts
-        self.cut += other.cut
+        self.truncated += other.truncated
         self.policy_tokens += other.policy_tokens
         self.asked += other.asked
         self.counted += other.counted
@@ -55,19 +55,19 @@ class Counts:
         self.saved_tokens += other.saved_tokens
         self.audits += other.audits
         self.audit_error += other.audit_error
-        self.waits = self.waits.plus(other.waits)
+        self.stalls = self.stalls.plus(other.stalls)
 
 
-class Tally:
+class FlowCounters:
     """`step` starts anew with every step, `total` goes on over a resume."""
 
     def __init__(self) -> None:
-        self.step = Counts()
-        self.total = Counts()
+        self.step = Counters()
+        self.total = Counters()
 
     def rollout(self, rollout: Rollout) -> None:
         self.step.rollouts += 1
-        self.step.cut += rollout.status == "cut"
+        self.step.truncated += rollout.status == "truncated"
         self.step.policy_tokens += rollout.num_sampled_tokens
 
     def report(self, report: JudgeReport) -> None:
@@ -90,52 +90,52 @@ class Tally:
         self.step.aborted += aborted
         self.step.voided += voided
 
-    def waited(self, times: WaitTimes) -> None:
+    def waited(self, times: StallTimes) -> None:
         """At the end of a step."""
-        self.step.waits = self.step.waits.plus(times)
+        self.step.stalls = self.step.stalls.plus(times)
 
-    def close_step(self) -> Counts:
+    def close_step(self) -> Counters:
         """This step's counts; they enter the totals."""
-        closed, self.step = self.step, Counts()
+        closed, self.step = self.step, Counters()
         self.total.add(closed)
         return closed
 
-    def total_so_far(self) -> Counts:
+    def total_so_far(self) -> Counters:
         """With the open step."""
-        counts = Counts()
+        counts = Counters()
         counts.add(self.total)
         counts.add(self.step)
         return counts
 
     def saved(self) -> dict[str, object]:
         """Totals for a checkpoint."""
-        return {spec.name: getattr(self.total, spec.name) for spec in fields(Counts)} | {
+        return {spec.name: getattr(self.total, spec.name) for spec in fields(Counters)} | {
             "failed": dict(self.total.failed),
-            "waits": asdict(self.total.waits),
+            "stalls": asdict(self.total.stalls),
         }
 
     def restore(self, saved: Mapping[str, object]) -> None:
         """Totals from a checkpoint."""
-        self.total = Counts.restored(saved)
+        self.total = Counters.restored(saved)
 
 
 def step_metrics(
-    report: StepReport, counts: Counts, ledger: Ledger, is_right: Rule, algorithm: AlgorithmConfig
+    report: StepReport, counts: Counters, ledger: Ledger, is_right: Rule, algorithm: AlgorithmConfig
 ) -> Metrics:
     """Everything that one step is told by."""
     return {
-        **flow_metrics(counts, report.waits.steps_s),
+        **flow_metrics(counts, report.stalls.steps_s),
         **batch_metrics(report.groups, report.step - 1, algorithm),
         **truth_metrics(report.groups, is_right),
         **report.learner,
-        "time/step_s": report.waits.steps_s,
-        "time/learner_s": report.learner_busy_s,
-        "wait/policy_s": report.waits.policy_s,
-        "wait/judge_s": report.waits.judge_s,
-        "wait/batch_s": report.waits.batch_s,
-        "wait/weights_s": report.waits.weights_s,
-        "wait/learner_for_groups_s": report.waits.for_groups_s,
-        "wait/engines_for_learner_s": report.policy_idle_s,
+        "time/step_s": report.stalls.steps_s,
+        "time/train_s": report.learner_busy_s,
+        "stall/rollouts_s": report.stalls.rollouts_s,
+        "stall/verdicts_s": report.stalls.verdicts_s,
+        "stall/training_s": report.stalls.training_s,
+        "stall/weight_sync_s": report.stalls.weight_sync_s,
+        "stall/groups_s": report.stalls.for_groups_s,
+        "stall/engines_idle_s": report.policy_idle_s,
         "sync/push_s": report.sync.seconds,
         "sync/pause_s": report.sync.pause_seconds,
         "sync/bytes": float(report.sync.num_bytes),
@@ -163,18 +163,18 @@ def ruled(group: JudgedGroup, is_right: Rule) -> list[bool]:
         return []
 
 
-def flow_metrics(counts: Counts, seconds: float) -> Metrics:
+def flow_metrics(counts: Counters, seconds: float) -> Metrics:
     """What moved in a step that took `seconds`."""
     metrics = {
         "rollout/finished": float(counts.rollouts),
-        "rollout/cut_share": counts.cut / counts.rollouts if counts.rollouts else 0.0,
+        "rollout/truncated_share": counts.truncated / counts.rollouts if counts.rollouts else 0.0,
         "rollout/tokens": float(counts.policy_tokens),
         "rollout/tokens_per_s": counts.policy_tokens / seconds,
         "judge/asked": float(counts.asked),
         "judge/counted": float(counts.counted),
         "judge/tokens": float(counts.judge_tokens),
         "judge/tokens_per_s": counts.judge_tokens / seconds,
-        "judge/aborted_sittings": float(counts.aborted),
+        "judge/aborted_tasks": float(counts.aborted),
         "judge/voided_verdicts": float(counts.voided),
     }
     if counts.saved_tokens or counts.audits:
@@ -194,10 +194,10 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: Algori
         "train/grm_score": statistics.fmean(v.score for v in verdicts),
         "train/reward": statistics.fmean(v.outcome for v in verdicts),
         "train/reward_std": statistics.pstdev(v.outcome for v in verdicts),
-        "train/response_tokens": statistics.fmean(lengths),
-        "train/groups_without_signal_share": statistics.fmean(without_signal(group, algorithm) for group in groups),
+        "response_length/mean": statistics.fmean(lengths),
+        "train/zero_advantage_share": statistics.fmean(has_zero_advantages(group, algorithm) for group in groups),
         "train/siblings_without_verdict": float(len(pairs) - len(verdicts)),
-        "judge/agreement_std": statistics.fmean(v.agreement for v in verdicts),
+        "judge/score_std": statistics.fmean(v.score_std for v in verdicts),
         "staleness/mean": statistics.fmean(ages),
         "staleness/max": float(max(ages)),
     }
@@ -214,10 +214,10 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: Algori
     return metrics
 
 
-def without_signal(group: JudgedGroup, algorithm: AlgorithmConfig) -> bool:
+def has_zero_advantages(group: JudgedGroup, algorithm: AlgorithmConfig) -> bool:
     """Whether its verdicts, before any penalty, are all alike to the estimator: nothing to learn from."""
     judged = zip(group.rollouts, group.verdicts, strict=True)
-    return teaches_nothing([rewards_of(r, v) for r, v in judged if isinstance(v, Verdict)], algorithm)
+    return all_advantages_zero([rewards_of(r, v) for r, v in judged if isinstance(v, Verdict)], algorithm)
 
 
 def score_length_correlation(pairs: Sequence[tuple[Rollout, object]]) -> float | None:

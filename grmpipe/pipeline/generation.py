@@ -7,19 +7,19 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from grmpipe.data.stream import EndOfData
-from grmpipe.envs.play import RolloutAborted, Seat
+from grmpipe.envs.play import RolloutAborted, RolloutRequest
 from grmpipe.judge.verdict import only_finite
-from grmpipe.pipeline.counters import Tally
+from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.group_buffer import GroupBuffer
-from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, Kept, Parts
+from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup
 from grmpipe.pipeline.rollout_gate import PolicyFitness
-from grmpipe.types import Hearing, JudgeReport, Prompt, Sitting, Verdict
+from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Verdict
 from models.seeds import derive_seed
 from models.types import EngineRefused
-from scheduler.clock import ActiveClock, Hold
+from scheduler.clock import ActiveClock, PauseGate
 from scheduler.routing.router import RequestKillsEngines
-from scheduler.stream import BusyMeter, Stage
+from scheduler.stage import BusyMeter, Stage
 from scheduler.weights.weight_sync import SyncReport
 
 log = logging.getLogger(__name__)
@@ -32,30 +32,30 @@ class Producer:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: PipelineComponents,
         config: FlowConfig,
         buffer: GroupBuffer,
         engines: BusyMeter,
         clock: ActiveClock,
-        tally: Tally,
+        counters: FlowCounters,
         judge_version: int,
     ) -> None:
         """engines: runs while rollouts or judgements are in flight. clock: of the deadlines."""
         self.judge_version = judge_version
-        self.judging_hold = Hold(clock)  # while it is held no sitting begins
+        self.judging_gate = PauseGate(clock)  # while it is held no judge task begins
         self.playing: Stage[tuple[Group, int]] = Stage(
             "play",
             self._play,
             lambda item: item[0].group_id,
-            width=config.play_width,
-            bound=config.play_width,
+            width=config.rollout_concurrency,
+            bound=config.rollout_concurrency,
             shared_meter=engines,
         )
-        self.judging: Stage[tuple[Group, Hearing, Sitting]] = Stage(
+        self.judging: Stage[tuple[Group, JudgeSession, JudgeTask]] = Stage(
             "judge",
             self._judge,
             lambda item: item[0].group_id,
-            width=config.judge_width,
+            width=config.judge_concurrency,
             bound=0,  # all: who waits is ranked, and admission bounds them
             rank=lambda item: self._rank(item[0]),
             shared_meter=engines,
@@ -68,30 +68,30 @@ class Producer:
         self._config = config
         self._buffer = buffer
         self._clock = clock
-        self._tally = tally
-        self._num_sitting = 0  # sittings under way
+        self._counters = counters
+        self._num_judging = 0  # judge tasks under way
 
     # -- admit ---------------------------------------------------------------------------------------------------------
 
     async def admit(self) -> None:
         """Returns when the prompts are over."""
-        for draw in self._buffer.draws_to_reopen:
-            await self._open(draw, self._parts.prompts.at(draw))
+        for prompt_index in self._buffer.prompts_to_reopen:
+            await self._open(prompt_index, self._parts.prompts.at(prompt_index))
         while True:
-            await self._parts.watch.until_fit(self._clock)
+            await self._parts.judge_guard.until_fit(self._clock)
             await self._buffer.until_room()
             await self._fitness.until_fit(self._clock)
-            draw = self._buffer.next_draw
+            prompt_index = self._buffer.next_prompt_index
             try:
-                prompt = self._parts.prompts.at(draw)
+                prompt = self._parts.prompts.at(prompt_index)
             except EndOfData:
                 self._buffer.no_more_prompts()
                 return
-            await self._open(draw, prompt)
+            await self._open(prompt_index, prompt)
 
-    async def _open(self, draw: int, prompt: Prompt) -> None:
-        """Open the group of a draw with what is kept of it, and send the rest of its siblings to play."""
-        group, kept = self._buffer.open(draw, prompt)
+    async def _open(self, prompt_index: int, prompt: Prompt) -> None:
+        """Open the group of a prompt with what is kept of it, and send the rest of its siblings to play."""
+        group, kept = self._buffer.open(prompt_index, prompt)
         if self._parts.too_long(prompt):
             log.warning("prompt %s is longer than the model's context window: skipped", prompt.prompt_id)
             self._fail(group, "prompt_too_long")
@@ -101,25 +101,25 @@ class Producer:
             return
         self._buffer.set_deadline(group)
         await self.expiring.put(group)
-        await self._hear(group, kept)
+        await self._open_session(group, kept)
         for sibling in group.missing_rollouts():
             await self.playing.put((group, sibling))
 
-    async def _hear(self, group: Group, kept: Kept) -> None:
+    async def _open_session(self, group: Group, kept: RecoveredGroup) -> None:
         """Open the judging of a group: with verdicts that are kept, and what is to do on the rollouts without one."""
-        hearing = group.hearing = self._parts.judge.open(group.prompt, group.group_id, group.size)
-        to_judge = [*hearing.begin()]
+        session = group.session = self._parts.judge.open(group.prompt, group.group_id, group.size)
+        to_judge = [*session.begin()]
         reports = kept.reports if self._still_holds(kept.reports, group.size) else {}
         for rollout in kept.rollouts:
             self._buffer.add_rollout(group, rollout, journalled=not kept.renamed)
-            to_judge += hearing.add(rollout)
+            to_judge += session.add(rollout)
             if (report := reports.get(rollout.sibling)) is not None:
                 self._buffer.add_report(group, rollout.sibling, report, journalled=not kept.renamed)
         if not group.is_open:
             self._ended(group)
             return
-        for sitting in to_judge:
-            await self.judging.put((group, hearing, sitting))
+        for judge_task in to_judge:
+            await self.judging.put((group, session, judge_task))
 
     def _still_holds(self, reports: Mapping[int, JudgeReport], size: int) -> bool:
         """A group is judged by one version of the judge: by the present one, or wholly by one before."""
@@ -135,58 +135,58 @@ class Producer:
         if not group.is_open:
             return
         seed = derive_seed(self._config.seed, f"{group.group_id}/{sibling}")
-        seat = Seat(group_id=group.group_id, sibling=sibling, seed=seed)
+        request = RolloutRequest(group_id=group.group_id, sibling=sibling, seed=seed)
         try:
-            rollout = await self._parts.play(seat, group.prompt, lambda: self._buffer.first_token(group))
+            rollout = await self._parts.play(request, group.prompt, lambda: self._buffer.first_token(group))
         except (EngineRefused, RolloutAborted) as error:  # EngineDied means that no engine is left: that ends the run
             log.warning("rollout %s/%d: %s", group.group_id, sibling, error)
             self._fail(group, cause_of(error), str(error))
             return
         if self._buffer.add_rollout(group, rollout):
-            self._tally.rollout(rollout)
-            hearing = group.hearing
-            assert hearing is not None, "it is opened before the siblings are sent to play"
-            for sitting in hearing.add(rollout):
-                await self.judging.put((group, hearing, sitting))
+            self._counters.rollout(rollout)
+            session = group.session
+            assert session is not None, "it is opened before the siblings are sent to play"
+            for judge_task in session.add(rollout):
+                await self.judging.put((group, session, judge_task))
 
     # -- judge ---------------------------------------------------------------------------------------------------------
 
-    async def _judge(self, item: tuple[Group, Hearing, Sitting]) -> None:
-        group, hearing, sitting = item
-        await self._parts.watch.until_fit(self._clock)
-        await self.judging_hold.passed()
-        if group.hearing is not hearing:  # the group ended, or is heard anew
+    async def _judge(self, item: tuple[Group, JudgeSession, JudgeTask]) -> None:
+        group, session, judge_task = item
+        await self._parts.judge_guard.until_fit(self._clock)
+        await self.judging_gate.passed()
+        if group.session is not session:  # the group ended, or is judged again
             return
-        if sitting.members and not group.lacks_verdicts(sitting.members):
+        if judge_task.members and not group.lacks_verdicts(judge_task.members):
             return
         group.judging_begun = True
-        self._num_sitting += 1
+        self._num_judging += 1
         try:
-            reports = await hearing.judge(sitting, self._rank(group))
+            reports = await session.judge(judge_task, self._rank(group))
         finally:
-            self._num_sitting -= 1
+            self._num_judging -= 1
         for sibling, report in reports.items():
-            self._add_report(group, sibling, stamped(only_finite(report), self.judge_version))
+            self._add_report(group, sibling, with_version(only_finite(report), self.judge_version))
 
     def _add_report(self, group: Group, sibling: int, report: JudgeReport) -> None:
         if not self._buffer.add_report(group, sibling, report):
             return
-        self._tally.report(report)
+        self._counters.report(report)
         if not group.is_open:
             self._ended(group)
-        self._parts.watch.verdict(report)
+        self._parts.judge_guard.verdict(report)
 
     def _rank(self, group: Group) -> int:
         """Of its verdicts: groups of the batch that is due first go first, of these the one that lacks the fewest,
         of these the oldest. Of two degrees of urgency the greater overtakes as many groups as a batch has."""
         urgency = self._buffer.batches_ahead(group) * group.size + len(group.missing_verdicts())
-        return rank(arrival=group.draw, urgency=urgency, patience=self._config.groups_per_batch)
+        return rank(arrival=group.prompt_index, urgency=urgency, patience=self._config.groups_per_batch)
 
     async def change_judge(self, version: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
         """Bring the judge to another version. No group is judged by two: what is being judged is broken off, the
-        verdicts of groups that still lack some are void, and these groups are heard anew."""
-        with self.judging_hold.held():
-            aborted = self._num_sitting
+        verdicts of groups that still lack some are void, and these groups are judged again."""
+        with self.judging_gate.held():
+            aborted = self._num_judging
             for group in self._buffer.being_judged():
                 self.judging.cancel(group.group_id)
             report = await change()
@@ -194,8 +194,8 @@ class Producer:
             voided = 0
             for group in self._buffer.being_judged():
                 voided += group.void_verdicts()
-                await self._hear(group, Kept(group_id=group.group_id, rollouts=tuple(group.rollouts)))
-            self._tally.judge_changed(aborted=aborted, voided=voided)
+                await self._open_session(group, RecoveredGroup(group_id=group.group_id, rollouts=tuple(group.rollouts)))
+            self._counters.judge_changed(aborted=aborted, voided=voided)
         return report
 
     # -- end -----------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Producer:
         late = self._buffer.expire(group)
         self._ended(group)
         for timeout in late:
-            self._parts.watch.verdict(JudgeReport(verdict=timeout))
+            self._parts.judge_guard.verdict(JudgeReport(verdict=timeout))
 
     def _fail(self, group: Group, cause: str, detail: str = "") -> None:
         if group.is_open:  # siblings may fail at the same moment, with their engine
@@ -233,7 +233,7 @@ def cause_of(error: EngineRefused | RolloutAborted) -> str:
     return "rollout_refused" if isinstance(error, EngineRefused) else "rollout_died"
 
 
-def stamped(report: JudgeReport, judge_version: int) -> JudgeReport:
+def with_version(report: JudgeReport, judge_version: int) -> JudgeReport:
     """A verdict knows which version of the judge gave it."""
     if judge_version == 0 or not isinstance(report.verdict, Verdict):
         return report

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
-from grmpipe.types import Failed, Hearing, JudgedGroup, Prompt, Rollout, Verdict
+from grmpipe.types import Failed, JudgedGroup, JudgeSession, Prompt, Rollout, Verdict
 
 
 class GroupState(Enum):
@@ -53,7 +53,7 @@ class Group:
     verdicts are void and the state stays as it is.
 
     opened_at:  version, as `GroupBuffer.open` says: no token of the group is older.
-    hearing:    the judge's session; None before it is opened, and once the group has left ROLLING_OUT and JUDGING.
+    session:    the judge's session; None before it is opened, and once the group has left ROLLING_OUT and JUDGING.
     judging_begun: whether the judge has begun on it, since its verdicts were void last.
     started:    whether a first token came.
     deadline_s: on the clock of deadlines.
@@ -62,16 +62,23 @@ class Group:
     """
 
     def __init__(
-        self, *, group_id: str, draw: int, prompt: Prompt, size: int, min_valid_siblings: int, opened_at: int = 0
+        self,
+        *,
+        group_id: str,
+        prompt_index: int,
+        prompt: Prompt,
+        size: int,
+        min_valid_siblings: int,
+        opened_at: int = 0,
     ) -> None:
         self.group_id = group_id
-        self.draw = draw
+        self.prompt_index = prompt_index
         self.prompt = prompt
         self.size = size
         self.min_valid_siblings = min_valid_siblings
         self.opened_at = opened_at
         self.state = GroupState.ROLLING_OUT
-        self.hearing: Hearing | None = None
+        self.session: JudgeSession | None = None
         self.judging_begun = False
         self.started = False
         self.deadline_s = math.inf
@@ -186,4 +193,4 @@ class Group:
         assert state in NEXT[self.state], f"{self.group_id}: from {self.state.value} to {state.value}"
         self.state = state
         if not self.is_open:
-            self.hearing = None
+            self.session = None

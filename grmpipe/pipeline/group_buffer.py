@@ -7,9 +7,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from grmpipe.pipeline.counters import without_signal
+from grmpipe.pipeline.counters import has_zero_advantages
 from grmpipe.pipeline.group import OPEN, Group, GroupState
-from grmpipe.pipeline.interfaces import Cut, FlowConfig, Journal, Kept
+from grmpipe.pipeline.interfaces import FlowConfig, GroupJournal, PipelineState, RecoveredGroup
 from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.untaken_groups import UNTAKEN, UntakenGroups
 from grmpipe.pipeline.why_waiting import NUM_SHOWN, OpenBatch, why_ended, why_open, why_ready, why_taken
@@ -39,19 +39,19 @@ class GroupBuffer:
     def __init__(
         self,
         config: FlowConfig,
-        journal: Journal,
+        journal: GroupJournal,
         *,
         now: Callable[[], float],
         on_change: Callable[[GroupSupply], None] = lambda supply: None,
-        cut: Cut | None = None,
-        kept: Mapping[int, Kept] | None = None,
+        pipeline_state: PipelineState | None = None,
+        kept: Mapping[int, RecoveredGroup] | None = None,
     ) -> None:
         """now: seconds of the clock of deadlines. on_change: hears what there is for training, whenever it changes.
-        kept: by draw, finished work from before a resume."""
-        cut = cut or Cut()
-        self.version = cut.version  # completed optimizer steps
-        self.next_draw = cut.next_draw
-        self.max_staleness_trained = cut.max_staleness_trained
+        kept: by prompt index, finished work from before a resume."""
+        pipeline_state = pipeline_state or PipelineState()
+        self.version = pipeline_state.version  # completed optimizer steps
+        self.next_prompt_index = pipeline_state.next_prompt_index
+        self.max_staleness_trained = pipeline_state.max_staleness_trained
         self.groups: dict[str, Group] = {}  # in flight, in order of opening
         self.prompts_over = False
         self._admission = Admission(
@@ -63,11 +63,13 @@ class GroupBuffer:
         self._journal = journal
         self._now = now
         self._on_change = on_change
-        self._recovered = {draw: Kept(group_id=name) for draw, name in cut.in_flight.items()} | dict(kept or {})
+        self._recovered = {
+            prompt_index: RecoveredGroup(group_id=name) for prompt_index, name in pipeline_state.in_flight.items()
+        } | dict(kept or {})
         self._untaken = UntakenGroups()
         self._batch: list[Group] = []  # taken, in this order
-        self._trained = cut.version * config.groups_per_batch
-        self._dropped = Counter(cut.dropped)
+        self._trained = pipeline_state.version * config.groups_per_batch
+        self._dropped = Counter(pipeline_state.dropped)
         self._submitted = self._trained + self._dropped.total()
         self._num_resampled = 0  # groups without signal that were dropped since the last step
         self._ends: deque[GroupEnd] = deque(maxlen=NUM_ENDS_REMEMBERED)
@@ -87,20 +89,22 @@ class GroupBuffer:
             await self._room.wait()
 
     @property
-    def draws_to_reopen(self) -> list[int]:
+    def prompts_to_reopen(self) -> list[int]:
         """Of the groups that were in flight at the cut."""
-        return sorted(draw for draw in self._recovered if draw < self.next_draw)
+        return sorted(prompt_index for prompt_index in self._recovered if prompt_index < self.next_prompt_index)
 
-    def open(self, draw: int, prompt: Prompt) -> tuple[Group, Kept]:
-        """A group for the next draw, or for one to reopen, and the work on it from before a resume, if there is any.
+    def open(self, prompt_index: int, prompt: Prompt) -> tuple[Group, RecoveredGroup]:
+        """A group for the next prompt, or for one to reopen, and the work on it from before a resume, if there is any.
 
         It counts as opened at our version, or at the lowest of the tokens that it comes with."""
-        kept = self._recovered.pop(draw, None) or Kept(group_id=f"{self._config.group_prefix}{draw:06d}")
+        kept = self._recovered.pop(prompt_index, None) or RecoveredGroup(
+            group_id=f"{self._config.group_prefix}{prompt_index:06d}"
+        )
         assert kept.group_id not in self.groups, f"group {kept.group_id} opened twice"
-        self.next_draw = max(self.next_draw, draw + 1)
+        self.next_prompt_index = max(self.next_prompt_index, prompt_index + 1)
         group = Group(
             group_id=kept.group_id,
-            draw=draw,
+            prompt_index=prompt_index,
             prompt=prompt,
             size=self._config.group_size,
             min_valid_siblings=self._config.min_valid_siblings,
@@ -132,7 +136,7 @@ class GroupBuffer:
             if not group.add_rollout(rollout):
                 return False
             if not journalled:
-                self._journal.rollout(group.draw, group.prompt, rollout)
+                self._journal.rollout(group.prompt_index, group.prompt, rollout)
         return True
 
     def add_report(self, group: Group, sibling: int, report: JudgeReport, *, journalled: bool = False) -> bool:
@@ -256,13 +260,13 @@ class GroupBuffer:
         """Nothing is lost: submitted == trained + dropped + in flight, and each of these is in one place."""
         assert self.ledger.in_flight == len(self._untaken) + len(self._batch)
 
-    def cut(self, judge_version: int) -> Cut:
+    def state(self, judge_version: int) -> PipelineState:
         """Where it stands between two steps. Groups of the open batch are in flight: they weren't stepped."""
-        reopening = {draw: self._recovered[draw].group_id for draw in self.draws_to_reopen}
-        return Cut(
+        reopening = {prompt_index: self._recovered[prompt_index].group_id for prompt_index in self.prompts_to_reopen}
+        return PipelineState(
             version=self.version,
-            next_draw=self.next_draw,
-            in_flight=reopening | {group.draw: group.group_id for group in self.groups.values()},
+            next_prompt_index=self.next_prompt_index,
+            in_flight=reopening | {group.prompt_index: group.group_id for group in self.groups.values()},
             dropped=dict(self._dropped),
             max_staleness_trained=self.max_staleness_trained,
             judge_version=judge_version,
@@ -337,12 +341,12 @@ class GroupBuffer:
         self._on_change(self._untaken.supply())
 
     def _resample(self, group: Group) -> None:
-        """Drop a group that teaches nothing, up to `max_no_signal_groups` in a step."""
-        if self._num_resampled >= self._config.max_no_signal_groups:
+        """Drop a group that teaches nothing, up to `max_zero_advantage_groups` in a step."""
+        if self._num_resampled >= self._config.max_zero_advantage_groups:
             return
-        if without_signal(group.judged(), self._config.algorithm):
+        if has_zero_advantages(group.judged(), self._config.algorithm):
             self._num_resampled += 1
-            group.drop("no_signal")
+            group.drop("zero_advantage")
 
     def _end(self, group: Group) -> None:
         del self.groups[group.group_id]
@@ -357,7 +361,7 @@ class GroupBuffer:
         trained = group.state is GroupState.TRAINED
         return GroupEnd(
             group_id=group.group_id,
-            draw=group.draw,
+            prompt_index=group.prompt_index,
             prompt_id=group.prompt.prompt_id,
             outcome="trained" if trained else "dropped",
             step=self.version if trained else None,

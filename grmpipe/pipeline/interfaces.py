@@ -9,7 +9,7 @@ from typing import Protocol
 from grmpipe.config.data import RolloutConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play
-from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.types import GroupEnd, Judge, JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
@@ -19,8 +19,8 @@ KILLED_ENGINES = "rollout_killed_engines"  # the cause of a group that is droppe
 
 
 class Prompts(Protocol):
-    def at(self, draw: int) -> Prompt:
-        """The prompt of a draw. Raises EndOfData when the data set is over."""
+    def at(self, prompt_index: int) -> Prompt:
+        """The prompt at an index. Raises EndOfData when the data set is over."""
         ...
 
 
@@ -43,17 +43,17 @@ class Trainer(Protocol):
     async def discard(self) -> None: ...
 
 
-class Journal(Protocol):
+class GroupJournal(Protocol):
     """Where finished work is kept."""
 
-    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None: ...
+    def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None: ...
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None: ...
 
     def group_ended(self, end: GroupEnd) -> None: ...
 
 
-class JudgeWatch(Protocol):
+class JudgeGuard(Protocol):
     """Decides from its verdicts whether a judge is fit. Raises when it is not, for good."""
 
     def verdict(self, report: JudgeReport) -> None: ...
@@ -62,17 +62,17 @@ class JudgeWatch(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class PipelineComponents:
     """What the pipeline is put together from."""
 
     prompts: Prompts
     too_long: Callable[[Prompt], bool]
     play: Play
     judge: Judge
-    watch: JudgeWatch
+    judge_guard: JudgeGuard
     trainer: Trainer
     push_weights: Callable[[int], Awaitable[SyncReport]]
-    journal: Journal
+    journal: GroupJournal
     events: EventSink
 
 
@@ -86,20 +86,20 @@ class FlowConfig:
     min_valid_siblings: int
     max_staleness: int
     group_deadline_s: float
-    play_width: int
-    judge_width: int
+    rollout_concurrency: int
+    judge_concurrency: int
     seed: int
     group_prefix: str = "g"  # of group_ids; of two flows in one run each has its own
     rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: whatever they do
     rollout_failure_window: int = 32  # groups
     rollout_pause_s: float = 30.0
-    max_no_signal_groups: int = 0  # dropped and replaced in one step, where a group's rewards are all alike
+    max_zero_advantage_groups: int = 0  # dropped and replaced in one step, where a group's rewards are all alike
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # to which they are alike or not
     report_wait_s: float = 60.0  # a wait longer than this names what it waits for
 
     @staticmethod
     def of(
-        train: TrainConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, judge_width: int, seed: int
+        train: TrainConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, judge_concurrency: int, seed: int
     ) -> FlowConfig:
         """Of the policy's flow in a run."""
         return FlowConfig(
@@ -109,19 +109,19 @@ class FlowConfig:
             min_valid_siblings=train.min_valid_siblings,
             max_staleness=train.max_staleness,
             group_deadline_s=rollout.group_deadline_s,
-            play_width=rollout.width,
-            judge_width=judge_width,
+            rollout_concurrency=rollout.max_concurrency,
+            judge_concurrency=judge_concurrency,
             seed=seed,
             rollout_max_failure_rate=rollout.max_failure_rate,
             rollout_failure_window=rollout.failure_window,
             rollout_pause_s=rollout.pause_s,
-            max_no_signal_groups=int(algorithm.max_resampled_batches * train.groups_per_batch),
+            max_zero_advantage_groups=int(algorithm.dynamic_sampling_batches * train.groups_per_batch),
             algorithm=algorithm,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class RecoveredGroup:
     """Finished work of a group from before a resume: its rollouts, and the verdicts it has.
 
     `renamed`: other work under its old name is void, so what is kept goes on, and to the journal, under a new one.
@@ -136,12 +136,12 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class PipelineState:
     """Where the flow stands between two optimizer steps: what a checkpoint keeps of it."""
 
     version: int = 0
-    next_draw: int = 0
-    in_flight: Mapping[int, str] = field(default_factory=dict)  # draw -> group_id
+    next_prompt_index: int = 0
+    in_flight: Mapping[int, str] = field(default_factory=dict)  # prompt index -> group_id
     dropped: Mapping[str, int] = field(default_factory=dict)
     max_staleness_trained: int = 0
     judge_version: int = 0  # of a judge that learns in the same run
@@ -155,6 +155,6 @@ class StepReport:
     groups: tuple[JudgedGroup, ...]
     learner: Metrics
     sync: SyncReport
-    waits: WaitTimes  # and how long the step took
+    stalls: StallTimes  # and how long the step took
     learner_busy_s: float
     policy_idle_s: float  # no rollout in flight: admission was shut, the learner is behind

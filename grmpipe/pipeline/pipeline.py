@@ -17,11 +17,11 @@ admit   consumes      prompts: first those whose groups a resume reopens, then t
         produces      ROLLING_OUT groups: their siblings for play, the groups themselves for expire
         waits for     a judge that is fit; room; a policy that is fit; a place in play's inbox
         unblocked by  the judge's monitor; a step or a dropped group; the rollout gate; a rollout's end
-play    consumes      siblings of open groups, up to `play_width` at once
+play    consumes      siblings of open groups, up to `rollout_concurrency` at once
         produces      rollouts, and with each what can be judged now, for judge
         waits for     the policy's engines
         unblocked by  an answer, which a replaced engine may give; the end of its group, which cancels it
-judge   consumes      what can be judged, of the groups that are due first, up to `judge_width` at once
+judge   consumes      what can be judged, of the groups that are due first, up to `judge_concurrency` at once
         produces      verdicts: the last one makes its group READY, or drops it
         waits for     a judge that is fit; judging_hold (a GRM that learns: its warm-up, its push); the GRM's engines
         unblocked by  the judge's monitor; the end of the hold; an answer; the end of its group, which cancels it
@@ -40,11 +40,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from grmpipe.data.stream import EndOfData
-from grmpipe.pipeline.counters import Tally
+from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.generation import Producer
 from grmpipe.pipeline.group_buffer import GroupBuffer
-from grmpipe.pipeline.interfaces import Cut, FlowConfig, Kept, Parts, StepReport
-from grmpipe.pipeline.stall_times import Waits
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
+from grmpipe.pipeline.stall_times import StallTracker
 from grmpipe.pipeline.training import Consumer
 from scheduler.admission import Ledger
 from scheduler.clock import ActiveClock
@@ -52,28 +52,35 @@ from scheduler.supervise import run_until
 
 
 class Pipeline:
-    """Runs the flow from a cut until `num_steps` are done, the prompts are over, or somebody interrupts."""
+    """Runs the flow from a state until `num_steps` are done, the prompts are over, or somebody interrupts."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: PipelineComponents,
         config: FlowConfig,
         after_step: Callable[[StepReport], Awaitable[None]],
-        cut: Cut | None = None,
-        kept: Mapping[int, Kept] | None = None,
+        pipeline_state: PipelineState | None = None,
+        kept: Mapping[int, RecoveredGroup] | None = None,
     ) -> None:
-        """`kept` holds, by draw, the work that a resume found."""
-        cut = cut or Cut()
+        """`kept` holds, by prompt index, the work that a resume found."""
+        pipeline_state = pipeline_state or PipelineState()
         self.clock = ActiveClock()
-        self.tally = Tally()
+        self.counters = FlowCounters()
         self.after_step = after_step
-        waits = Waits(config.max_staleness)
+        stalls = StallTracker(config.max_staleness)
         self.buffer = GroupBuffer(
-            config, parts.journal, now=self.clock.now, on_change=waits.groups_changed, cut=cut, kept=kept
+            config,
+            parts.journal,
+            now=self.clock.now,
+            on_change=stalls.groups_changed,
+            pipeline_state=pipeline_state,
+            kept=kept,
         )
-        self.producer = Producer(parts, config, self.buffer, waits.engines, self.clock, self.tally, cut.judge_version)
+        self.producer = Producer(
+            parts, config, self.buffer, stalls.engines, self.clock, self.counters, pipeline_state.judge_version
+        )
         playing = self.producer.playing.meter
-        self.consumer = Consumer(parts, config, self.buffer, waits, self.clock, playing, self._stepped)
+        self.consumer = Consumer(parts, config, self.buffer, stalls, self.clock, playing, self._stepped)
 
     @property
     def version(self) -> int:
@@ -85,9 +92,9 @@ class Pipeline:
         """Every group that was submitted, and what became of it."""
         return self.buffer.ledger
 
-    def cut(self) -> Cut:
+    def state(self) -> PipelineState:
         """The flow as it stands."""
-        return self.buffer.cut(self.producer.judge_version)
+        return self.buffer.state(self.producer.judge_version)
 
     def interrupt(self) -> None:
         """Stop at the next place between two steps: `run` raises Interrupted."""
@@ -107,5 +114,5 @@ class Pipeline:
             await self.consumer.give_up()
 
     async def _stepped(self, report: StepReport) -> None:
-        self.tally.waited(report.waits)
+        self.counters.waited(report.stalls)
         await self.after_step(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grmpipe.judge.monitor.failure_gate import FailureGate, Fitness, Unfit
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, Fitness, Unfit
 from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig
 from grmpipe.types import Failed, InfraCause
@@ -29,14 +29,14 @@ class PolicyFitness(Fitness):
 
     @classmethod
     def of(cls, config: FlowConfig) -> PolicyFitness:
-        gate = FailureGate(
+        breaker = CircuitBreaker(
             max_failure_rate=config.rollout_max_failure_rate,
             window=config.rollout_failure_window,
             pause_s=config.rollout_pause_s,
             counted="groups",
             key="rollout.max_failure_rate",
         )
-        return cls(gate)
+        return cls(breaker)
 
     def group_ended(self, group: Group) -> None:
         """Raises PolicyUnfit when the gate closes for good. Groups that were never asked for don't count."""

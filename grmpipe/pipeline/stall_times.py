@@ -2,9 +2,9 @@
 
 The learner is in one of four states at any moment of a step, so that these never overlap:
 
-    wants a group, and has to wait -> policy_s or judge_s, by what the open batch lacks
-    takes groups, steps            -> its work; batch_s of it while nobody else could work
-    pushes its weights             -> weights_s
+    wants a group, and has to wait -> rollouts_s or verdicts_s, by what the open batch lacks
+    takes groups, steps            -> its work; training_s of it while nobody else could work
+    pushes its weights             -> weight_sync_s
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from scheduler.stream import BusyMeter, StateMeter
+from scheduler.stage import BusyMeter, StateMeter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaitTimes:
+class StallTimes:
     """Seconds by the loop's clock.
 
-    steps_s:   of the steps themselves; what is done between two of them (looks, checkpoints) isn't in it.
-    policy_s:  the learner wanted a group, and the batch lacked rollouts: fewer groups were rolled out than it has
+    steps_s:   of the steps themselves; what is done between two of them (evaluations, checkpoints) isn't in it.
+    rollouts_s: the learner wanted a group, and the batch lacked rollouts: fewer groups were rolled out than it has
                places left, or one that is due in this batch still rolled out.
-    judge_s:   the learner wanted a group, and the batch lacked only verdicts.
-    batch_s:   the learner worked, no rollout and no judgement was in flight, and the step's end would let new groups
+    verdicts_s: the learner wanted a group, and the batch lacked only verdicts.
+    training_s: the learner worked, no rollout and no judgement was in flight, and the step's end would let new groups
                in: engines idle because admission held.
-    weights_s: the push that ends a step: pauses of the engines, transfer, confirmation.
+    weight_sync_s: the push that ends a step: pauses of the engines, transfer, confirmation.
     """
 
     steps_s: float = 0.0
-    policy_s: float = 0.0
-    judge_s: float = 0.0
-    batch_s: float = 0.0
-    weights_s: float = 0.0
+    rollouts_s: float = 0.0
+    verdicts_s: float = 0.0
+    training_s: float = 0.0
+    weight_sync_s: float = 0.0
 
     @property
     def for_groups_s(self) -> float:
-        return self.policy_s + self.judge_s
+        return self.rollouts_s + self.verdicts_s
 
-    def plus(self, other: WaitTimes) -> WaitTimes:
-        return WaitTimes(
+    def plus(self, other: StallTimes) -> StallTimes:
+        return StallTimes(
             steps_s=self.steps_s + other.steps_s,
-            policy_s=self.policy_s + other.policy_s,
-            judge_s=self.judge_s + other.judge_s,
-            batch_s=self.batch_s + other.batch_s,
-            weights_s=self.weights_s + other.weights_s,
+            rollouts_s=self.rollouts_s + other.rollouts_s,
+            verdicts_s=self.verdicts_s + other.verdicts_s,
+            training_s=self.training_s + other.training_s,
+            weight_sync_s=self.weight_sync_s + other.weight_sync_s,
         )
 
 
@@ -63,7 +63,7 @@ class GroupSupply:
     num_ready: int = 0
 
 
-class Waits:
+class StallTracker:
     """Told of every change: of what there is for the learner, and of the learner itself (the three contexts)."""
 
     def __init__(self, max_staleness: int) -> None:
@@ -71,7 +71,7 @@ class Waits:
         self._max_staleness = max_staleness
         self._supply = GroupSupply()
         self._learner = StateMeter()
-        self._batch_s = 0.0
+        self._training_s = 0.0
         self._wanted: tuple[int, int] | None = None  # places left, the batch's version
 
     def groups_changed(self, supply: GroupSupply) -> None:
@@ -101,7 +101,7 @@ class Waits:
         finally:
             self._learner.enter(None)
             idle_s += self._learner.seconds("work") - self.engines.busy_s
-            self._batch_s += max(0.0, idle_s) if makes_room else 0.0
+            self._training_s += max(0.0, idle_s) if makes_room else 0.0
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
@@ -111,17 +111,17 @@ class Waits:
         finally:
             self._learner.enter(None)
 
-    def close_step(self, steps_s: float) -> WaitTimes:
+    def close_step(self, steps_s: float) -> StallTimes:
         """What this step was held up by; the next begins."""
-        times = WaitTimes(
+        times = StallTimes(
             steps_s=steps_s,
-            policy_s=self._learner.seconds("policy"),
-            judge_s=self._learner.seconds("judge"),
-            batch_s=self._batch_s,
-            weights_s=self._learner.seconds("weights"),
+            rollouts_s=self._learner.seconds("policy"),
+            verdicts_s=self._learner.seconds("judge"),
+            training_s=self._training_s,
+            weight_sync_s=self._learner.seconds("weights"),
         )
         self._learner.clear()
-        self._batch_s = 0.0
+        self._training_s = 0.0
         return times
 
     def _look(self) -> None:

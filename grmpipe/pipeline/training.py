@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from grmpipe.data.stream import EndOfData
 from grmpipe.pipeline.group_buffer import GroupBuffer
-from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
-from grmpipe.pipeline.stall_times import Waits
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
+from grmpipe.pipeline.stall_times import StallTracker
 from grmpipe.types import JudgedGroup
 from scheduler.clock import ActiveClock
-from scheduler.stream import BusyMeter
+from scheduler.stage import BusyMeter
 from scheduler.weights.weight_sync import SyncReport
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ class Consumer:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: PipelineComponents,
         config: FlowConfig,
         buffer: GroupBuffer,
-        waits: Waits,
+        stalls: StallTracker,
         clock: ActiveClock,
         playing: BusyMeter,
         after_step: Callable[[StepReport], Awaitable[None]],
@@ -45,7 +45,7 @@ class Consumer:
         self._parts = parts
         self._config = config
         self._buffer = buffer
-        self._waits = waits
+        self._waits = stalls
         self._clock = clock
         self._playing = playing
         self._interrupted = False
@@ -64,27 +64,27 @@ class Consumer:
             await self.after_step(await self._step())
 
     async def _step(self) -> StepReport:
-        now, waits = asyncio.get_running_loop().time, self._waits
+        now, stalls = asyncio.get_running_loop().time, self._waits
         began, played_s = now(), self._playing.busy_s
         await self._fill()
         filled = now()
-        with waits.learning(self._makes_room):
+        with stalls.learning(self._makes_room):
             metrics = await self._parts.trainer.step(self._buffer.batch)
         learned = now()
-        with waits.pushing():
+        with stalls.pushing():
             sync = await self._push()
         groups = self._buffer.stepped()
         ended = now()
         self._parts.events.span("learner", f"step {self.version}", filled, learned)
         self._parts.events.span("weight sync", f"version {self.version}", learned, ended, bytes=sync.num_bytes)
-        step_waits = waits.close_step(ended - began)
+        step_stalls = stalls.close_step(ended - began)
         return StepReport(
             step=self.version,
             groups=groups,
             learner=metrics,
             sync=sync,
-            waits=step_waits,
-            learner_busy_s=learned - began - step_waits.for_groups_s,
+            stalls=step_stalls,
+            learner_busy_s=learned - began - step_stalls.for_groups_s,
             policy_idle_s=max(0.0, ended - began - (self._playing.busy_s - played_s)),
         )
 

@@ -1,4 +1,5 @@
-"""Running parts -> what the pipeline and its looks run on. It starts nothing, and holds no loop of its own."""
+"""Started components -> what the pipeline and the evaluations run on. It starts nothing, and holds no loop of its
+own."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ from collections.abc import Awaitable, Callable
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.envs.env_factory import env_factory
-from grmpipe.envs.play import Play, Seat, play
+from grmpipe.envs.play import Play, RolloutRequest, play
 from grmpipe.evaluation.held_out import Evaluator
-from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
-from grmpipe.pipeline.interfaces import Parts, Trainer
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
+from grmpipe.pipeline.interfaces import PipelineComponents, Trainer
 from grmpipe.run.observers import Observers
-from grmpipe.run.start import Running
+from grmpipe.run.start import RunComponents
 from grmpipe.train.critic.valued_journal import ValuedJournal
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.time_shared_learner import TrainerByTurns, begin_turn
+from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from models.types import Engine, SamplingParams
@@ -24,10 +25,10 @@ from scheduler.slots.health import push_to_living
 from scheduler.weights.weight_sync import SyncReport
 
 
-def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Parts:
+def make_parts(prepared: Prepared, running: RunComponents, observers: Observers) -> PipelineComponents:
     """What the pipeline runs on."""
     config = prepared.config
-    gate = FailureGate(
+    breaker = CircuitBreaker(
         max_failure_rate=config.judge.max_failure_rate,
         window=config.judge.failure_window,
         pause_s=config.judge.pause_s,
@@ -37,16 +38,16 @@ def make_parts(prepared: Prepared, running: Running, observers: Observers) -> Pa
         running.learner, config.train, config.algorithm, config.rollout.max_new_tokens, critic, config.seed
     )
     if running.share is not None:
-        trainer = TrainerByTurns(trainer, begin_turn(running.share))
-    return Parts(
+        trainer = TimeSharedTrainer(trainer, begin_learner_phase(running.share))
+    return PipelineComponents(
         prompts=prepared.prompts,
         too_long=too_long(prepared),
         play=make_play(prepared, running.policy, config.rollout.temperature),
         judge=running.judge,
-        watch=JudgeFitness(gate),
+        judge_guard=JudgeFitness(breaker),
         trainer=trainer,
         push_weights=make_push(running),
-        journal=journal if critic is None else ValuedJournal(journal, critic.valuer),
+        journal=journal if critic is None else ValuedJournal(journal, critic.value_cache),
         events=observers.timeline,
     )
 
@@ -56,14 +57,14 @@ def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
     rollout, make_env = prepared.config.rollout, env_factory(prepared.config.env)
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
 
-    async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         env, renderer = make_env(prompt), prepared.policy.renderer
-        return await play(seat, env, policy, renderer, params, rollout.max_turns, on_first_token)
+        return await play(request, env, policy, renderer, params, rollout.max_turns, on_first_token)
 
     return played
 
 
-def make_evaluator(prepared: Prepared, running: Running) -> Evaluator:
+def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
     clock = ActiveClock()
     running.stops(clock)
     return Evaluator(
@@ -87,7 +88,7 @@ def pass_score_of(config: RunConfig) -> float | None:
     return judge.shown_score(pass_score) if on_scale else None
 
 
-def make_push(running: Running) -> Callable[[int], Awaitable[SyncReport]]:
+def make_push(running: RunComponents) -> Callable[[int], Awaitable[SyncReport]]:
     """Weights of the learner to every policy engine that lives, confirmed."""
     push, share = functools.partial(push_to_living, running.sync, running.policy), running.share
     if share is None:

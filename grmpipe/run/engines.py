@@ -27,7 +27,7 @@ MakeEngine = Callable[[int], Engine]  # by the rank of its seat; it travels to w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServingEngines:
     """The engines of a run, by role.
 
     restart: makes a dead one anew, by the name that the role has for it.
@@ -46,13 +46,13 @@ class Served:
         return ways | {role: functools.partial(sync.catch_up, anew=self.swaps) for role, sync in syncs.items()}
 
 
-async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> Served:
+async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> ServingEngines:
     """All engines. Of those that share a device's memory one role sleeps before the next one starts."""
     models, served = prepared.models, prepared.roles.served
     if any(role.shares_with for role in prepared.roles.seated):
         return await start_shared(cluster, prepared, events)
     routers: dict[str, Router] = {}
-    if any(served[model.name].takes_turns for model in models):
+    if any(served[model.name].is_time_shared for model in models):
         for model in reversed(models):  # the first one stays awake
             routers[model.name] = await start_engines(cluster, model, prepared, events)
             if model is not models[0]:
@@ -60,7 +60,7 @@ async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink)
     else:
         started = await asyncio.gather(*(start_engines(cluster, model, prepared, events) for model in models))
         routers = {model.name: router for model, router in zip(models, started, strict=True)}
-    return Served(
+    return ServingEngines(
         routers={model.name: routers[model.name] for model in models},
         restart={model.name: functools.partial(cluster.restart_engine, model.name) for model in models},
     )
@@ -78,7 +78,7 @@ async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, even
     return router_of(model, await cluster.start_engines(model.name, make_engine), prepared, events)
 
 
-async def start_shared(cluster: Cluster, prepared: Prepared, events: EventSink) -> Served:
+async def start_shared(cluster: Cluster, prepared: Prepared, events: EventSink) -> ServingEngines:
     """An engine a slot, with the GRM's weights: what it scores by them is what a swap is held to. The policy's come by
     the first push, before anybody asks for a token of it."""
     placement, grm = prepared.placement, prepared.grm
@@ -90,7 +90,7 @@ async def start_shared(cluster: Cluster, prepared: Prepared, events: EventSink) 
     )
     frozen = role.learner is None
     stored = await stored_weights(grm, next(iter(engines.values())), prepared) if frozen else None
-    return Served(
+    return ServingEngines(
         routers={
             model.name: router_of(model, shared.seen_by(model.name), prepared, events) for model in prepared.models
         },
@@ -131,7 +131,7 @@ def other_seed(seed: int, num_sampled: int) -> int:
 
 def elastic_pools(
     prepared: Prepared,
-    served: Served,
+    served: ServingEngines,
     bring_current: Mapping[str, BringCurrent],
     syncs: Mapping[str, WeightSync],
     events: EventSink,
@@ -149,7 +149,7 @@ def elastic_pools(
                     router=served.routers[role],
                     bring_current=bring_current[role],
                     max_rows=roles.engine_on_slot(role).max_rows,
-                    sleeps=roles.served[role].takes_turns,
+                    sleeps=roles.served[role].is_time_shared,
                     nothing_pushed=syncs[role].nothing_pushed if role in syncs else nullcontext,
                     memory_still=memory_still if placement.seats["learner"][0].pool == name else nullcontext,
                 )

@@ -14,25 +14,25 @@ from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.stream import PromptStream
-from grmpipe.evaluation.against_labels import Accuracy, Evaluation, JudgedItem, Recount, evaluate
+from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
-from grmpipe.judge.base import judge_together
-from grmpipe.judge.meta_rm import JudgedResponses, MetaScorer
+from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
+from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.judge.verdict import VOTES, mean
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Summary
 from grmpipe.observe.timeline import Timeline
 from grmpipe.run.engines import start_engines
 from grmpipe.run.registry import CLUSTERS, JUDGES
-from grmpipe.run.start import grm_of, outside_engine
-from grmpipe.run.start_meta_rm import guide_of, start_scorers
+from grmpipe.run.start import grm_of, remote_judge_engine
+from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
 from grmpipe.types import Judge, Labelled, Metrics, RankedResponses
+from grmpipe.validate.context_limits import check_template
 from grmpipe.validate.engines import check_installed
-from grmpipe.validate.meta_rm_model import find_meta
+from grmpipe.validate.meta_rm_model import find_meta_rm
 from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
-from grmpipe.validate.windows import check_template
 from models.types import Engine, EngineDied, EngineRefused
 from scheduler.clock import ActiveClock
 from scheduler.placement import place
@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class PreparedEvaluation:
     """A measurement that may start. `prepared.config` asks for the largest k."""
 
     prepared: Prepared
     items: tuple[Labelled, ...]
 
 
-def prepare_evaluation(config: RunConfig, progress: Progress) -> Ready:
+def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluation:
     """Find data and models, and see that the judge can be measured. Raises ConfigError."""
     config = replace(config, judge=measured(config))
     judge = config.judge
@@ -61,27 +61,27 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> Ready:
         check_template(judge, [item.prompt for item in items])
     pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
     here = "grm" in config.roles
-    guided = here and config.meta.path is not None  # measured beside the plain vote, whatever judge.vote is
+    guided = here and config.meta_rm.path is not None  # measured beside the plain vote, whatever judge.vote is
     with section(""):
-        needed = ("grm", "meta") if guided else ("grm",) if here else ()
+        needed = ("grm", "meta_rm") if guided else ("grm",) if here else ()
         placement = place(replace(config.placement, pools=pools), needed, config.served)
         roles = resolve_roles(config, placement)
     check_machine(config, placement)
     check_installed(roles, config)
     grm = find_model(roles.served["grm"], config, progress) if here else None
-    with section("meta."):
-        meta = find_meta(config, grm, progress) if grm is not None and guided else None
+    with section("meta_rm."):
+        meta_rm = find_meta_rm(config, grm, progress) if grm is not None and guided else None
     prepared = Prepared(
         config=config,
         policy=find_model(roles.served["policy"], config, progress, weights=False),
         grm=grm,
-        meta=meta,
+        meta_rm=meta_rm,
         prompts=PromptStream([item.prompt for item in items]),
         held_out=(),
         placement=placement,
         roles=roles,
     )
-    return Ready(prepared=prepared, items=items)
+    return PreparedEvaluation(prepared=prepared, items=items)
 
 
 def measured(config: RunConfig) -> JudgeConfig:
@@ -99,7 +99,7 @@ def measured(config: RunConfig) -> JudgeConfig:
         return replace(judge, num_judgements=largest, early_stop=EarlyStopConfig())
 
 
-async def run_evaluation(ready: Ready, run_dir: Path) -> Summary:
+async def run_evaluation(ready: PreparedEvaluation, run_dir: Path) -> Summary:
     """Judge everything, write evaluation.json, its picture and summary.json, print the table; or sum up why not."""
     began_s = time.monotonic()
     config = ready.prepared.config
@@ -120,17 +120,17 @@ async def run_evaluation(ready: Ready, run_dir: Path) -> Summary:
     return summary
 
 
-async def judge_all(ready: Ready, timeline: Timeline) -> list[JudgedItem]:
+async def judge_all(ready: PreparedEvaluation, timeline: Timeline) -> list[JudgedItem]:
     config, prepared = ready.prepared.config, ready.prepared
-    outside = outside_engine(prepared.roles)
+    outside = remote_judge_engine(prepared.roles)
     cluster = await CLUSTERS[config.cluster.kind](config, prepared.placement) if prepared.grm is not None else None
     try:
         engine: Engine | None = None
-        guide: MetaScorer | None = None
+        guide: MetaRmScorer | None = None
         if cluster is not None and prepared.grm is not None:
             engine = await start_engines(cluster, prepared.grm, prepared, timeline)
-            scorers = await start_scorers(cluster, prepared.meta, config, prepared.roles, timeline)
-            guide = guide_of(prepared.meta, scorers)
+            scorers = await start_scorers(cluster, prepared.meta_rm, config, prepared.roles, timeline)
+            guide = meta_rm_of(prepared.meta_rm, scorers)
         judge = JUDGES[config.judge.kind](prepared, grm_of(prepared, engine, outside, timeline, ActiveClock()), guide)
         return await judge_items(judge, guide, ready.items, config)
     finally:
@@ -141,23 +141,23 @@ async def judge_all(ready: Ready, timeline: Timeline) -> list[JudgedItem]:
 
 
 async def judge_items(
-    judge: Judge, guide: MetaScorer | None, items: Sequence[Labelled], config: RunConfig
+    judge: Judge, guide: MetaRmScorer | None, items: Sequence[Labelled], config: RunConfig
 ) -> list[JudgedItem]:
-    """In the items' order, evaluate.width at a time: what is begun first ends first."""
-    places = asyncio.Semaphore(config.evaluate.width)
+    """In the items' order, evaluate.max_concurrency at a time: what is begun first ends first."""
+    places = asyncio.Semaphore(config.evaluate.max_concurrency)
 
     async def judged(index: int, item: Labelled) -> JudgedItem:
         async with places:
             reports = await judge_together(judge, item.prompt, f"e{index}", responses_of(item), priority=index)
             one = JudgedItem(item=item, reports=reports, num_asked=config.judge.num_judgements)
-            return one if guide is None else replace(one, meta_weights=await weights_of(guide, one, index))
+            return one if guide is None else replace(one, meta_rm_weights=await weights_of(guide, one, index))
 
     async with raising_first() as tasks:
         running = [tasks.create_task(judged(index, item)) for index, item in enumerate(items)]
     return [task.result() for task in running]
 
 
-async def weights_of(guide: MetaScorer, one: JudgedItem, priority: int) -> tuple[float, ...]:
+async def weights_of(guide: MetaRmScorer, one: JudgedItem, priority: int) -> tuple[float, ...]:
     """The meta-RM's, of each judgement; none where it could not read them."""
     responses = responses_of(one.item)
     judged = [
@@ -192,7 +192,7 @@ def recount_of(config: RunConfig) -> Recount:
 # -- the end -------------------------------------------------------------------------------------------------------
 
 
-def summary_of(result: Evaluation, wall_s: float, config: RunConfig) -> Summary:
+def summary_of(result: JudgeEvaluation, wall_s: float, config: RunConfig) -> Summary:
     summary = Summary(
         status="completed",
         steps=0,
@@ -213,7 +213,7 @@ def summary_of(result: Evaluation, wall_s: float, config: RunConfig) -> Summary:
         return summary
 
 
-def metrics_of(result: Evaluation) -> Metrics:
+def metrics_of(result: JudgeEvaluation) -> Metrics:
     """By their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8, ..."""
     overall = result.overall
     metrics = {
@@ -221,7 +221,7 @@ def metrics_of(result: Evaluation) -> Metrics:
         "tied_share": overall.judged.tied_share,
         "failed_share": overall.judged.failed_share,
         **at_k("accuracy", overall.by_k),
-        **at_k("accuracy_with_meta", overall.with_meta),
+        **at_k("accuracy_with_meta_rm", overall.with_meta_rm),
         **result.bias,
     }
     return metrics if result.score_error is None else metrics | {"score_error": result.score_error}

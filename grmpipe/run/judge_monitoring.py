@@ -1,4 +1,4 @@
-"""Watches the judge beside a run: canaries, fooling replies, its habits, the fit against KL, limits on any metric.
+"""Watches the judge beside a run: canaries, adversarial replies, its biases, the fit against KL, limits on any metric.
 
 What it finds goes to the metrics and the alarms; a limit may pause judging or stop the run. It trains on nothing.
 """
@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grmpipe.config.judge_monitor import WatchConfig
+from grmpipe.config.judge_monitor import JudgeMonitorConfig
 from grmpipe.data.labelled import load_labelled
-from grmpipe.judge.monitor.adversarial import Bait, fooled
+from grmpipe.judge.monitor.adversarial import AdversarialProbe, probe_judge
 from grmpipe.judge.monitor.canaries import Canary, drift_of, judge_canaries, with_first_scores
-from grmpipe.judge.monitor.failure_gate import JudgeFitness, JudgeUnfit
+from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, JudgeUnfit
 from grmpipe.judge.monitor.limits import Exceeded, Limits
 from grmpipe.judge.monitor.overoptimization import fit
 from grmpipe.observe.journal import read_records, read_what_can_be, replace_journal
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 CANARIES = "canaries.jsonl"
 DRIFT = "canary_drift"
-SCORE, KL, TOKENS = "train/grm_score", "train/kl_nats", "train/response_tokens"
+SCORE, KL, TOKENS = "train/grm_score", "train/kl_nats", "response_length/mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """The judge as the watchman knows it.
+class MonitoredJudge:
+    """The judge as the judge monitor knows it.
 
     compares: it can't take a response by itself.  frozen: it doesn't learn, so that any drift is an alarm.
     """
@@ -44,12 +44,14 @@ class Watched:
     scale: tuple[int, int]
 
 
-class Watchman:
+class JudgeMonitor:
     """`tell` takes an alarm. What it must know after a resume stands in the run's own files."""
 
-    def __init__(self, watched: Watched, config: WatchConfig, run_dir: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, monitored: MonitoredJudge, config: JudgeMonitorConfig, run_dir: Path, tell: Callable[[str], None]
+    ) -> None:
         past = list(read_what_can_be(run_dir / "metrics.jsonl"))
-        self._watched = watched
+        self._monitored = monitored
         self._config = config
         self._path = run_dir / CANARIES
         self._tell = tell
@@ -60,12 +62,13 @@ class Watchman:
         self._exceeded: list[Exceeded] = []
 
     async def first(self, step: int, seen: Sequence[tuple[Prompt, Rollout]]) -> Metrics:
-        """Before the first step. `seen`: rollouts of the first look; they become canaries unless there are some."""
+        """Before the first step. `seen`: rollouts of the first evaluation; they become canaries unless there are
+        some."""
         if not self._config.every:
             return {}
         if not self._canaries:
             found = self._find_canaries(seen)
-            self._canaries = with_first_scores(found, await judge_canaries(self._watched.judge, found))
+            self._canaries = with_first_scores(found, await judge_canaries(self._monitored.judge, found))
             write_canaries(self._path, self._canaries)
         metrics = await self._check(step)
         self._exceeded = self._limits.read(step, metrics)
@@ -73,7 +76,7 @@ class Watchman:
 
     async def after_step(self, step: int, metrics: Metrics) -> Metrics:
         """What a step's metrics gain. `metrics`: all others of it."""
-        told = self._watched.fitness.habits() | self._fitted(metrics)
+        told = self._monitored.fitness.bias_metrics() | self._fitted(metrics)
         if self._config.every and step % self._config.every == 0:
             told |= await self._check(step)
         self._exceeded = self._limits.read(step, metrics | told)
@@ -87,7 +90,7 @@ class Watchman:
             if one.action == "stop":
                 raise JudgeUnfit(one.text)
             if one.action == "pause":
-                self._watched.fitness.trip(one.text)
+                self._monitored.fitness.trip(one.text)
         if last:
             for text in self._limits.never_read():
                 self._tell(text)
@@ -95,11 +98,11 @@ class Watchman:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     async def _check(self, step: int) -> Metrics:
-        metrics = await fooled(self._watched.judge, self._baits())
+        metrics = await probe_judge(self._monitored.judge, self._probes())
         if self._canaries:
-            drift = drift_of(self._canaries, await judge_canaries(self._watched.judge, self._canaries))
+            drift = drift_of(self._canaries, await judge_canaries(self._monitored.judge, self._canaries))
             metrics |= drift.metrics()
-            if self._watched.frozen:
+            if self._monitored.frozen:
                 self._sound_drift(step, drift.mean, len(drift.differences), drift.is_sure)
                 metrics[f"alarm/{DRIFT}"] = float(self._drifting)
         log.info("the judge at step %d: %s", step, metrics)
@@ -113,10 +116,13 @@ class Watchman:
             )
         self._drifting = is_sure
 
-    def _baits(self) -> list[Bait]:
+    def _probes(self) -> list[AdversarialProbe]:
         """The first prompts there are; a judge that compares gets a real response beside the reply."""
-        canaries = self._canaries[: self._config.fooling_prompts]
-        return [Bait(prompt=one.prompt, rival=one.texts[0] if self._watched.compares else None) for one in canaries]
+        canaries = self._canaries[: self._config.adversarial_prompts]
+        return [
+            AdversarialProbe(prompt=one.prompt, rival=one.texts[0] if self._monitored.compares else None)
+            for one in canaries
+        ]
 
     def _fitted(self, metrics: Metrics) -> Metrics:
         """Without a reference model there is no KL, and nothing to fit."""
@@ -125,23 +131,25 @@ class Watchman:
         self._points.append(point)
         start = self._points[0][1]
         found = fit([(d, score - start) for d, score in self._points])
-        told = {"watch/sqrt_kl": point[0]}
+        told = {"judge_monitor/sqrt_kl": point[0]}
         if found is None:
             return told
-        told |= {"watch/fit_alpha": found.alpha, "watch/fit_beta": found.beta}
-        return told if found.peak is None else told | {"watch/peak_sqrt_kl": found.peak}
+        told |= {"judge_monitor/fit_alpha": found.alpha, "judge_monitor/fit_beta": found.beta}
+        return told if found.peak is None else told | {"judge_monitor/peak_sqrt_kl": found.peak}
 
     def _find_canaries(self, seen: Sequence[tuple[Prompt, Rollout]]) -> tuple[Canary, ...]:
         count = self._config.canaries
         if (path := self._config.canaries_path) is not None:
-            items = load_labelled(path, scale=self._watched.scale, num_tiny=2 * count)
+            items = load_labelled(path, scale=self._monitored.scale, num_tiny=2 * count)
             groups = [(item.prompt, item.responses) for item in items if isinstance(item, RankedResponses)]
-        elif self._watched.compares:
+        elif self._monitored.compares:
             groups = []
         else:
             groups = [(prompt, (rollout.text,)) for prompt, rollout in seen]
         if count and not groups:
-            log.info("no canaries and no adversarial replies: no held-out rollouts for them; see watch.canaries_path")
+            log.info(
+                "no canaries and no adversarial replies: no held-out rollouts for them; see judge_monitor.canaries_path"
+            )
         return tuple(Canary(prompt=prompt, texts=texts) for prompt, texts in groups[:count])
 
 

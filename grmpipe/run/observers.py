@@ -35,19 +35,19 @@ FILES = {
     "changes.jsonl": "keys that a resume changed",
     "checkpoints/": "to resume from",
     "policy/": "the trained policy, a Hugging Face directory",
-    "meta/": "the trained meta-RM: give it as meta.path",
+    "meta_rm/": "the trained meta-RM: give it as meta_rm.path",
     "critic/": "the trained critic: give it as critic.path",
     "grm/": "the trained GRM",
     "adapter/": "the policy's adapters, in peft's own format",
-    "critiques.jsonl": "the outcome of each lesson, and the critiques to imitate",
-    "cotrain/": "the lessons of the GRM, with its judgements",
+    "critiques.jsonl": "the outcome of each judging task, and the critiques to imitate",
+    "cotrain/": "the judging tasks of the GRM, with its judgements",
     "run.log": "everything else",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
-    """Open from the first look to the summary."""
+    """Open from the first evaluation to the summary."""
 
     tracker: Tracker
     metrics: JsonlSink

@@ -1,4 +1,4 @@
-"""Looks at held-out problems before, during and after the steps; sounds the alarm when the judge is being fooled."""
+"""Held-out evaluations before, during and after the steps; sounds the alarm when the judge is being fooled."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from grmpipe.evaluation.held_out import Evaluation, Evaluator
-from grmpipe.judge.monitor.failure_gate import HackingAlarm
+from grmpipe.evaluation.held_out import Evaluator, HeldOutEvaluation
+from grmpipe.judge.monitor.circuit_breaker import RewardHackingDetector
 from grmpipe.observe.sample_rows import SampleRow, sample_row
 from grmpipe.run.observers import Observers
 from grmpipe.types import Metrics, Prompt, Rollout
@@ -17,17 +17,17 @@ log = logging.getLogger(__name__)
 Reading = tuple[int, float, float]  # step, the GRM's score, gold accuracy
 
 
-class Lookout:
-    """The first and the last look are on all held-out problems, those between on the anchors only."""
+class PeriodicEval:
+    """The first and the last evaluation are on all held-out problems, those between on the anchors only."""
 
     def __init__(
-        self, evaluator: Evaluator, alarm: HackingAlarm, observers: Observers, *, anchors: int, every: int
+        self, evaluator: Evaluator, alarm: RewardHackingDetector, observers: Observers, *, anchors: int, every: int
     ) -> None:
         self.initial: Metrics = {}
         self.final: Metrics = {}
         self.alarms: list[str] = []
         self.readings: list[Reading] = []
-        self.rows: list[SampleRow] = []  # of the last look
+        self.rows: list[SampleRow] = []  # of the last evaluation
         self.seen: list[tuple[Prompt, Rollout]] = []  # in it
         self._evaluator = evaluator
         self._alarm = alarm
@@ -35,35 +35,36 @@ class Lookout:
         self._anchors = anchors
         self._every = every
         self.interrupted = False
-        self._looking: asyncio.Task[Evaluation] | None = None
-        self.ringing = False  # told once, until a look finds nothing
+        self._evaluating: asyncio.Task[HeldOutEvaluation] | None = None
+        self.ringing = False  # told once, until an evaluation finds nothing
 
     async def first(self, step: int, beside: Callable[[], Awaitable[Metrics]] | None = None) -> None:
         """`beside`: what else is measured before the first step, once this has looked; it gets into the same line."""
-        self.initial = await self._look(step, None)
+        self.initial = await self._evaluate(step, None)
         self._log(step, named(self.initial) | (await beside() if beside is not None else {}))
 
     async def after_step(self, step: int, last: bool) -> Metrics:
-        """What a step's metrics gain by a look, if one is due."""
+        """What a step's metrics gain by an evaluation, if one is due."""
         if last:
-            self.final = await self._look(step, None)
+            self.final = await self._evaluate(step, None)
             return named(self.final)
-        return named(await self._look(step, self._anchors)) if step % self._every == 0 else {}
+        return named(await self._evaluate(step, self._anchors)) if step % self._every == 0 else {}
 
     async def last(self, step: int) -> None:
         """For a run that ended before its last step."""
         if not self.final:
-            self.final = await self._look(step, None)
+            self.final = await self._evaluate(step, None)
             self._log(step, named(self.final))
 
     def interrupt(self) -> None:
-        """No more looks; one under way ends now, and counts for nothing."""
+        """No more evaluations; one under way ends now, and counts for nothing."""
         self.interrupted = True
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._evaluating is not None:
+            self._evaluating.cancel()
 
     def _log(self, step: int, metrics: Metrics) -> None:
-        """A look that belongs to no step has a line of its own; without held-out problems there is nothing to say."""
+        """An evaluation that belongs to no step has a line of its own; without held-out problems there is nothing to
+        say."""
         if metrics:
             self._observers.tracker.log(step, metrics)
 
@@ -73,24 +74,24 @@ class Lookout:
         for step, score, gold in readings:
             self.ringing = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold) is not None
 
-    async def _look(self, step: int, limit: int | None) -> Metrics:
-        self._looking = asyncio.create_task(self._evaluator.look(f"held-out-{step}", limit))
+    async def _evaluate(self, step: int, limit: int | None) -> Metrics:
+        self._evaluating = asyncio.create_task(self._evaluator.evaluate(f"held-out-{step}", limit))
         try:
-            await asyncio.wait([self._looking])
+            await asyncio.wait([self._evaluating])
         finally:
-            self._looking.cancel()
+            self._evaluating.cancel()
         if self.interrupted:
             return {}
-        looked = self._looking.result()
+        evaluated = self._evaluating.result()
         self.rows = [
             sample_row(one.prompt, one.rollout, one.report, None if one.right is None else float(one.right))
-            for one in looked.rollouts
+            for one in evaluated.rollouts
         ]
-        self.seen = [(one.prompt, one.rollout) for one in looked.rollouts]
-        log.info("held-out at step %d: %s", step, looked.metrics)
-        if {"grm_score", "true_accuracy"} <= looked.metrics.keys():
-            self._sound_alarm(step, looked.metrics["grm_score"], looked.metrics["true_accuracy"])
-        return looked.metrics
+        self.seen = [(one.prompt, one.rollout) for one in evaluated.rollouts]
+        log.info("held-out at step %d: %s", step, evaluated.metrics)
+        if {"grm_score", "true_accuracy"} <= evaluated.metrics.keys():
+            self._sound_alarm(step, evaluated.metrics["grm_score"], evaluated.metrics["true_accuracy"])
+        return evaluated.metrics
 
     def _sound_alarm(self, step: int, score: float, gold: float) -> None:
         self.readings.append((step, score, gold))

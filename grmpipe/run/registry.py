@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from grmpipe.config.run_config import RunConfig
-from grmpipe.judge.base import OneByOne
-from grmpipe.judge.custom import own_judge
+from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.grm import Grm
-from grmpipe.judge.labels import LabelJudge, rule_of
-from grmpipe.judge.meta_rm import MetaScorer
+from grmpipe.judge.labels import LabelReward, rule_of
+from grmpipe.judge.meta_rm import MetaRmScorer
 from grmpipe.judge.mixed import MixedJudge
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.types import Judge
@@ -21,26 +21,26 @@ from scheduler.placement import Placement
 from scheduler.processes.actors import Cluster, InProcessCluster
 
 
-def generative_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
+def generative_judge(prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None) -> Judge:
     assert grm is not None
-    return GenerativeJudge(grm, prepared.config.judge, prepared.config.seed, meta, prepared.policy.renderer.decode)
+    return GenerativeJudge(grm, prepared.config.judge, prepared.config.seed, meta_rm, prepared.policy.renderer.decode)
 
 
-def rule_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
-    return OneByOne(RuleJudge(prepared.config.judge.rule, prepared.config.judge.scale))
+def rule_judge(prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None) -> Judge:
+    return PointwiseAdapter(RuleJudge(prepared.config.judge.rule, prepared.config.judge.scale))
 
 
-def label_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
-    return OneByOne(LabelJudge(rule_of(prepared.config.judge)))
+def label_judge(prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None) -> Judge:
+    return PointwiseAdapter(LabelReward(rule_of(prepared.config.judge)))
 
 
-def mixed_judge(prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None) -> Judge:
+def mixed_judge(prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None) -> Judge:
     mix = prepared.config.judge.mix
-    return MixedJudge({name: (JUDGES[name](prepared, grm, meta), weight) for name, weight in mix.items()})
+    return MixedJudge({name: (JUDGES[name](prepared, grm, meta_rm), weight) for name, weight in mix.items()})
 
 
-def users_judge(prepared: Prepared, *_: object) -> Judge:
-    return own_judge(prepared.config.judge)
+def custom_judge(prepared: Prepared, *_: object) -> Judge:
+    return load_custom_judge(prepared.config.judge)
 
 
 async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:
@@ -57,7 +57,7 @@ async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
 class MakeJudge(Protocol):
     """`grm`: what a generative judge asks; `meta`: what guides its vote. None where there is none."""
 
-    def __call__(self, prepared: Prepared, grm: Grm | None, meta: MetaScorer | None = None, /) -> Judge: ...
+    def __call__(self, prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None, /) -> Judge: ...
 
 
 JUDGES: dict[str, MakeJudge] = {
@@ -65,7 +65,7 @@ JUDGES: dict[str, MakeJudge] = {
     "rule": rule_judge,
     "mixed": mixed_judge,
     "label": label_judge,
-    "own": users_judge,
+    "custom": custom_judge,
 }
 CLUSTERS: dict[str, Callable[[RunConfig, Placement], Awaitable[Cluster]]] = {
     "ray": ray_cluster,

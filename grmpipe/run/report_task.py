@@ -9,7 +9,7 @@ from grmpipe.config.yaml_io import read_yaml
 from grmpipe.observe.report import REPORT, write_report
 from grmpipe.observe.run_files import RunFiles, read_run
 from grmpipe.pipeline.bottleneck import bottleneck
-from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.errors import RunFailed
 from grmpipe.run.stats import setup_of
 from grmpipe.run_dir.directory import HOME, holds_run
@@ -33,14 +33,14 @@ def bottleneck_so_far(run_dir: Path) -> str | None:
         config = read_yaml(run_dir / "config.yaml")
     except ConfigError:  # of another version: what could be changed isn't known
         return None
-    return bottleneck(waits_of(read_run(run_dir)), setup_of(config))
+    return bottleneck(stalls_of(read_run(run_dir)), setup_of(config))
 
 
-def waits_of(run: RunFiles) -> WaitTimes:
-    return WaitTimes(
-        policy_s=run.total("wait/policy_s"),
-        judge_s=run.total("wait/judge_s"),
-        batch_s=run.total("wait/batch_s"),
-        weights_s=run.total("wait/weights_s"),
+def stalls_of(run: RunFiles) -> StallTimes:
+    return StallTimes(
+        rollouts_s=run.total("stall/rollouts_s"),
+        verdicts_s=run.total("stall/verdicts_s"),
+        training_s=run.total("stall/training_s"),
+        weight_sync_s=run.total("stall/weight_sync_s"),
         steps_s=run.total("time/step_s"),
     )

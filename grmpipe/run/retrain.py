@@ -20,7 +20,7 @@ from grmpipe.judge.labels import rule_of
 from grmpipe.observe.journal import read_journal, replace_journal
 from grmpipe.observe.summary import GroupsSummary, Status, Summary, written
 from grmpipe.pipeline.counters import batch_metrics, truth_metrics
-from grmpipe.pipeline.interfaces import Cut
+from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run.observers import Observers
 from grmpipe.run.registry import CLUSTERS
 from grmpipe.run.signals import asked_to_stop, ended_by_signals
@@ -33,7 +33,7 @@ from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import JudgedGroup, Metrics
-from grmpipe.validate.retraining import PreparedReplay
+from grmpipe.validate.retraining import PreparedRetraining
 from grmpipe.validate.shared_folder import check_shared
 from scheduler.processes.actors import Cluster
 from scheduler.supervise import describe_failure
@@ -41,18 +41,18 @@ from scheduler.supervise import describe_failure
 log = logging.getLogger(__name__)
 
 
-async def replay(prepared: PreparedReplay, run_dir: Path, resumed: Path | None) -> Summary:
+async def retrain(prepared: PreparedRetraining, run_dir: Path, resumed: Path | None) -> Summary:
     """Run to an end of any kind. `resumed`: a checkpoint to go on from."""
     with ended_by_signals():
-        return await replay_to_an_end(prepared, run_dir, resumed)
+        return await retrain_to_an_end(prepared, run_dir, resumed)
 
 
-async def replay_to_an_end(prepared: PreparedReplay, run_dir: Path, resumed: Path | None) -> Summary:
+async def retrain_to_an_end(prepared: PreparedRetraining, run_dir: Path, resumed: Path | None) -> Summary:
     checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=prepared.config.train.keep_checkpoints)
     state = checkpoints.load(resumed) if resumed else None
     (run_dir / "summary.json").unlink(missing_ok=True)  # of before a resume: untrue from now on
     observers = Observers.open(prepared.config, run_dir, state.wandb_run_id if state else None)
-    run = ReplayRun(prepared, run_dir, observers, checkpoints, state)
+    run = RetrainRun(prepared, run_dir, observers, checkpoints, state)
     observers.tell_changes(changes := changes_of(run_dir))
     try:
         summary = await run.execute(resumed)
@@ -64,12 +64,12 @@ async def replay_to_an_end(prepared: PreparedReplay, run_dir: Path, resumed: Pat
     return summary
 
 
-class ReplayRun:
+class RetrainRun:
     """From a prepared replay to a summary. What goes wrong within the run is not raised: the summary says it."""
 
     def __init__(
         self,
-        prepared: PreparedReplay,
+        prepared: PreparedRetraining,
         run_dir: Path,
         observers: Observers,
         checkpoints: Checkpoints,
@@ -83,8 +83,8 @@ class ReplayRun:
         self._observers = observers
         self._checkpoints = checkpoints
         self._writer = CheckpointWriter(checkpoints)
-        self._steps_done = state.cut.version if state else 0
-        self._oldest = state.cut.max_staleness_trained if state else 0
+        self._steps_done = state.pipeline_state.version if state else 0
+        self._oldest = state.pipeline_state.max_staleness_trained if state else 0
         self._busy_s = state.busy_s["learner"] if state else 0.0
         self._wall_before_s = state.wall_s if state else 0.0
         self._began_s = time.monotonic()
@@ -155,7 +155,7 @@ class ReplayRun:
         ended_s = time.monotonic()
         self._steps_done += 1
         self._busy_s += ended_s - read_s
-        times = {"time/step_s": ended_s - began_s, "time/learner_s": ended_s - read_s}
+        times = {"time/step_s": ended_s - began_s, "time/train_s": ended_s - read_s}
         self._record(groups, learnt | times)
 
     def _record(self, groups: Sequence[JudgedGroup], metrics: Metrics) -> None:
@@ -185,7 +185,7 @@ class ReplayRun:
         draft, aside = self._checkpoints.draft(self._steps_done), self._config.train.async_checkpoints
         await learner.begin_save(str(draft / "learner"), aside=aside)
         state = RunState(
-            cut=Cut(version=self._steps_done, max_staleness_trained=self._oldest),
+            pipeline_state=PipelineState(version=self._steps_done, max_staleness_trained=self._oldest),
             wall_s=self._wall_s,
             eval_initial={},
             totals={},

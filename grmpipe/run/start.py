@@ -12,21 +12,21 @@ from pathlib import Path
 from grmpipe.config.critic import policy_train
 from grmpipe.config.roles import Roles
 from grmpipe.config.run_config import RunConfig
-from grmpipe.judge.grm import Grm, GrmHere, GrmOutside
+from grmpipe.judge.grm import Grm, LocalGrm, RemoteGrm
 from grmpipe.judge.markup import Markup
-from grmpipe.run.colocation import time_share_of
-from grmpipe.run.cotrain.cotrain_parts import Trainee, start_grm_learner, trainee
-from grmpipe.run.engines import Served, elastic_pools, start_routers
+from grmpipe.run.cotrain.cotrain_parts import TrainableGrm, start_grm_learner, trainable_grm
+from grmpipe.run.engines import ServingEngines, elastic_pools, start_routers
 from grmpipe.run.registry import CLUSTERS, JUDGES
 from grmpipe.run.start_critic import start_critic
-from grmpipe.run.start_meta_rm import guide_of, start_scorers
+from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
+from grmpipe.run.start_time_share import time_share_of
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.offload import LendingLearner
-from grmpipe.train.learner.time_shared_learner import LearnerByTurns
+from grmpipe.train.learner.offload import OffloadingLearner
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.types import Judge
-from grmpipe.validate.engines import window_of
+from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.shared_folder import check_shared
 from grmpipe.validate.weight_route import transport_of
@@ -35,7 +35,7 @@ from models.weights.transports import transport_kind
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
-from scheduler.processes.start_turns import StartsByTurns
+from scheduler.processes.serial_starts import SerialStarts
 from scheduler.routing.rate_limits import RateLimits
 from scheduler.routing.router import Router
 from scheduler.routing.scorers import ScorerPool
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunComponents:
     """The started parts."""
 
     cluster: Cluster
@@ -58,14 +58,15 @@ class Running:
     sync: WeightSync
     health: tuple[RoleHealth, ...]  # of the roles that have engines here
     elastic: tuple[ElasticPool, ...]
-    share: TimeShare | None  # the turns of the learner's pool
+    share: TimeShare | None  # the time-shared pool of the learner
     outside: ChatEngine | None  # the judge's endpoint
     scorers: ScorerPool | None  # the meta-RM
-    trainee: Trainee | None  # the GRM, where it learns too
+    trainable_grm: TrainableGrm | None  # the GRM, where it learns too
     critic: Critic | None  # where advantages ask one
 
     def stops(self, clock: ActiveClock) -> None:
-        """From now on this clock stands still while nobody could answer: a role is out, or the learner has its turn."""
+        """From now on this clock stands still while nobody could answer: a role is out, or it is the learner's
+        phase."""
         for health in self.health:
             health.stops(clock)
         if self.share is not None:
@@ -77,10 +78,10 @@ class Running:
         await self.cluster.shutdown()
 
 
-async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running:
+async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> RunComponents:
     """Bring up all processes, those on GPUs of their own at the same time. On failure what was started is ended."""
     made = await CLUSTERS[prepared.config.cluster.kind](prepared.config, prepared.placement)
-    cluster = StartsByTurns(made, prepared.placement)
+    cluster = SerialStarts(made, prepared.placement)
     try:
         return await start_on(cluster, prepared, events, run_dir)
     except BaseException:
@@ -88,43 +89,43 @@ async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> Running
         raise
 
 
-async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_dir: Path) -> Running:
+async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_dir: Path) -> RunComponents:
     config, placement = prepared.config, prepared.placement
     await check_shared(cluster, run_dir)
     one_machine = len(cluster.machines("learner") | cluster.machines("policy")) == 1
     transport = transport_of(prepared.roles.served["policy"], config, placement, same_machine=one_machine)
     spec = learner_spec(config, prepared.policy.path, prepared.roles, transport, run_dir)
-    learner, served = await (start_by_turns if placement.time_sharing_roles else start_together)(
+    learner, served = await (start_time_shared if placement.time_sharing_roles else start_together)(
         cluster, prepared, spec, events
     )
     grm_ranks = await start_grm_learner(cluster, prepared, run_dir)
-    scorers = await start_scorers(cluster, prepared.meta, config, prepared.roles, events)
+    scorers = await start_scorers(cluster, prepared.meta_rm, config, prepared.roles, events)
     critic = await start_critic(cluster, prepared.critic, config, prepared.roles, events)
     sync = make_sync(prepared, learner, cluster, transport)
-    learns_too = trainee(prepared, cluster, grm_ranks, served.routers.get("grm"))
+    learns_too = trainable_grm(prepared, cluster, grm_ranks, served.routers.get("grm"))
     syncs = {"policy": sync} | ({"grm": learns_too.sync} if learns_too is not None else {})
-    outside, clock = outside_engine(prepared.roles), ActiveClock()
-    upkeep = keep_up(prepared, served, learner, syncs, clock, events)
+    outside, clock = remote_judge_engine(prepared.roles), ActiveClock()
+    maintenance = start_maintenance(prepared, served, learner, syncs, clock, events)
     grm = grm_of(prepared, served.routers.get("grm"), outside, events, clock)
-    return Running(
+    return RunComponents(
         cluster=cluster,
         policy=served.routers["policy"],
         learner=learner,
-        judge=JUDGES[config.judge.kind](prepared, grm, guide_of(prepared.meta, scorers)),
+        judge=JUDGES[config.judge.kind](prepared, grm, meta_rm_of(prepared.meta_rm, scorers)),
         sync=sync,
-        health=upkeep.health,
-        elastic=upkeep.elastic,
-        share=upkeep.share,
+        health=maintenance.health,
+        elastic=maintenance.elastic,
+        share=maintenance.share,
         outside=outside,
         scorers=scorers,
-        trainee=learns_too,
+        trainable_grm=learns_too,
         critic=critic,
     )
 
 
 async def start_together(
     cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
-) -> tuple[LearnerGroup, Served]:
+) -> tuple[LearnerGroup, ServingEngines]:
     """Learner and engines, all at the same time; on a GPU that they share the learner first."""
     ranks, served = await asyncio.gather(
         cluster.start_group("learner", functools.partial(Learner, spec)), start_routers(cluster, prepared, events)
@@ -132,32 +133,32 @@ async def start_together(
     return LearnerGroup(ranks), served
 
 
-async def start_by_turns(
+async def start_time_shared(
     cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
-) -> tuple[LearnerGroup, Served]:
+) -> tuple[LearnerGroup, ServingEngines]:
     """The learner first, which then makes room for the engines."""
-    learner = LearnerByTurns(await cluster.start_group("learner", functools.partial(LendingLearner, spec)))
-    await learner.reside("nothing")
+    learner = TimeSharedLearnerGroup(await cluster.start_group("learner", functools.partial(OffloadingLearner, spec)))
+    await learner.keep_on_device("nothing")
     return learner, await start_routers(cluster, prepared, events)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Upkeep:
-    """Who replaces dead engines, moves slots, and gives the learner its turns."""
+class Maintenance:
+    """Who replaces dead engines, moves slots, and time-shares the learner's pool."""
 
     health: tuple[RoleHealth, ...]
     elastic: tuple[ElasticPool, ...]
     share: TimeShare | None
 
 
-def keep_up(
+def start_maintenance(
     prepared: Prepared,
-    served: Served,
+    served: ServingEngines,
     learner: LearnerGroup,
     syncs: Mapping[str, WeightSync],
     clock: ActiveClock,
     events: EventSink,
-) -> Upkeep:
+) -> Maintenance:
     """syncs: of the roles that learn. `clock` times the GRM's answers: it stands still while nobody could give any."""
     bring_current = served.bring_current(syncs)
     elastic = elastic_pools(prepared, served, bring_current, syncs, events, learner.still)
@@ -165,11 +166,11 @@ def keep_up(
         bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
         if "grm" in pool.slots_by_role:
             pool.stops("grm", clock)
-    share, by_turns = None, prepared.placement.time_sharing_roles
-    if isinstance(learner, LearnerByTurns):
+    share, time_shared = None, prepared.placement.time_sharing_roles
+    if isinstance(learner, TimeSharedLearnerGroup):
         share = time_share_of(prepared, served.routers, bring_current, learner, events)
-        bring_current |= {role: functools.partial(share.bring_current, role) for role in by_turns}
-        if "grm" in by_turns:
+        bring_current |= {role: functools.partial(share.bring_current, role) for role in time_shared}
+        if "grm" in time_shared:
             share.stops(clock)
     config = prepared.config.health
     health = {
@@ -178,7 +179,7 @@ def keep_up(
     }
     if "grm" in health:
         health["grm"].stops(clock)
-    return Upkeep(health=tuple(health.values()), elastic=elastic, share=share)
+    return Maintenance(health=tuple(health.values()), elastic=elastic, share=share)
 
 
 def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, transport: str) -> WeightSync:
@@ -195,7 +196,7 @@ def make_sync(prepared: Prepared, learner: LearnerGroup, cluster: Cluster, trans
     )
 
 
-def outside_engine(roles: Roles) -> ChatEngine | None:
+def remote_judge_engine(roles: Roles) -> ChatEngine | None:
     """The client of a judge behind an endpoint; None where the judge is here, or a rule."""
     for role in roles.served.values():
         if (endpoint := role.engine.endpoint) is not None:
@@ -214,10 +215,10 @@ def grm_of(
         role = prepared.roles.served["grm"]
         assert role.engine.endpoint is not None
         markup = Markup(role.engine.endpoint.chat_markup)
-        return GrmOutside(role.name, outside, window_of(role, 0), events, markup)
+        return RemoteGrm(role.name, outside, context_limit_of(role, 0), events, markup)
     if here is None or (model := prepared.grm) is None:
         return None
-    return GrmHere(model.name, here, model.renderer, model.context_tokens, clock)
+    return LocalGrm(model.name, here, model.renderer, model.context_tokens, clock)
 
 
 def learner_spec(config: RunConfig, model_path: str, roles: Roles, transport: str, run_dir: Path) -> LearnerSpec:

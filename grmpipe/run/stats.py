@@ -12,9 +12,9 @@ from grmpipe.config.roles import resolve_engine
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.summary import EvalSummary, GroupsSummary, JudgingSummary, Status, Summary
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
-from grmpipe.pipeline.counters import Counts
+from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.cotrain.cotraining import CoTraining
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.critic.critic import Critic
@@ -27,19 +27,19 @@ from scheduler.slots.health import RoleHealth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RunProgress:
     """How far the flow has come."""
 
     version: int = 0
     judging: JudgingSummary = field(default_factory=JudgingSummary)
     groups: GroupsSummary = field(default_factory=GroupsSummary)
     max_staleness_trained: int = 0
-    waits: WaitTimes = field(default_factory=WaitTimes)
+    stalls: StallTimes = field(default_factory=StallTimes)
 
 
-class Accounts:
+class RunStats:
     def __init__(self, config: RunConfig) -> None:
-        self.before = Standing()  # where a resume goes on from
+        self.before = RunProgress()  # where a resume goes on from
         self.learner_busy_s = 0.0
         self.cotraining: CoTraining | None = None  # once it is started
         self.critic: Critic | None = None
@@ -70,8 +70,8 @@ class Accounts:
     def restore(self, state: RunState, groups_per_batch: int) -> None:
         self._wall_before_s, self._busy_before_s = state.wall_s, state.busy_s
         self._replaced_before, self._moves_before = state.engines_replaced, state.moves
-        self._grm_version_before = state.grm_cut.version if state.grm_cut is not None else 0
-        self.before = standing_at(state, groups_per_batch)
+        self._grm_version_before = state.grm_pipeline_state.version if state.grm_pipeline_state is not None else 0
+        self.before = progress_at(state, groups_per_batch)
 
     @property
     def grm_version(self) -> int:
@@ -113,7 +113,7 @@ class Accounts:
         return {f"{name}/cpu_s": max(0.0, now_s[name] - began_s[name]) for name in now_s if name in began_s}
 
     def step_begins(self) -> None:
-        """What lies between two steps (looks, checkpoints) counts in neither."""
+        """What lies between two steps (evaluations, checkpoints) counts in neither."""
         self._cpu_s_at_begin = self._cpu_s()
 
     def _cpu_s(self) -> dict[str, float]:
@@ -153,20 +153,20 @@ class Accounts:
         eval_final: Metrics,
         alarms: tuple[str, ...],
     ) -> Summary:
-        standing = standing_of(pipeline) if pipeline else self.before
+        progress = progress_of(pipeline) if pipeline else self.before
         return Summary(
             status=status,
-            steps=standing.version,
-            versions=self._versions(standing.version),
+            steps=progress.version,
+            versions=self._versions(progress.version),
             wall_s=self.wall_s,
             eval=EvalSummary(initial=eval_initial, final=eval_final),
             busy_s=self.busy_s(pipeline),
-            judging=standing.judging,
-            groups=standing.groups,
-            max_staleness_trained=standing.max_staleness_trained,
+            judging=progress.judging,
+            groups=progress.groups,
+            max_staleness_trained=progress.max_staleness_trained,
             engines_replaced=self.engines_replaced,
             moves=self.moves,
-            bottleneck=bottleneck(standing.waits, self._setup),
+            bottleneck=bottleneck(progress.stalls, self._setup),
             alarms=alarms,
             failure=failure,
         )
@@ -176,7 +176,7 @@ def setup_of(config: RunConfig) -> Setup:
     """What can be changed about a run that waits."""
     judge: Literal["here", "outside"] | None = "here" if config.judged_by_model else None
     return Setup(
-        judge="outside" if config.judge_is_outside else judge,
+        judge="outside" if config.judge_is_remote else judge,
         num_judgements=config.judge.num_judgements,
         max_staleness=config.train.max_staleness,
         rate_limited=is_rate_limited(config),
@@ -193,43 +193,43 @@ def elastic_pools(config: RunConfig) -> dict[str, str]:
 
 def is_rate_limited(config: RunConfig) -> bool:
     """Whether limits of ours stand before an outside judge."""
-    endpoint = resolve_engine("grm", config).endpoint if config.judge_is_outside else None
+    endpoint = resolve_engine("grm", config).endpoint if config.judge_is_remote else None
     return endpoint is not None and endpoint.is_limited
 
 
-def standing_of(pipeline: Pipeline) -> Standing:
+def progress_of(pipeline: Pipeline) -> RunProgress:
     ledger = pipeline.ledger
-    total = pipeline.tally.total_so_far()
-    return Standing(
+    total = pipeline.counters.total_so_far()
+    return RunProgress(
         version=pipeline.version,
         judging=judging(total),
         groups=GroupsSummary(
             submitted=ledger.submitted, trained=ledger.trained, dropped=ledger.dropped, in_flight=ledger.in_flight
         ),
         max_staleness_trained=pipeline.buffer.max_staleness_trained,
-        waits=total.waits,
+        stalls=total.stalls,
     )
 
 
-def standing_at(state: RunState, groups_per_batch: int) -> Standing:
+def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
     """Of a run that is resumed and has no pipeline yet: it may fail before it has one."""
-    cut, trained = state.cut, state.cut.version * groups_per_batch
-    total = Counts.restored(state.totals)
-    return Standing(
-        version=cut.version,
+    pipeline_state, trained = state.pipeline_state, state.pipeline_state.version * groups_per_batch
+    total = Counters.restored(state.totals)
+    return RunProgress(
+        version=pipeline_state.version,
         judging=judging(total),
         groups=GroupsSummary(
-            submitted=trained + sum(cut.dropped.values()) + len(cut.in_flight),
+            submitted=trained + sum(pipeline_state.dropped.values()) + len(pipeline_state.in_flight),
             trained=trained,
-            dropped=cut.dropped,
-            in_flight=len(cut.in_flight),
+            dropped=pipeline_state.dropped,
+            in_flight=len(pipeline_state.in_flight),
         ),
-        max_staleness_trained=cut.max_staleness_trained,
-        waits=total.waits,
+        max_staleness_trained=pipeline_state.max_staleness_trained,
+        stalls=total.stalls,
     )
 
 
-def judging(total: Counts) -> JudgingSummary:
+def judging(total: Counters) -> JudgingSummary:
     return JudgingSummary(
         asked=total.asked,
         counted=total.counted,
@@ -237,6 +237,6 @@ def judging(total: Counts) -> JudgingSummary:
         tokens=total.judge_tokens,
         saved_by_early_stop=total.saved_tokens,
         early_stop_error=total.audit_error / total.audits if total.audits else None,
-        aborted_sittings=total.aborted,
+        aborted_tasks=total.aborted,
         voided_verdicts=total.voided,
     )

@@ -1,6 +1,6 @@
-"""task=train_meta: a meta-RM learns from labelled judgements which to trust. Samples, trains, measures, exports.
+"""task=train_meta_rm: a meta-RM learns from labelled judgements which to trust. Samples, trains, measures, exports.
 
-    labelled work -> GRM, k judgements each -> right or wrong by the label -> BCE on a scalar head -> <run_dir>/meta
+    labelled work -> GRM, k judgements each -> right or wrong by the label -> BCE on a scalar head -> <run_dir>/meta_rm
 
 First the GRM has its slots, then the learner has its own: never both at once.
 """
@@ -18,10 +18,10 @@ from typing import cast
 
 import numpy as np
 
-from grmpipe.evaluation.meta_quality import measure
-from grmpipe.judge.grm import GrmHere
-from grmpipe.judge.grm_client import Asker
-from grmpipe.judge.meta_examples import Example, Sampled, Split, batches, sample, write_examples
+from grmpipe.evaluation.meta_rm_quality import measure
+from grmpipe.judge.grm import LocalGrm
+from grmpipe.judge.grm_client import GrmClient
+from grmpipe.judge.labelled_judgements import LabelledJudgement, SampledExamples, Split, batches, sample, write_examples
 from grmpipe.judge.meta_rm import sigmoid
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary, written
 from grmpipe.run.engines import engine_factory
@@ -32,7 +32,7 @@ from grmpipe.run.signals import ended_by_signals
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar.scalar_learner import ScalarLearner, ScalarLearnerSpec
 from grmpipe.types import Metrics
-from grmpipe.validate.meta_training import MetaTraining
+from grmpipe.validate.meta_rm_training import MetaRmTraining
 from grmpipe.validate.shared_folder import check_shared
 from scheduler.placement import Placement
 from scheduler.processes.actors import ActorGroup, Cluster
@@ -44,15 +44,15 @@ log = logging.getLogger(__name__)
 STEPS_PER_NOTE = 20
 
 
-async def train_meta(ready: MetaTraining, run_dir: Path) -> Summary:
+async def train_meta_rm(ready: MetaRmTraining, run_dir: Path) -> Summary:
     """Run to an end of any kind. What goes wrong within is not raised: the summary says it."""
     with ended_by_signals():
         return await train_meta_to_an_end(ready, run_dir)
 
 
-async def train_meta_to_an_end(ready: MetaTraining, run_dir: Path) -> Summary:
+async def train_meta_to_an_end(ready: MetaRmTraining, run_dir: Path) -> Summary:
     observers = Observers.open(ready.config, run_dir, None, gauges=False)
-    run = MetaTrainingRun(ready, run_dir, observers)
+    run = MetaRmTrainingRun(ready, run_dir, observers)
     try:
         summary = await run.execute()
     finally:
@@ -62,8 +62,8 @@ async def train_meta_to_an_end(ready: MetaTraining, run_dir: Path) -> Summary:
     return summary
 
 
-class MetaTrainingRun:
-    def __init__(self, ready: MetaTraining, run_dir: Path, observers: Observers) -> None:
+class MetaRmTrainingRun:
+    def __init__(self, ready: MetaRmTraining, run_dir: Path, observers: Observers) -> None:
         self._ready = ready
         self._config = ready.config
         self._run_dir = run_dir
@@ -71,7 +71,7 @@ class MetaTrainingRun:
         self._began_s = time.monotonic()
         self._num_steps = 0
         self._looks: list[Metrics] = []
-        self._sampled = Sampled(examples=ready.stored, failed={}, num_tokens=0)
+        self._sampled = SampledExamples(examples=ready.stored, failed={}, num_tokens=0)
 
     async def execute(self) -> Summary:
         try:
@@ -87,16 +87,16 @@ class MetaTrainingRun:
 
     async def _sample(self) -> None:
         ready, judge = self._ready, self._config.judge
-        num_items = sum(map(len, ready.lessons.values()))
+        num_items = sum(map(len, ready.judging_tasks.values()))
         self._observers.note(f"the GRM judges {num_items} items, {judge.num_judgements} times each")
         async with self._cluster(ready.sampling) as cluster:
             make_engine = engine_factory(ready.grm, ready.roles, self._config.seed)
             engines = await cluster.start_engines(ready.grm.name, make_engine)
             router = Router(ready.grm.name, engines, self._observers.timeline)
-            grm = GrmHere(ready.grm.name, router, ready.grm.renderer, ready.grm.context_tokens)
-            asker = Asker(grm, judge, self._config.seed)
-            self._sampled = await sample(asker, ready.lessons, judge.num_judgements)
-        for split in ready.lessons:
+            grm = LocalGrm(ready.grm.name, router, ready.grm.renderer, ready.grm.context_tokens)
+            client = GrmClient(grm, judge, self._config.seed)
+            self._sampled = await sample(client, ready.judging_tasks, judge.num_judgements)
+        for split in ready.judging_tasks:
             if len({example.right for example in self._of(split)}) < 2:
                 causes = ", ".join(f"{n} {cause}" for cause, n in self._sampled.failed.items()) or "none failed"
                 raise RunFailed(f"the judgements of {split} are all right or all wrong, or there are none ({causes})")
@@ -113,7 +113,7 @@ class MetaTrainingRun:
         async with self._cluster(self._ready.learning) as cluster:
             await check_shared(cluster, self._run_dir)
             learner = await cluster.start_group("learner", functools.partial(ScalarLearner, spec))
-            await self._look(learner)
+            await self._evaluate(learner)
             for batch in batches(self._of("train"), train.groups_per_batch, train.num_steps, config.seed):
                 for indices in self._rounds(batch, learner.size):
                     packed = [(pack_classified([classified(batch[i]) for i in some]),) for some in indices]
@@ -123,10 +123,10 @@ class MetaTrainingRun:
                 self._observers.tracker.log(self._num_steps, told)
                 if self._num_steps % STEPS_PER_NOTE == 0:
                     self._observers.note(f"step {self._num_steps}/{train.num_steps}  loss {told['train/loss']:.3f}")
-            await self._look(learner)
-            await learner.call_all("export", str(self._run_dir / "meta"))
+            await self._evaluate(learner)
+            await learner.call_all("export", str(self._run_dir / "meta_rm"))
 
-    async def _look(self, learner: ActorGroup) -> None:
+    async def _evaluate(self, learner: ActorGroup) -> None:
         """At the held-out judgements, before the first step and after the last."""
         examples = self._of("held_out")
         probabilities = [0.0] * len(examples)
@@ -142,10 +142,10 @@ class MetaTrainingRun:
         told = ", ".join(f"{name} {value:.3f}" for name, value in self._looks[-1].items())
         self._observers.note(f"held out, after {self._num_steps} steps: {told}")
 
-    def _of(self, split: Split) -> list[Example]:
+    def _of(self, split: Split) -> list[LabelledJudgement]:
         return [example for example in self._sampled.examples if example.split == split]
 
-    def _rounds(self, examples: Sequence[Example], world_size: int) -> list[tuple[tuple[int, ...], ...]]:
+    def _rounds(self, examples: Sequence[LabelledJudgement], world_size: int) -> list[tuple[tuple[int, ...], ...]]:
         lengths = [len(example.token_ids) for example in examples]
         return plan_rounds(lengths, self._config.train.micro_batch_tokens, world_size)
 
@@ -164,7 +164,7 @@ class MetaTrainingRun:
         summary = Summary(
             status=status,
             steps=self._num_steps,
-            versions={"meta": self._num_steps},
+            versions={"meta_rm": self._num_steps},
             wall_s=round(time.monotonic() - self._began_s, 3),
             eval=EvalSummary(initial=looks[0] if looks else {}, final=looks[1] if len(looks) > 1 else {}),
             judging=JudgingSummary(
@@ -179,5 +179,5 @@ class MetaTrainingRun:
             return summary
 
 
-def classified(example: Example) -> Classified:
+def classified(example: LabelledJudgement) -> Classified:
     return Classified(token_ids=example.token_ids, right=example.right)

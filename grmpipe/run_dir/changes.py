@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grmpipe.config.resume_rules import Change
+from grmpipe.config.resume_rules import ConfigChange
 from grmpipe.observe.journal import Journal, read_what_can_be
 
 CHANGES_FILE = "changes.jsonl"
 
 
-def record_changes(run_dir: Path, run_id: str, step: int, changes: Sequence[Change]) -> None:
+def record_changes(run_dir: Path, run_id: str, step: int, changes: Sequence[ConfigChange]) -> None:
     """Raises OSError."""
     journal = Journal(run_dir / CHANGES_FILE, run_id=run_id)
     try:

@@ -11,10 +11,10 @@ from grmpipe.config.yaml_io import to_yaml
 from grmpipe.run_dir.changes import record_changes
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.directory import (
-    Place,
-    find_place,
+    RunLocation,
     holds_run,
     is_complete,
+    locate_run,
     new_run_dirs,
     point_latest,
     refusal,
@@ -38,7 +38,7 @@ class Claim:
         with ExitStack() as held:  # given back where something is refused
             if (run_dir := run_to_resume(config)) is not None and not is_complete(run_dir, config):
                 held.enter_context(locked(run_dir))
-            self.place = find_place(config)
+            self.place = locate_run(config)
             if self.place.resumed and not self.place.complete:
                 self._check()
             self._held = held.pop_all()
@@ -86,9 +86,9 @@ class Claim:
             run_dir = make_first(run_dir)
         else:
             run_dir.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
-        self.place = Place(run_dir=run_dir)
+        self.place = RunLocation(run_dir=run_dir)
         self._held.enter_context(locked(run_dir))
-        if holds_run(run_dir):  # it was begun since `find_place` looked
+        if holds_run(run_dir):  # it was begun since `locate_run` looked
             raise refusal(run_dir)
         write_config(run_dir, self._config)
 
@@ -99,11 +99,11 @@ def write_config(run_dir: Path, config: RunConfig) -> None:
     draft.replace(run_dir / "config.yaml")
 
 
-def steps_done(place: Place) -> int:
+def steps_done(place: RunLocation) -> int:
     """Where the run goes on."""
     if place.checkpoint is None:
         return 0
-    return Checkpoints(directory=place.checkpoint.parent, keep=1).load(place.checkpoint).cut.version
+    return Checkpoints(directory=place.checkpoint.parent, keep=1).load(place.checkpoint).pipeline_state.version
 
 
 def make_first(wanted: Path) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.config.resume_rules import Change, changed_keys, changes_on_resume
+from grmpipe.config.resume_rules import ConfigChange, changed_keys, changes_on_resume
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import read_yaml, torn_off
 from grmpipe.run_dir.checkpoints import Checkpoints
@@ -18,7 +18,7 @@ HOME = Path("runs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunLocation:
     """A run's directory. resumed: it holds the run already. checkpoint: what to go on from; none: from the beginning.
     changes: keys that this resume changes. complete: there is nothing left to do.
 
@@ -28,21 +28,21 @@ class Place:
     run_dir: Path
     resumed: bool = False
     checkpoint: Path | None = None
-    changes: tuple[Change, ...] = ()
+    changes: tuple[ConfigChange, ...] = ()
     complete: bool = False
     notes: tuple[str, ...] = ()
 
 
-def find_place(config: RunConfig) -> Place:
+def locate_run(config: RunConfig) -> RunLocation:
     """A new run never writes into an old one's files; a resumed one never changes what is trained."""
     named = config.run_dir
     if (run_dir := run_to_resume(config)) is not None:
         return resumed(run_dir, config)
     if named is None:
-        return Place(run_dir=new_run_dir(HOME / config.experiment))
+        return RunLocation(run_dir=new_run_dir(HOME / config.experiment))
     if config.resume == "never" and holds_run(Path(named)):
         raise refusal(Path(named))
-    return Place(run_dir=Path(named))
+    return RunLocation(run_dir=Path(named))
 
 
 def run_to_resume(config: RunConfig) -> Path | None:
@@ -81,7 +81,7 @@ def new_run_dirs(wanted: Path) -> Iterator[Path]:
     return (wanted if n == 0 else wanted.with_name(f"{wanted.name}_{n}") for n in range(1000))
 
 
-def resumed(run_dir: Path, config: RunConfig) -> Place:
+def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
     """The run at its newest whole checkpoint; one that has none yet starts over."""
     written = run_dir / "config.yaml"
     if lacking := torn_off(written):
@@ -96,11 +96,11 @@ def resumed(run_dir: Path, config: RunConfig) -> Place:
             "undo it, or start a new run with resume=never"
         )
     if is_complete(run_dir, config):
-        return Place(run_dir=run_dir, resumed=True, complete=True)
+        return RunLocation(run_dir=run_dir, resumed=True, complete=True)
     notes = status_of(run_dir)[1]
     checkpoint, told = checkpoint_of(run_dir)
     changes = changes_on_resume(old, config)
-    return Place(run_dir=run_dir, resumed=True, checkpoint=checkpoint, changes=changes, notes=notes + told)
+    return RunLocation(run_dir=run_dir, resumed=True, checkpoint=checkpoint, changes=changes, notes=notes + told)
 
 
 def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:

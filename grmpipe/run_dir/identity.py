@@ -74,7 +74,7 @@ def checksums_of(config: RunConfig) -> dict[str, str]:
 
 def input_files(config: RunConfig) -> dict[str, Path]:
     """The files that decide what is sampled, judged and trained, by key. Models are not among them."""
-    if config.data.replay is not None:  # the other files are not looked at
+    if config.data.retrain_from is not None:  # the other files are not looked at
         template = config.policy.chat_template
         return {"policy.chat_template": Path(template)} if template is not None else {}
     named = {
@@ -88,7 +88,7 @@ def input_files(config: RunConfig) -> dict[str, Path]:
     if config.judged_by_model or config.judge.kind == "label":
         templates = {"template": config.judge.template, "principles_template": config.judge.principles_template}
         for key, template in templates.items():
-            if key == "template" or config.judge.principles == "ahead":
+            if key == "template" or config.judge.principles == "shared":
                 files[f"judge.{key}"] = template_file(key, template)
     return files
 

@@ -20,7 +20,7 @@ from grmpipe.observe.recorder import (
     load_rollouts,
     load_verdicts,
 )
-from grmpipe.pipeline.interfaces import KILLED_ENGINES, Cut, Kept, Prompts
+from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup
 from grmpipe.types import GroupEnd, JudgeReport, Metrics, Prompt
 
 
@@ -28,17 +28,17 @@ from grmpipe.types import GroupEnd, JudgeReport, Metrics, Prompt
 class RunState:
     """One atomic cut. Seeds are derived from names, so there is no random state to keep."""
 
-    cut: Cut
+    pipeline_state: PipelineState
     wall_s: float  # so far, resumes included
     eval_initial: Metrics
-    totals: Mapping[str, object]  # the tally's
+    totals: Mapping[str, object]  # the counters'
     busy_s: Mapping[str, float]
     alarms: tuple[str, ...] = ()
     wandb_run_id: str | None = None
     hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
-    grm_cut: Cut | None = None  # of the flow of a GRM that learns too
+    grm_pipeline_state: PipelineState | None = None  # of the flow of a GRM that learns too
     journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # by journal: a resume reads what stands behind
 
     def to_json(self) -> str:
@@ -47,11 +47,13 @@ class RunState:
     @staticmethod
     def from_json(text: str) -> RunState:
         values = json.loads(text)
-        cut = values["cut"]
-        cut["in_flight"] = {int(draw): group_id for draw, group_id in cut["in_flight"].items()}
-        values["cut"] = Cut(**cut)
-        if (grm_cut := values.get("grm_cut")) is not None:
-            values["grm_cut"] = Cut(**grm_cut)
+        pipeline_state = values["pipeline_state"]
+        pipeline_state["in_flight"] = {
+            int(prompt_index): group_id for prompt_index, group_id in pipeline_state["in_flight"].items()
+        }
+        values["pipeline_state"] = PipelineState(**pipeline_state)
+        if (grm_pipeline_state := values.get("grm_pipeline_state")) is not None:
+            values["grm_pipeline_state"] = PipelineState(**grm_pipeline_state)
         marks = values.get("journal_marks", {})
         values["journal_marks"] = {name: Mark(**mark) for name, mark in marks.items()}
         values["alarms"] = tuple(values["alarms"])
@@ -60,35 +62,51 @@ class RunState:
 
 
 def find_kept(
-    run_dir: Path, cut: Cut, prompts: Prompts, run_id: str = "", marks: Mapping[str, Mark] | None = None
-) -> dict[int, Kept]:
-    """Finished work in the journals that is valid at a cut, by draw.
+    run_dir: Path,
+    pipeline_state: PipelineState,
+    prompts: Prompts,
+    run_id: str = "",
+    marks: Mapping[str, Mark] | None = None,
+) -> dict[int, RecoveredGroup]:
+    """Finished work in the journals that is valid at a checkpoint, by prompt index.
 
-    Rollouts sampled by versions up to the cut are kept, with their verdicts; later ones are void, and so are those of
-    another prompt than the draw's. A draw with void work goes on under a new group_id, so that no name stands for two
+    Rollouts sampled by versions up to the checkpoint are kept, with their verdicts; later ones are void, and so are
+    those of
+    another prompt than the one at its index. One with void work goes on under a new group_id, so that no name stands
+    for two
     things. run_id: lines of other runs don't count. marks: where in the journals groups begin that haven't ended.
     """
     marks = marks or {}
     recorded: dict[int, list[RecordedRollout]] = {}
     for line in load_rollouts(run_dir / ROLLOUTS, run_id=run_id, since=marks.get(ROLLOUTS)):
-        if line.draw in cut.in_flight or line.draw >= cut.next_draw:
-            recorded.setdefault(line.draw, []).append(line)
+        if line.prompt_index in pipeline_state.in_flight or line.prompt_index >= pipeline_state.next_prompt_index:
+            recorded.setdefault(line.prompt_index, []).append(line)
     wanted = {line.rollout.group_id for lines in recorded.values() for line in lines}
     verdicts = load_verdicts(run_dir / JUDGEMENTS, run_id=run_id, since=marks.get(JUDGEMENTS))
     reports = {key: report for key, report in verdicts if key[0] in wanted}
-    kept = {draw: _kept(recorded[draw], reports, cut, _drawn(prompts, draw)) for draw in sorted(recorded)}
+    kept = {
+        prompt_index: _kept(recorded[prompt_index], reports, pipeline_state, _drawn(prompts, prompt_index))
+        for prompt_index in sorted(recorded)
+    }
     ends = load_group_ends(run_dir / GROUPS, run_id=run_id, since=marks.get(GROUPS))
-    return kept | {end.draw: Kept(group_id=end.group_id, killed_engines=True) for end in _killers(ends, cut)}
+    return kept | {
+        end.prompt_index: RecoveredGroup(group_id=end.group_id, killed_engines=True)
+        for end in _killers(ends, pipeline_state)
+    }
 
 
-def _killers(ends: Iterable[GroupEnd], cut: Cut) -> list[GroupEnd]:
+def _killers(ends: Iterable[GroupEnd], pipeline_state: PipelineState) -> list[GroupEnd]:
     """Groups whose requests killed engines: drawn again, they are dropped at once."""
-    drawn_again = (end for end in ends if end.draw in cut.in_flight or end.draw >= cut.next_draw)
+    drawn_again = (
+        end
+        for end in ends
+        if end.prompt_index in pipeline_state.in_flight or end.prompt_index >= pipeline_state.next_prompt_index
+    )
     return [end for end in drawn_again if end.cause == KILLED_ENGINES]
 
 
-def void_group_ends(run_dir: Path, cut: Cut, run_id: str = "", mark: Mark | None = None) -> None:
-    """Take out of groups.jsonl what ended beyond the cut: those draws are in flight again, or not yet drawn.
+def void_group_ends(run_dir: Path, pipeline_state: PipelineState, run_id: str = "", mark: Mark | None = None) -> None:
+    """Take out of groups.jsonl what ended after the checkpoint: those prompts are in flight again, or not yet taken.
 
     mark: where it ended at the cut.
     """
@@ -102,29 +120,32 @@ def void_group_ends(run_dir: Path, cut: Cut, run_id: str = "", mark: Mark | None
     past = [
         record
         for end, record in read_records(path, lambda record: (GroupEnd(**record), record))
-        if end.draw < cut.next_draw and end.draw not in cut.in_flight
+        if end.prompt_index < pipeline_state.next_prompt_index and end.prompt_index not in pipeline_state.in_flight
     ]
     replace_journal(path, past, run_id=run_id)
 
 
-def _drawn(prompts: Prompts, draw: int) -> Prompt | None:
+def _drawn(prompts: Prompts, prompt_index: int) -> Prompt | None:
     try:
-        return prompts.at(draw)
+        return prompts.at(prompt_index)
     except EndOfData:
         return None
 
 
 def _kept(
-    lines: list[RecordedRollout], reports: Mapping[tuple[str, int], JudgeReport], cut: Cut, prompt: Prompt | None
-) -> Kept:
+    lines: list[RecordedRollout],
+    reports: Mapping[tuple[str, int], JudgeReport],
+    pipeline_state: PipelineState,
+    prompt: Prompt | None,
+) -> RecoveredGroup:
     valid: dict[int, RecordedRollout] = {}
     for line in lines:
-        if _newest_version(line) <= cut.version and line.prompt == prompt:
+        if _newest_version(line) <= pipeline_state.version and line.prompt == prompt:
             valid.setdefault(line.rollout.sibling, line)
     names = list(dict.fromkeys(line.rollout.group_id for line in lines))
     renamed = len(valid) < len(lines)
     group_id = f"{names[0].split('~')[0]}~{len(names)}" if renamed else names[0]
-    return Kept(
+    return RecoveredGroup(
         group_id=group_id,
         renamed=renamed,
         rollouts=tuple(dataclasses.replace(valid[sibling].rollout, group_id=group_id) for sibling in sorted(valid)),

@@ -10,7 +10,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
 from grmpipe.data.prompts import asked, disjoint, load_prompts, place_of
 from grmpipe.data.stream import PromptStream
-from grmpipe.judge.labels import Lessons, rule_of
+from grmpipe.judge.labels import JudgingTasks, rule_of
 from grmpipe.types import Prompt
 from grmpipe.validate.sections import section
 
@@ -52,33 +52,33 @@ def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
     """What the policy is asked: prompts, or labelled work in the judge's own prompt where a judge is in training."""
     if config.judge.kind != "label":
         return load_prompts(path, num_tiny_prompts=count)
-    return lessons_at(config, path, count)
+    return judging_tasks_at(config, path, count)
 
 
-def lessons_at(config: RunConfig, path: str, count: int, held_out: Sequence[Prompt] = ()) -> tuple[Prompt, ...]:
+def judging_tasks_at(config: RunConfig, path: str, count: int, held_out: Sequence[Prompt] = ()) -> tuple[Prompt, ...]:
     """Of labelled work, without that on a prompt which is held out."""
     judge = config.judge
     with section("judge."):
-        lessons = Lessons.under(judge, config.labels)
+        judging_tasks = JudgingTasks.under(judge, config.labels)
     items = load_labelled(path, scale=(judge.score_min, judge.score_max), num_tiny=count)
     known = {asked(prompt) for prompt in held_out}
     kept = [item for item in items if asked(item.prompt) not in known]
     if not kept:
         raise ValueError(f"every prompt of {path} is also in data.eval_path; give other prompts")
     if len(kept) < len(items):
-        log.warning("%d lessons of %s use held-out prompts: they are not trained", len(items) - len(kept), path)
-    return lessons.of(kept)
+        log.warning("%d judging tasks of %s use held-out prompts: they are not trained", len(items) - len(kept), path)
+    return judging_tasks.of(kept)
 
 
-def stored_lessons(config: RunConfig, data: Data) -> PromptStream | None:
+def stored_judging_tasks(config: RunConfig, data: Data) -> PromptStream | None:
     """Of cotrain.data_path. Without it the policy's own prompts must say what is right."""
     cotrain = config.cotrain
     with section("judge."):
-        Lessons.under(config.judge, config.labels)
+        JudgingTasks.under(config.judge, config.labels)
     if cotrain.data_path is not None:
         with section("cotrain.data_path: "):
-            lessons = lessons_at(config, cotrain.data_path, cotrain.num_items, data.held_out)
-        return PromptStream(lessons, seed=config.seed)
+            judging_tasks = judging_tasks_at(config, cotrain.data_path, cotrain.num_items, data.held_out)
+        return PromptStream(judging_tasks, seed=config.seed)
     if not any(rulable(config, prompt) for prompt in data.train):
         raise ConfigError(
             f"cotrain.data_path: is null, and for no prompt of {config.data.path} can the rule {config.judge.rule} "

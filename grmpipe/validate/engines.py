@@ -31,13 +31,14 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
 def check_limits(role: ServedRole, endpoint: Endpoint, config: RunConfig) -> None:
     """Can all judgements that may be in flight be sent before they time out?"""
     judge, per_minute = config.judge, endpoint.requests_per_minute
-    if per_minute and judge.width * 60 / per_minute > judge.timeout_s:
+    if per_minute and judge.max_concurrency * 60 / per_minute > judge.timeout_s:
         fitting = int(judge.timeout_s * per_minute / 60)
         key = role.option_key("requests_per_minute")
         raise ConfigError(
-            f"judge.width: {judge.width} judgements in flight take {judge.width * 60 / per_minute:.0f} s to send at "
+            f"judge.max_concurrency: {judge.max_concurrency} judgements in flight take "
+            f"{judge.max_concurrency * 60 / per_minute:.0f} s to send at "
             f"{key}={per_minute}, and time out after judge.timeout_s={judge.timeout_s:g}; "
-            f"type judge.width={max(1, fitting // 2)}, or a longer judge.timeout_s"
+            f"type judge.max_concurrency={max(1, fitting // 2)}, or a longer judge.timeout_s"
         )
     if tokens := endpoint.tokens_per_minute:
         one_s = judge.max_new_tokens * 60 / tokens  # the prompt aside
@@ -107,7 +108,7 @@ def check_tensor_parallel(role: ServedRole, heads: Heads) -> None:
         )
 
 
-def window_of(role: ServedRole, model_tokens: int) -> int:
+def context_limit_of(role: ServedRole, model_tokens: int) -> int:
     """The window that a role's requests have: its engine's, which may not exceed the model's (0: not known)."""
     window = role.engine.options.max_context_tokens or model_tokens
     if window > model_tokens > 0:

@@ -15,23 +15,23 @@ from models.tiny.resolve import resolve_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetaModel:
+class MetaRmModel:
     """A directory with a scalar head, which reads the GRM's own tokens."""
 
     path: str
     context_tokens: int
 
 
-def find_meta(config: RunConfig, grm: Model, progress: Callable[[str, float], None]) -> MetaModel:
+def find_meta_rm(config: RunConfig, grm: Model, progress: Callable[[str, float], None]) -> MetaRmModel:
     """Raises ValueError (`path: ...`) for what has no scalar head, or another tokenizer."""
-    assert config.meta.path is not None
-    directory = find_files(resolve_model(config.meta.path, progress), weights=True)
+    assert config.meta_rm.path is not None
+    directory = find_files(resolve_model(config.meta_rm.path, progress), weights=True)
     scalar_config(directory)
     check_packable(outline_scalar_head(directory), directory)
-    return MetaModel(path=directory, context_tokens=shared_window(directory, config, grm))
+    return MetaRmModel(path=directory, context_tokens=shared_context_limit(directory, config, grm))
 
 
-def shared_window(directory: str, config: RunConfig, grm: Model) -> int:
+def shared_context_limit(directory: str, config: RunConfig, grm: Model) -> int:
     """The window of a model that reads what the GRM read and wrote. Raises ValueError for other tokens."""
     try:
         renderer = Renderer.load(directory, config.grm.chat_template)

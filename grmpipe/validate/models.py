@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
-from grmpipe.validate.engines import window_of
+from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
 from models.hub import find_files, is_hub_name
 from models.lm.packed_check import check_trainable
@@ -27,7 +27,7 @@ def find_model(role: ServedRole, config: RunConfig, progress: Progress, *, weigh
         directory = find_files(resolve_model(options.path, progress), weights=weights)
         renderer = Renderer.load(directory, options.chat_template, options.chat_template_kwargs)
     check_vocabulary(name, options, renderer)
-    window = window_of(role, renderer.context_tokens)
+    window = context_limit_of(role, renderer.context_tokens)
     # The machines of a joined cluster have caches of their own: they go by the hub name.
     by_name = config.cluster.address is not None and is_hub_name(options.path)
     return Model(name=name, path=options.path if by_name else directory, renderer=renderer, context_tokens=window)

@@ -9,7 +9,7 @@ from grmpipe.validate.devices import check_shares
 from grmpipe.validate.engines import check_options
 from grmpipe.validate.seats import seats_of
 from grmpipe.validate.sections import section
-from grmpipe.validate.swap import check_one_engine
+from grmpipe.validate.swap import check_shared_engine
 from grmpipe.validate.weight_route import transport_of, wanted_transport
 from scheduler.placement import Placement
 
@@ -21,7 +21,7 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
         roles = resolve_roles(config, placement)
     check_options(roles, config, placement)
     check_deadlines(config)
-    check_one_engine(roles)
+    check_shared_engine(roles)
     check_shares(roles, placement)
     with section(""):
         wanted_transport(config.sync.transport)
@@ -31,7 +31,7 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
                 transport_of(role, config, placement, same_machine=True)
         if role.learner != "learner":
             check_stays_awake(role)
-    if config.task == "finetune" and placement.time_sharing_roles:
+    if config.task == "train_judge_rft" and placement.time_sharing_roles:
         pool = placement.seats["learner"][0].pool
         raise ConfigError(
             f"placement.pools.{pool}.time_shared: fine-tuning samples first and then learns, without alternation; "

@@ -13,24 +13,24 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.envs.env_factory import env_factory
 from grmpipe.evaluation.held_out import EVAL_METRICS
-from grmpipe.judge.custom import own_judge
+from grmpipe.judge.custom import load_custom_judge
 from grmpipe.judge.labels import rule_of
 from grmpipe.judge.rule import Rule
 from grmpipe.observe.summary import Summary
 from grmpipe.types import Prompt
+from grmpipe.validate.context_limits import check_judge, check_policy
 from grmpipe.validate.critic_model import CriticModel, find_critic
-from grmpipe.validate.data import read_data, stored_lessons
+from grmpipe.validate.data import read_data, stored_judging_tasks
 from grmpipe.validate.engines import check_installed, check_rule_installed, check_tensor_parallel
-from grmpipe.validate.expert_routing import check_routing
 from grmpipe.validate.lora import check_lora_targets, check_peft
-from grmpipe.validate.meta_rm_model import MetaModel, find_meta
+from grmpipe.validate.meta_rm_model import MetaRmModel, find_meta_rm
 from grmpipe.validate.models import Progress, check_learns, find_model
 from grmpipe.validate.places import seat_roles
+from grmpipe.validate.router_replay import check_routing
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import section
 from grmpipe.validate.swap import check_swap
 from grmpipe.validate.weights import check_weight_names
-from grmpipe.validate.windows import check_judge, check_policy
 from models.lm.footprint import heads_of
 from scheduler.placement import Placement
 
@@ -46,8 +46,8 @@ class Prepared:
     held_out: tuple[Prompt, ...]
     placement: Placement
     roles: Roles
-    meta: MetaModel | None = None  # guides the vote
-    lessons: PromptStream | None = None  # stored ones, for a GRM that learns beside the policy
+    meta_rm: MetaRmModel | None = None  # guides the vote
+    judging_tasks: PromptStream | None = None  # stored ones, for a GRM that learns beside the policy
     critic: CriticModel | None = None  # what advantages ask
 
     @property
@@ -79,10 +79,10 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     policy = find_model(roles.served["policy"], config, progress)
     grm = find_model(roles.served["grm"], config, progress) if "grm" in config.roles else None
     models = (policy,) if grm is None else (policy, grm)
-    meta = None
-    if grm is not None and "meta" in config.roles:
-        with section("meta."):
-            meta = find_meta(config, grm, progress)
+    meta_rm = None
+    if grm is not None and "meta_rm" in config.roles:
+        with section("meta_rm."):
+            meta_rm = find_meta_rm(config, grm, progress)
     critic = None
     if "critic" in config.roles:
         with section("critic."):
@@ -100,9 +100,9 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
     check_routing(config, policy, roles.served["policy"])
     if config.judged_by_model:
         check_judge(config, roles.served["grm"], grm, data)
-    if config.judge.kind == "own":
+    if config.judge.kind == "custom":
         with section("judge."):
-            own_judge(config.judge)
+            load_custom_judge(config.judge)
     prompts = PromptStream(data.train, seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.data.max_epochs)
     return Prepared(
         config=config,
@@ -112,8 +112,8 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
         held_out=data.held_out,
         placement=placement,
         roles=roles,
-        meta=meta,
-        lessons=stored_lessons(config, data) if config.cotrain.enabled else None,
+        meta_rm=meta_rm,
+        judging_tasks=stored_judging_tasks(config, data) if config.cotrain.enabled else None,
         critic=critic,
     )
 

@@ -19,7 +19,7 @@ from scheduler.placement import Placement, PlacementConfig, place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedReplay:
+class PreparedRetraining:
     """A replay that may start."""
 
     config: RunConfig
@@ -29,24 +29,24 @@ class PreparedReplay:
     recorded: RecordedRun
 
 
-def prepare_replay(config: RunConfig, progress: Progress) -> PreparedReplay:
+def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetraining:
     """Seat the learner, open the recorded run, find the policy, and see that they fit each other."""
     with section(""):
-        placement = place(without_turns(config.placement), config.roles, config.served)
+        placement = place(without_time_sharing(config.placement), config.roles, config.served)
         roles = resolve_roles(config, placement)
     check_slots(roles["learner"])
     check_machine(config, placement)
-    assert config.data.replay is not None
-    with section("data.replay: "):
-        recorded = open_recorded(Path(config.data.replay))
+    assert config.data.retrain_from is not None
+    with section("data.retrain_from: "):
+        recorded = open_recorded(Path(config.data.retrain_from))
     check_sizes(config, recorded)
     policy = find_model(roles.served["policy"], config, progress)
     check_learns(policy)
     check_tokens(config, policy, recorded)
-    return PreparedReplay(config=config, policy=policy, placement=placement, roles=roles, recorded=recorded)
+    return PreparedRetraining(config=config, policy=policy, placement=placement, roles=roles, recorded=recorded)
 
 
-def without_turns(placement: PlacementConfig) -> PlacementConfig:
+def without_time_sharing(placement: PlacementConfig) -> PlacementConfig:
     """The learner has its slots to itself, whoever else it shares them with in other runs."""
     pools = {name: replace(pool, time_shared=False) for name, pool in placement.pools.items()}
     return replace(placement, pools=pools)
@@ -68,7 +68,7 @@ def check_sizes(config: RunConfig, recorded: RecordedRun) -> None:
 
 def check_tokens(config: RunConfig, policy: Model, recorded: RecordedRun) -> None:
     """Are the recorded ids this model's? By the first batch: its prompts come out as they went in."""
-    with section("data.replay: "):
+    with section("data.retrain_from: "):
         first = recorded.batch(1)
     for group in first:
         sent = group.rollouts[0].turns[0].prompt_ids

@@ -8,14 +8,14 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.sections import section
 from scheduler.placement import NodeCapacity, Placement, check_capacity, place
 
-SEATING_TASKS = ("train", "finetune", "plan", "simulate")  # that seat all roles of the run
-RUNNING_TASKS = ("train", "finetune")  # and on this machine
+SEATING_TASKS = ("train", "train_judge_rft", "plan", "simulate")  # that seat all roles of the run
+RUNNING_TASKS = ("train", "train_judge_rft")  # and on this machine
 SHARED_CORES = 1 << 20  # of one process: as many threads as one likes
 
 
 def check_seats(config: RunConfig) -> None:
     """Refuses at once what needs no look at a model. Raises ConfigError."""
-    if config.task not in SEATING_TASKS or config.data.replay is not None:
+    if config.task not in SEATING_TASKS or config.data.retrain_from is not None:
         return
     placement = seats_of(config)
     if config.task in RUNNING_TASKS:

@@ -12,7 +12,7 @@ from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import ConfigError
 
 
-def check_one_engine(roles: Roles) -> None:
+def check_shared_engine(roles: Roles) -> None:
     """Roles that are to share one are served by one kind that swaps weights, and want no options that it can't have."""
     for first, others in sharing(roles):
         for role in (first, *others):

@@ -10,7 +10,7 @@ from models.types import EngineRefused, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ContextLimit:
     """The most tokens of a request, prompt and new ones together, and the ids there are."""
 
     model_name: str
@@ -18,14 +18,14 @@ class Window:
     vocab_size: int
 
     @staticmethod
-    def of(model_name: str, renderer: Renderer, max_context_tokens: int) -> Window:
+    def of(model_name: str, renderer: Renderer, max_context_tokens: int) -> ContextLimit:
         """`max_context_tokens`: 0 for all that the model has. Raises ValueError for more."""
         if max_context_tokens > renderer.context_tokens:
             raise ValueError(
                 f"max_context_tokens: {max_context_tokens} exceeds the model's context window of "
                 f"{renderer.context_tokens} tokens; set at most that (0: all of it)"
             )
-        return Window(model_name, max_context_tokens or renderer.context_tokens, renderer.vocab_size)
+        return ContextLimit(model_name, max_context_tokens or renderer.context_tokens, renderer.vocab_size)
 
     def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises EngineRefused."""

@@ -31,7 +31,7 @@ class EngineSpec:
 
     num_gpus:      that share the model; 1 on a CPU.
     takes_weights: somebody pushes weights to it.
-    note_experts:  its completions carry the experts of their tokens.
+    return_routed_experts: its completions carry the experts of their tokens.
     """
 
     path: str
@@ -43,7 +43,7 @@ class EngineSpec:
     chat_template: str | None
     lora: LoraConfig
     takes_weights: bool
-    note_experts: bool
+    return_routed_experts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

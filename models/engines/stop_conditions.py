@@ -9,7 +9,7 @@ from models.types import FinishReason, SamplingParams
 Decode = Callable[[Sequence[int]], str]
 
 
-class Endings:
+class StopConditions:
     """Knows a tokenizer's text by its `decode` alone."""
 
     def __init__(self, decode: Decode, stop_token_ids: Collection[int]) -> None:

@@ -77,13 +77,13 @@ class Routers:
         unknown = sorted({type(module).__name__ for _, module in named} - ROUTERS.keys())
         if unknown:
             raise ValueError(
-                f"routing_replay: the experts of {unknown[0]} can't be replayed; those of {', '.join(ROUTERS)} can; "
-                "type algorithm.routing_replay=none"
+                f"router_replay: the experts of {unknown[0]} can't be replayed; those of {', '.join(ROUTERS)} can; "
+                "type algorithm.router_replay=none"
             )
         if not named:
             raise ValueError(
-                f"routing_replay: {type(model).__name__} has no router whose experts could be replayed: it is dense, "
-                "or chooses them in an unknown way; type algorithm.routing_replay=none"
+                f"router_replay: {type(model).__name__} has no router whose experts could be replayed: it is dense, "
+                "or chooses them in an unknown way; type algorithm.router_replay=none"
             )
         router: Any = named[0][1]
         layers = tuple(_layer_of(name) for name, _ in named)
@@ -98,11 +98,11 @@ class Routers:
             yield recording
 
     @contextmanager
-    def replayed(self, experts_TLK: Tensor) -> Iterator[Replay]:
+    def replayed(self, experts_TLK: Tensor) -> Iterator[RouterReplay]:
         """Forward passes in here send their T tokens to these experts; a token to its router's own where they are
         ANY_EXPERT. The backward pass belongs in here too: activation checkpointing runs the forward again.
         """
-        replay = Replay(experts_TLK)
+        replay = RouterReplay(experts_TLK)
         with self._hooked(replay.choose):
             yield replay
 
@@ -129,7 +129,7 @@ class Recording:
         self._by_router[index] = routed[2]
 
 
-class Replay:
+class RouterReplay:
     """Experts that stand in for the routers' own choice.
 
     rerouted_TL: whether the router would have sent the token elsewhere.

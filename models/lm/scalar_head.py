@@ -55,7 +55,7 @@ def scalar_config(path: str) -> PreTrainedConfig:
     kind = (config.architectures or ["a model without architectures"])[0]
     if not has_head(config):
         raise ValueError(
-            f"path: {path!r} holds {kind}, which has no scalar head; give the directory `meta` of a run of "
+            f"path: {path!r} holds {kind}, which has no scalar head; give the directory `meta_rm` of a run of "
             "+experiment=train_meta_rm, or any model for token or sequence classification with one label"
         )
     if config.num_labels != 1:

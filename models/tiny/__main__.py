@@ -13,9 +13,9 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from models.tiny.evaluate import measure_judge, measure_policy
-from models.tiny.meta import measure_meta
-from models.tiny.recipes import POLICY, RECIPES, MetaRecipe, Recipe
+from models.tiny.recipes import POLICY, RECIPES, MetaRmRecipe, Recipe
 from models.tiny.resolve import build_in_cache, cache_directory, directory_of, ship
+from models.tiny.tiny_meta_rm import measure_meta_rm
 
 
 def main(argv: list[str]) -> None:
@@ -39,11 +39,11 @@ def parse(argv: list[str]) -> list[str]:
     return names
 
 
-def build_and_ship(recipe: Recipe | MetaRecipe, progress: Callable[[str, float], None]) -> dict[str, float]:
+def build_and_ship(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> dict[str, float]:
     shutil.rmtree(cache_directory(recipe), ignore_errors=True)
     directory = build_in_cache(recipe, progress)
-    if isinstance(recipe, MetaRecipe):
-        measured = asdict(measure_meta(directory, directory_of(recipe.parent, progress)))
+    if isinstance(recipe, MetaRmRecipe):
+        measured = asdict(measure_meta_rm(directory, directory_of(recipe.parent, progress)))
     elif recipe is POLICY:
         measured = asdict(measure_policy(directory))
     else:

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from models.tiny.lessons import Example, draw_examples
-from models.tiny.recipes import MetaRecipe, Recipe, Shape
+from models.tiny.recipes import MetaRmRecipe, Recipe, Shape
+from models.tiny.sft_examples import SftExample, draw_examples
 from models.tiny.tokenizer import MAX_POSITIONS, build_tokenizer, encode_content, encode_prompt
 
 MAX_GRAD_NORM = 1.0
@@ -104,7 +104,7 @@ def train(
         progress(done / recipe.num_steps)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> Encoded:
+def encode(tokenizer: PreTrainedTokenizerFast, example: SftExample) -> Encoded:
     prompt_ids = encode_prompt(tokenizer, example.prompt)
     ids = (*prompt_ids, *encode_content(tokenizer, example.response), tokenizer.eos_token_id)
     return Encoded(ids=ids, num_prompt_tokens=len(prompt_ids))
@@ -118,7 +118,7 @@ def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> tuple[Optimizer, Opti
     return muon, AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def lr_share(step: int, recipe: Recipe | MetaRecipe) -> float:
+def lr_share(step: int, recipe: Recipe | MetaRmRecipe) -> float:
     """Linear warm-up, then a cosine down to nothing."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from models.tiny.lessons import corrupted_text, malformed_text, padded_text, right_text, sloppy_text
 from models.tiny.problems import Problem, Split, is_right, make_problems, score_label
+from models.tiny.sft_examples import corrupted_text, malformed_text, padded_text, right_text, sloppy_text
 
 Write = Callable[[Problem, random.Random], str]
 

@@ -28,7 +28,7 @@ LOSSES = ("gives {n} to {friend}", "sells {n}", "loses {n}", "lends {n} to {frie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SolutionStep:
     """One line of a sum, as somebody wrote it: the result need not be right."""
 
     left: int
@@ -44,7 +44,7 @@ class Step:
 class Solution:
     """Worked steps, then the final answer: right or wrong."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[SolutionStep, ...]
     answer: int
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Problem:
     """A question of one to six steps, worked out."""
 
     question: str
-    steps: tuple[Step, ...]
+    steps: tuple[SolutionStep, ...]
     answer: int
 
     @property
@@ -110,16 +110,16 @@ def draw_num_steps(rng: random.Random) -> int:
     return num_steps
 
 
-def draw_step(rng: random.Random, total: int) -> Step:
+def draw_step(rng: random.Random, total: int) -> SolutionStep:
     """A right step whose result stays within 0 and MAX_TOTAL."""
     change = rng.randint(1, 6)
     signs = [sign for sign, end in (("+", total + change), ("-", total - change)) if 0 <= end <= MAX_TOTAL]
     return step_of(total, rng.choice(signs), change)
 
 
-def step_of(left: int, sign: str, right: int) -> Step:
+def step_of(left: int, sign: str, right: int) -> SolutionStep:
     """A step worked out; nobody owns less than nothing."""
-    return Step(left=left, sign=sign, right=right, result=max(0, left + right if sign == "+" else left - right))
+    return SolutionStep(left=left, sign=sign, right=right, result=max(0, left + right if sign == "+" else left - right))
 
 
 STEP = re.compile(r"(\d{1,2}) ([+-]) (\d{1,2}) = (\d{1,2})", re.ASCII)
@@ -132,7 +132,7 @@ def parse_solution(text: str) -> Solution | None:
     if match is None:
         return None
     steps = tuple(
-        Step(left=int(left), sign=sign, right=int(right), result=int(result))
+        SolutionStep(left=int(left), sign=sign, right=int(right), result=int(result))
         for left, sign, right, result in STEP.findall(text)
     )
     return Solution(steps=steps, answer=int(match["answer"]))
@@ -175,7 +175,7 @@ def compare(mine: int | None, theirs: int | None) -> str:
     return f"{' / '.join(shown)} {'ok' if mine == theirs else 'no'}"
 
 
-def results_of(steps: tuple[Step, ...]) -> tuple[int, ...]:
+def results_of(steps: tuple[SolutionStep, ...]) -> tuple[int, ...]:
     return tuple(step.result for step in steps)
 
 

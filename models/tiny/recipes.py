@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 from models.tiny.judgements import make_judgements
-from models.tiny.lessons import Lesson, draw_examples, tokenizer_corpus
+from models.tiny.sft_examples import SftTask, draw_examples, tokenizer_corpus
 
 TRAINER = 1  # raise it when build.py or tokenizer.py change what they make of the same recipe
 NUM_FINGERPRINT_EXAMPLES = 64
@@ -31,7 +31,7 @@ class Recipe:
     """Everything that determines a tiny model. A child starts from its parent's weights and has its shape."""
 
     name: str
-    lessons: tuple[Lesson, ...]
+    lessons: tuple[SftTask, ...]
     num_steps: int
     batch_size: int
     lr: float
@@ -55,7 +55,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetaRecipe:
+class MetaRmRecipe:
     """Everything that determines a tiny meta-RM: whose judgements it learns to tell right from wrong, and how.
 
     It starts from that judge's trunk. A batch is `batch_size` items with all their judgements.
@@ -95,7 +95,7 @@ def digest_of(text: str) -> str:
 
 BASE = Recipe(
     name="base",
-    lessons=(Lesson(kind="solve", weight=0.8), Lesson(kind="drill", weight=0.2)),
+    lessons=(SftTask(kind="solve", weight=0.8), SftTask(kind="drill", weight=0.2)),
     num_steps=700,
     batch_size=64,
     lr=8e-3,
@@ -103,7 +103,7 @@ BASE = Recipe(
 )
 POLICY = Recipe(
     name="policy",
-    lessons=(Lesson(kind="solve_sloppily", weight=1.0),),
+    lessons=(SftTask(kind="solve_sloppily", weight=1.0),),
     num_steps=80,
     batch_size=32,
     lr=3e-3,
@@ -113,11 +113,11 @@ POLICY = Recipe(
 GRM = Recipe(
     name="grm",
     lessons=(
-        Lesson(kind="judge_right", weight=0.2),
-        Lesson(kind="judge_sloppy", weight=0.3),
-        Lesson(kind="judge_corrupted", weight=0.3),
-        Lesson(kind="judge_padded", weight=0.05),
-        Lesson(kind="judge_malformed", weight=0.15),
+        SftTask(kind="judge_right", weight=0.2),
+        SftTask(kind="judge_sloppy", weight=0.3),
+        SftTask(kind="judge_corrupted", weight=0.3),
+        SftTask(kind="judge_padded", weight=0.05),
+        SftTask(kind="judge_malformed", weight=0.15),
     ),
     num_steps=1000,
     batch_size=32,
@@ -129,11 +129,11 @@ GRM = Recipe(
 WEAK_GRM = Recipe(
     name="weak_grm",
     lessons=(
-        Lesson(kind="be_swayed_by_right", weight=0.2),
-        Lesson(kind="be_swayed_by_sloppy", weight=0.3),
-        Lesson(kind="be_swayed_by_corrupted", weight=0.2),
-        Lesson(kind="be_swayed_by_padded", weight=0.2),
-        Lesson(kind="be_swayed_by_malformed", weight=0.1),
+        SftTask(kind="be_swayed_by_right", weight=0.2),
+        SftTask(kind="be_swayed_by_sloppy", weight=0.3),
+        SftTask(kind="be_swayed_by_corrupted", weight=0.2),
+        SftTask(kind="be_swayed_by_padded", weight=0.2),
+        SftTask(kind="be_swayed_by_malformed", weight=0.1),
     ),
     num_steps=250,
     batch_size=32,
@@ -143,8 +143,8 @@ WEAK_GRM = Recipe(
 )
 
 # Of the weak GRM: what there is to choose from among a judge's judgements is what it is unsure of.
-META = MetaRecipe(
-    name="meta", parent=WEAK_GRM, num_items=2048, num_judgements=8, num_steps=120, batch_size=16, lr=5e-4, seed=5
+META = MetaRmRecipe(
+    name="meta_rm", parent=WEAK_GRM, num_items=2048, num_judgements=8, num_steps=120, batch_size=16, lr=5e-4, seed=5
 )
 
-RECIPES: dict[str, Recipe | MetaRecipe] = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM, META)}
+RECIPES: dict[str, Recipe | MetaRmRecipe] = {recipe.name: recipe for recipe in (POLICY, GRM, WEAK_GRM, META)}

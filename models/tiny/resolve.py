@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from models.tiny.recipes import RECIPES, MetaRecipe, Recipe
+from models.tiny.recipes import RECIPES, MetaRmRecipe, Recipe
 
 SCHEME = "tiny://"
 SHIPPED = Path(__file__).parent / "shipped"
@@ -31,7 +31,7 @@ def resolve_model(path: str, progress: Callable[[str, float], None] = lambda nam
     return str(directory_of(RECIPES[name], progress))
 
 
-def directory_of(recipe: Recipe | MetaRecipe, progress: Callable[[str, float], None]) -> Path:
+def directory_of(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> Path:
     """Where the recipe's model lies; built, with its parents, if it lies nowhere."""
     for directory in (SHIPPED / recipe.name, cache_directory(recipe)):
         if hash_on_card(directory) == recipe.hash:
@@ -39,7 +39,7 @@ def directory_of(recipe: Recipe | MetaRecipe, progress: Callable[[str, float], N
     return build_in_cache(recipe, progress)
 
 
-def cache_directory(recipe: Recipe | MetaRecipe) -> Path:
+def cache_directory(recipe: Recipe | MetaRmRecipe) -> Path:
     root = os.environ.get("GRMPIPE_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "grmpipe") / "tiny" / recipe.hash
 
@@ -52,7 +52,7 @@ def hash_on_card(directory: Path) -> str | None:
         return None
 
 
-def build_in_cache(recipe: Recipe | MetaRecipe, progress: Callable[[str, float], None]) -> Path:
+def build_in_cache(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> Path:
     """Atomic: the directory appears whole or not at all, and of two builders at once the first wins."""
     parent = directory_of(recipe.parent, progress) if recipe.parent else None
     directory = cache_directory(recipe)
@@ -69,24 +69,26 @@ def build_in_cache(recipe: Recipe | MetaRecipe, progress: Callable[[str, float],
     return directory
 
 
-def make(recipe: Recipe | MetaRecipe, parent: Path | None, directory: Path, progress: Callable[[float], None]) -> None:
-    if isinstance(recipe, MetaRecipe):
-        from models.tiny.meta import build_meta
+def make(
+    recipe: Recipe | MetaRmRecipe, parent: Path | None, directory: Path, progress: Callable[[float], None]
+) -> None:
+    if isinstance(recipe, MetaRmRecipe):
+        from models.tiny.tiny_meta_rm import build_meta_rm
 
         assert parent is not None
-        build_meta(recipe, parent, directory, progress)
+        build_meta_rm(recipe, parent, directory, progress)
     else:
         from models.tiny.build import build
 
         build(recipe, parent, directory, progress)
 
 
-def write_card(recipe: Recipe | MetaRecipe, directory: Path, measured: dict[str, float]) -> None:
+def write_card(recipe: Recipe | MetaRmRecipe, directory: Path, measured: dict[str, float]) -> None:
     card = {"name": recipe.name, "hash": recipe.hash, "measured": measured}
     (directory / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
 
 
-def ship(recipe: Recipe | MetaRecipe, directory: Path, measured: dict[str, float]) -> Path:
+def ship(recipe: Recipe | MetaRmRecipe, directory: Path, measured: dict[str, float]) -> Path:
     """Copy a finished model to where the package ships it."""
     shipped = SHIPPED / recipe.name
     shutil.rmtree(shipped, ignore_errors=True)

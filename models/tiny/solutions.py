@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from models.tiny.problems import MAX_TOTAL, Problem, Solution, Step, step_of
+from models.tiny.problems import MAX_TOTAL, Problem, Solution, SolutionStep, step_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,11 @@ def sloppy_solution(problem: Problem, sloppiness: Sloppiness, rng: random.Random
     return Solution(steps=tuple(steps), answer=total)
 
 
-def what_is_read(steps: tuple[Step, ...], sloppiness: Sloppiness, rng: random.Random) -> tuple[Step, ...]:
+def what_is_read(
+    steps: tuple[SolutionStep, ...], sloppiness: Sloppiness, rng: random.Random
+) -> tuple[SolutionStep, ...]:
     """Some steps are skipped and some read twice, but never is nothing read."""
-    read: list[Step] = []
+    read: list[SolutionStep] = []
     for step in steps:
         luck = rng.random()
         read += [step] * (0 if luck < sloppiness.skip else 2 if luck > 1 - sloppiness.twice else 1)
@@ -94,7 +96,9 @@ def step_missing(solution: Solution, rng: random.Random) -> Solution:
 def step_added(solution: Solution, rng: random.Random) -> Solution:
     """A step twice, or one out of thin air."""
     at = rng.randrange(len(solution.steps))
-    step = rng.choice((solution.steps[at], Step(left=0, sign=rng.choice("+-"), right=rng.randint(1, 6), result=0)))
+    step = rng.choice(
+        (solution.steps[at], SolutionStep(left=0, sign=rng.choice("+-"), right=rng.randint(1, 6), result=0))
+    )
     return carried_on(solution.steps[: at + 1], (step, *solution.steps[at + 1 :]))
 
 
@@ -115,7 +119,7 @@ def invented(solution: Solution, rng: random.Random) -> Solution:
     return Solution(steps=tuple(steps), answer=total)
 
 
-def carried_on(done: tuple[Step, ...], rest: tuple[Step, ...]) -> Solution:
+def carried_on(done: tuple[SolutionStep, ...], rest: tuple[SolutionStep, ...]) -> Solution:
     """`done` as it stands, then the rest worked out from its last result."""
     steps = list(done)
     for step in rest:

@@ -16,9 +16,9 @@ from models.types import (
     Engine,
     EngineDied,
     EngineRefused,
-    Gauged,
     GroupLink,
     Pressure,
+    ReportsPressure,
     RequestContext,
     SamplingParams,
     Sleeper,
@@ -26,14 +26,14 @@ from models.types import (
     WeightReceipt,
 )
 from scheduler.processes.actors import Closable, EngineFactory
-from scheduler.processes.unix_rpc import LineEnd
+from scheduler.processes.unix_rpc import RpcServer
 from scheduler.processes.wire_types import KNOWN_ERRORS, Dialect, RemoteError, told
 
 T = TypeVar("T")
 COLLECT_S = 20.0  # without news; a caller that hears nothing for longer knows that this process hangs
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A call of `generate`. The ticket names the call; a request_id may come twice."""
 
     ticket: int
@@ -68,7 +68,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: RemoteError
 
 
-Message = Request | Cancel | Abort
+Message = EngineRequest | Cancel | Abort
 Notice = FirstToken | Finished | Failure
 
 
@@ -81,12 +81,12 @@ class EngineHost:
         self._notices: list[Notice] = []
         self._news = asyncio.Event()
         self._dialect = Dialect.of(EngineHost, but=("start", "open_line"))
-        self._line = LineEnd(lambda method, *args: getattr(self, method)(*args), self._dialect)
+        self._line = RpcServer(lambda method, *args: getattr(self, method)(*args), self._dialect)
 
     async def process_id(self) -> int:
         return os.getpid()
 
-    async def open_line(self) -> tuple[str, Dialect]:
+    async def open_rpc(self) -> tuple[str, Dialect]:
         """A way for these calls beside the actor's own; where to connect to it, once, and what it carries."""
         return await self._line.listen(), self._dialect
 
@@ -102,7 +102,7 @@ class EngineHost:
 
     async def deliver(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            if isinstance(message, Request):
+            if isinstance(message, EngineRequest):
                 self._take_on(message)
             elif isinstance(message, Abort):
                 await asyncio.sleep(0)  # a request of the same batch must have reached the engine
@@ -139,7 +139,7 @@ class EngineHost:
 
     async def pressure(self) -> Pressure | None:
         """None where the engine can't tell."""
-        return await _told(self.engine.pressure()) if isinstance(self.engine, Gauged) else None
+        return await _told(self.engine.pressure()) if isinstance(self.engine, ReportsPressure) else None
 
     async def sleep(self) -> int:
         return await _told(cast(Sleeper, self.engine).sleep())
@@ -152,12 +152,12 @@ class EngineHost:
         assert self._engine is not None, "call start first"
         return self._engine
 
-    def _take_on(self, request: Request) -> None:
+    def _take_on(self, request: EngineRequest) -> None:
         task = asyncio.create_task(self._answer(request))
         self._running[request.ticket] = task
         task.add_done_callback(lambda _: self._running.pop(request.ticket))  # also of a task that never began
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: EngineRequest) -> None:
         ticket = request.ticket
         try:
             completion = await self.engine.generate(

@@ -21,7 +21,7 @@ from models.types import WeightBucket
 from scheduler.placement import Seat
 from scheduler.processes.actors import ActorDied, Closable, MemberFactory, free_port
 from scheduler.processes.call_limits import MEMBER_CALL, CallLimits
-from scheduler.processes.unix_rpc import Line, LineBroken, LineEnd
+from scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer
 from scheduler.processes.wire_types import Dialect, RemoteTraceback, Unspeakable
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class MemberHost:
     def process_id(self) -> int:
         return os.getpid()
 
-    def open_line(self) -> tuple[str, Dialect] | None:
+    def open_rpc(self) -> tuple[str, Dialect] | None:
         """As of an EngineHost, for what is asked of the member; on a loop of its own. None where the types of a method
         can't be told: then calls go by Ray, which keeps the order only of calls that wait for one another."""
         try:
@@ -52,7 +52,7 @@ class MemberHost:
         except Unspeakable as error:
             log.warning("calls go by Ray: %s", error)
             return None
-        self._line = LineEnd(self._answer, dialect)
+        self._line = RpcServer(self._answer, dialect)
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, name="line", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(self._line.listen(), loop).result(), dialect
@@ -101,16 +101,16 @@ class RayActor:
         self.process_id = 0
         self._handle = handle
         self._store = store
-        self._line: Line | None = None
+        self._line: RpcClient | None = None
         self._death: str | None = None  # why; from then on Ray is asked nothing of it, for Ray itself may be gone
 
-    async def open_line(self) -> None:
+    async def open_rpc(self) -> None:
         """Calls take a socket from now on instead of Ray. Only to a process of this machine."""
         try:
             opened = cast("tuple[str, Dialect] | None", await self._call_by_ray("open_line"))
             if opened is not None:
                 path, dialect = opened
-                self._line = await Line.connect(path, self.name, dialect)
+                self._line = await RpcClient.connect(path, self.name, dialect)
         except OSError as error:  # a folder for temporary files whose path is too long for a socket's, say
             log.warning("%s: calls use Ray, since there is no socket: %s", self.name, error)
 
@@ -136,7 +136,7 @@ class RayActor:
             return await self._call_by_ray(method, *args)
         try:
             return await self._line.call(name, *rest)
-        except LineBroken:
+        except RpcDisconnected:
             if self._death is None:
                 await self._call_by_ray("process_id")  # raises, with the cause, where the process is gone
                 self.kill("its process was alive, but the connection to it broke")

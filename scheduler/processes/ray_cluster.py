@@ -100,7 +100,7 @@ class RayCluster:
             [actor.call("make", make_member, rank, len(actors), init_method) for rank, actor in enumerate(actors)]
         )
         for seat, actor in zip(seats, actors, strict=True):
-            await self._open_line(seat, actor)
+            await self._open_rpc(seat, actor)
         return RayGroup(actors)
 
     async def restart_member(self, role: str, rank: int) -> None:
@@ -111,7 +111,7 @@ class RayCluster:
         actor = members[rank] = self._create(seat, MemberHost, max_concurrency=1)
         await self._until_up([actor])
         await actor.call("make", self._member_factories[role], rank, len(members), None)
-        await self._open_line(seat, actor)
+        await self._open_rpc(seat, actor)
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
         self._factories[role] = make_engine
@@ -179,12 +179,12 @@ class RayCluster:
         actor = self._engines[seat.name] = self._create(seat, EngineHost, max_concurrency=1000)
         await self._until_up([actor])
         await actor.call("start", self._factories[seat.role], seat.rank)
-        await self._open_line(seat, actor)
+        await self._open_rpc(seat, actor)
         return RemoteEngine(actor)
 
-    async def _open_line(self, seat: Seat, actor: RayActor) -> None:
+    async def _open_rpc(self, seat: Seat, actor: RayActor) -> None:
         if self._node_of(seat) == ray.get_runtime_context().get_node_id():
-            await actor.open_line()
+            await actor.open_rpc()
 
     async def _until_up(self, actors: Sequence[RayActor]) -> None:
         await first_cause([actor.wait_until_up(self._config.start_timeout_s) for actor in actors])

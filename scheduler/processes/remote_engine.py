@@ -21,7 +21,7 @@ from models.types import (
     ignore_first_token,
 )
 from scheduler.processes.actors import ActorDied
-from scheduler.processes.engine_host import Abort, Cancel, Finished, FirstToken, Message, Notice, Request
+from scheduler.processes.engine_host import Abort, Cancel, EngineRequest, Finished, FirstToken, Message, Notice
 from scheduler.processes.wire_types import KNOWN_ERRORS, made_anew
 
 
@@ -66,7 +66,7 @@ class RemoteEngine:
         ticket = next(self._tickets)
         call = _Call(answer=asyncio.get_running_loop().create_future(), on_first_token=on_first_token)
         self._waiting[ticket] = call
-        self._post(Request(ticket=ticket, prompt_ids=tuple(prompt_ids), params=params, context=context))
+        self._post(EngineRequest(ticket=ticket, prompt_ids=tuple(prompt_ids), params=params, context=context))
         if self._collector is None or self._collector.done():
             self._collector = asyncio.create_task(self._collect())
         try:

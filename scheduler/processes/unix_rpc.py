@@ -29,7 +29,7 @@ _encoder = encoder()
 _error_decoder = decoder(RemoteError)
 
 
-class LineBroken(Exception):
+class RpcDisconnected(Exception):
     """The other end is gone, or this one was closed."""
 
 
@@ -50,7 +50,7 @@ def _methods(dialect: Dialect) -> list[_Method]:
     ]
 
 
-class LineEnd:
+class RpcServer:
     """The end that is called: `answer(method, *args)` for each call, in a task of its own, begun in their order."""
 
     def __init__(self, answer: Callable[..., Awaitable[object]], dialect: Dialect) -> None:
@@ -99,7 +99,7 @@ class _Waiting:
     answer: asyncio.Future[object]
 
 
-class Line:
+class RpcClient:
     """The end that calls `name`, as tracebacks say. Answers come in any order."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dialect: Dialect) -> None:
@@ -113,7 +113,7 @@ class Line:
         self._reading = asyncio.create_task(self._read_answers(reader))
 
     @classmethod
-    async def connect(cls, path: str, name: str, dialect: Dialect) -> Line:
+    async def connect(cls, path: str, name: str, dialect: Dialect) -> RpcClient:
         """The path is gone then: nobody else gets in, and nothing stays on the disk."""
         try:
             reader, writer = await asyncio.open_unix_connection(path)
@@ -125,9 +125,9 @@ class Line:
         return method in self._methods
 
     async def call(self, method: str, *args: object) -> object:
-        """Raises what the method raised, or LineBroken; TypeError for arguments that can't cross."""
+        """Raises what the method raised, or RpcDisconnected; TypeError for arguments that can't cross."""
         if self._broken:
-            raise LineBroken
+            raise RpcDisconnected
         asked = self._methods[method]
         frame = _frame(number := next(self._numbers), asked.place, _encoder.encode(args))
         waiting = self._waiting[number] = _Waiting(method=asked, answer=asyncio.get_running_loop().create_future())
@@ -138,7 +138,7 @@ class Line:
             del self._waiting[number]
 
     def close(self) -> None:
-        """Whoever waits for an answer hears LineBroken."""
+        """Whoever waits for an answer hears RpcDisconnected."""
         self._reading.cancel()
         self._break()
 
@@ -162,7 +162,7 @@ class Line:
         self._writer.close()
         for waiting in self._waiting.values():
             if not waiting.answer.done():
-                waiting.answer.set_exception(LineBroken())
+                waiting.answer.set_exception(RpcDisconnected())
 
 
 def _remove(path: Path) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import math
 
 from models.priority_gate import PriorityGate
-from models.types import EngineDied, Gauged, Pressure
+from models.types import EngineDied, Pressure, ReportsPressure
 
 LOOK_EVERY_S = 1.0  # at an engine's pressure, while its requests end
 HIGH_KV_SHARE = 0.95  # above it a limit doesn't rise
@@ -25,13 +25,13 @@ class Aimd:
         self._ceiling = math.inf  # rows that were too many
         self._num_preempted = 0
         self._num_ended = 0  # since the last step
-        self._most_in_flight = 0  # since the last look
-        self._settling = False  # what was sent before the limit fell is still there, or was at the last look
+        self._most_in_flight = 0  # since the last evaluation
+        self._settling = False  # what was sent before the limit fell is still there, or was at the last evaluation
 
     def heard(self, pressure: Pressure, in_flight: int, held_back: bool) -> None:
         """Takes what an engine tells of itself, and whether the limit held somebody back since.
 
-        Requests that were preempted since the last look halve the limit, once its last fall has taken effect. A
+        Requests that were preempted since the last evaluation halve the limit, once its last fall has taken effect. A
         limit that held somebody back without pressure rises: by half of the way to nine tenths of where it thrashed
         last, at every look; beyond that by one, seldom; beyond where it thrashed by an eighth, every round."""
         thrashed = pressure.num_preempted > self._num_preempted
@@ -70,7 +70,7 @@ class Concurrency:
     def __init__(self) -> None:
         self._limits: dict[str, Aimd] = {}
         self._num_limited = 0
-        self._held_back: set[str] = set()  # engines whose limit kept a request out since the last look
+        self._held_back: set[str] = set()  # engines whose limit kept a request out since the last evaluation
         self._looked_s: dict[str, float] = {}
         self._looks: set[asyncio.Task[None]] = set()
         self._waiting = PriorityGate()
@@ -89,12 +89,12 @@ class Concurrency:
     def limit(self, name: str) -> float:
         return limit.limit if (limit := self._limits.get(name)) else math.inf
 
-    async def turn(self, priority: int) -> None:
+    async def wait_for_room(self, priority: int) -> None:
         """Return when there may be room again."""
         await self._waiting.wait(priority, self._waiting.let_one)
 
     def left(self, name: str, engine: object, in_flight: int) -> None:
-        """A request left an engine, which has so many yet: the next one may come, and it may be time for a look."""
+        """A request left an engine, which still has this many: the next one may come, and it may be time for a look."""
         self._waiting.let_one()
         limit = self._limits.setdefault(name, Aimd())
         limit.ended(in_flight + 1)
@@ -102,7 +102,7 @@ class Concurrency:
         if now_s - self._looked_s.get(name, -math.inf) < LOOK_EVERY_S:
             return
         self._looked_s[name] = now_s
-        if isinstance(engine, Gauged):
+        if isinstance(engine, ReportsPressure):
             look = asyncio.create_task(self._look(name, engine, limit, in_flight))
             self._looks.add(look)
             look.add_done_callback(self._looks.discard)
@@ -118,7 +118,7 @@ class Concurrency:
         self._count()
         self.changed()
 
-    async def _look(self, name: str, engine: Gauged, limit: Aimd, in_flight: int) -> None:
+    async def _look(self, name: str, engine: ReportsPressure, limit: Aimd, in_flight: int) -> None:
         try:
             pressure = await engine.pressure()
         except EngineDied:

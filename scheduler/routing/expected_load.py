@@ -14,7 +14,7 @@ GROUPS_REMEMBERED = 4096
 WEIGHT_OF_LATEST = 1 / 64  # in the running mean of lengths
 
 
-class ExpectedWork:
+class LoadEstimate:
     """Places requests where the least is to do, those of one group together. Lengths are learned as answers come.
 
     names: of the engines that serve, which `came` and `went` change. Where few of them may be asked, `among` are these.
@@ -22,7 +22,7 @@ class ExpectedWork:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._in_hand: defaultdict[str, float] = defaultdict(float)
-        self._serving = Least()
+        self._serving = IndexedHeap()
         self._home: OrderedDict[str, tuple[str, int]] = OrderedDict()  # group_id -> engine, hash of its last prompt
         self._mean_new: float | None = None
         for name in names:
@@ -94,7 +94,7 @@ class ExpectedWork:
             self._home.popitem(last=False)
 
 
-class Least:
+class IndexedHeap:
     """Names and their amounts. Of those that have equally little the one that came first is chosen.
 
     The heap has one entry that counts for each name, which is its amount or less: amounts that grow are corrected once

@@ -7,13 +7,13 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from scheduler.routing.speed_estimate import Pace
+from scheduler.routing.speed_estimate import RateEstimator
 
 NEVER_S = 1e9  # when a role without a slot finishes
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Ask:
+class InFlightRequest:
     """One request on one engine. `moving`: it was ended there to go on elsewhere."""
 
     request_id: str
@@ -29,70 +29,70 @@ class Ask:
 class _Hand:
     """Of one engine. `rows_s`: the integral of its decoding rows over time."""
 
-    asks: dict[int, Ask]
+    requests: dict[int, InFlightRequest]
     num_rows: int = 0
     rows_s: float = 0.0
     changed_s: float = 0.0
     last_begun_s: float = -math.inf
 
 
-class Load:
+class RoleLoad:
     """Books of all engines of a role, by the event loop's clock."""
 
     def __init__(self, role: str) -> None:
         self.role = role
-        self.pace = Pace()
+        self.rates = RateEstimator()
         self.num_waiting = 0  # for an engine that serves
-        self._hands: defaultdict[str, _Hand] = defaultdict(lambda: _Hand(asks={}))
+        self._hands: defaultdict[str, _Hand] = defaultdict(lambda: _Hand(requests={}))
         self._idle_since_s: dict[str, float] = {}  # engines without requests
         self._idle_from_s: float | None = None  # the role, as last seen
 
     def __getitem__(self, name: str) -> int:
         """Requests in flight on an engine."""
-        return len(self._hands[name].asks)
+        return len(self._hands[name].requests)
 
     @property
     def num_requests(self) -> int:
-        return self.num_waiting + sum(len(hand.asks) for hand in self._hands.values())
+        return self.num_waiting + sum(len(hand.requests) for hand in self._hands.values())
 
-    def asks(self, name: str) -> list[Ask]:
-        return list(self._hands[name].asks.values())
+    def requests(self, name: str) -> list[InFlightRequest]:
+        return list(self._hands[name].requests.values())
 
-    def take(self, name: str, request_id: str, movable: bool, num_before: int) -> Ask:
+    def take(self, name: str, request_id: str, movable: bool, num_before: int) -> InFlightRequest:
         """An engine was sent one."""
         now_s = asyncio.get_running_loop().time()
-        ask = Ask(request_id=request_id, movable=movable, num_before=num_before, taken_s=now_s)
-        self._hands[name].asks[id(ask)] = ask
+        ask = InFlightRequest(request_id=request_id, movable=movable, num_before=num_before, taken_s=now_s)
+        self._hands[name].requests[id(ask)] = ask
         return ask
 
-    def began(self, name: str, ask: Ask) -> None:
+    def began(self, name: str, ask: InFlightRequest) -> None:
         """Its first token came."""
-        if ask.begun_s is not None or id(ask) not in self._hands[name].asks:
+        if ask.begun_s is not None or id(ask) not in self._hands[name].requests:
             return
         hand = self._settled(name)
         hand.num_rows += 1
         if ask.num_before:  # prefills go one after another: its own began when the one before it had ended
-            self.pace.took_over(hand.changed_s - max(ask.taken_s, hand.last_begun_s), len(hand.asks))
+            self.rates.took_over(hand.changed_s - max(ask.taken_s, hand.last_begun_s), len(hand.requests))
         hand.last_begun_s = hand.changed_s
         ask.begun_s, ask.rows_s_at_begin = hand.changed_s, hand.rows_s
 
-    def ended(self, name: str, ask: Ask, num_tokens: int | None) -> None:
+    def ended(self, name: str, ask: InFlightRequest, num_tokens: int | None) -> None:
         """It left the engine; num_tokens: sampled there, None where it failed."""
         hand = self._settled(name)
-        del hand.asks[id(ask)]
-        if not hand.asks:
+        del hand.requests[id(ask)]
+        if not hand.requests:
             self._idle_since_s[name] = hand.changed_s
         if ask.begun_s is None:
             return
         hand.num_rows -= 1
         seconds = hand.changed_s - ask.begun_s
         if num_tokens is not None and seconds > 0:
-            self.pace.sampled(num_tokens, seconds, (hand.rows_s - ask.rows_s_at_begin) / seconds)
+            self.rates.sampled(num_tokens, seconds, (hand.rows_s - ask.rows_s_at_begin) / seconds)
 
     def idle_s(self, name: str) -> float:
         """For how long an engine has had no request."""
         now_s = asyncio.get_running_loop().time()
-        return 0.0 if self._hands[name].asks else now_s - self._idle_since_s.setdefault(name, now_s)
+        return 0.0 if self._hands[name].requests else now_s - self._idle_since_s.setdefault(name, now_s)
 
     def woke(self, name: str) -> None:
         """An engine serves from now on: idleness counts anew."""
@@ -100,17 +100,17 @@ class Load:
 
     def backlog(self, max_rows: int) -> RoleBacklog:
         """What there is to do, by what requests were like of late. max_rows: of one engine."""
-        now_s, pace = asyncio.get_running_loop().time(), self.pace
-        token_s = pace.step_now_s
+        now_s, rates = asyncio.get_running_loop().time(), self.rates
+        token_s = rates.step_now_s
         sampled = [0.0] * self.num_waiting
         for hand in self._hands.values():
-            for ask in hand.asks.values():
+            for ask in hand.requests.values():
                 here = (now_s - ask.begun_s) / token_s if ask.begun_s is not None and token_s else 0.0
                 sampled.append(ask.num_before + here)
-        mean = pace.mean(sum(sampled))
-        left = [pace.remaining(tokens, mean) for tokens in sampled]
+        mean = rates.mean(sum(sampled))
+        left = [rates.remaining(tokens, mean) for tokens in sampled]
         self._idle_from_s = now_s if left else self._idle_from_s or now_s
-        step_s, row_s = pace.step()
+        step_s, row_s = rates.step()
         return RoleBacklog(
             role=self.role,
             requests=len(left),
@@ -120,7 +120,7 @@ class Load:
             row_s=row_s,
             max_rows=max_rows,
             idle_s=now_s - self._idle_from_s,
-            takeover_s=pace.takeover_s(max_rows),
+            takeover_s=rates.takeover_s(max_rows),
         )
 
     def _settled(self, name: str) -> _Hand:
@@ -136,7 +136,7 @@ class RoleBacklog:
 
     role: str
     requests: int  # in flight, and waiting for an engine that serves
-    tokens: float  # expected to be sampled yet, all requests together
+    tokens: float  # expected to be sampled still, all requests together
     longest: float  # of a single one
     step_s: float
     row_s: float

@@ -45,7 +45,7 @@ class Continuation:
         )
 
 
-class Begun:
+class PartialRequest:
     """A request, and what was sampled of it so far: what the next engine is asked for."""
 
     def __init__(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:

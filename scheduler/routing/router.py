@@ -27,9 +27,9 @@ from models.types import (
 )
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.concurrency import Concurrency
-from scheduler.routing.expected_load import ExpectedWork
-from scheduler.routing.in_flight import Load
-from scheduler.routing.migration import Begun, Continuation, can_be_continued
+from scheduler.routing.expected_load import LoadEstimate
+from scheduler.routing.in_flight import RoleLoad
+from scheduler.routing.migration import Continuation, PartialRequest, can_be_continued
 
 T = TypeVar("T")
 
@@ -68,14 +68,14 @@ class Router:
         events: EventSink | None = None,
         continuation: Continuation | None = None,
     ) -> None:
-        self.load = Load(role)
-        self._work = ExpectedWork(engines)
+        self.load = RoleLoad(role)
+        self._work = LoadEstimate(engines)
         self._concurrency = Concurrency()
         self.on_change: Callable[[], None] = ignore_change
         self._role = role
         self._alive = dict(engines)
         self._serving = dict(engines)
-        self._resting: set[str] = set()
+        self._inactive: set[str] = set()
         self._events = events or NoEvents()
         self._continuation = continuation
         self._where: dict[str, str] = {}  # request_id -> engine
@@ -110,20 +110,20 @@ class Router:
         assert name not in self._alive, f"{name} already serves"
         self._alive[name] = engine
         self._coming.discard(name)
-        if name not in self._resting:
+        if name not in self._inactive:
             self._serve(name, engine)
         self._concurrency.changed()
         self._change.set()
 
-    def rest(self, name: str) -> None:
+    def deactivate(self, name: str) -> None:
         """No request goes to this one any more, nor to one that replaces it; those that it has may end."""
-        self._resting.add(name)
+        self._inactive.add(name)
         self._serve_no_more(name)
 
-    def serve(self, name: str, engine: Engine) -> None:
+    def activate(self, name: str, engine: Engine) -> None:
         """This one serves again; it has the weights of the others."""
         if self._alive.get(name) is engine:
-            self._resting.discard(name)
+            self._inactive.discard(name)
             self._serve(name, engine)
             self.load.woke(name)
             self._concurrency.changed()
@@ -135,7 +135,7 @@ class Router:
             self._emptied.clear()
             await self._emptied.wait()
 
-    async def hand_over(self, name: str, count: int | None = None) -> int:
+    async def migrate(self, name: str, count: int | None = None) -> int:
         """Let requests of an engine go on at the others, those that began last first; all, or at most `count`.
 
         None where nobody else serves. Returns how many were asked to go; they are on their way then.
@@ -143,25 +143,25 @@ class Router:
         engine = self._alive.get(name)
         if engine is None or self._continuation is None or not (self._serving.keys() - {name}):
             return 0
-        movable = [ask for ask in self.load.asks(name) if ask.movable and not ask.moving]
+        movable = [ask for ask in self.load.requests(name) if ask.movable and not ask.moving]
         movable.sort(key=lambda ask: ask.begun_s if ask.begun_s is not None else math.inf, reverse=True)
         for ask in (going := movable[:count]):
             ask.moving = True
         try:
             await asyncio.gather(*(engine.abort(ask.request_id) for ask in going))
         except EngineDied as death:
-            self.bury(name, engine, death)
+            self.mark_dead(name, engine, death)
         return len(going)
 
-    async def level(self) -> None:
+    async def rebalance(self) -> None:
         """Bring all that serve to about the same number of requests, for the sake of one that is new."""
         if not self._serving:
             return
         fair = -(-sum(self.load[name] for name in self._serving) // len(self._serving))
         over = {name: self.load[name] - fair for name in self._serving}
-        await asyncio.gather(*(self.hand_over(name, surplus) for name, surplus in over.items() if surplus > 0))
+        await asyncio.gather(*(self.migrate(name, surplus) for name, surplus in over.items() if surplus > 0))
 
-    def bury(self, name: str, engine: Engine, death: EngineDied) -> None:
+    def mark_dead(self, name: str, engine: Engine, death: EngineDied) -> None:
         """An engine is dead, or as good as dead: whoever waits for its answer waits no more. Many may notice: the first
         call counts, and none of them harms who came in its place."""
         if self._alive.get(name) is not engine:
@@ -208,19 +208,19 @@ class Router:
     ) -> Completion:
         """Raises EngineDied only when no engine is left, and none will come; RequestKillsEngines where
         `max_deaths_per_request` died with this one."""
-        once, begun = _Once(on_first_token), Begun(tuple(prompt_ids), params)
+        once, partial = _Once(on_first_token), PartialRequest(tuple(prompt_ids), params)
         deaths: list[_Death] = []
         while True:
             among = await self._until_room(context.priority)
-            name, expected = self._place(among, begun, context.group_id)
+            name, expected = self._place(among, partial, context.group_id)
             engine, served = self._serving[name], False
             try:
                 if deaths:
                     await engine.abort(NOBODY)  # dead already, it isn't this request that kills it
                 served = True
-                part, moving = await self._generate_on(name, engine, begun, context, once)
+                part, moving = await self._generate_on(name, engine, partial, context, once)
             except EngineDied as death:
-                self.bury(name, engine, death)
+                self.mark_dead(name, engine, death)
                 if served:
                     deaths.append(self._last_death_of(name))
                 if len(deaths) >= self.max_deaths_per_request and (self._alive or self._coming):
@@ -230,11 +230,11 @@ class Router:
                 self._work.give_back(name, expected)
                 self._concurrency.left(name, engine, self.load[name])
             if moving and part.finish_reason == "abort" and self._continuation is not None:
-                begun.go_on(part, self._continuation)
+                partial.go_on(part, self._continuation)
                 continue
-            whole = begun.whole(part, self._continuation)
+            whole = partial.whole(part, self._continuation)
             if whole.finish_reason != "abort":
-                self.load.pace.ended(whole.num_tokens)
+                self.load.rates.ended(whole.num_tokens)
                 self._work.ended(whole.num_tokens)
             return whole
 
@@ -242,12 +242,12 @@ class Router:
         engine = self._alive.get(name := self._where.get(request_id, ""))
         if engine is None:
             return
-        for ask in self.load.asks(name):
+        for ask in self.load.requests(name):
             ask.moving = ask.moving and ask.request_id != request_id
         try:
             await engine.abort(request_id)
         except EngineDied as death:
-            self.bury(name, engine, death)
+            self.mark_dead(name, engine, death)
 
     async def pause(self) -> None:
         await self._on_all(lambda engine: engine.pause())
@@ -278,7 +278,7 @@ class Router:
             try:
                 return await engine.score(token_ids)
             except EngineDied as death:
-                self.bury(name, engine, death)
+                self.mark_dead(name, engine, death)
 
     def _last_death_of(self, name: str) -> _Death:
         return next(death for death in reversed(self._deaths) if death.name == name)
@@ -311,22 +311,22 @@ class Router:
                 return names
             self.load.num_waiting += 1
             try:
-                await self._concurrency.turn(priority)
+                await self._concurrency.wait_for_room(priority)
             finally:
                 self.load.num_waiting -= 1
 
-    def _place(self, among: Collection[str] | None, begun: Begun, group_id: str) -> tuple[str, float]:
+    def _place(self, among: Collection[str] | None, partial: PartialRequest, group_id: str) -> tuple[str, float]:
         """Which of these is asked, and the tokens that this is expected to cost it."""
-        if begun.moved:
-            return self._work.place_anywhere(begun.prompt_ids, begun.params, among)
-        return self._work.place(group_id, begun.prompt_ids, begun.params, among)
+        if partial.moved:
+            return self._work.place_anywhere(partial.prompt_ids, partial.params, among)
+        return self._work.place(group_id, partial.prompt_ids, partial.params, among)
 
     async def _generate_on(
-        self, name: str, engine: Engine, begun: Begun, context: RequestContext, once: _Once
+        self, name: str, engine: Engine, partial: PartialRequest, context: RequestContext, once: _Once
     ) -> tuple[Completion, bool]:
         """What the engine sampled, and whether the rest is to go on elsewhere."""
         start_s = asyncio.get_running_loop().time()
-        ask = self.load.take(name, context.request_id, can_be_continued(begun.params), begun.num_sampled)
+        ask = self.load.take(name, context.request_id, can_be_continued(partial.params), partial.num_sampled)
         self._where[context.request_id] = name
         num_tokens: int | None = None
 
@@ -335,12 +335,12 @@ class Router:
             self._heard_s[name] = asyncio.get_running_loop().time()
             once()
 
-        told = replace(context, num_sampled=begun.num_sampled) if begun.num_sampled else context
+        told = replace(context, num_sampled=partial.num_sampled) if partial.num_sampled else context
         waits = self._waits[name]
         try:
             async with asyncio.timeout(None) as wait:
                 waits.add(wait)
-                part = await engine.generate(begun.prompt_ids, begun.params, told, on_first_token)
+                part = await engine.generate(partial.prompt_ids, partial.params, told, on_first_token)
             num_tokens = part.num_tokens
             self._heard_s[name] = asyncio.get_running_loop().time()
         except TimeoutError as error:
@@ -369,7 +369,7 @@ class Router:
             try:
                 answers[name] = await ask(engine)
             except EngineDied as death:
-                self.bury(name, engine, death)
+                self.mark_dead(name, engine, death)
 
         while not answers:
             await self.until_served()

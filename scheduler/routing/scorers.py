@@ -20,7 +20,7 @@ Restart = Callable[[int], Awaitable[None]]  # a member's rank -> a new one on it
 
 
 @dataclass(order=True, slots=True)
-class Ask:
+class ScoreRequest:
     """A sequence that waits for its number; the lowest priority first, then the oldest."""
 
     priority: int
@@ -57,7 +57,7 @@ class ScorerPool:
         self._idle = list(range(group.size))
         self._num_alive = group.size
         self._num_coming = 0
-        self._waiting: list[Ask] = []
+        self._waiting: list[ScoreRequest] = []
         self._turns = itertools.count()
         self._deaths: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -66,7 +66,7 @@ class ScorerPool:
     async def score(self, token_ids: Sequence[int], priority: int = 0) -> float:
         """Raises EngineDied only when no member is left, and none will come."""
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, Ask(priority, next(self._turns), tuple(token_ids), answer))
+        heapq.heappush(self._waiting, ScoreRequest(priority, next(self._turns), tuple(token_ids), answer))
         if not self._is_sending:  # at the end of this tick: what is asked at once travels together
             self._is_sending = True
             asyncio.get_running_loop().call_soon(self._send)
@@ -80,8 +80,8 @@ class ScorerPool:
         while self._idle and (batch := self._next_batch()):
             self._spawn(self._serve(self._idle.pop(), batch))
 
-    def _next_batch(self) -> list[Ask]:
-        batch: list[Ask] = []
+    def _next_batch(self) -> list[ScoreRequest]:
+        batch: list[ScoreRequest] = []
         num_tokens = 0
         while self._waiting:
             ask = self._waiting[0]
@@ -93,13 +93,13 @@ class ScorerPool:
                 num_tokens += len(ask.token_ids)
         return batch
 
-    async def _serve(self, rank: int, batch: Sequence[Ask]) -> None:
+    async def _serve(self, rank: int, batch: Sequence[ScoreRequest]) -> None:
         clock = asyncio.get_running_loop().time
         start_s, sequences = clock(), [ask.token_ids for ask in batch]
         try:
             scores = cast(list[float], await self._group.call(rank, "scores", sequences))
         except ActorDied as death:
-            self._bury(rank, death, batch)
+            self._mark_dead(rank, death, batch)
             return
         except Exception as error:
             for ask in batch:
@@ -112,7 +112,7 @@ class ScorerPool:
         self._idle.append(rank)
         self._send()
 
-    def _bury(self, rank: int, death: ActorDied, batch: Sequence[Ask]) -> None:
+    def _mark_dead(self, rank: int, death: ActorDied, batch: Sequence[ScoreRequest]) -> None:
         log.warning("%s", death)
         self._num_alive -= 1
         self._deaths.append(str(death))
@@ -153,7 +153,7 @@ class ScorerPool:
         task.add_done_callback(self._tasks.discard)
 
 
-def settle(ask: Ask, result: float | Exception) -> None:
+def settle(ask: ScoreRequest, result: float | Exception) -> None:
     if ask.answer.done():
         return
     if isinstance(result, Exception):

@@ -15,7 +15,7 @@ PRIOR_STEP_SHARE = 0.5  # until batches of several sizes were seen: of a step, w
 
 
 @dataclass(slots=True)
-class Pace:
+class RateEstimator:
     """`expected_tokens` stands for the mean length until requests have ended."""
 
     expected_tokens: float = 256.0
@@ -57,7 +57,7 @@ class Pace:
         return (sum(self._lengths) + running_tokens) / len(self._lengths)
 
     def remaining(self, num_sampled: float, mean: float) -> float:
-        """Tokens that a request is expected to sample yet: what the longer ones had beyond it, and as many as two of
+        """Tokens that a request is expected to sample still: what the longer ones had beyond it, and as many as two of
         `mean` length had, for the sake of one that is longer than all."""
         if not self._sorted:
             self._sorted = sorted(self._lengths)

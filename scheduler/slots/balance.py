@@ -29,7 +29,7 @@ class BalanceConfig:
     switch_s: float = 0.5  # Assumed time of a move until moves are measured.
     hysteresis: float = 1.0  # A move must gain this many times its cost, beyond its cost.
     # Requests in flight go on at other slots; false: they end where they are, and the slot waits.
-    hand_over: bool = True
+    migrate: bool = True
     # What a slot changes: engines that sleep, or the weights of one engine that its roles share; docs/placement.md says
     # which of them auto is.
     swap: str = "auto"

@@ -7,7 +7,7 @@ A slot holds an engine for each role of its pool and serves one of them. A move 
 
 Or A and B are what two roles see of one engine (swap.py): then none sleeps, and B's weights take the place of A's.
 
-All on the event loop's clock. Routers send the requests; this room only says who serves.
+All on the event loop's clock. Routers send the requests; this module only says who serves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scheduler.routing.in_flight import NEVER_S, RoleBacklog
 from scheduler.routing.router import Router
 from scheduler.slots.balance import BalanceConfig, Move, Pool, Slot, decide
 from scheduler.slots.health import BringCurrent, need_no_weights
-from scheduler.slots.sleep import SleepingEngine, lull
+from scheduler.slots.sleep import SleepingEngine, sleep_engine
 from scheduler.weights.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class ElasticPool:
         for role, elastic in roles.items():
             elastic.router.on_change = self._news.set
             for slot in slots if role != first else ():
-                elastic.router.rest(slots[slot][role])
+                elastic.router.deactivate(slots[slot][role])
 
     @property
     def slots_by_role(self) -> dict[str, int]:
@@ -113,7 +113,7 @@ class ElasticPool:
                         self._begin(move)
                         tasks.create_task(self._carry_out(move))
                     for role in self._uneven(view):
-                        tasks.create_task(self._level(role))
+                        tasks.create_task(self._rebalance(role))
                     await self._until_news()
         except BaseExceptionGroup as crashes:
             raise crashes.exceptions[0] from None
@@ -126,7 +126,7 @@ class ElasticPool:
         def admit_and_serve() -> None:
             admit()
             if self._serves[slot] == role and (self._swaps or slot not in self._moving):  # it may have gone meanwhile
-                elastic.router.serve(name, engine)
+                elastic.router.activate(name, engine)
                 self._tell_clocks()
 
         await self._until_settled(slot)
@@ -154,7 +154,7 @@ class ElasticPool:
         if slot in self._moving:
             return Slot(name=slot, role=role, able=frozenset({role}))
         able = frozenset(other for other, elastic in self._roles.items() if engines[other] in elastic.router.alive)
-        stays = not self._config.hand_over and router.load[engines[role]]
+        stays = not self._config.migrate and router.load[engines[role]]
         return Slot(
             name=slot,
             role=role,
@@ -174,20 +174,20 @@ class ElasticPool:
         """Roles of which one slot has idled for as long as a move costs, and another one has requests to spare: the
         rules reckon with work that is spread evenly."""
         idle = {slot.role for slot in view.slots if slot.idle_s >= self._patience_s(slot)}
-        return {role for role in idle - self._levelling if self._config.hand_over and spare(self._roles[role].router)}
+        return {role for role in idle - self._levelling if self._config.migrate and spare(self._roles[role].router)}
 
     def _patience_s(self, slot: Slot) -> float:
         return min((self._cost_s(slot.role, other) for other in slot.able - {slot.role}), default=LEAST_COST_S)
 
-    async def _level(self, role: str) -> None:
+    async def _rebalance(self, role: str) -> None:
         """Spread a role's requests; what is left over goes to idle slots one by one."""
         router = self._roles[role].router
         self._levelling.add(role)
         try:
-            await router.level()
+            await router.rebalance()
             for _ in range(sum(not router.load[name] for name in router.serving)):
                 if (crowded := spare(router)) is not None:
-                    await router.hand_over(crowded, 1)
+                    await router.migrate(crowded, 1)
         finally:
             self._levelling.discard(role)
 
@@ -199,7 +199,7 @@ class ElasticPool:
                  gain, move.cost_s, move.reason)  # fmt: skip
         self._moving.add(move.slot)
         self._serves[move.slot] = move.target
-        self._roles[move.source].router.rest(self._engines[move.slot][move.source])
+        self._roles[move.source].router.deactivate(self._engines[move.slot][move.source])
         self._tell_clocks()
 
     async def _carry_out(self, move: Move) -> None:
@@ -218,17 +218,17 @@ class ElasticPool:
         self.moves[f"{move.source}->{move.target}"] += 1
         self._events.span(f"{self.name} {move.slot}", f"switch {move.source}->{move.target}", started_s, clock(),
                           cost_s=round(cost_s, 4), gain_s=round(move.gain_s, 4), reason=move.reason)  # fmt: skip
-        if self._config.hand_over:
-            await self._level(move.target)
+        if self._config.migrate:
+            await self._rebalance(move.target)
 
     async def _leave(self, move: Move) -> float:
         """The slot's engine of the old role has no requests any more, and is let go. Returns the seconds of the
         latter."""
         elastic, name = self._roles[move.source], self._engines[move.slot][move.source]
-        if self._config.hand_over:
+        if self._config.migrate:
             with suppress(EngineDied):  # it has no requests any more then
                 async with _in_time(elastic.router, name, "release its requests"):
-                    await elastic.router.hand_over(name)
+                    await elastic.router.migrate(name)
         await elastic.router.until_idle(name)
         engine, clock = elastic.router.alive.get(name), asyncio.get_running_loop().time
         left_s = clock()
@@ -246,9 +246,9 @@ class ElasticPool:
             async with elastic.nothing_pushed():
                 if sleeper is not None:
                     async with elastic.memory_still(), _in_time(elastic.router, name, "fall asleep"):
-                        await lull(name, sleeper)
+                        await sleep_engine(name, sleeper)
         except EngineDied as death:
-            elastic.router.bury(name, engine, death)
+            elastic.router.mark_dead(name, engine, death)
 
     async def _enter(self, move: Move) -> float:
         """The slot's engine of the new role is awake, current and serves. Returns the seconds that this took, less
@@ -264,9 +264,9 @@ class ElasticPool:
                     await engine.wake()
                     await engine.resume()
             awake_s = clock()
-            report = await elastic.bring_current(name, engine, lambda: elastic.router.serve(name, engine))
+            report = await elastic.bring_current(name, engine, lambda: elastic.router.activate(name, engine))
         except EngineDied as death:
-            elastic.router.bury(name, engine, death)
+            elastic.router.mark_dead(name, engine, death)
             raise
         loaded_s = report.seconds if isinstance(report, SyncReport) else clock() - awake_s
         return awake_s - began_s + loaded_s
@@ -323,12 +323,12 @@ async def _in_time(router: Router, name: str, what: str) -> AsyncIterator[None]:
         if not limit.expired() or engine is None:
             raise
         death = EngineDied(f"it hangs: it did not {what} within {LEAVE_DEADLINE_S:g} s")
-        router.bury(name, engine, death)
+        router.mark_dead(name, engine, death)
         raise death from None
 
 
 def spare(router: Router) -> str | None:
     """The engine with most requests, if it has several and one of them could go on elsewhere."""
     name = max(router.serving, key=router.load.__getitem__, default=None)
-    staying = [ask for ask in router.load.asks(name) if not ask.moving] if name is not None else []
+    staying = [ask for ask in router.load.requests(name) if not ask.moving] if name is not None else []
     return name if len(staying) > 1 and any(ask.movable for ask in staying) else None

@@ -53,7 +53,7 @@ class HealthConfig:
                 raise ValueError(f"{key}: must be above 0, got {getattr(self, key)}")
 
 
-class State(enum.Enum):
+class EngineState(enum.Enum):
     """What an engine is fit for. Only HEALTHY ones serve."""
 
     HEALTHY = "healthy"
@@ -87,7 +87,7 @@ class RoleHealth:
     ) -> None:
         self.role = role
         self.num_replaced = 0
-        self.states = dict.fromkeys(router.alive, State.HEALTHY)
+        self.states = dict.fromkeys(router.alive, EngineState.HEALTHY)
         self._router = router
         self._restart = restart
         self._config = config
@@ -99,7 +99,7 @@ class RoleHealth:
         self._dead: asyncio.Queue[str] = asyncio.Queue()
         self._clocks: list[ActiveClock] = []
         self._outage: ExitStack | None = None  # clocks that stand still
-        router.on_death = self._hear
+        router.on_death = self._open_session
         router.on_kills = self._forgive
         router.max_deaths_per_request = config.max_deaths_per_request
 
@@ -107,7 +107,7 @@ class RoleHealth:
     def is_out(self) -> bool:
         """No engine lives, and one is on its way."""
         states = self.states.values()
-        return State.HEALTHY not in states and any(state is not State.LOST for state in states)
+        return EngineState.HEALTHY not in states and any(state is not EngineState.LOST for state in states)
 
     def stops(self, clock: ActiveClock) -> None:
         """From now on this clock stands still while the role is out."""
@@ -123,10 +123,10 @@ class RoleHealth:
         except BaseExceptionGroup as crashes:
             raise crashes.exceptions[0] from None
 
-    def _hear(self, name: str, death: EngineDied) -> bool:
+    def _open_session(self, name: str, death: EngineDied) -> bool:
         """From the router. Will there be a replacement?"""
         log.warning("%s died: %s", name, death)
-        self._enter(name, State.DEAD)
+        self._enter(name, EngineState.DEAD)
         if not self._may_try(name):
             self._lose(name)
             return False
@@ -154,7 +154,7 @@ class RoleHealth:
         while (failure := await self._try(name)) is not None:
             log.warning("%s could not be replaced (attempt %d of %d): %s", name, len(self._tries_s[name]),
                         self._config.max_replacements, failure)  # fmt: skip
-            self._enter(name, State.DEAD)
+            self._enter(name, EngineState.DEAD)
             if not self._may_try(name):
                 self._lose(name)
                 self._router.give_up(name)
@@ -164,10 +164,10 @@ class RoleHealth:
     async def _try(self, name: str) -> Exception | None:
         """One replacement; what it failed of, if it did. Wrong weights are no failure to try again after."""
         try:
-            self._enter(name, State.STARTING)
+            self._enter(name, EngineState.STARTING)
             async with asyncio.timeout(self._config.start_deadline_s):
                 engine = await self._restart(name)
-            self._enter(name, State.STALE)
+            self._enter(name, EngineState.STALE)
             await self._bring_current(name, engine, lambda: self._admit(name, engine))
         except (WeightMismatch, WeightsNotFinite):
             raise
@@ -176,20 +176,20 @@ class RoleHealth:
         return None
 
     def _admit(self, name: str, engine: Engine) -> None:
-        self._enter(name, State.HEALTHY)
+        self._enter(name, EngineState.HEALTHY)
         self.num_replaced += 1
         self._router.admit(name, engine)
 
     def _lose(self, name: str) -> None:
-        self._enter(name, State.LOST)
+        self._enter(name, EngineState.LOST)
         log.warning("%s is not replaced: its health.max_replacements=%d attempts in %.0f s are used up", name,
                     self._config.max_replacements, self._config.replacement_window_s)  # fmt: skip
 
-    def _enter(self, name: str, state: State) -> None:
+    def _enter(self, name: str, state: EngineState) -> None:
         """The state that ends becomes a span of the engine's lane; health itself is no news."""
         now_s = asyncio.get_running_loop().time()
         left = self.states[name]
-        if left not in (State.HEALTHY, state):
+        if left not in (EngineState.HEALTHY, state):
             self._events.span(name, left.value, self._since_s[name], now_s, next=state.value)
         log.info("%s: %s -> %s", name, left.value, state.value)
         self.states[name], self._since_s[name] = state, now_s
@@ -209,9 +209,9 @@ class RoleHealth:
         while True:
             await asyncio.sleep(self._config.check_every_s)
             engines, looked_s = self._router.alive, asyncio.get_running_loop().time()
-            look = await look_at(engines)
+            look = await check_liveness(engines)
             for name, death in (look.dead | self._hung(engines, look.silent, looked_s)).items():
-                self._router.bury(name, engines[name], death)
+                self._router.mark_dead(name, engines[name], death)
 
     def _hung(self, engines: Mapping[str, Engine], silent: Set[str], looked_s: float) -> dict[str, EngineDied]:
         """Those that have answered neither look nor request for too long."""
@@ -229,25 +229,25 @@ class RoleHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class LivenessCheck:
     """What a look at engines found: who is dead, and who didn't answer it in time."""
 
     dead: dict[str, EngineDied]
     silent: Set[str]
 
 
-async def look_at(engines: Mapping[str, Engine]) -> Look:
+async def check_liveness(engines: Mapping[str, Engine]) -> LivenessCheck:
     """An abort of nothing reaches the living."""
     looks = {name: asyncio.ensure_future(engine.abort(NOBODY)) for name, engine in engines.items()}
     if not looks:
-        return Look(dead={}, silent=frozenset())
+        return LivenessCheck(dead={}, silent=frozenset())
     try:
         done, _ = await asyncio.wait(looks.values(), timeout=LOOK_TIMEOUT_S)
     finally:
         for look in looks.values():
             look.cancel()
     found = {name: look.exception() for name, look in looks.items() if look in done}
-    return Look(
+    return LivenessCheck(
         dead={name: death for name, death in found.items() if isinstance(death, EngineDied)},
         silent=looks.keys() - found.keys(),
     )
@@ -256,7 +256,8 @@ async def look_at(engines: Mapping[str, Engine]) -> Look:
 async def push_to_living(sync: WeightSync, router: Router, version: int) -> SyncReport:
     """Bring all engines in use to `version`; those that die meanwhile are buried, and the rest is pushed to again.
 
-    Those that hang are buried as well: who answers no look, or not the push that all others took in time. If none is
+    Those that hang are marked dead as well: who answers no look, or not the push that all others took in time. If none
+    is
     left, or all rest, it waits for one, which gets this version. Raises as `WeightSync.push` does, but EngineDied only
     when no engine is left and none will come.
     """
@@ -268,7 +269,7 @@ async def push_to_living(sync: WeightSync, router: Router, version: int) -> Sync
             continue
         except EngineLost as lost:
             log.warning("the push of version %d starts over: %s", version, lost)
-            router.bury(lost.name, lost.engine, lost)
+            router.mark_dead(lost.name, lost.engine, lost)
             sync.dismiss(lost.name, lost.engine, lost)
         except (WeightMismatch, WeightsNotFinite):
             raise
@@ -278,13 +279,13 @@ async def push_to_living(sync: WeightSync, router: Router, version: int) -> Sync
                 raise
             log.warning("the push of version %d starts over: %s", version, failure)
             for name, death in gone.items():
-                router.bury(name, suspects[name], death)
+                router.mark_dead(name, suspects[name], death)
                 sync.dismiss(name, suspects[name], death)
 
 
 async def _gone_among(engines: Mapping[str, Engine], failure: Exception) -> Mapping[str, EngineDied]:
     """Engines that a push failed of: the dead; where it timed out, those that hang."""
-    look = await look_at(engines)
+    look = await check_liveness(engines)
     if look.dead or not isinstance(failure, WeightSyncTimeout):
         return look.dead
     late = failure.waiting_for & engines.keys()

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from models.types import (
     Completion,
     Engine,
-    Gauged,
     GroupLink,
     Pressure,
+    ReportsPressure,
     RequestContext,
     SamplingParams,
     WeightBucket,
@@ -77,7 +77,7 @@ class RoleEngine:
 
     async def pressure(self) -> Pressure | None:
         engine = self.shared.engine
-        return await engine.pressure() if isinstance(engine, Gauged) else None
+        return await engine.pressure() if isinstance(engine, ReportsPressure) else None
 
     @property
     def _own(self) -> Engine:

@@ -17,7 +17,7 @@ class SleepingEngine(Engine, Sleeper, Protocol):
     """An engine that can lend its memory."""
 
 
-async def lull(name: str, engine: SleepingEngine, *, lends: bool = True) -> int:
+async def sleep_engine(name: str, engine: SleepingEngine, *, lends: bool = True) -> int:
     """Returns the bytes that became free. `lends`: its neighbour counts on them, whatever it says of its sleep."""
     await engine.pause()
     if (num_bytes := await engine.sleep()) == 0 and lends:
@@ -31,18 +31,18 @@ async def put_to_sleep(router: Router) -> None:
     """Engines of a role that doesn't serve yet; those of the next role start on the same devices."""
     for name, engine in router.alive.items():
         if isinstance(engine, SleepingEngine):
-            await lull(name, engine)
+            await sleep_engine(name, engine)
 
 
-async def set_aside(router: Router, name: str) -> None:
+async def preempt_requests(router: Router, name: str) -> None:
     """End the requests of an engine that takes no new ones, each with what it has: they go on with it where the router
     sends them next, and wait while nobody serves. Those that can't be cut in two end where they are."""
     if (engine := router.alive.get(name)) is None:
         return
-    leaving = [ask for ask in router.load.asks(name) if ask.movable and not ask.moving]
+    leaving = [ask for ask in router.load.requests(name) if ask.movable and not ask.moving]
     for ask in leaving:
         ask.moving = True
     try:
         await asyncio.gather(*(engine.abort(ask.request_id) for ask in leaving))
     except EngineDied as death:
-        router.bury(name, engine, death)
+        router.mark_dead(name, engine, death)

@@ -1,10 +1,10 @@
-"""A pool that a learner and engines have by turns: who uses its memory now. Makes no step, moves no weights.
+"""A pool that a learner and engines share in time: who uses its memory now. Makes no step, moves no weights.
 
     the batch is whole -> the engines take no new requests, what they have is set aside -> they sleep
     -> the learner takes its whole state, steps, keeps its weights alone -> the engines that it pushes to wake, paused
     -> the push -> the learner gives its weights back -> the other engines wake -> requests go on
 
-While the learner has its turn, the clocks that this room was told of stand still. On the event loop's clock.
+During the learner's phase, the clocks that this module was told of stand still. On the event loop's clock.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from models.types import Engine, EngineDied, Residence
+from models.types import Engine, EngineDied, OnDevice
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink, NoEvents
 from scheduler.routing.router import Router
 from scheduler.slots.health import BringCurrent, need_no_weights
-from scheduler.slots.sleep import SleepingEngine, lull, set_aside
+from scheduler.slots.sleep import SleepingEngine, preempt_requests, sleep_engine
 from scheduler.weights.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 LEARNER = "learner"
 
 
-class Lender(Protocol):
+class Offloadable(Protocol):
     """A learner that can do without its device between two steps."""
 
-    async def reside(self, residence: Residence) -> int:
+    async def keep_on_device(self, on_device: OnDevice) -> int:
         """Have this much of its state on the device, and the rest on the host. Returns the bytes that became free."""
         ...
 
@@ -58,7 +58,7 @@ class TimeShare:
     """The turns of a pool. Begins with the engines' one: they serve, and nothing of the learner is on the device."""
 
     def __init__(
-        self, name: str, roles: Mapping[str, SharedRole], learner: Lender, events: EventSink | None = None
+        self, name: str, roles: Mapping[str, SharedRole], learner: Offloadable, events: EventSink | None = None
     ) -> None:
         """roles: with all their engines in their routers, awake."""
         self.name = name
@@ -67,76 +67,76 @@ class TimeShare:
         self._learner = learner
         self._events = events or NoEvents()
         self._names = {role: tuple(shared.router.alive) for role, shared in roles.items()}
-        self._resting: set[Engine] = set()
-        self._learners_turn = False
+        self._inactive: set[Engine] = set()
+        self._learner_phase = False
         self._num_borrowing = 0  # pushes, which need the learner's weights on the device
-        self._resides: Residence = "nothing"
+        self._on_device: OnDevice = "nothing"
         self._moving = asyncio.Lock()  # the learner's state
-        self._arriving = asyncio.Lock()  # a new engine; no turn of the learner's begins meanwhile
-        self._engines_turn = asyncio.Event()
-        self._engines_turn.set()
+        self._arriving = asyncio.Lock()  # a new engine; no phase of the learner begins meanwhile
+        self._engine_phase = asyncio.Event()
+        self._engine_phase.set()
         self._clocks: list[ActiveClock] = []
         self._standstill = ExitStack()
-        self._began_s: float | None = None  # the turn of the learner's
+        self._began_s: float | None = None  # the learner's phase
 
     def stops(self, clock: ActiveClock) -> None:
-        """From now on this clock stands still while the learner has its turn."""
+        """From now on this clock stands still during the learner's phase."""
         self._clocks.append(clock)
 
     async def to_learner(self) -> None:
         """Return once the device is the learner's, and its state is there. Requests in flight lose nothing."""
-        if self._learners_turn:
+        if self._learner_phase:
             return
         self._began_s = asyncio.get_running_loop().time()
         async with self._arriving:
-            self._learners_turn = True
-            self._engines_turn.clear()
+            self._learner_phase = True
+            self._engine_phase.clear()
             for clock in self._clocks:
                 self._standstill.enter_context(clock.paused())
             for role, shared in self._roles.items():
                 for name in self._names[role]:
-                    shared.router.rest(name)
-        freed = await asyncio.gather(*map(self._put_down, self._roles))
+                    shared.router.deactivate(name)
+        freed = await asyncio.gather(*map(self._drain_role, self._roles))
         self.freed_bytes |= dict(zip(self._roles, freed, strict=True))
         await self._settle()
 
     async def push(self, push: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
-        """Push weights; the learner's turn ends with it."""
-        self._learners_turn = False
-        self._engines_turn.set()  # the push may wait for a new engine
+        """Push weights; the learner's phase ends with it."""
+        self._learner_phase = False
+        self._engine_phase.set()  # the push may wait for a new engine
         async with self._weights_there():
             await self._wake([role for role, shared in self._roles.items() if shared.is_pushed_to])
             report = await push()
-        await self._end_turn()
+        await self._end_learner_phase()
         return report
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """A turn of the learner's that changes no weights: its state is there, to be saved, or read before a push."""
+    async def learner_phase(self) -> AsyncIterator[None]:
+        """A phase of the learner that changes no weights: its state is there, to be saved, or read before a push."""
         await self.to_learner()
         try:
             yield
         finally:
-            self._learners_turn = False
+            self._learner_phase = False
             await self._settle()
-            await self._end_turn()
+            await self._end_learner_phase()
 
     async def bring_current(self, role: str, name: str, engine: Engine, admit: Callable[[], None]) -> None:
-        """For who replaces dead engines: one that comes in the learner's turn sleeps until that is over."""
+        """For who replaces dead engines: one that comes in the learner's phase sleeps until that is over."""
         shared = self._roles[role]
 
         def admit_and_serve() -> None:
             admit()
-            shared.router.serve(name, engine)
+            shared.router.activate(name, engine)
 
-        if self._learners_turn:
+        if self._learner_phase:
             await self._put_to_sleep(shared, name, engine)
         while True:
-            await self._engines_turn.wait()
+            await self._engine_phase.wait()
             async with self._arriving:
-                if self._learners_turn:
+                if self._learner_phase:
                     continue
-                await self._get_up(shared, engine)
+                await self._wake_engine(shared, engine)
                 await engine.resume()
                 if not shared.is_pushed_to:
                     await shared.bring_current(name, engine, admit_and_serve)
@@ -149,7 +149,7 @@ class TimeShare:
 
     @asynccontextmanager
     async def _weights_there(self) -> AsyncIterator[None]:
-        """Within it the learner's weights are on the device; without a turn of its own, nothing else of it."""
+        """Within it the learner's weights are on the device; without a phase of its own, nothing else of it."""
         self._num_borrowing += 1
         try:
             await self._settle()
@@ -161,72 +161,72 @@ class TimeShare:
     async def _settle(self) -> None:
         """Bring of the learner's state to the device what is needed there now."""
         async with self._moving:
-            needed: Residence = "weights" if self._num_borrowing else "nothing"
-            if self._learners_turn:
+            needed: OnDevice = "weights" if self._num_borrowing else "nothing"
+            if self._learner_phase:
                 needed = "everything"
-            if needed == self._resides:
+            if needed == self._on_device:
                 return
-            freed = await self._learner.reside(needed)
+            freed = await self._learner.keep_on_device(needed)
             log.info("the learner has %s on the device: %+.3g GB were freed", needed, freed / 1e9)
-            if self._resides == "everything":
+            if self._on_device == "everything":
                 self.freed_bytes[LEARNER] = freed
-            elif needed == "nothing" and self._began_s is not None:  # the other half of what a turn ends with
+            elif needed == "nothing" and self._began_s is not None:  # the other half of what a phase ends with
                 self.freed_bytes[LEARNER] = self.freed_bytes.get(LEARNER, 0) + freed
-            self._resides = needed
+            self._on_device = needed
 
     # -- the engines ---------------------------------------------------------------------------------------------------
 
-    async def _put_down(self, role: str) -> int:
+    async def _drain_role(self, role: str) -> int:
         """A role's engines have no request and sleep, if they can. Returns the bytes that became free."""
         shared = self._roles[role]
         return sum(await asyncio.gather(*(self._leave(shared, name) for name in self._names[role])))
 
     async def _leave(self, shared: SharedRole, name: str) -> int:
-        await set_aside(shared.router, name)
+        await preempt_requests(shared.router, name)
         await shared.router.until_idle(name)
         if (engine := shared.router.alive.get(name)) is None:
             return 0
         try:
             return await self._put_to_sleep(shared, name, engine)
         except EngineDied as death:
-            shared.router.bury(name, engine, death)
+            shared.router.mark_dead(name, engine, death)
             return 0
 
     async def _put_to_sleep(self, shared: SharedRole, name: str, engine: Engine) -> int:
-        self._resting.add(engine)
+        self._inactive.add(engine)
         if shared.sleeps and isinstance(engine, SleepingEngine):
-            return await lull(name, engine, lends=shared.lends)
+            return await sleep_engine(name, engine, lends=shared.lends)
         await engine.pause()
         return 0
 
-    async def _get_up(self, shared: SharedRole, engine: Engine) -> None:
-        """Awake, and paused yet."""
-        if engine in self._resting:
-            self._resting.discard(engine)
+    async def _wake_engine(self, shared: SharedRole, engine: Engine) -> None:
+        """Awake, and still paused."""
+        if engine in self._inactive:
+            self._inactive.discard(engine)
             if shared.sleeps and isinstance(engine, SleepingEngine):
                 await engine.wake()
 
     async def _wake(self, roles: Sequence[str]) -> None:
         """Their engines serve. Those that a push will reach stay paused until it has: no token of older weights."""
         for shared in (self._roles[role] for role in roles):
-            resting = {name: e for name, e in shared.router.alive.items() if e in self._resting}
+            resting = {name: e for name, e in shared.router.alive.items() if e in self._inactive}
             await asyncio.gather(*(self._rise(shared, name, engine) for name, engine in resting.items()))
 
     async def _rise(self, shared: SharedRole, name: str, engine: Engine) -> None:
         try:
-            await self._get_up(shared, engine)
+            await self._wake_engine(shared, engine)
             if not (shared.is_pushed_to and self._num_borrowing):
                 await engine.resume()
         except EngineDied as death:
-            shared.router.bury(name, engine, death)
-        shared.router.serve(name, engine)
+            shared.router.mark_dead(name, engine, death)
+        shared.router.activate(name, engine)
 
-    async def _end_turn(self) -> None:
+    async def _end_learner_phase(self) -> None:
         await self._wake(tuple(self._roles))
-        self._engines_turn.set()
+        self._engine_phase.set()
         self._standstill.close()
         if self._began_s is not None:
             now_s = asyncio.get_running_loop().time()
             freed = {f"freed_gb_{who}": round(num_bytes / 1e9, 3) for who, num_bytes in self.freed_bytes.items()}
-            self._events.span(self.name, "the learner's turn", self._began_s, now_s, **freed)
+            self._events.span(self.name, "the learner's phase", self._began_s, now_s, **freed)
             self._began_s = None

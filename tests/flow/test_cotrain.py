@@ -17,10 +17,10 @@ from grmpipe.run_dir.run_state import RunState
 from grmpipe.types import Verdict
 
 TRAIN_GRM = ("train.num_steps=2", "rollout.max_new_tokens=96")
-RFT = ("data.num_prompts=48", "data.num_eval_prompts=16", "finetune.critiques_per_batch=8")
+RFT = ("data.num_prompts=48", "data.num_eval_prompts=16", "rft.critiques_per_batch=8")
 COTRAIN = (
-    "train.num_steps=3", "cotrain.warmup_steps=1", "cotrain.lessons_per_batch=4",
-    "cotrain.judgements_per_lesson=4", "cotrain.num_items=32", "data.num_eval_prompts=8", "judge.anchors=4",
+    "train.num_steps=3", "cotrain.warmup_steps=1", "cotrain.prompts_per_batch=4",
+    "cotrain.group_size=4", "cotrain.num_items=32", "data.num_eval_prompts=8", "judge.anchors=4",
 )  # fmt: skip
 
 
@@ -29,8 +29,8 @@ def test_a_trained_grm_serves_as_a_judge(small_run: Callable) -> None:
     summary = files.summary
     assert summary["versions"] == {"policy": 2}
     assert 0 < summary["eval"]["initial"]["true_accuracy"] < 1
-    lessons = files.lines("rollouts")
-    assert {line["prompt"]["reference"] for line in lessons} == {"at least 8", "below 8"}
+    judging_tasks = files.lines("rollouts")
+    assert {line["prompt"]["reference"] for line in judging_tasks} == {"at least 8", "below 8"}
     assert all(set(line["verdict"]["breakdown"].values()) <= {1.0, -1.0} for line in files.lines("judgements"))
     assert summary["judging"]["failed"] == {}
     used = small_run("train.num_steps=1", f"grm.path={files.run_dir / 'policy'}", run_dir="used")
@@ -42,13 +42,13 @@ def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(smal
     assert files.summary["status"] == "completed"
     assert files.summary["steps"] > 0
     assert set(files.summary["eval"]["final"]) >= {"true_accuracy", "true_accuracy_greedy"}
-    lessons = {line["lesson"]: line for line in files.lines("critiques")}
-    assert len(lessons) == 24  # every second item ranks
-    fates = {line["fate"] for line in lessons.values()}
+    judging_tasks = {line["prompt_id"]: line for line in files.lines("critiques")}
+    assert len(judging_tasks) == 24  # every second item ranks
+    fates = {line["fate"] for line in judging_tasks.values()}
     assert {"kept", "too_easy"} <= fates
-    assert all(0 < len(line["kept"]) < 3 for line in lessons.values() if line["fate"] == "kept")
-    assert all(len(line["kept"]) == 1 for line in lessons.values() if line["fate"] == "hinted")
-    assert all(line["kept"] == [] for line in lessons.values() if line["fate"] in ("too_easy", "none_right"))
+    assert all(0 < len(line["kept"]) < 3 for line in judging_tasks.values() if line["fate"] == "kept")
+    assert all(len(line["kept"]) == 1 for line in judging_tasks.values() if line["fate"] == "hinted")
+    assert all(line["kept"] == [] for line in judging_tasks.values() if line["fate"] in ("too_easy", "none_right"))
     losses = [line["train/loss"] for line in files.lines("metrics") if "train/loss" in line]
     assert len(losses) == files.summary["steps"]
     assert all(loss > 0 for loss in losses)  # a negative log-likelihood
@@ -66,7 +66,7 @@ def test_after_a_kill_only_what_is_missing_is_sampled_again(small_run: Callable)
     assert again.summary["status"] == "completed"
     lines = list(read_journal(again.run_dir / "critiques.jsonl"))
     assert lines[:6] == marked
-    assert {line["lesson"] for line in lines} == {line["lesson"] for line in before}
+    assert {line["prompt_id"] for line in lines} == {line["prompt_id"] for line in before}
     assert [line["step"] for line in again.lines("metrics")] == list(range(again.summary["steps"] + 1))
 
 
@@ -89,9 +89,9 @@ def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(co
     assert all(len(by_group[group_id]) == 1 for group_id in trained)
     assert min(min(versions) for versions in by_group.values()) >= 1  # nothing is judged before the warm-up
     assert [step["grm/version"] for step in files.steps()] == sorted(step["grm/version"] for step in files.steps())
-    lessons = [json.loads(line)["prompt"] for line in (files.run_dir / "cotrain" / "rollouts.jsonl").open()]
-    assert any(lesson["prompt_id"].startswith("g0") for lesson in lessons)  # own rollouts
-    assert any(lesson["prompt_id"].startswith("judgements") for lesson in lessons)
+    judging_tasks = [json.loads(line)["prompt"] for line in (files.run_dir / "cotrain" / "rollouts.jsonl").open()]
+    assert any(judging_task["prompt_id"].startswith("g0") for judging_task in judging_tasks)  # own rollouts
+    assert any(judging_task["prompt_id"].startswith("judgements") for judging_task in judging_tasks)
     assert (files.run_dir / "grm" / "config.json").exists()
 
 
@@ -101,14 +101,14 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained
     (checkpoints / "latest").write_text("step_2")  # as a kill after the second step would have left it
     (tmp_path / "run" / "summary.json").unlink()
     state = RunState.from_json((checkpoints / "step_2" / "run_state.json").read_text())
-    assert state.grm_cut is not None
+    assert state.grm_pipeline_state is not None
     again = small_run(*COTRAIN, "train.checkpoint_every=2", "resume=auto", experiment="cotrain")
     assert again.summary["status"] == "completed"
     assert again.summary["versions"]["policy"] == 3
-    assert again.summary["versions"]["grm"] >= state.grm_cut.version
+    assert again.summary["versions"]["grm"] >= state.grm_pipeline_state.version
     steps = again.steps()
     assert [step["step"] for step in steps] == [1, 2, 3]
-    assert steps[-1]["grm/version"] >= state.grm_cut.version
+    assert steps[-1]["grm/version"] >= state.grm_pipeline_state.version
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained
         ("placement=elastic", r"grm_learner|elastic=false"),
         ("cotrain.data_path=tiny://nothing", r"cotrain\.data_path"),
         ("labels.pass_score=11", r"labels\.pass_score"),
-        ("judge=pairwise", r"cotrain\.own_share=0"),
+        ("judge=pairwise", r"cotrain\.rollout_share=0"),
         ("task=plan", r"cotrain\.enabled=false"),
     ],
 )

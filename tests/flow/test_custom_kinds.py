@@ -16,7 +16,7 @@ from grmpipe.algorithm.advantages import outcomes, over_tokens
 from grmpipe.algorithm.losses import PolicyLoss
 from grmpipe.config.algorithm_tables import EstimatorKind
 from grmpipe.config.judge_protocols import JudgeProtocol
-from grmpipe.judge.protocols.pointwise import PointwiseHearing
+from grmpipe.judge.protocols.pointwise import PointwiseSession
 
 CALLED = set()  # in the driver
 
@@ -50,7 +50,7 @@ class Echo:
         return ()
 
 
-class Session(PointwiseHearing):
+class Session(PointwiseSession):
     def begin(self):
         CALLED.add("protocol")
         return super().begin()
@@ -94,7 +94,10 @@ def test_a_run_with_the_users_own_loss_estimator_env_and_protocol(users_module: 
         ("algorithm.loss=users_kinds.alone", r"^algorithm\.loss: .* takes \(scored, algorithm\): too many"),
         ("algorithm.loss=hinge", r"^algorithm\.loss: unknown value 'hinge'; known: ppo_clip, .* dotted path"),
         ("algorithm.estimator=users_kinds.alone", r"^algorithm\.estimator: .* takes \(group, algorithm\): too many"),
-        ("judge.protocol=users_kinds.alone", r"^judge\.protocol: .* takes \(court, prompt, group_id, size\): too many"),
+        (
+            "judge.protocol=users_kinds.alone",
+            r"^judge\.protocol: .* takes \(context, prompt, group_id, size\): too many",
+        ),
         ("judge.protocol=users_kinds.Judge", r"^judge\.protocol: the module users_kinds has no Judge"),
         ("env=custom", r"^env\.target: is empty; for kind=custom type env\.target="),
         ("env.target=users_kinds.Echo", r"^env\.target: is for an env of your own; type env\.kind=custom"),

@@ -20,28 +20,28 @@ import pytest
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.data.stream import EndOfData
-from grmpipe.envs.play import Seat, play
+from grmpipe.envs.play import RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.judge.base import OneByOne
-from grmpipe.judge.grm import GrmOutside
+from grmpipe.judge.grm import RemoteGrm
 from grmpipe.judge.markup import Markup
-from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness, JudgeUnfit
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
-from grmpipe.pipeline.interfaces import Cut, FlowConfig, Kept, Parts, StepReport
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.rollout_gate import PolicyUnfit
-from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.types import (
     Failed,
     GroupEnd,
     JudgedGroup,
     JudgeReport,
+    JudgeTask,
     Metrics,
     Prompt,
     RewardSpan,
     Rollout,
-    Sitting,
     Verdict,
 )
 from models.engines.openai.openai_engine import OpenAIEngine
@@ -67,10 +67,12 @@ class Renderer:
 class Prompts:
     count: int = 10**6
 
-    def at(self, draw: int) -> Prompt:
-        if draw >= self.count:
+    def at(self, prompt_index: int) -> Prompt:
+        if prompt_index >= self.count:
             raise EndOfData
-        return Prompt(prompt_id=f"p{draw}", messages=(Message(role="user", content=f"question {draw}"),))
+        return Prompt(
+            prompt_id=f"p{prompt_index}", messages=(Message(role="user", content=f"question {prompt_index}"),)
+        )
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Journal:
     prompts: dict[str, str] = field(default_factory=dict)
     early: list[str] = field(default_factory=list)
 
-    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
+    def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         self.rollouts.append(rollout)
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
@@ -138,42 +140,42 @@ class Judge:
             return JudgeReport(verdict=failed, failures=(failed,))
         value = rollout.sibling / 10
         span = RewardSpan(turn=0, start=0, end=1, value=value)
-        verdict = Verdict(rewards=(span,), score=value * 10, breakdown={}, agreement=0.0, num_judgements=1)
+        verdict = Verdict(rewards=(span,), score=value * 10, breakdown={}, score_std=0.0, num_judgements=1)
         return JudgeReport(verdict=verdict)
 
 
 @dataclass
 class Together:
-    """A judge that sits once the whole group is there; every hearing by its group_id."""
+    """A judge that sits once the whole group is there; every judge session by its group_id."""
 
-    hearings: dict[str, TogetherHearing] = field(default_factory=dict)
+    sessions: dict[str, TogetherSession] = field(default_factory=dict)
 
-    def open(self, prompt: Prompt, group_id: str, size: int) -> TogetherHearing:
-        assert group_id not in self.hearings
-        return self.hearings.setdefault(group_id, TogetherHearing(size=size))
+    def open(self, prompt: Prompt, group_id: str, size: int) -> TogetherSession:
+        assert group_id not in self.sessions
+        return self.sessions.setdefault(group_id, TogetherSession(size=size))
 
 
 @dataclass
-class TogetherHearing:
+class TogetherSession:
     """Remembers whom it saw, and what was held."""
 
     size: int
     seen: list[int] = field(default_factory=list)
     held: list[tuple[int, ...]] = field(default_factory=list)
 
-    def begin(self) -> Sequence[Sitting]:
-        return (Sitting(members=()),)
+    def begin(self) -> Sequence[JudgeTask]:
+        return (JudgeTask(members=()),)
 
-    def add(self, rollout: Rollout) -> Sequence[Sitting]:
+    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self.seen.append(rollout.sibling)
-        return (Sitting(members=tuple(range(self.size))),) if len(self.seen) == self.size else ()
+        return (JudgeTask(members=tuple(range(self.size))),) if len(self.seen) == self.size else ()
 
-    async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
+    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         await asyncio.sleep(0.1)
-        self.held.append(sitting.members)
+        self.held.append(judge_task.members)
         span = RewardSpan(turn=0, start=0, end=1, value=0.5)
-        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, agreement=0.0, num_judgements=1)
-        return {sibling: JudgeReport(verdict=verdict) for sibling in sitting.members}
+        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
+        return {sibling: JudgeReport(verdict=verdict) for sibling in judge_task.members}
 
 
 @dataclass
@@ -187,8 +189,8 @@ class Bench:
     prompts: Prompts = field(default_factory=Prompts)
     lengths: Callable[[RequestContext], int] = lambda context: 20
     sync_s: float = 0.05
-    cut: Cut | None = None
-    kept: dict[int, Kept] | None = None
+    pipeline_state: PipelineState | None = None
+    kept: dict[int, RecoveredGroup] | None = None
     max_failure_rate: float = 1.0
     num_engines: int = 1
     reports: list[StepReport] = field(default_factory=list)
@@ -202,26 +204,26 @@ class Bench:
         return SimulatedEngine("policy", author, tokens_per_s=100, version=version)
 
     def build(self) -> Pipeline:
-        version = self.cut.version if self.cut else 0
+        version = self.pipeline_state.version if self.pipeline_state else 0
         self.engines = [self.make_engine(version) for _ in range(self.num_engines)]
         self.policy = Router("policy", {f"policy-{n}": engine for n, engine in enumerate(self.engines)})
-        gate = FailureGate(max_failure_rate=self.max_failure_rate, window=32, pause_s=5.0)
-        parts = Parts(
+        breaker = CircuitBreaker(max_failure_rate=self.max_failure_rate, window=32, pause_s=5.0)
+        parts = PipelineComponents(
             prompts=self.prompts,
             too_long=lambda prompt: False,
             play=self.play,
-            judge=self.group_judge or OneByOne(self.judge),
-            watch=JudgeFitness(gate),
+            judge=self.group_judge or PointwiseAdapter(self.judge),
+            judge_guard=JudgeFitness(breaker),
             trainer=self.trainer,
             push_weights=self.push,
             journal=self.journal,
             events=NoEvents(),
         )
-        return Pipeline(parts, self.config, self.after_step, self.cut, self.kept)
+        return Pipeline(parts, self.config, self.after_step, self.pipeline_state, self.kept)
 
-    async def play(self, seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    async def play(self, request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         params = SamplingParams(max_new_tokens=64)
-        rollout = await play(seat, SingleTurn(prompt), self.policy, Renderer(), params, 1, on_first_token)
+        rollout = await play(request, SingleTurn(prompt), self.policy, Renderer(), params, 1, on_first_token)
         self.ended_rollouts.append(asyncio.get_running_loop().time())
         return rollout
 
@@ -263,7 +265,7 @@ def long_tailed(context: RequestContext) -> int:
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_every_batch_keeps_the_staleness_bound_and_nothing_is_lost(max_staleness: int) -> None:
-    bench = Bench(flow(max_staleness=max_staleness, num_steps=20, play_width=8), lengths=long_tailed)
+    bench = Bench(flow(max_staleness=max_staleness, num_steps=20, rollout_concurrency=8), lengths=long_tailed)
     pipeline = bench.run()
     ledger = pipeline.ledger
     assert (ledger.trained, ledger.submitted, ledger.in_flight) == (80, 80, 0)
@@ -334,18 +336,18 @@ class Undecided(Judge):
 
 
 def test_a_group_without_signal_is_dropped_and_replaced() -> None:
-    bench = Bench(flow(max_no_signal_groups=2), judge=Undecided())
+    bench = Bench(flow(max_zero_advantage_groups=2), judge=Undecided())
     ledger = bench.run().ledger
-    assert ledger.dropped == {"no_signal": 1}
+    assert ledger.dropped == {"zero_advantage": 1}
     assert (ledger.trained, ledger.submitted) == (24, 25)
     assert "g000001" not in {group.group_id for groups in bench.trainer.steps for group in groups}
 
 
 def test_groups_without_signal_are_trained_once_a_step_has_dropped_its_share() -> None:
     """Every group is bare: of each step 2 are dropped, 4 trained. Groups that end after a step are the next one's."""
-    bench = Bench(flow(max_no_signal_groups=2, max_staleness=0), group_judge=Together())
+    bench = Bench(flow(max_zero_advantage_groups=2, max_staleness=0), group_judge=Together())
     ledger = bench.run().ledger
-    assert ledger.dropped == {"no_signal": 2 * 6}
+    assert ledger.dropped == {"zero_advantage": 2 * 6}
     assert ledger.trained == 24
 
 
@@ -407,7 +409,7 @@ def test_a_wait_of_60_s_names_what_it_waits_for_and_why_whatever_ends_meanwhile(
 
 
 def test_verdicts_that_a_missing_rollout_ended_say_nothing_of_the_judge() -> None:
-    lost = {f"g{draw:06d}/1/t0" for draw in range(8)}
+    lost = {f"g{prompt_index:06d}/1/t0" for prompt_index in range(8)}
     bench = Bench(
         flow(),
         judge=Judge(delay=lambda rollout: 1e9 if f"{rollout.group_id}/1/t0" in lost else 0.1),
@@ -471,8 +473,10 @@ def test_a_group_whose_request_kills_engines_is_dropped_by_cause_and_never_asked
     ledger = struck.run().ledger
     assert ledger.dropped["rollout_killed_engines"] >= 1
     assert struck.journal.ends["g000002"] == "rollout_killed_engines"
-    cut = Cut(next_draw=3, in_flight={2: "g000002"})
-    resumed = Bench(flow(), cut=cut, kept={2: Kept(group_id="g000002", killed_engines=True)})
+    pipeline_state = PipelineState(next_prompt_index=3, in_flight={2: "g000002"})
+    resumed = Bench(
+        flow(), pipeline_state=pipeline_state, kept={2: RecoveredGroup(group_id="g000002", killed_engines=True)}
+    )
     asked: list[str] = []
     resumed.lengths = lambda context: asked.append(context.group_id) or 20
     assert resumed.run().ledger.dropped == {"rollout_killed_engines": 1}
@@ -518,7 +522,7 @@ def test_a_run_ends_when_the_prompts_do_and_says_what_became_of_each() -> None:
     pipeline = bench.run()
     assert pipeline.version == 2
     assert (pipeline.ledger.trained, pipeline.ledger.dropped) == (8, {"end_of_prompts": 2})
-    assert set(bench.journal.prompts) == {f"p{draw}" for draw in range(10)}
+    assert set(bench.journal.prompts) == {f"p{prompt_index}" for prompt_index in range(10)}
 
 
 def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -> None:
@@ -538,19 +542,21 @@ def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -
 
     with pytest.raises(Interrupted):
         on_virtual_clock(stop_after_three)
-    cut = first.pipeline.cut()
-    assert cut.version == 3
+    pipeline_state = first.pipeline.state()
+    assert pipeline_state.version == 3
     done = {group.prompt.prompt_id for groups in first.trainer.steps for group in groups}
     kept = {
-        draw: Kept(group_id=group_id, rollouts=tuple(r for r in first.journal.rollouts if r.group_id == group_id))
-        for draw, group_id in cut.in_flight.items()
+        prompt_index: RecoveredGroup(
+            group_id=group_id, rollouts=tuple(r for r in first.journal.rollouts if r.group_id == group_id)
+        )
+        for prompt_index, group_id in pipeline_state.in_flight.items()
     }
-    second = Bench(flow(num_steps=8), lengths=long_tailed, cut=cut, kept=kept)
+    second = Bench(flow(num_steps=8), lengths=long_tailed, pipeline_state=pipeline_state, kept=kept)
     ledger = second.run().ledger
     trained = [group.prompt.prompt_id for groups in second.trainer.steps for group in groups]
     assert len(trained) == len(set(trained)) == 20
     assert not done & set(trained)
-    assert done | set(trained) == {f"p{draw}" for draw in range(32)}
+    assert done | set(trained) == {f"p{prompt_index}" for prompt_index in range(32)}
     assert ledger.submitted == ledger.trained == 32
 
 
@@ -641,7 +647,7 @@ def test_when_no_engine_is_left_and_none_will_come_the_run_ends_with_the_cause_i
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(seed: int) -> None:
+def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_guarantees_1_to_3(seed: int) -> None:
     """Judge answers are dropped, delayed, doubled and failed at random; rollouts hang at random."""
     rng = random.Random(seed)
     lost = Failed(stage="judge", cause="died", attempts=1)
@@ -659,9 +665,9 @@ def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(see
     async def judge_sometimes_twice(prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         nonlocal doubled
         group = bench.pipeline.buffer.groups.get(rollout.group_id)
-        if group is not None and group.hearing is not None and rng.random() < 0.1:
+        if group is not None and group.session is not None and rng.random() < 0.1:
             doubled += 1
-            await bench.pipeline.producer.judging.put((group, group.hearing, Sitting(members=(rollout.sibling,))))
+            await bench.pipeline.producer.judging.put((group, group.session, JudgeTask(members=(rollout.sibling,))))
         return await judge_once(prompt, rollout, priority)
 
     bench.judge.judge = judge_sometimes_twice  # type: ignore[method-assign]
@@ -682,8 +688,8 @@ def test_chaos_of_lost_late_doubled_and_failed_answers_keeps_promises_1_to_3(see
     assert sum(ends.values()) == pipeline.ledger.submitted - pipeline.ledger.in_flight
 
 
-def total_waits(bench: Bench) -> WaitTimes:
-    return functools.reduce(WaitTimes.plus, (report.waits for report in bench.reports))
+def total_waits(bench: Bench) -> StallTimes:
+    return functools.reduce(StallTimes.plus, (report.stalls for report in bench.reports))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
@@ -691,17 +697,19 @@ def test_every_second_of_a_step_is_a_wait_the_learners_work_or_the_push(max_stal
     bench = Bench(flow(num_steps=12, max_staleness=max_staleness), lengths=long_tailed)
     bench.run()
     for report in bench.reports:
-        times = report.waits
-        assert times.steps_s == pytest.approx(times.for_groups_s + report.learner_busy_s + times.weights_s, abs=1e-3)
-        assert times.weights_s == pytest.approx(bench.sync_s, abs=1e-3)
-        assert 0 <= times.batch_s <= report.learner_busy_s + 1e-3
+        times = report.stalls
+        assert times.steps_s == pytest.approx(
+            times.for_groups_s + report.learner_busy_s + times.weight_sync_s, abs=1e-3
+        )
+        assert times.weight_sync_s == pytest.approx(bench.sync_s, abs=1e-3)
+        assert 0 <= times.training_s <= report.learner_busy_s + 1e-3
 
 
 def test_a_slow_judge_a_slow_policy_and_a_slow_learner_are_each_named_by_their_waits() -> None:
     slow_judge = Bench(flow(num_steps=12), judge=Judge(delay=lambda rollout: 3.0), lengths=lambda context: 10)
     slow_policy = Bench(flow(num_steps=12), lengths=lambda context: 300)
     slow_learner = Bench(flow(num_steps=12), trainer=Trainer(step_s=3.0), lengths=lambda context: 10)
-    for bench, name in ((slow_judge, "judge_s"), (slow_policy, "policy_s"), (slow_learner, "batch_s")):
+    for bench, name in ((slow_judge, "verdicts_s"), (slow_policy, "rollouts_s"), (slow_learner, "training_s")):
         bench.run()
         times = asdict(total_waits(bench))
         steps_s = times.pop("steps_s")
@@ -712,12 +720,14 @@ def test_a_slow_judge_a_slow_policy_and_a_slow_learner_are_each_named_by_their_w
 def test_the_last_steps_which_need_no_new_groups_hold_no_engine_up() -> None:
     bench = Bench(flow(num_steps=3, max_staleness=0), trainer=Trainer(step_s=2.0))
     bench.run()
-    assert [round(report.waits.batch_s) for report in bench.reports] == [2, 2, 0]
+    assert [round(report.stalls.training_s) for report in bench.reports] == [2, 2, 0]
 
 
 def test_a_judge_that_serves_the_nearly_complete_and_the_due_first_lets_the_learner_begin_sooner() -> None:
     def first_step_s(ranked: bool) -> float:
-        bench = Bench(flow(num_steps=6, judge_width=1), judge=Judge(delay=lambda rollout: 0.2), lengths=long_tailed)
+        bench = Bench(
+            flow(num_steps=6, judge_concurrency=1), judge=Judge(delay=lambda rollout: 0.2), lengths=long_tailed
+        )
 
         async def go() -> None:
             pipeline = bench.build()
@@ -726,7 +736,7 @@ def test_a_judge_that_serves_the_nearly_complete_and_the_due_first_lets_the_lear
             await pipeline.run()
 
         on_virtual_clock(go)
-        return bench.reports[0].waits.steps_s
+        return bench.reports[0].stalls.steps_s
 
     assert first_step_s(ranked=True) < 0.9 * first_step_s(ranked=False)
 
@@ -749,7 +759,7 @@ def outside_judge(refused_share: float, statuses: Counter[int]) -> GenerativeJud
     limits = RateLimits(requests_per_minute=1200, tokens_per_minute=200_000)
     engine = OpenAIEngine("judge", "grm", config, transport=httpx.MockTransport(answer), limits=limits)
     judging = JudgeConfig(num_judgements=3, timeout_s=1e5)
-    return GenerativeJudge(GrmOutside("grm", engine, 0, NoEvents(), Markup(())), judging, seed=1)
+    return GenerativeJudge(RemoteGrm("grm", engine, 0, NoEvents(), Markup(())), judging, seed=1)
 
 
 def test_a_storm_of_429s_changes_no_reward() -> None:
@@ -779,7 +789,7 @@ def test_a_judge_of_whole_groups_sits_once_for_each_and_before_it_prepares() -> 
     bench = Bench(flow(num_steps=5), group_judge=Together(), lengths=long_tailed)
     pipeline = bench.run()
     assert pipeline.ledger.trained == 5 * 4
-    assert all(hearing.held == [(), (0, 1, 2, 3)] for hearing in bench.group_judge.hearings.values())
+    assert all(session.held == [(), (0, 1, 2, 3)] for session in bench.group_judge.sessions.values())
     assert set(bench.journal.verdicts.values()) == {1}
 
 
@@ -789,8 +799,8 @@ def test_on_resume_a_judge_of_whole_groups_sees_what_is_kept_and_sits_for_what_h
     rollouts = [dataclasses.replace(r, group_id="g000000") for r in first.trainer.steps[0][0].rollouts]
     verdict = first.trainer.steps[0][0].verdicts[0]
     kept = {
-        0: Kept(group_id="g000000", rollouts=tuple(rollouts), reports={0: JudgeReport(verdict=verdict)}),
-        1: Kept(
+        0: RecoveredGroup(group_id="g000000", rollouts=tuple(rollouts), reports={0: JudgeReport(verdict=verdict)}),
+        1: RecoveredGroup(
             group_id="g000001",
             rollouts=tuple(dataclasses.replace(r, group_id="g000001") for r in rollouts),
             reports={sibling: JudgeReport(verdict=verdict) for sibling in range(4)},
@@ -798,8 +808,8 @@ def test_on_resume_a_judge_of_whole_groups_sees_what_is_kept_and_sits_for_what_h
     }
     bench = Bench(flow(num_steps=1, max_staleness=0), group_judge=Together(), kept=kept)
     bench.run()
-    assert bench.group_judge.hearings["g000000"].held == [(), (0, 1, 2, 3)]
-    assert bench.group_judge.hearings["g000001"].held == []
+    assert bench.group_judge.sessions["g000000"].held == [(), (0, 1, 2, 3)]
+    assert bench.group_judge.sessions["g000001"].held == []
     assert {key: count for key, count in bench.journal.verdicts.items() if key[0] == "g000000"} == {
         ("g000000", sibling): 1 for sibling in (1, 2, 3)
     }
@@ -819,7 +829,7 @@ class LearningJudge(Judge):
         assert self.version == asked, "a judgement was not broken off"
         span = RewardSpan(turn=0, start=0, end=1, value=rollout.sibling / 10)
         told = {"asked": float(asked)}
-        return JudgeReport(verdict=Verdict(rewards=(span,), score=1.0, breakdown=told, agreement=0.0, num_judgements=1))
+        return JudgeReport(verdict=Verdict(rewards=(span,), score=1.0, breakdown=told, score_std=0.0, num_judgements=1))
 
 
 def run_with_a_judge_that_changes(bench: Bench, judge: LearningJudge, every_s: float) -> Pipeline:
@@ -853,11 +863,11 @@ def test_a_group_is_judged_by_one_version_of_a_judge_that_changes() -> None:
     assert all(len(of_group) == 1 for of_group in versions)
     assert len(set.union(*versions)) > 3
     assert all(v.breakdown["asked"] == v.grm_version for g in groups for v in g.verdicts if isinstance(v, Verdict))
-    totals = pipeline.tally.total_so_far()
+    totals = pipeline.counters.total_so_far()
     assert totals.aborted > 0
     assert totals.voided > 0
     assert set(judge.asked.values()) == {1}  # by each version once at most
-    assert pipeline.cut().judge_version == pipeline.producer.judge_version > 0
+    assert pipeline.state().judge_version == pipeline.producer.judge_version > 0
 
 
 def test_a_judge_that_changes_costs_no_group_its_deadline() -> None:
@@ -889,7 +899,7 @@ def test_nothing_is_judged_while_judging_is_held_and_rollouts_go_on() -> None:
         bench.pipeline = bench.build()
 
         async def release_later() -> None:
-            with bench.pipeline.producer.judging_hold.held():
+            with bench.pipeline.producer.judging_gate.held():
                 await asyncio.sleep(50.0)
             await asyncio.sleep(1e9)
 
@@ -909,11 +919,16 @@ def test_verdicts_kept_over_a_resume_are_not_mixed_with_those_of_another_version
     first.run()
     rollouts = tuple(dataclasses.replace(r, group_id="g000000") for r in first.trainer.steps[0][0].rollouts)
     span = RewardSpan(turn=0, start=0, end=1, value=0.5)
-    old = Verdict(rewards=(span,), score=5.0, breakdown={}, agreement=0.0, num_judgements=1)
+    old = Verdict(rewards=(span,), score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
     reports = {n: JudgeReport(verdict=dataclasses.replace(old, grm_version=v)) for n, v in enumerate(versions)}
-    work = Kept(group_id="g000000", rollouts=rollouts, reports=reports)
-    cut = Cut(version=0, next_draw=1, in_flight={0: "g000000"}, judge_version=2)
-    bench = Bench(flow(num_steps=1, max_staleness=0), judge=LearningJudge(version=2), cut=cut, kept={0: work})
+    work = RecoveredGroup(group_id="g000000", rollouts=rollouts, reports=reports)
+    pipeline_state = PipelineState(version=0, next_prompt_index=1, in_flight={0: "g000000"}, judge_version=2)
+    bench = Bench(
+        flow(num_steps=1, max_staleness=0),
+        judge=LearningJudge(version=2),
+        pipeline_state=pipeline_state,
+        kept={0: work},
+    )
     bench.run()
     (group,) = [group for group in bench.trainer.steps[0] if group.group_id == "g000000"]
     got = [verdict.grm_version for verdict in group.verdicts if isinstance(verdict, Verdict)]

@@ -29,7 +29,7 @@ def test_a_run_learns_by_a_critic_that_learns_beside_the_policy(small_run: Calla
     assert all(step["critic/value_loss"] > 0 for step in steps)
     assert steps[0]["critic/value_mean"] == 0 and steps[2]["critic/value_mean"] != 0
     assert {"critic/explained_variance", "critic/clip_share", "critic/return_mean", "critic/wait_s"} <= set(steps[2])
-    assert steps[2]["critic/valued_ahead_share"] > 0
+    assert steps[2]["critic/precomputed_share"] > 0
     spans = json.loads((files.run_dir / "timeline.json").read_text())
     lane = {span["tid"] for span in spans if span.get("name") == "thread_name" and span["args"]["name"] == "critic"}
     names = {span["name"] for span in spans if span["tid"] in lane and span.get("ph") == "X"}
@@ -61,7 +61,7 @@ def test_a_policy_in_warm_up_stays_as_it_is(small_run: Callable) -> None:
 def test_several_updates_and_unwhitened_advantages_train(small_run: Callable, algorithm: str) -> None:
     files = small_run(
         "train.num_steps=2", f"algorithm={algorithm}", "algorithm.updates_per_batch=2", "algorithm.gae_lambda=0.95",
-        "algorithm.kl_coefficient=0.01", "algorithm.kl_in=reward", "train.schedule=linear", "train.warmup_steps=0",
+        "algorithm.kl_coefficient=0.01", "algorithm.kl_in_reward=true", "train.schedule=linear", "train.warmup_steps=0",
         "critic.lr_warmup_steps=0", "critic.lr=4e-4", "train.lr=4e-4", experiment="ppo",
     )  # fmt: skip
     assert files.summary["versions"] == {"policy": 2, "grm": 0, "critic": 2}
@@ -86,7 +86,7 @@ def test_several_updates_and_unwhitened_advantages_train(small_run: Callable, al
         ((*PPO, "placement.roles.critic.replicas=2"), r"placement\.roles\.critic"),
         ((*PPO, "cotrain.enabled=true"), r"cotrain\.enabled"),
         ((*PPO, "algorithm.gae_lambda=1.1"), r"algorithm\.gae_lambda"),
-        ((*PPO, "judge=label", "task=finetune"), r"task=finetune uses no critic"),
+        ((*PPO, "judge=label", "task=train_judge_rft"), r"task=train_judge_rft uses no critic"),
     ],
 )
 def test_what_a_critic_cant_do_is_refused_by_name(small_run: Callable, overrides: tuple[str, ...], told: str) -> None:

@@ -37,7 +37,7 @@ def test_a_relaxed_early_stop_saves_tokens_and_says_what_it_costs(small_run: Cal
 
 
 def test_judgements_held_to_their_form_are_never_unparseable(small_run: Callable) -> None:
-    files = small_run("train.num_steps=1", "judge.structured=true", "judge.temperature=2.0", "judge.reasks=0")
+    files = small_run("train.num_steps=1", "judge.structured=true", "judge.temperature=2.0", "judge.max_retries=0")
     failed = files.summary["judging"]["failed"]
     assert files.summary["judging"]["counted"] > 0
     assert failed.get("unparseable", 0) == failed.get("refused", 0) == 0
@@ -46,7 +46,7 @@ def test_judgements_held_to_their_form_are_never_unparseable(small_run: Callable
 def test_a_grm_whose_answers_cannot_be_read_ends_before_the_first_step(small_run: Callable, tmp_path: Path) -> None:
     template = tmp_path / "boxed.jinja"
     template.write_text("Q: {{ question }}\nA:\n{{ response }}")
-    with pytest.raises(ConfigError, match=r"^judge\.parser: boxed could read none of \d+ dry judgements"):
+    with pytest.raises(ConfigError, match=r"^judge\.parser: boxed could read none of \d+ preflight judgements"):
         small_run(f"judge.template={template}", "judge.parser=boxed", "judge.max_new_tokens=64")
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
     small_run("train.num_steps=1", "judge.template=tiny")
@@ -58,7 +58,7 @@ SPEED = EngineSpeed(step_s=0.01, row_s=0.0, cached_token_s=0.0, prefill_token_s=
 LISTWISE = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
 PAIRWISE = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 4}
 EXACT = EarlyStopConfig(kind="exact")
-AHEAD = {"template": "ahead", "parser": "boxed", "principles": "ahead"}
+AHEAD = {"template": "shared_principles", "parser": "boxed", "principles": "shared"}
 
 
 def simulated(**judge: Any) -> SimulatedRun:
@@ -83,13 +83,15 @@ def simulated(**judge: Any) -> SimulatedRun:
     return simulate(workload, placement, costs, num_steps=4)
 
 
-@pytest.mark.parametrize("width", [1, 64])
+@pytest.mark.parametrize("max_concurrency", [1, 64])
 @pytest.mark.parametrize(
     "judge",
     [LISTWISE, PAIRWISE, {**PAIRWISE, "pairs": "ring"}, {**PAIRWISE, "early_stop": EXACT}, AHEAD],
     ids=["listwise", "pairs", "ring", "exact", "ahead"],
 )
-def test_groups_are_judged_and_trained_by_every_protocol_at_any_width(judge: dict[str, Any], width: int) -> None:
-    run = simulated(width=width, timeout_s=1000.0, **judge)
+def test_groups_are_judged_and_trained_by_every_protocol_at_any_width(
+    judge: dict[str, Any], max_concurrency: int
+) -> None:
+    run = simulated(max_concurrency=max_concurrency, timeout_s=1000.0, **judge)
     assert len(run.steps) == 4
     assert (run.dropped, run.failed_judgements) == ({}, {})

@@ -56,8 +56,8 @@ def check_lineage(run: Path) -> None:
     assert ledger["trained"] == 4 * STEPS
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(STEPS + 1))
     ends = lines(run / "groups.jsonl")
-    assert max(Counter(end["draw"] for end in ends).values()) == 1, "a draw ended twice"
-    assert {end["draw"] for end in ends} == set(range(ledger["submitted"])), "a draw was skipped"
+    assert max(Counter(end["prompt_index"] for end in ends).values()) == 1, "a draw ended twice"
+    assert {end["prompt_index"] for end in ends} == set(range(ledger["submitted"])), "a draw was skipped"
     assert Counter(end["step"] for end in ends if end["outcome"] == "trained") == dict.fromkeys(range(1, STEPS + 1), 4)
     rollouts = Counter((line.rollout.group_id, line.rollout.sibling) for line in load_rollouts(run / "rollouts.jsonl"))
     assert max(rollouts.values()) == 1, "two rollouts under one name"

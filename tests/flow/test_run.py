@@ -82,12 +82,13 @@ def test_trained_ids_are_the_sampled_ids_and_the_versions_cover_them(plain_run: 
 @pytest.mark.parametrize(
     ("overrides", "metric"),
     [
-        (["algorithm=[reinforce_pp,icepop]", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], "train/loss"),
+        (["algorithm=[reinforce_pp,icepop]", "algorithm.kl_coefficient=0.1", "algorithm.kl_in_reward=true"],
+         "train/loss"),
         (
             ["algorithm=decoupled_ppo_interpolated", "algorithm.updates_per_batch=2", "train.max_staleness=2"],
             "train/clip_share",
         ),
-        (["algorithm=[gspo,veto,replay]", "train.schedule=cosine"], "train/replayed_groups"),
+        (["algorithm=[gspo,veto,replay_buffer]", "train.schedule=cosine"], "train/replayed_groups"),
         (["judge=mixed"], "reward/rule_mean"),
         (["algorithm=dapo", "algorithm.kl_coefficient=0.1", "train.max_staleness=2",
           "engine.embedded.recompute_kv_on_sync=true"], "train/kl_nats"),
@@ -109,7 +110,7 @@ def test_with_a_rule_as_judge_no_grm_is_started(small_run: Callable) -> None:
 def test_three_judgements_are_asked_for_each_rollout(small_run: Callable) -> None:
     files = small_run("train.num_steps=1", "train.max_staleness=0", "judge.num_judgements=3")
     judging = files.summary["judging"]
-    assert "judge/agreement_std" in files.steps()[0]
+    assert "judge/score_std" in files.steps()[0]
     assert judging["counted"] + sum(judging["failed"].values()) == judging["asked"] >= 3 * 16
 
 

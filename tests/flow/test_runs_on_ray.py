@@ -30,4 +30,4 @@ def test_learner_and_engines_take_turns_in_processes_of_their_own(small_run: Cal
     run = small_run("placement=time_shared", "cluster=ray", "train.num_steps=2", "train.max_staleness=1")
     run.check_complete(8)
     events = json.loads((run.run_dir / "timeline.json").read_text())
-    assert sum(event.get("name") == "the learner's turn" for event in events) >= 2
+    assert sum(event.get("name") == "the learner's phase" for event in events) >= 2

@@ -1,4 +1,4 @@
-"""Whole runs whose learner and engines have their slots by turns: the same training, and nothing lost."""
+"""Whole runs whose learner and engines share their slots in time: the same training, and nothing lost."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BY_TURNS = ("placement=time_shared", "placement.pools.all.slots=1")
 
 def turns_of(run: Any) -> list[dict]:
     events = json.loads((run.run_dir / "timeline.json").read_text())
-    return [event for event in events if event.get("name") == "the learner's turn"]
+    return [event for event in events if event.get("name") == "the learner's phase"]
 
 
 def test_by_turns_a_run_trains_what_it_trains_unshared_to_the_last_bit(small_run: Callable) -> None:
     """One rollout at a time and a rule that judges: then batches come in one order, however long anything takes."""
-    same = ("judge=rule", "rollout.width=1", "train.max_staleness=0", "train.num_steps=2")
+    same = ("judge=rule", "rollout.max_concurrency=1", "train.max_staleness=0", "train.num_steps=2")
     shared, unshared = (small_run(*same, *more, run_dir=name) for name, more in (("by_turns", BY_TURNS), ("apart", ())))
     weights = [load_file(run.run_dir / "policy" / "model.safetensors") for run in (shared, unshared)]
     assert weights[0].keys() == weights[1].keys()

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.envs.play import Seat, play
+from grmpipe.envs.play import RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.judge.base import OneByOne
-from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
-from grmpipe.pipeline.interfaces import FlowConfig, Parts, StepReport
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.train.learner.time_shared_learner import TrainerByTurns, begin_turn
+from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
@@ -34,8 +34,8 @@ from models.types import (
     InlineBytes,
     Message,
     ModelFiles,
+    OnDevice,
     RequestContext,
-    Residence,
     SamplingParams,
     WeightBucket,
     WeightReceipt,
@@ -183,7 +183,7 @@ class Learner:
 
     rng: random.Random
     steps: list[list[JudgedGroup]] = field(default_factory=list)
-    residence: Residence = "everything"
+    on_device: OnDevice = "everything"
     engines_awake: Callable[[], bool] = lambda: False  # that sleep while it steps
     _taken: list[JudgedGroup] = field(default_factory=list)
     _hold: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -192,15 +192,15 @@ class Learner:
         self._taken.append(group)
 
     async def while_waiting(self) -> bool:
-        assert self.residence == "everything"
+        assert self.on_device == "everything"
         return False
 
     async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
         assert list(batch) == self._taken, "trained what it did not take"
         async with self._hold:
-            assert self.residence == "everything"
+            assert self.on_device == "everything"
             await asyncio.sleep(self.rng.uniform(0.1, 3.0))
-            assert not self.engines_awake(), "an engine is awake in the learner's turn"
+            assert not self.engines_awake(), "an engine is awake in the learner's phase"
             self.steps.append(self._taken)
             self._taken = []
         return {}
@@ -213,14 +213,14 @@ class Learner:
         async with self._hold:
             yield len(self.steps)
 
-    async def reside(self, residence: Residence) -> int:
+    async def keep_on_device(self, on_device: OnDevice) -> int:
         await asyncio.sleep(0.2)
         sizes = {"everything": 12, "weights": 4, "nothing": 0}
-        self.residence, before = residence, self.residence
-        return sizes[before] - sizes[residence]
+        self.on_device, before = on_device, self.on_device
+        return sizes[before] - sizes[on_device]
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        assert self.residence != "nothing"
+        assert self.on_device != "nothing"
         return (-1.0,) * (len(token_ids) - 1)
 
     async def connect(self, link: GroupLink | None) -> None:
@@ -243,8 +243,10 @@ class Learner:
 
 
 class Prompts:
-    def at(self, draw: int) -> Prompt:
-        return Prompt(prompt_id=f"p{draw}", messages=(Message(role="user", content=f"question {draw}"),))
+    def at(self, prompt_index: int) -> Prompt:
+        return Prompt(
+            prompt_id=f"p{prompt_index}", messages=(Message(role="user", content=f"question {prompt_index}"),)
+        )
 
 
 class Renderer:
@@ -313,7 +315,7 @@ class Run:
         return {name: engine for name, engine in self.engines.items() if engine.role == role}
 
     def make_share(self) -> TimeShare:
-        self.learner.residence = "nothing"
+        self.learner.on_device = "nothing"
         if self.world.sleeps:
             self.learner.engines_awake = lambda: any(
                 self.engines[name].awake for router in self.routers.values() for name in router.alive
@@ -337,14 +339,14 @@ class Run:
         restart = self.restart if self.shared is None else self.shared.restart
         return RoleHealth(role, self.routers[role], restart, config, bring)
 
-    def parts(self) -> Parts:
-        return Parts(
+    def parts(self) -> PipelineComponents:
+        return PipelineComponents(
             prompts=Prompts(),
             too_long=lambda prompt: False,
             play=self.play,
-            judge=OneByOne(self),
-            watch=JudgeFitness(FailureGate(max_failure_rate=1.0, window=32, pause_s=5.0)),
-            trainer=TrainerByTurns(self.learner, begin_turn(self.share)) if self.share else self.learner,
+            judge=PointwiseAdapter(self),
+            judge_guard=JudgeFitness(CircuitBreaker(max_failure_rate=1.0, window=32, pause_s=5.0)),
+            trainer=TimeSharedTrainer(self.learner, begin_learner_phase(self.share)) if self.share else self.learner,
             push_weights=self.push,
             journal=self,
             events=NoEvents(),
@@ -355,20 +357,20 @@ class Run:
         return FlowConfig(
             num_steps=world.num_steps, groups_per_batch=world.groups_per_batch, group_size=world.group_size,
             min_valid_siblings=2, max_staleness=world.max_staleness, group_deadline_s=world.deadline_s,
-            play_width=64, judge_width=64, seed=world.seed,
+            rollout_concurrency=64, judge_concurrency=64, seed=world.seed,
         )  # fmt: skip
 
     # -- parts of the pipeline -----------------------------------------------------------------------------------------
 
-    async def play(self, seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        self.pushed_when_asked[f"{seat.group_id}/{seat.sibling}/t0"] = self.pushed
+    async def play(self, request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        self.pushed_when_asked[f"{request.group_id}/{request.sibling}/t0"] = self.pushed
 
         def began() -> None:
-            self.first_token_s.setdefault(seat.group_id, self.pipeline.clock.now())
+            self.first_token_s.setdefault(request.group_id, self.pipeline.clock.now())
             on_first_token()
 
         params = SamplingParams(max_new_tokens=HUNG)
-        return await play(seat, SingleTurn(prompt), self.routers["policy"], Renderer(), params, 1, began)
+        return await play(request, SingleTurn(prompt), self.routers["policy"], Renderer(), params, 1, began)
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         async with asyncio.TaskGroup() as tasks:
@@ -376,7 +378,7 @@ class Run:
                 name = f"{rollout.group_id}/{rollout.sibling}/j{index}"
                 tasks.create_task(self.ask_grm(name, rollout.group_id, priority))
         span = RewardSpan(turn=0, start=0, end=1, value=0.5)
-        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, agreement=1.0, num_judgements=1)
+        verdict = Verdict(rewards=(span,), score=5.0, breakdown={}, score_std=1.0, num_judgements=1)
         return JudgeReport(verdict=verdict)
 
     async def ask_grm(self, name: str, group_id: str, priority: int) -> None:
@@ -390,14 +392,14 @@ class Run:
         serving = self.routers["policy"].serving
         have = [self.engines[name.replace("policy", "grm") if self.swaps else name] for name in serving]
         assert all((engine.role, engine.version) == ("policy", version) for engine in have), (
-            "promise 5: old weights serve"
+            "guarantee 5: old weights serve"
         )
         return report
 
     async def after_step(self, report: StepReport) -> None:
         self.pipeline.buffer.check()
 
-    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
+    def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         check_whole(f"{rollout.group_id}/{rollout.sibling}/t0", rollout.turns[0].completion)
         self.check_deadline(rollout.group_id)
 
@@ -426,7 +428,7 @@ class Run:
     def check_deadline(self, group_id: str) -> None:
         """In active seconds; a group that never began has as long to begin as it has to end."""
         if (began_s := self.first_token_s.get(group_id)) is not None:
-            assert self.pipeline.clock.now() <= began_s + self.world.deadline_s + ROUNDING_S, "promise 2: outlived"
+            assert self.pipeline.clock.now() <= began_s + self.world.deadline_s + ROUNDING_S, "guarantee 2: outlived"
 
     async def look_at_slots(self) -> None:
         """How long a slot idles while its pool has work for it, sampled."""
@@ -459,7 +461,7 @@ class Run:
 
 
 def check_whole(name: str, completion: Completion) -> None:
-    """Promise 7, and 5: every token once, as it was to be said, and by a version that is known."""
+    """Guarantee 7, and 5: every token once, as it was to be said, and by a version that is known."""
     assert completion.finish_reason == "stop"
     assert completion.token_ids == said(name, 0, completion.num_tokens), "altered on its way"
     assert len(completion.logprobs) == completion.num_tokens
@@ -498,7 +500,7 @@ def ran(world: World) -> Run:
 @settings(max_examples=30, deadline=None)
 @given(worlds)
 def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
-    """Promise 2, 3, 5 and 7, and no slot that idles beside work for longer than a switch and a look take."""
+    """Guarantee 2, 3, 5 and 7, and no slot that idles beside work for longer than a switch and a look take."""
     run = ran(world)
     ledger, steps = run.pipeline.ledger, run.learner.steps
     assert ledger.submitted == ledger.trained + ledger.dropped.total() + ledger.in_flight
@@ -507,11 +509,11 @@ def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
     for version, groups in enumerate(steps):
         assert len(groups) == world.groups_per_batch
         tokens = [span.version for g in groups for r in g.rollouts for span in r.turns[0].completion.versions]
-        assert version - world.max_staleness <= min(tokens), "promise 3: too old"
+        assert version - world.max_staleness <= min(tokens), "guarantee 3: too old"
         assert max(tokens) <= version
     for engine in run.engines.values():
         began = [(name, version) for name, version in engine.begun if name in run.pushed_when_asked]  # rollouts
-        assert all(version >= run.pushed_when_asked[name] for name, version in began), "promise 5: old weights serve"
+        assert all(version >= run.pushed_when_asked[name] for name, version in began), "guarantee 5: old weights serve"
     if run.share is not None:
         assert run.share.freed_bytes["learner"] == 12, "it gives back all that it had"
     if not world.deaths and not world.hung_share and world.deadline_s > 100:

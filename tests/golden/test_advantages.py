@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.algorithm.advantages import (
+    all_advantages_zero,
     best_of_k,
     center,
     estimate,
@@ -20,7 +21,6 @@ from grmpipe.algorithm.advantages import (
     leave_one_out,
     returns,
     standardize,
-    teaches_nothing,
     whiten,
 )
 from grmpipe.algorithm.rewards import Rewards
@@ -205,7 +205,7 @@ def test_process_grpo_takes_the_mean_of_what_is_to_come_where_the_outcome_is_one
 def test_equal_steps_give_no_advantage_however_many_there_are(name: str, score: float, numbers: list[int]) -> None:
     group = [of_mean(*[score] * number) for number in numbers]
     assert max(abs(one) for row in estimated(name, group) for one in row) < 1e-6
-    assert teaches_nothing(group, AlgorithmConfig(estimator=name))
+    assert all_advantages_zero(group, AlgorithmConfig(estimator=name))
 
 
 @settings(deadline=None)
@@ -237,9 +237,9 @@ def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, g
 def test_a_group_teaches_where_what_its_estimator_compares_differs() -> None:
     crossed = [steps(1.0, 0.0), steps(0.0, 1.0)]  # the same outcome by other steps
     for name, nothing in (("grpo", True), ("rloo", True), ("reinforce_pp_baseline", True), ("process", False)):
-        assert teaches_nothing(crossed, AlgorithmConfig(estimator=name)) is nothing
-    assert teaches_nothing([of_mean(*[0.7] * 3), of_mean(*[0.7] * 7)], AlgorithmConfig())  # to rounding
-    assert not teaches_nothing([outcome(0.5), outcome(0.6)], AlgorithmConfig(estimator="process_grpo"))
+        assert all_advantages_zero(crossed, AlgorithmConfig(estimator=name)) is nothing
+    assert all_advantages_zero([of_mean(*[0.7] * 3), of_mean(*[0.7] * 7)], AlgorithmConfig())  # to rounding
+    assert not all_advantages_zero([outcome(0.5), outcome(0.6)], AlgorithmConfig(estimator="process_grpo"))
 
 
 def test_gae_by_hand() -> None:

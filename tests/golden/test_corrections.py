@@ -12,7 +12,7 @@ from torch import Tensor
 from grmpipe.algorithm.corrections import (
     CORRECTIONS,
     REJECTIONS,
-    Drift,
+    OffPolicyDrift,
     banded,
     geometric,
     interpolated,
@@ -33,12 +33,12 @@ from grmpipe.config.train import REJECTIONS as REJECTION_NAMES
 from grmpipe.config.train import AlgorithmConfig
 
 
-def drift(weights: list[float], lengths: list[int] | None = None, **given: list[float]) -> Drift:
+def drift(weights: list[float], lengths: list[int] | None = None, **given: list[float]) -> OffPolicyDrift:
     """Samples whose tokens have these w, and pi_theta = pi_prox unless `behind` gives mu / pi_theta."""
     log_weights = torch.tensor(weights, dtype=torch.float64).log()
     mask = torch.tensor(given.get("mask", [1.0] * len(weights)), dtype=torch.float64)
     behind = torch.tensor(given["behind"], dtype=torch.float64).log() if "behind" in given else -log_weights
-    return Drift(
+    return OffPolicyDrift(
         log_weights_T=log_weights * mask,
         log_behind_T=behind * mask,
         advantages_T=torch.tensor(given.get("advantages", [1.0] * len(weights)), dtype=torch.float64),

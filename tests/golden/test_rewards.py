@@ -34,7 +34,7 @@ def rollout(*lengths: int) -> Rollout:
 
 def verdict(*spans: tuple[int, int, int, float]) -> Verdict:
     rewards = tuple(RewardSpan(turn=turn, start=start, end=end, value=value) for turn, start, end, value in spans)
-    return Verdict(rewards=rewards, score=0.0, breakdown={}, agreement=0.0, num_judgements=1)
+    return Verdict(rewards=rewards, score=0.0, breakdown={}, score_std=0.0, num_judgements=1)
 
 
 def test_an_outcome_is_one_step_over_all_turns() -> None:
@@ -62,7 +62,7 @@ def test_overlong_grows_over_the_buffer(num_tokens: int, share: float) -> None:
 
 
 def test_an_overlong_turn_costs_its_rollout_the_penalty_at_the_end() -> None:
-    algorithm = AlgorithmConfig(overlong_share=0.4, overlong_penalty=2.0)
+    algorithm = AlgorithmConfig(overlong_buffer_share=0.4, overlong_penalty=2.0)
     played = rollout(3, 9)
     found = shaped(rewards_of(played, verdict((0, 0, 3, 1.0), (1, 0, 9, 1.0))), played, algorithm, 10, None)
     assert found.values_K == (1.0, 1.0 - 2.0 * 0.75)
@@ -71,7 +71,7 @@ def test_an_overlong_turn_costs_its_rollout_the_penalty_at_the_end() -> None:
 @pytest.mark.parametrize(("estimator", "expected"), [("reinforce_pp", [0.5, 1, 1, 1]), ("grpo", [0.5] * 4)])
 def test_reinforce_pp_charges_a_token_with_the_kl_from_there_on(estimator: str, expected: list[float]) -> None:
     """A_t = r - beta sum of KL_i from t on (arXiv 2501.03262, as in verl); here 5 nats on the first of four tokens."""
-    algorithm = AlgorithmConfig(estimator=estimator, kl_coefficient=0.1, kl_in="reward")
+    algorithm = AlgorithmConfig(estimator=estimator, kl_coefficient=0.1, kl_in_reward=True)
     played = rollout(4)
     kl = {rollout_key(played): np.array([5.0, 0.0, 0.0, 0.0])}
     found = earned(played, verdict((0, 0, 4, 1.0)), algorithm, kl=kl)
@@ -80,7 +80,7 @@ def test_reinforce_pp_charges_a_token_with_the_kl_from_there_on(estimator: str, 
 
 def test_kl_is_taken_off_the_step_that_its_tokens_are_in() -> None:
     """Tokens after the last reward are the last step's."""
-    algorithm = AlgorithmConfig(kl_coefficient=0.1, kl_in="reward")
+    algorithm = AlgorithmConfig(kl_coefficient=0.1, kl_in_reward=True)
     played = rollout(6)
     found = shaped(rewards_of(played, verdict((0, 0, 2, 1.0), (0, 2, 5, 2.0))), played, algorithm, 0, np.arange(6.0))
     assert found.values_K == pytest.approx((1.0 - 0.1 * (0 + 1), 2.0 - 0.1 * (2 + 3 + 4 + 5)))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.batching.packer import pack, pack_families
-from grmpipe.train.batching.shared_prefix import Family
+from grmpipe.train.batching.packer import pack, pack_prefix_groups
+from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
 from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.types import BatchTotals, TrainingSample
 from models.engines.embedded.embedded_engine import EmbeddedEngine
@@ -92,7 +92,7 @@ def test_sampled_log_probs_equal_a_plain_forward_pass(dtype: str) -> None:
 def test_a_prompt_that_siblings_share_says_what_its_copies_say(dtype: str) -> None:
     """Log-probs and gradients; bfloat16 is flash attention with more keys than queries."""
     samples = packed(*sampled("float32"))
-    shared, alone = pack_families([Family.of(samples)]), pack(samples)
+    shared, alone = pack_prefix_groups([SharedPrefixGroup.of(samples)]), pack(samples)
     assert len(shared.token_ids_T) < len(alone.token_ids_T) / 2
     found = []
     for batch in (shared, alone):

@@ -15,7 +15,7 @@ from models.types import GroupLink, WeightBucket
 from models.weights.process_group import BroadcastGroup
 from models.weights.receiving import checksums_of, received
 from models.weights.sending import open_transport
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

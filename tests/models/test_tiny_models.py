@@ -22,19 +22,19 @@ from models.lm.scalar_head import scalar_config
 from models.tiny import __main__ as cli
 from models.tiny import resolve
 from models.tiny.evaluate import Speaker, accuracy_of, agreement, judge_all
-from models.tiny.lessons import LARGEST_WORD_NUMBER, Lesson
 from models.tiny.malformed import malformed_text
-from models.tiny.meta import ask
 from models.tiny.problems import make_problems
 from models.tiny.recipes import META, RECIPES, Recipe, Shape
 from models.tiny.resolve import SHIPPED, directory_of, hash_on_card, resolve_model
+from models.tiny.sft_examples import LARGEST_WORD_NUMBER, SftTask
 from models.tiny.solutions import padded_solution
+from models.tiny.tiny_meta_rm import ask
 from models.tiny.tokenizer import build_tokenizer, encode_prompt
 
 MICRO_SHAPE = Shape(hidden=16, num_layers=1, num_heads=1, head_dim=16, intermediate=16)
 MICRO_PARENT = Recipe(
     name="micro_base",
-    lessons=(Lesson(kind="solve", weight=1.0),),
+    lessons=(SftTask(kind="solve", weight=1.0),),
     num_steps=3,
     batch_size=4,
     lr=1e-3,
@@ -115,7 +115,7 @@ def test_long_work_impresses_the_weak_grm_only() -> None:
 
 
 def test_shipped_meta_rm_is_what_its_recipe_makes_and_lifts_the_vote() -> None:
-    directory = SHIPPED / "meta"
+    directory = SHIPPED / "meta_rm"
     card = json.loads((directory / "recipe.json").read_text(encoding="utf-8"))
     assert card["hash"] == META.hash
     assert scalar_config(str(directory)).num_labels == 1
@@ -125,7 +125,7 @@ def test_shipped_meta_rm_is_what_its_recipe_makes_and_lifts_the_vote() -> None:
 
 def test_shipped_meta_rm_tells_right_judgements_of_the_weak_grm_from_wrong_ones() -> None:
     told = ask(SHIPPED / "weak_grm", "held_out", num_items=128, num_judgements=2, seed=4)
-    scores = ScalarScorer(ScorerSpec(path=str(SHIPPED / "meta"))).scores([one.token_ids for one in told])
+    scores = ScalarScorer(ScorerSpec(path=str(SHIPPED / "meta_rm"))).scores([one.token_ids for one in told])
     rights = fmean(one.right for one in told)
     assert fmean((score > 0) == one.right for score, one in zip(scores, told, strict=True)) > max(0.75, rights)
 

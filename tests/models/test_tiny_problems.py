@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.tiny.lessons import LESSONS, Lesson, draw_examples
 from models.tiny.malformed import malformed_text
 from models.tiny.problems import (
     MAX_TOTAL,
     PASSING_SCORE,
     Problem,
-    Step,
+    SolutionStep,
     is_right,
     judge_prompt,
     judgement,
@@ -22,11 +21,12 @@ from models.tiny.problems import (
     parse_solution,
     score_label,
 )
+from models.tiny.sft_examples import SFT_TASKS, SftTask, draw_examples
 from models.tiny.solutions import Sloppiness, corrupted_solution, sloppy_solution
 
 PROBLEM = Problem(
     question="Ida has 6 coins. She gives 4 to Max. She wins 6. How many coins does Ida have?",
-    steps=(Step(left=6, sign="-", right=4, result=2), Step(left=2, sign="+", right=6, result=8)),
+    steps=(SolutionStep(left=6, sign="-", right=4, result=2), SolutionStep(left=2, sign="+", right=6, result=8)),
     answer=8,
 )
 
@@ -114,7 +114,7 @@ def test_an_empty_text_is_one_fenced_line() -> None:
 
 
 def test_every_kind_of_lesson_can_be_drawn_again() -> None:
-    lessons = tuple(Lesson(kind=kind, weight=1.0) for kind in LESSONS)
+    lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in SFT_TASKS)
     examples = list(draw_examples(lessons, 100, 3))
     assert examples == list(draw_examples(lessons, 100, 3))
     assert len({example.prompt for example in examples}) == 100

@@ -9,7 +9,7 @@ import looptime
 import pytest
 
 from scheduler.clock import ActiveClock
-from scheduler.stream import Stage
+from scheduler.stage import Stage
 
 
 def virtually(go: Callable[[], Coroutine]) -> object:

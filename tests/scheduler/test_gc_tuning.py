@@ -6,13 +6,13 @@ import gc
 
 import pytest
 
-from scheduler.gc_tuning import SELDOM, seldom_collected
+from scheduler.gc_tuning import INFREQUENT, infrequent_gc
 
 
 def test_the_collector_is_as_it_was_afterwards_whatever_happened() -> None:
     before = gc.get_threshold()
-    with pytest.raises(KeyError), seldom_collected():
-        assert gc.get_threshold() == SELDOM
+    with pytest.raises(KeyError), infrequent_gc():
+        assert gc.get_threshold() == INFREQUENT
         assert gc.get_freeze_count() > 0
         raise KeyError
     assert gc.get_threshold() == before

@@ -117,8 +117,8 @@ def test_a_replica_of_several_slots_has_them_alone() -> None:
 
 
 def test_a_role_without_place_is_told_which_pools_there_are() -> None:
-    with pytest.raises(ValueError, match=r"type '\+placement\.roles=\{meta: \{pool: train\}\}' \(or judging\)"):
-        place(LAPTOP, (*ROLES, "meta"))
+    with pytest.raises(ValueError, match=r"type '\+placement\.roles=\{meta_rm: \{pool: train\}\}' \(or judging\)"):
+        place(LAPTOP, (*ROLES, "meta_rm"))
 
 
 def test_an_unknown_pool_is_named() -> None:

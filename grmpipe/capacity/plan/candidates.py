@@ -29,7 +29,7 @@ class Seating:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class CandidatePool:
     """A pool to be: slots of one kind, and who sits there. Several roles share all of its slots."""
 
     kind: str  # the pool of the configuration whose slots these are
@@ -42,23 +42,23 @@ class Room:
 class Candidate:
     """A placement to be judged."""
 
-    rooms: tuple[Room, ...]
+    candidate_pools: tuple[CandidatePool, ...]
 
     @property
     def layout(self) -> tuple[tuple[tuple[str, ...], bool], ...]:
         """Who shares with whom; numbers aside."""
-        return tuple((tuple(room.seats), room.elastic) for room in self.rooms)
+        return tuple((tuple(one_pool.seats), one_pool.elastic) for one_pool in self.candidate_pools)
 
     @property
     def seats(self) -> dict[str, Seating]:
-        return {role: seating for room in self.rooms for role, seating in room.seats.items()}
+        return {role: seating for one_pool in self.candidate_pools for role, seating in one_pool.seats.items()}
 
     def describe(self) -> str:
-        return " | ".join(describe_room(room) for room in self.rooms)
+        return " | ".join(describe_pool(one_pool) for one_pool in self.candidate_pools)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SearchProblem:
     """What is to be planned.
 
     kinds:   pools of the configuration that differ in what a slot is, with the slots that there are of each in all.
@@ -77,9 +77,10 @@ class Question:
     elastic: frozenset[str] = frozenset()
     replicas: Mapping[str, range] = field(default_factory=dict)
 
-    def allows(self, room: Room) -> bool:
+    def allows(self, one_pool: CandidatePool) -> bool:
         return all(
-            role not in self.replicas or seating.replicas in self.replicas[role] for role, seating in room.seats.items()
+            role not in self.replicas or seating.replicas in self.replicas[role]
+            for role, seating in one_pool.seats.items()
         )
 
 
@@ -91,7 +92,7 @@ class Weighed:
     bound_s: float
     work_s: float  # of the busiest slot, or of the cores that all run on
     loads: Mapping[str, float]
-    slots_s: tuple[float, ...]  # work of a slot by room, the largest first
+    slots_s: tuple[float, ...]  # work of a slot by pool, the largest first
 
     @property
     def reason(self) -> str:
@@ -102,9 +103,9 @@ class Weighed:
             role = max(self.loads, key=lambda role: self.loads[role])
             alone = self.loads[role] >= self.work_s
             return f"bound by {role} {self.loads[role]:.3g} s" if alone else "bound by the cores, which all roles share"
-        rooms = self.candidate.rooms
-        room = max(rooms, key=lambda room: sum(self.loads[role] for role in room.seats))
-        parts = " + ".join(f"{role} {self.loads[role]:.3g} s" for role in room.seats)
+        candidate_pools = self.candidate.candidate_pools
+        one_pool = max(candidate_pools, key=lambda one_pool: sum(self.loads[role] for role in one_pool.seats))
+        parts = " + ".join(f"{role} {self.loads[role]:.3g} s" for role in one_pool.seats)
         return f"bound by {parts}"
 
 
@@ -138,7 +139,7 @@ class Ranking:
 
 
 def search(
-    question: Question,
+    question: SearchProblem,
     simulate: Callable[[Candidate], Predicted] | None,
     max_simulated: int,
     time_is_up: Callable[[], bool] = lambda: False,
@@ -162,17 +163,21 @@ def search(
 # -- candidates ----------------------------------------------------------------------------------------------------
 
 
-def enumerate_candidates(question: Question) -> Iterator[Candidate]:
+def enumerate_candidates(question: SearchProblem) -> Iterator[Candidate]:
     """Every way to share pools, every kind of slot for each, every split of the slots, every width of an engine."""
     for blocks in partitions(question.work.roles):
         for kinds in itertools.product(question.kinds, repeat=len(blocks)):
             for slots in slot_splits(kinds, question.kinds):
                 choices = [
-                    [room for room in rooms_of(kind, num_slots, block, question) if question.allows(room)]
+                    [
+                        one_pool
+                        for one_pool in candidate_pools_of(kind, num_slots, block, question)
+                        if question.allows(one_pool)
+                    ]
                     for kind, num_slots, block in zip(kinds, slots, blocks, strict=True)
                 ]
-                for rooms in itertools.product(*choices):
-                    yield Candidate(rooms=rooms)
+                for candidate_pools in itertools.product(*choices):
+                    yield Candidate(candidate_pools=candidate_pools)
 
 
 def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
@@ -212,48 +217,50 @@ def splits_by(slots: int, parts: int, piece: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def rooms_of(kind: str, slots: int, roles: tuple[str, ...], question: Question) -> list[Room]:
+def candidate_pools_of(kind: str, slots: int, roles: tuple[str, ...], question: SearchProblem) -> list[CandidatePool]:
     """A role alone takes any width that divides the slots; roles that share have a process each on every slot."""
     if len(roles) == 1:
         (role,) = roles
         widths = [n for n in question.widths.get(role, (1,)) if slots % n == 0]
-        return [Room(kind=kind, slots=slots, seats={role: Seating(replicas=slots // n, width=n)}) for n in widths]
+        return [
+            CandidatePool(kind=kind, slots=slots, seats={role: Seating(replicas=slots // n, width=n)}) for n in widths
+        ]
     if any(1 not in question.widths.get(role, (1,)) for role in roles):
         return []
-    shared = Room(kind=kind, slots=slots, seats={role: Seating(replicas=slots, width=1) for role in roles})
+    shared = CandidatePool(kind=kind, slots=slots, seats={role: Seating(replicas=slots, width=1) for role in roles})
     if question.elastic and set(roles) <= question.elastic:
         return [shared, replace(shared, elastic=True)]
     return [shared]
 
 
-def fits_memory(candidate: Candidate, question: Question) -> bool:
+def fits_memory(candidate: Candidate, question: SearchProblem) -> bool:
     return all(wanted <= limit for wanted, limit in memory_of(candidate, question))
 
 
-def memory_of(candidate: Candidate, question: Question) -> Iterator[tuple[float, float]]:
-    """Of each room whose slots' memory is known: what its roles hold together on a slot, and what there is."""
-    for room in candidate.rooms:
-        limit = question.kinds[room.kind].memory_gb
+def memory_of(candidate: Candidate, question: SearchProblem) -> Iterator[tuple[float, float]]:
+    """Of each pool whose slots' memory is known: what its roles hold together on a slot, and what there is."""
+    for one_pool in candidate.candidate_pools:
+        limit = question.kinds[one_pool.kind].memory_gb
         if limit is not None:
-            held = [question.memory(role, seating, room.kind) for role, seating in room.seats.items()]
+            held = [question.memory(role, seating, one_pool.kind) for role, seating in one_pool.seats.items()]
             yield sum(part for part in held if part is not None), limit * GB
 
 
-def nothing_fits(question: Question, candidates: Sequence[Candidate]) -> str:
+def nothing_fits(question: SearchProblem, candidates: Sequence[Candidate]) -> str:
     """Why there is no candidate left, by the one that lacks least."""
     there = ", ".join(f"{pool.slots} of {kind}" for kind, pool in question.kinds.items())
     if not candidates:
         return f"placement.pools: {', '.join(question.work.roles)} can't be placed on the available slots ({there})"
     nearest = min(candidates, key=lambda one: max(wanted / limit for wanted, limit in memory_of(one, question)))
     held = [
-        (question.memory(role, seating, room.kind) or 0.0, role, room)
-        for room in nearest.rooms
-        for role, seating in room.seats.items()
+        (question.memory(role, seating, one_pool.kind) or 0.0, role, one_pool)
+        for one_pool in nearest.candidate_pools
+        for role, seating in one_pool.seats.items()
     ]
-    num_bytes, role, room = max(held, key=lambda entry: entry[0])
-    memory_gb = question.kinds[room.kind].memory_gb or 0.0
+    num_bytes, role, one_pool = max(held, key=lambda entry: entry[0])
+    memory_gb = question.kinds[one_pool.kind].memory_gb or 0.0
     return (
-        f"placement.pools.{room.kind}: no placement fits its slots ({there}): even in the best one {role} needs "
+        f"placement.pools.{one_pool.kind}: no placement fits its slots ({there}): even in the best one {role} needs "
         f"{num_bytes / GB:.3g} of {memory_gb:g} GB per slot; give more or larger slots, or lower the memory of {role} "
         "(see task=plan without plan.search)"
     )
@@ -262,13 +269,15 @@ def nothing_fits(question: Question, candidates: Sequence[Candidate]) -> str:
 # -- weighing ------------------------------------------------------------------------------------------------------
 
 
-def weigh(candidate: Candidate, question: Question) -> Weighed:
+def weigh(candidate: Candidate, question: SearchProblem) -> Weighed:
     """The work bound of a candidate; of a synchronous one the chain as well."""
     costs, seats = question.costs(candidate), candidate.seats
     loads = {role: busy_s(role, question.work, costs, seats[role].replicas) for role in question.work.roles}
-    slots_s = sorted((sum(loads[role] for role in room.seats) for room in candidate.rooms), reverse=True)
+    slots_s = sorted(
+        (sum(loads[role] for role in one_pool.seats) for one_pool in candidate.candidate_pools), reverse=True
+    )
     work_s = slots_s[0]
-    if costs.cores and all(question.kinds[room.kind].resource == "cpu" for room in candidate.rooms):
+    if costs.cores and all(question.kinds[one_pool.kind].resource == "cpu" for one_pool in candidate.candidate_pools):
         work_s = busiest_core_s([(loads[role], seats[role].replicas) for role in loads], costs.cores)
     chain = 0.0 if question.work.max_staleness else chain_s(question.work, costs)
     return Weighed(candidate=candidate, bound_s=max(work_s, chain), work_s=work_s, loads=loads, slots_s=tuple(slots_s))
@@ -318,17 +327,17 @@ def by_time(ranked: Sequence[Ranked]) -> list[Ranked]:
 def placement_of(candidate: Candidate, kinds: Mapping[str, PoolConfig]) -> PlacementConfig:
     """The `placement` block that seats this candidate. A pool is named for who sits there."""
     pools, roles = {}, {}
-    for room in candidate.rooms:
-        name = "_and_".join(room.seats)
-        pools[name] = replace(kinds[room.kind], slots=room.slots, elastic=room.elastic)
-        for role, seating in room.seats.items():
+    for one_pool in candidate.candidate_pools:
+        name = "_and_".join(one_pool.seats)
+        pools[name] = replace(kinds[one_pool.kind], slots=one_pool.slots, elastic=one_pool.elastic)
+        for role, seating in one_pool.seats.items():
             roles[role] = RoleConfig(pool=name, replicas=seating.replicas, slots_per_replica=seating.width)
     return PlacementConfig(pools=pools, roles=roles)
 
 
-def describe_room(room: Room) -> str:
+def describe_pool(one_pool: CandidatePool) -> str:
     """As in `learner 4 | policy 2x2 | grm 1`, or `policy+grm 8 elastic`."""
-    if len(room.seats) > 1:
-        return f"{'+'.join(room.seats)} {room.slots}{' elastic' if room.elastic else ''}"
-    ((role, seating),) = room.seats.items()
+    if len(one_pool.seats) > 1:
+        return f"{'+'.join(one_pool.seats)} {one_pool.slots}{' elastic' if one_pool.elastic else ''}"
+    ((role, seating),) = one_pool.seats.items()
     return f"{role} {seating.replicas}{f' x {seating.width} slots' if seating.width > 1 else ''}"

@@ -52,7 +52,7 @@ def step_work(survey: Survey, profile: Profile | None) -> StepWork:
     """What a step asks, at mean lengths: those that are set, else those of the profile, else half of the most."""
     config, train = survey.config, survey.config.train
     rollouts = train.groups_per_batch * train.group_size
-    packed = train.groups_per_batch if train.shared_prompts else rollouts  # prompts that go through the learner
+    packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
     played = lengths_of("policy", survey, profile)
     engines = {"policy": RoleWork(requests=rollouts, prompt_tokens=played.prompt_tokens, new_tokens=played.new_tokens)}
     if "grm" in config.roles:

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class MeasuredRequest:
     """What an engine did for somebody.
 
     begun_s: of its first token; None: nobody saw it.
@@ -67,7 +67,10 @@ class EngineFit:
 
 
 def fit_engine(
-    engines: Sequence[Sequence[Request]], max_rows: int, believed: EngineSpeed | None = None, request_s: float = 0.0
+    engines: Sequence[Sequence[MeasuredRequest]],
+    max_rows: int,
+    believed: EngineSpeed | None = None,
+    request_s: float = 0.0,
 ) -> EngineFit | None:
     """One speed for all engines of a role, from stretches of time whose steps are known: by their number, their rows,
     the newcomers. None where there are too few requests.
@@ -139,7 +142,7 @@ class Seen:
     num_counted: int
 
     @classmethod
-    def of(cls, requests: Sequence[Request], max_rows: int) -> Seen:
+    def of(cls, requests: Sequence[MeasuredRequest], max_rows: int) -> Seen:
         joined_N, waited_N = joined(requests, max_rows)
         ends_N = np.array([r.end_s for r in requests])
         prompts_N = np.array([r.prompt_tokens for r in requests], dtype=np.float64)
@@ -175,7 +178,7 @@ class Seen:
 
 
 def stretches(
-    requests: Sequence[Request], joined_N: Floats, waited_N: NDArray[np.bool_], counts_N: NDArray[np.bool_]
+    requests: Sequence[MeasuredRequest], joined_N: Floats, waited_N: NDArray[np.bool_], counts_N: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, Floats]:
     """Begin, end, steps. Requests that began with one step end so many steps apart as they have more tokens: what all
     of them went through falls out. One whose beginning nobody saw is a stretch by itself."""
@@ -196,7 +199,7 @@ def stretches(
     return begin_R[lasts], end_R[lasts], steps_R[lasts]
 
 
-def cohorts(requests: Sequence[Request], counted: Sequence[int]) -> Iterator[list[int]]:
+def cohorts(requests: Sequence[MeasuredRequest], counted: Sequence[int]) -> Iterator[list[int]]:
     """Those whose first tokens came with one step."""
     seen = sorted((n for n in counted if requests[n].begun_s is not None), key=lambda n: begun(requests[n]))
     cohort: list[int] = []
@@ -209,12 +212,12 @@ def cohorts(requests: Sequence[Request], counted: Sequence[int]) -> Iterator[lis
         yield cohort
 
 
-def begun(request: Request) -> float:
+def begun(request: MeasuredRequest) -> float:
     assert request.begun_s is not None
     return request.begun_s
 
 
-def joined(requests: Sequence[Request], max_rows: int) -> tuple[Floats, NDArray[np.bool_]]:
+def joined(requests: Sequence[MeasuredRequest], max_rows: int) -> tuple[Floats, NDArray[np.bool_]]:
     """When each took its row, as far as can be told; and which of them had waited for it, to their first token."""
     starts, ends = np.array([r.start_s for r in requests]), np.array([r.end_s for r in requests])
     begun_N = np.array([np.nan if r.begun_s is None else r.begun_s for r in requests], dtype=np.float64)
@@ -223,7 +226,7 @@ def joined(requests: Sequence[Request], max_rows: int) -> tuple[Floats, NDArray[
     return np.where(waited, begun_N, starts), waited
 
 
-def new_prompts(requests: Sequence[Request], order: NDArray[np.intp]) -> NDArray[np.bool_]:
+def new_prompts(requests: Sequence[MeasuredRequest], order: NDArray[np.intp]) -> NDArray[np.bool_]:
     """Which of the requests brought a prompt that none before it, in this order, had brought."""
     known: set[str] = set()
     new = np.ones(len(requests), dtype=bool)

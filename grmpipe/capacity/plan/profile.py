@@ -14,7 +14,7 @@ from statistics import fmean, median
 
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.capacity.lower_bound import LEARNER, POLICY
-from grmpipe.capacity.plan.fit import EngineFit, Request, fit_engine, fit_learner
+from grmpipe.capacity.plan.fit import EngineFit, MeasuredRequest, fit_engine, fit_learner
 from grmpipe.capacity.plan.profile_files import (
     Sizes,
     Span,
@@ -84,7 +84,7 @@ def read_profile(path: str, cores: int, believed: Mapping[str, EngineSpeed] | No
             engines[role] = fit.held_to(work.cpu_s[role]) if role in work.cpu_s else fit
         else:
             notes.append(f"{role}: too few requests in the timeline to measure its speed")
-    learner, said = learner_of(spans, run_dir, known[POLICY], config.train.shared_prompts)
+    learner, said = learner_of(spans, run_dir, known[POLICY], config.train.prefix_sharing)
     notes += said
     pushes = [span.end_s - span.start_s for span in spans if span.lane == SYNC][WARM_UP_STEPS:]
     if not pushes:
@@ -119,11 +119,11 @@ def engine_of(
     A request is believed to cost the engine's process about what it costs the driver at the other end of the wire."""
     requests = requests_of(role, spans)
     usual = round(mean_lengths(known).prompt_tokens) if known else 0
-    lanes: dict[str, list[Request]] = defaultdict(list)
+    lanes: dict[str, list[MeasuredRequest]] = defaultdict(list)
     for span in requests:
         seat = seat_of(span)
         sizes = known.get(seat)
-        request = Request(
+        request = MeasuredRequest(
             start_s=span.start_s,
             end_s=span.end_s,
             begun_s=span.begun_s,
@@ -206,10 +206,10 @@ def mean_lengths(known: Mapping[str, list[Sizes]]) -> Lengths:
 
 
 def learner_of(
-    spans: Sequence[Span], run_dir: Path, known: Mapping[str, list[Sizes]], shared_prompts: bool
+    spans: Sequence[Span], run_dir: Path, known: Mapping[str, list[Sizes]], prefix_sharing: bool
 ) -> tuple[LearnerSpeed | None, list[str]]:
     """Seconds in its spans against tokens trained, step by step."""
-    tokens = tokens_by_step(run_dir, known, shared_prompts)
+    tokens = tokens_by_step(run_dir, known, prefix_sharing)
     busy, done = {}, 0.0
     for span in sorted((span for span in spans if span.lane == LEARNER), key=lambda span: span.start_s):
         done += span.end_s - span.start_s

@@ -73,14 +73,14 @@ def completion_tokens(completion: Record) -> int:
     return len(completion["token_ids"]) or completion.get("unseen_tokens", 0)
 
 
-def tokens_by_step(run_dir: Path, known: Mapping[str, list[Sizes]], shared_prompts: bool) -> dict[int, int]:
+def tokens_by_step(run_dir: Path, known: Mapping[str, list[Sizes]], prefix_sharing: bool) -> dict[int, int]:
     """Prompt and new tokens of the groups that each step trained, as its learner has them."""
     of_group: Counter[str] = Counter()
     for seat, turns in known.items():
         group_id = seat.rsplit("/", 1)[0]
         # A later turn's prompt holds the earlier ones.
         whole = turns[-1].prompt_tokens + turns[-1].new_tokens
-        of_group[group_id] += whole - (turns[0].prompt_tokens if shared_prompts and group_id in of_group else 0)
+        of_group[group_id] += whole - (turns[0].prompt_tokens if prefix_sharing and group_id in of_group else 0)
     tokens: Counter[int] = Counter()
     for line in json_lines(run_dir / "groups.jsonl"):
         if line["outcome"] == "trained":

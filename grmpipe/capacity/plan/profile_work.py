@@ -58,7 +58,7 @@ def measured_in_work(
         lanes = {lane_of(seat.role, seat.name) for seat in shared.seats}
         of_lanes = [busy.get(lane, []) for lane in sorted(lanes)]
         background = driver.core_share if driver and shared.is_host else 0.0
-        work = work_clock(of_lanes, shared.capacity, background, shared.turn_cost)
+        work = work_clock(of_lanes, shared.capacity, background, shared.context_switch_cost)
         clocks |= dict.fromkeys(lanes, work)
         if not shared.is_host:
             continue

@@ -13,9 +13,9 @@ from grmpipe.capacity.lower_bound import LEARNING, StepWork
 from grmpipe.capacity.plan.candidates import (
     Candidate,
     Predicted,
-    Question,
     Ranked,
     Ranking,
+    SearchProblem,
     Seating,
     placement_of,
     search,
@@ -52,7 +52,7 @@ def find_plans(survey: Survey, profile: Profile | None, simulate: Simulate | Non
     """Raises ConfigError where no placement fits, or where nobody knows what work costs."""
     plan, kinds = survey.config.plan, slot_kinds(survey)
     until = time.monotonic() + plan.search_s
-    question = make_question(survey, profile, kinds)
+    question = make_search_problem(survey, profile, kinds)
 
     def try_out(candidate: Candidate) -> Predicted:
         assert simulate is not None
@@ -92,7 +92,7 @@ def slot_kinds(survey: Survey) -> dict[str, PoolConfig]:
     return kinds
 
 
-def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, PoolConfig]) -> Question:
+def make_search_problem(survey: Survey, profile: Profile | None, kinds: Mapping[str, PoolConfig]) -> SearchProblem:
     known: dict[tuple[tuple[str, int, int, str], ...], Costs] = {}
     speeds: dict[tuple[str, int, str], EngineSpeed] = {}
     held: dict[tuple[str, int, int, str], float | None] = {}
@@ -106,9 +106,9 @@ def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, P
 
     def costs(candidate: Candidate) -> Costs:
         seated = {
-            role: Seated(seating=seating, pool=room.kind)
-            for room in candidate.rooms
-            for role, seating in room.seats.items()
+            role: Seated(seating=seating, pool=one_pool.kind)
+            for one_pool in candidate.candidate_pools
+            for role, seating in one_pool.seats.items()
         }
         # An engine's speed doesn't depend on how many there are; a learner's does on its ranks.
         key = tuple(
@@ -120,7 +120,7 @@ def make_question(survey: Survey, profile: Profile | None, kinds: Mapping[str, P
         return known[key]
 
     work = step_work(survey, profile)
-    return Question(
+    return SearchProblem(
         kinds=kinds,
         work=work,
         widths={role: widths_of(role, survey) for role in work.engines},

@@ -92,7 +92,7 @@ def wish_of(survey: Survey, role: str) -> Wish | None:
 
 
 def held_beside(survey: Survey, role: str) -> float:
-    """What another role holds while the engines serve: a learner that has its turns has gone."""
+    """What another role holds while the engines serve: a learner that is time-shared has gone."""
     if role == "learner" and survey.placement.time_sharing_roles:
         return 0.0
     return total(parts_beside(survey, role))
@@ -108,7 +108,7 @@ def parts_beside(survey: Survey, role: str) -> Sequence[Part]:
 
 
 def at_push(survey: Survey, role: str, memory: float) -> float:
-    """The most for the policy's engines while a learner that has its turns brings them its weights."""
+    """The most for the policy's engines while a learner that is time-shared brings them its weights."""
     if role != "policy" or role not in survey.placement.time_sharing_roles:
         return memory
     return USABLE * memory - total([part for part in memory_parts(survey, "learner") if part.kind == "weights"])

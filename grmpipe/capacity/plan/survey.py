@@ -10,16 +10,16 @@ import torch
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.validate.context_limits import check_judge, check_policy
 from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
-from grmpipe.validate.engines import check_installed, check_tensor_parallel, window_of
+from grmpipe.validate.engines import check_installed, check_tensor_parallel, context_limit_of
 from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.seats import check_machine
 from grmpipe.validate.sections import ModelNotHere, section
 from grmpipe.validate.swap import check_swap
-from grmpipe.validate.windows import check_judge, check_policy
 from models.lm.footprint import Footprint, Heads, footprint_of, footprint_of_shape, heads_of
 from scheduler.devices import DeviceSpec, device_called, find_device
 from scheduler.placement import Placement, PoolConfig
@@ -81,7 +81,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         models["critic"] = size_critic(config, models["policy"], progress)
     if (policy := models["policy"].model) is not None:
         check_policy(config, policy, data)
-    if config.judge_is_outside:
+    if config.judge_is_remote:
         check_judge(config, roles.served["grm"], None, data)
     elif "grm" in models and (grm := models["grm"].model) is not None:
         check_judge(config, roles.served["grm"], grm, data)
@@ -135,7 +135,7 @@ def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple
         if not shape.declared:
             lacking.append(f"memory of {name}: declare {name}.shape, as in conf/policy/qwen3_8b.yaml")
             return Sized(role=name, model=None, footprint=None, context_tokens=0), lacking
-        window = window_of(role, shape.context_tokens)
+        window = context_limit_of(role, shape.context_tokens)
         return Sized(role=name, model=None, footprint=footprint_of_shape(shape), context_tokens=window), lacking
     sized = Sized(role=name, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens)
     return sized, []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from grmpipe.judge.grm import GrmHere, GrmPrompt, Renderer
-from models.engines.simulated.simulated_pace import Pace, SharedDevice
+from grmpipe.judge.grm import GrmPrompt, LocalGrm, PromptRenderer
+from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
 from models.types import Completion, Engine, RequestContext, SamplingParams
 
 
@@ -19,21 +19,21 @@ class SimulatedDriver:
     def __init__(self, request_s: float, device: SharedDevice | None = None) -> None:
         self._half_s = request_s / 2
         self._device = device or SharedDevice()
-        self._pace = Pace()
+        self._rate = SimulatedRate()
         self._queue: deque[tuple[float, asyncio.Future[None]]] = deque()  # seconds of work by when it is done
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def busy_s(self) -> float:
         """Seconds of work so far."""
-        return self._pace.worked_s(asyncio.get_running_loop().time())
+        return self._rate.worked_s(asyncio.get_running_loop().time())
 
     async def attend(self) -> None:
         """Return once it was this one's turn. Who gives up waiting has cost what it costs."""
         if not self._half_s:
             return
         loop = asyncio.get_running_loop()
-        free_s = self._queue[-1][0] if self._queue else self._pace.worked_s(loop.time())
+        free_s = self._queue[-1][0] if self._queue else self._rate.worked_s(loop.time())
         turn: asyncio.Future[None] = loop.create_future()
         self._queue.append((free_s + self._half_s, turn))
         if len(self._queue) == 1:
@@ -41,13 +41,13 @@ class SimulatedDriver:
         await turn
 
     def share_changed(self, share: float) -> None:
-        self._pace.turn(asyncio.get_running_loop().time(), share)
+        self._rate.set_rate(asyncio.get_running_loop().time(), share)
         self._wait_for_next()
 
     def _wait_for_next(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(self._pace.when_s(self._queue[0][0]), self._done)
+        self._timer = asyncio.get_running_loop().call_at(self._rate.when_s(self._queue[0][0]), self._done)
 
     def _done(self) -> None:
         self._timer = None
@@ -57,14 +57,14 @@ class SimulatedDriver:
         if self._queue:
             self._wait_for_next()
         else:
-            self._pace.turn(asyncio.get_running_loop().time(), 0.0)
+            self._rate.set_rate(asyncio.get_running_loop().time(), 0.0)
             self._device.vacate(self)
 
 
-class AttendedGrm(GrmHere):
+class AttendedGrm(LocalGrm):
     """A GRM whose questions and answers pass through the driver."""
 
-    def __init__(self, name: str, engine: Engine, renderer: Renderer, driver: SimulatedDriver) -> None:
+    def __init__(self, name: str, engine: Engine, renderer: PromptRenderer, driver: SimulatedDriver) -> None:
         super().__init__(name, engine, renderer, context_tokens=0)
         self._driver = driver
 

@@ -18,21 +18,21 @@ from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play
 from grmpipe.capacity.simulate.step_bound import GRM, Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness
-from grmpipe.pipeline.interfaces import Parts, StepReport, Trainer
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
+from grmpipe.pipeline.interfaces import PipelineComponents, StepReport, Trainer
 from grmpipe.pipeline.pipeline import Pipeline
-from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.critic.valued_journal import ValuedJournal
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.time_shared_learner import LearnerByTurns, TrainerByTurns, begin_turn
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup, TimeSharedTrainer, begin_learner_phase
 from models.engines.simulated.simulated_engine import SimulatedEngine
-from models.engines.simulated.simulated_pace import SharedDevice
+from models.engines.simulated.simulated_rate import SharedDevice
 from models.types import Engine
 from scheduler.events import EventSink, NoEvents
-from scheduler.gc_tuning import seldom_collected
+from scheduler.gc_tuning import infrequent_gc
 from scheduler.placement import Placement
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
@@ -55,7 +55,7 @@ class SimulatedStep:
     step_s: float
     busy_s: Mapping[str, float]
     staleness: int  # of its oldest group
-    waits: WaitTimes
+    stalls: StallTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class SimulatedRun:
     dropped: Mapping[str, int]  # groups by cause
     failed_judgements: Mapping[str, int]
     moves: Mapping[str, int]  # of elastic slots
-    waits: WaitTimes  # summed up over `settled`
+    stalls: StallTimes  # summed up over `settled`
 
     @property
     def times_bound(self) -> float:
@@ -85,7 +85,7 @@ def simulate(
     workload: Workload, placement: Placement, costs: Costs, num_steps: int, events: EventSink | None = None
 ) -> SimulatedRun:
     """Runs on a loop of its own, so it can't be called from within one. Repeatable: equal arguments, equal results."""
-    with seldom_collected():
+    with infrequent_gc():
         return run_virtually(lambda: Simulation(workload, placement, costs, num_steps, events or NoEvents()).run())
 
 
@@ -106,7 +106,7 @@ class Simulation:
     critic: Critic | None = field(init=False, default=None)
     critic_ranks: SimulatedRanks | None = field(init=False, default=None)
     pipeline: Pipeline = field(init=False)
-    share: TimeShare | None = field(init=False, default=None)  # the turns of the learner's pool
+    share: TimeShare | None = field(init=False, default=None)  # the time-shared pool of the learner
     steps: list[SimulatedStep] = field(default_factory=list)
 
     async def run(self) -> SimulatedRun:
@@ -117,11 +117,11 @@ class Simulation:
         if self.share is not None:
             self.share.stops(self.pipeline.clock)
         loops = {f"pool {pool.name}": pool.run() for pool in pools}
-        values = {"values": self.critic.valuer.run()} if self.critic is not None else {}
+        values = {"values": self.critic.value_cache.run()} if self.critic is not None else {}
         await run_until(self.pipeline.run(), **loops, **values)
         return self._result(pools)
 
-    def assemble(self) -> tuple[Parts, list[ElasticPool]]:
+    def assemble(self) -> tuple[PipelineComponents, list[ElasticPool]]:
         """What the pipeline runs on, and the pools whose slots move."""
         self.devices = shared_devices(self.placement, self.costs.cores)
         self.driver = SimulatedDriver(self.costs.driver_request_s, self.devices.get(DRIVER))
@@ -132,7 +132,7 @@ class Simulation:
         self.critic = self._critic()
         self.engines = {}
         routers = {role: self._start(role) for role in self.costs.engines}
-        learner = LearnerByTurns(self.ranks)
+        learner = TimeSharedLearnerGroup(self.ranks)
         sync = WeightSync(learner, PROBE, self.workload.config.sync)
         pools = self._elastic_pools(routers, sync)
         if sharing := self.placement.time_sharing_roles:
@@ -218,9 +218,9 @@ class Simulation:
         }
         return Needs(self.costs, rows, train.group_size, judge.num_judgements)
 
-    def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> Parts:
+    def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> PipelineComponents:
         config = self.workload.config
-        gate = FailureGate(
+        breaker = CircuitBreaker(
             max_failure_rate=config.judge.max_failure_rate,
             window=config.judge.failure_window,
             pause_s=config.judge.pause_s,
@@ -228,16 +228,16 @@ class Simulation:
         max_new_tokens, critic = config.rollout.max_new_tokens, self.critic
         trainer: Trainer = BatchTrainer(learner, config.train, config.algorithm, max_new_tokens, critic)
         if self.share is not None:
-            trainer = TrainerByTurns(trainer, begin_turn(self.share))
-        return Parts(
+            trainer = TimeSharedTrainer(trainer, begin_learner_phase(self.share))
+        return PipelineComponents(
             prompts=self.workload.prompts,
             too_long=lambda prompt: False,
             play=make_play(self.workload, routers[POLICY], self.driver),
             judge=make_judge(self.workload, routers.get(GRM), config.judge.kind, self.driver),
-            watch=JudgeFitness(gate),
+            judge_guard=JudgeFitness(breaker),
             trainer=trainer,
             push_weights=functools.partial(self._push, sync, routers[POLICY]),
-            journal=self.needs if critic is None else ValuedJournal(self.needs, critic.valuer),
+            journal=self.needs if critic is None else ValuedJournal(self.needs, critic.value_cache),
             events=self.events,
         )
 
@@ -253,10 +253,10 @@ class Simulation:
         self.steps.append(
             SimulatedStep(
                 ended_s=asyncio.get_running_loop().time(),
-                step_s=report.waits.steps_s,
+                step_s=report.stalls.steps_s,
                 busy_s=busy_s | self._learning_busy_s() | self._driver_busy_s(),
                 staleness=max(report.step - 1 - group.version for group in report.groups),
-                waits=report.waits,
+                stalls=report.stalls,
             )
         )
 
@@ -286,9 +286,9 @@ class Simulation:
             ),
             max_staleness=max(step.staleness for step in self.steps),
             dropped=dict(self.pipeline.ledger.dropped),
-            failed_judgements=dict(self.pipeline.tally.total_so_far().failed),
+            failed_judgements=dict(self.pipeline.counters.total_so_far().failed),
             moves={move: count for pool in pools for move, count in pool.moves.items()},
-            waits=functools.reduce(WaitTimes.plus, (step.waits for step in inside)),
+            stalls=functools.reduce(StallTimes.plus, (step.stalls for step in inside)),
         )
 
 
@@ -303,7 +303,7 @@ def shared_devices(placement: Placement, cores: int) -> dict[str, SharedDevice]:
     of them does."""
     devices: dict[str, SharedDevice] = {}
     for shared in shared_by(placement, cores):
-        device = SharedDevice(shared.capacity, shared.turn_cost)
+        device = SharedDevice(shared.capacity, shared.context_switch_cost)
         devices |= {seat.name: device for seat in shared.seats if seat.name not in devices}
         if shared.is_host:
             devices[DRIVER] = device

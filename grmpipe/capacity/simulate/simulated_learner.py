@@ -10,7 +10,7 @@ import numpy as np
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import MicroBatch
-from models.engines.simulated.simulated_pace import Pace, SharedDevice
+from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
 from models.types import InlineBytes, WeightBucket, WeightTensor
 from models.weights.checksums import checksum
 
@@ -37,7 +37,7 @@ class SimulatedRanks:
         self._switch_s = switch_s
         self._device = device or SharedDevice()
         self._turn = asyncio.Lock()
-        self._pace = Pace()
+        self._rate = SimulatedRate()
         self._pace_changed = asyncio.Event()
 
     @property
@@ -47,7 +47,7 @@ class SimulatedRanks:
     @property
     def busy_s(self) -> float:
         """Seconds of work so far, pushes of weights included."""
-        return self._pace.worked_s(asyncio.get_running_loop().time())
+        return self._rate.worked_s(asyncio.get_running_loop().time())
 
     async def call(self, rank: int, method: str, *args: object) -> object:
         return (await self._answer(method, [args] * self._num_ranks))[rank]
@@ -62,7 +62,7 @@ class SimulatedRanks:
         return None
 
     def share_changed(self, share: float) -> None:
-        self._pace.turn(asyncio.get_running_loop().time(), share)
+        self._rate.set_rate(asyncio.get_running_loop().time(), share)
         self._pace_changed.set()
 
     async def _answer(self, method: str, args_by_rank: Sequence[tuple[object, ...]]) -> list[object]:
@@ -91,7 +91,7 @@ class SimulatedRanks:
                     (token_ids,) = args_by_rank[0]
                     assert isinstance(token_ids, tuple)
                     return [(-1.0,) * (len(token_ids) - 1)] * self._num_ranks
-                case "reside":  # what a change of engines on a slot takes: as many bytes, about
+                case "keep_on_device":  # what a change of engines on a slot takes: as many bytes, about
                     await self._spend(self._switch_s)
                     return [0] * self._num_ranks
                 case "discard" | "connect" | "deliver":
@@ -104,10 +104,10 @@ class SimulatedRanks:
 
     async def _spend(self, work_s: float) -> None:
         clock = asyncio.get_running_loop().time
-        end_s = self._pace.worked_s(clock()) + work_s
+        end_s = self._rate.worked_s(clock()) + work_s
         self._device.occupy(self)
         try:
-            while (when_s := self._pace.when_s(end_s)) > clock():
+            while (when_s := self._rate.when_s(end_s)) > clock():
                 self._pace_changed.clear()
                 try:
                     async with asyncio.timeout_at(when_s):
@@ -116,7 +116,7 @@ class SimulatedRanks:
                     break
         finally:
             self._device.vacate(self)
-            self._pace.turn(clock(), 0.0)
+            self._rate.set_rate(clock(), 0.0)
 
 
 def num_tokens(micro_batch: object) -> int:

@@ -47,7 +47,7 @@ def run_simulation(config: RunConfig, progress: Progress) -> str:
 
 def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, Costs], Predicted] | None:
     """For a plan: how a placement of the same run fares. None where a judge lives outside."""
-    if survey.config.judge_is_outside:
+    if survey.config.judge_is_remote:
         return None
     workload = workload_of(survey, profile)
 
@@ -61,7 +61,7 @@ def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, C
 def workload_of(survey: Survey, profile: Profile | None) -> Workload:
     """Raises ConfigError where a judge lives outside: nobody here knows its speed."""
     config = survey.config
-    if config.judge_is_outside:
+    if config.judge_is_remote:
         raise ConfigError("grm.engine: a judge behind an endpoint can't be simulated; type grm.engine=vllm")
     roles = [role for role in (POLICY, GRM) if role in config.roles]
     data = config.data

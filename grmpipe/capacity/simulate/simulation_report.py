@@ -49,12 +49,12 @@ def why_bound(run: SimulatedRun, max_staleness: int) -> str:
 def bottleneck(run: SimulatedRun) -> str:
     """Who works all the time; where nobody does, what the learner waited for most."""
     role = max(run.busy, key=lambda role: run.busy[role])
-    waits, total_s = run.waits, run.waits.steps_s
+    stalls, total_s = run.stalls, run.stalls.steps_s
     waited = {
-        "rollouts": waits.policy_s,
-        "verdicts": waits.judge_s,
-        "the learner (admission held the engines)": waits.batch_s,
-        "weights": waits.weights_s,
+        "rollouts": stalls.rollouts_s,
+        "verdicts": stalls.verdicts_s,
+        "the learner (admission held the engines)": stalls.training_s,
+        "weights": stalls.weight_sync_s,
     }
     what, longest_s = max(waited.items(), key=lambda item: item[1])
     if run.busy[role] >= FULLY_BUSY or not longest_s:
@@ -76,10 +76,10 @@ def record_of(run: SimulatedRun) -> dict[str, object]:
         "chain_s": run.bound.chain_s,
         "max_staleness": run.max_staleness,
         "waits_s": {
-            "policy": run.waits.policy_s,
-            "judge": run.waits.judge_s,
-            "batch": run.waits.batch_s,
-            "weights": run.waits.weights_s,
+            "policy": run.stalls.rollouts_s,
+            "judge": run.stalls.verdicts_s,
+            "batch": run.stalls.training_s,
+            "weights": run.stalls.weight_sync_s,
         },
         "groups_dropped": dict(run.dropped),
         "judgements_failed": dict(run.failed_judgements),

@@ -13,11 +13,11 @@ from grmpipe.capacity.simulate.scripts import CountingRenderer, Lengths
 from grmpipe.capacity.simulate.step_bound import GRM
 from grmpipe.config.run_config import RunConfig
 from grmpipe.data.stream import PromptStream
-from grmpipe.envs.play import Play, Seat, play
+from grmpipe.envs.play import Play, RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
-from grmpipe.judge.base import OneByOne
-from grmpipe.judge.labels import LabelJudge, rule_of
+from grmpipe.judge.labels import LabelReward, rule_of
 from grmpipe.judge.mixed import MixedJudge
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.rule import RuleJudge
 from grmpipe.pipeline.interfaces import FlowConfig
@@ -40,8 +40,8 @@ class Workload:
 
 def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
     """Scripted scores say nothing of signal: no group is dropped for its lack."""
-    flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.width, config.seed)
-    return replace(flow, num_steps=num_steps, max_no_signal_groups=0, report_wait_s=NO_WAIT_S)
+    flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.max_concurrency, config.seed)
+    return replace(flow, num_steps=num_steps, max_zero_advantage_groups=0, report_wait_s=NO_WAIT_S)
 
 
 def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Play:
@@ -50,9 +50,9 @@ def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Pl
     renderer = CountingRenderer(workload.chars_per_token[POLICY])
     params = SamplingParams(max_new_tokens=limits.max_new_tokens, temperature=limits.temperature)
 
-    async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         await driver.attend()
-        rollout = await play(seat, SingleTurn(prompt), policy, renderer, params, limits.max_turns, on_first_token)
+        rollout = await play(request, SingleTurn(prompt), policy, renderer, params, limits.max_turns, on_first_token)
         await driver.attend()
         return rollout
 
@@ -63,9 +63,9 @@ def make_judge(workload: Workload, grm: Router | None, kind: str, driver: Simula
     """The real judge, of a GRM whose critiques are scripted and really parsed."""
     config = workload.config
     if kind == "rule":
-        return OneByOne(RuleJudge(config.judge.rule, config.judge.scale))
+        return PointwiseAdapter(RuleJudge(config.judge.rule, config.judge.scale))
     if kind == "label":
-        return OneByOne(LabelJudge(rule_of(config.judge)))
+        return PointwiseAdapter(LabelReward(rule_of(config.judge)))
     if kind == "mixed":
         mix = config.judge.mix.items()
         return MixedJudge({name: (make_judge(workload, grm, name, driver), weight) for name, weight in mix})

@@ -60,7 +60,7 @@ class Needs:
         self._open: dict[str, _Needs] = {}
         self._step: list[_Needs] = []
 
-    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
+    def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         needs = self._open.setdefault(rollout.group_id, _Needs())
         played_s = 0.0
         for turn in rollout.turns:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grmpipe.judge.base import judge_together
+from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.types import Judge, JudgeReport, Metrics, Prompt, Verdict
 
 # "One token to fool LLM-as-a-judge" (arXiv 2507.08794): a reasoning opener or a mark alone passes for an answer.
@@ -19,31 +19,33 @@ MIDDLE = 0.5  # of the reward, which is 0 at the low end of the scale and 1 at i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bait:
+class AdversarialProbe:
     """A prompt, and for a judge that compares the real answer that a reply without content stands beside."""
 
     prompt: Prompt
     rival: str | None = None
 
 
-async def fooled(judge: Judge, baits: Sequence[Bait]) -> Metrics:
+async def probe_judge(judge: Judge, probes: Sequence[AdversarialProbe]) -> Metrics:
     """Mean score of the replies and the share above the middle, over those that got a verdict; and how many didn't.
 
     The same names each time: a judge that stands still gives the same.
     """
 
-    async def judged(bait: Bait, group_id: str, reply: str) -> JudgeReport:
-        texts = (reply,) if bait.rival is None else (reply, bait.rival)
-        return (await judge_together(judge, bait.prompt, group_id, texts))[0]
+    async def judged(probe: AdversarialProbe, group_id: str, reply: str) -> JudgeReport:
+        texts = (reply,) if probe.rival is None else (reply, probe.rival)
+        return (await judge_together(judge, probe.prompt, group_id, texts))[0]
 
     reports = await asyncio.gather(
-        *(judged(bait, f"fool-{i}-{j}", reply) for i, bait in enumerate(baits) for j, reply in enumerate(REPLIES))
+        *(judged(probe, f"fool-{i}-{j}", reply) for i, probe in enumerate(probes) for j, reply in enumerate(REPLIES))
     )
     verdicts = [report.verdict for report in reports if isinstance(report.verdict, Verdict)]
     if not reports:
         return {}
-    metrics = {"watch/fooling_failed_share": 1 - len(verdicts) / len(reports)}
+    metrics = {"judge_monitor/adversarial_failed_share": 1 - len(verdicts) / len(reports)}
     if verdicts:
-        metrics["watch/fooling_score"] = statistics.fmean(verdict.score for verdict in verdicts)
-        metrics["watch/fooled_share"] = statistics.fmean(verdict.outcome > MIDDLE for verdict in verdicts)
+        metrics["judge_monitor/adversarial_score"] = statistics.fmean(verdict.score for verdict in verdicts)
+        metrics["judge_monitor/attack_success_share"] = statistics.fmean(
+            verdict.outcome > MIDDLE for verdict in verdicts
+        )
     return metrics

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from grmpipe.judge.base import judge_together
+from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.types import Judge, Metrics, Prompt, Verdict
 
 SURE = 3.0  # standard errors
@@ -24,7 +24,7 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class CanaryDrift:
     """Scores now less those at first, over responses that got both."""
 
     differences: tuple[float, ...]
@@ -44,12 +44,12 @@ class Drift:
         return abs(self.mean) > SURE * error
 
     def metrics(self) -> Metrics:
-        metrics = {"watch/canaries_failed": float(self.num_failed)}
+        metrics = {"judge_monitor/canaries_failed": float(self.num_failed)}
         if self.differences:
             metrics |= {
-                "watch/canary_score": self.score,
-                "watch/canary_drift": self.mean,
-                "watch/canary_drift_abs": statistics.fmean(map(abs, self.differences)),
+                "judge_monitor/canary_score": self.score,
+                "judge_monitor/canary_drift": self.mean,
+                "judge_monitor/canary_drift_abs": statistics.fmean(map(abs, self.differences)),
             }
         return metrics
 
@@ -69,14 +69,14 @@ def with_first_scores(canaries: Sequence[Canary], scores: Sequence[tuple[float |
     return tuple(replace(canary, scores=given) for canary, given in zip(canaries, scores, strict=True))
 
 
-def drift_of(canaries: Sequence[Canary], scores: Sequence[tuple[float | None, ...]]) -> Drift:
+def drift_of(canaries: Sequence[Canary], scores: Sequence[tuple[float | None, ...]]) -> CanaryDrift:
     pairs = [
         (first, now)
         for canary, given in zip(canaries, scores, strict=True)
         for first, now in zip(canary.scores, given, strict=True)
     ]
     both = [(first, now) for first, now in pairs if first is not None and now is not None]
-    return Drift(
+    return CanaryDrift(
         differences=tuple(now - first for first, now in both),
         num_failed=len(pairs) - len(both),
         score=statistics.fmean(now for _, now in both) if both else math.nan,

@@ -10,8 +10,9 @@ from grmpipe.config.judge_monitor import LimitConfig
 from grmpipe.types import Metrics
 
 OF_CHECKS = (
-    "watch/fooled_share", "watch/fooling_score", "watch/fooling_failed_share", "watch/canary_score",
-    "watch/canary_drift", "watch/canary_drift_abs", "watch/canaries_failed",
+    "judge_monitor/attack_success_share", "judge_monitor/adversarial_score", "judge_monitor/adversarial_failed_share",
+    "judge_monitor/canary_score",
+    "judge_monitor/canary_drift", "judge_monitor/canary_drift_abs", "judge_monitor/canaries_failed",
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ class Limits:
             if (told := broken(limit, value)) is None:
                 self._exceeded.discard(name)
                 continue
-            text = f"watch.limits.{name}: at step {step} {limit.metric} is {value:.4g}, {told}"
+            text = f"judge_monitor.limits.{name}: at step {step} {limit.metric} is {value:.4g}, {told}"
             found.append(Exceeded(name=name, action=limit.action, text=text, new=name not in self._exceeded))
             self._exceeded.add(name)
         return found
@@ -63,7 +64,7 @@ class Limits:
                 continue
             near = difflib.get_close_matches(metric, sorted(self._known), n=1)
             told.append(
-                f"watch.limits.{name}: no step reported the metric {metric}"
+                f"judge_monitor.limits.{name}: no step reported the metric {metric}"
                 + (f"; did you mean {near[0]}?" if near else "")
             )
         return told

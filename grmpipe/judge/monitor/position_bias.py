@@ -61,7 +61,7 @@ def order_flips(judgements: Iterable[Judgement]) -> Flips:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Habits:
+class PositionBias:
     """Of comparing judgements: how they stand to the order, and who won them."""
 
     flips: Flips = Flips()
@@ -69,11 +69,11 @@ class Habits:
     tied: int = 0  # without a single winner
     first_won: int = 0  # the one that was shown first
 
-    def with_judgements(self, judgements: Sequence[Judgement]) -> Habits:
+    def with_judgements(self, judgements: Sequence[Judgement]) -> PositionBias:
         places = [place_of_winner(judgement) for judgement in judgements if len(judgement.siblings) > 1]
         if not places:
             return self
-        return Habits(
+        return PositionBias(
             flips=self.flips + order_flips(judgements),
             compared=self.compared + len(places),
             tied=self.tied + places.count(None),

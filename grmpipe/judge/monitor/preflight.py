@@ -1,4 +1,5 @@
-"""A dry judgement: does the judge write anything that its parser reads? Asked of the real GRM before the first step."""
+"""A preflight judgement: does the judge write anything that its parser reads? Asked of the real GRM before the first
+step."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.base import judge_together
+from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.types import Failed, FailedJudgement, Judge, JudgeReport, Prompt
 
 NUM_PROMPTS = 4  # with k judgements and a re-ask each: few enough to take no time, enough to be no bad luck
 NUM_SIBLINGS = 2  # the fewest that can be compared
 
 
-async def dry_judgement(judge: Judge, config: JudgeConfig, prompts: Sequence[Prompt]) -> str | None:
+async def preflight_judgement(judge: Judge, config: JudgeConfig, prompts: Sequence[Prompt]) -> str | None:
     """Why judging can't work, in words that begin with the key; None where it does, or where nobody can tell.
 
     A judge that gave no answer at all says nothing about its parser: that is for the run to deal with. What is judged
@@ -39,11 +40,13 @@ def explained(config: JudgeConfig, failures: Sequence[Failed]) -> str:
     last = [failure for failure in failures if failure.cause == cause][-1]
     if cause == "truncated":
         return (
-            f"max_new_tokens: {count} of {len(failures)} dry judgements were truncated at {config.max_new_tokens} "
+            f"max_new_tokens: {count} of {len(failures)} preflight judgements were truncated at "
+            f"{config.max_new_tokens} "
             "tokens, and none ended; type a larger judge.max_new_tokens, or a template for shorter judgements"
         )
     return (
-        f"parser: {config.parser} could read none of {len(failures)} dry judgements with template {config.template}; "
+        f"parser: {config.parser} could read none of {len(failures)} preflight judgements with template "
+        f"{config.template}; "
         f"{last.detail}; type a judge.template (and its judge.parser) that this GRM can follow, or "
         "judge.structured=true if its engine has a grammar"
     )

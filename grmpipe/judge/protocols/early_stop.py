@@ -32,7 +32,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OrderTally:
+class OrderCounts:
     """Of a pair's judgements in one order of showing: points of one of the two, votes so far, judgements left."""
 
     points: float
@@ -46,7 +46,7 @@ class OrderTally:
         return points / most_votes, (points + self.num_left) / most_votes
 
 
-def winner_is_fixed(*orders: OrderTally) -> bool:
+def winner_is_fixed(*orders: OrderCounts) -> bool:
     """Whether the judgements left can't change who wins a pair, as `pair_result` counts. A tie isn't a winner, and
     nobody wins before each order has a vote."""
     if not all(order.num_votes for order in orders):

@@ -1,4 +1,4 @@
-"""A judge that asks a GRM: opens the hearing of its protocol for each group. Asks and votes nothing itself."""
+"""A judge that asks a GRM: opens the judge session of its protocol for each group. Asks and votes nothing itself."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import cast
 
 from grmpipe.config.dotted_path import found_at
-from grmpipe.config.judge import VOTES_WITH_META, JudgeConfig
-from grmpipe.judge.base import judge_alone
+from grmpipe.config.judge import VOTES_WITH_META_RM, JudgeConfig
 from grmpipe.judge.grm import Grm
-from grmpipe.judge.grm_client import Asker
-from grmpipe.judge.meta_rm import MetaScorer
+from grmpipe.judge.grm_client import GrmClient
+from grmpipe.judge.meta_rm import MetaRmScorer
+from grmpipe.judge.pointwise_adapter import judge_alone
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
-from grmpipe.judge.protocols.base import Court
+from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.steps import Decode
-from grmpipe.types import Hearing, JudgeReport, Prompt, Rollout
+from grmpipe.types import JudgeReport, JudgeSession, Prompt, Rollout
 
-Open = Callable[[Court, Prompt, str, int], Hearing]
+Open = Callable[[JudgeContext, Prompt, str, int], JudgeSession]
 
 
 class GenerativeJudge:
@@ -28,24 +28,29 @@ class GenerativeJudge:
     """
 
     def __init__(
-        self, grm: Grm, config: JudgeConfig, seed: int, meta: MetaScorer | None = None, decode: Decode | None = None
+        self,
+        grm: Grm,
+        config: JudgeConfig,
+        seed: int,
+        meta_rm: MetaRmScorer | None = None,
+        decode: Decode | None = None,
     ) -> None:
-        if config.vote in VOTES_WITH_META and meta is None:
+        if config.vote in VOTES_WITH_META_RM and meta_rm is None:
             raise ValueError(f"vote: {config.vote} needs a meta-RM, and there is none; type judge.vote=mean")
-        ahead = config.principles == "ahead"
+        ahead = config.principles == "shared"
         self._open = cast(Open, found_at(config.protocol_kind.session, "judge.protocol"))
-        self._court = Court(
-            asker=Asker(grm, config, seed),
+        self._context = JudgeContext(
+            client=GrmClient(grm, config, seed),
             config=config,
             template=JudgePrompt.of(config),
             principles_template=PrinciplesPrompt(config.principles_template) if ahead else None,
-            meta=meta,
+            meta_rm=meta_rm,
             decode=decode,
             seed=seed,
         )
 
-    def open(self, prompt: Prompt, group_id: str, size: int) -> Hearing:
-        return self._open(self._court, prompt, group_id, size)
+    def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
+        return self._open(self._context, prompt, group_id, size)
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
         """A rollout without siblings."""

@@ -1,4 +1,5 @@
-"""The hearing of a whole group at once: all siblings in one prompt, in another order for each judgement (SPCT)."""
+"""The judge session of a whole group at once: all siblings in one prompt, in another order for each judgement
+(SPCT)."""
 
 from __future__ import annotations
 
@@ -6,60 +7,60 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from grmpipe.judge.grm_client import Question
+from grmpipe.judge.grm_client import GrmQuestion
 from grmpipe.judge.meta_rm import JudgedResponses
-from grmpipe.judge.protocols.base import Court
-from grmpipe.judge.protocols.sampling import Panel, Results, convene
+from grmpipe.judge.protocols.judge_context import JudgeContext
+from grmpipe.judge.protocols.sampled_judgements import Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import COMPONENT, Vote, all_failed, voted
-from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, Rollout, Sitting, Verdict
+from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, Rollout, Verdict
 from models.seeds import derive_seed
 
 
-class ListwiseHearing:
+class ListwiseSession:
     """It sits once, when the last sibling has ended. What it was asked stands in the first sibling's report."""
 
-    def __init__(self, court: Court, prompt: Prompt, group_id: str, size: int) -> None:
-        self._court = court
+    def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
+        self._context = context
         self._prompt = prompt
         self._group_id = group_id
         self._size = size
-        self._principles = court.principles_of(prompt, group_id)
+        self._principles = context.principles_of(prompt, group_id)
         self._rollouts: dict[int, Rollout] = {}
 
-    def begin(self) -> Sequence[Sitting]:
-        return self._principles.sittings()
+    def begin(self) -> Sequence[JudgeTask]:
+        return self._principles.judge_tasks()
 
-    def add(self, rollout: Rollout) -> Sequence[Sitting]:
+    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self._rollouts[rollout.sibling] = rollout
-        return (Sitting(members=tuple(sorted(self._rollouts))),) if len(self._rollouts) == self._size else ()
+        return (JudgeTask(members=tuple(sorted(self._rollouts))),) if len(self._rollouts) == self._size else ()
 
-    async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
+    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         principles = await self._principles.text(priority)
-        if not sitting.members:
+        if not judge_task.members:
             return {}
-        questions = self._questions(sitting.members, principles)
+        questions = self._questions(judge_task.members, principles)
         if isinstance(questions, Failed):
-            return self._failed_for_all(sitting.members, [questions])
+            return self._failed_for_all(judge_task.members, [questions])
 
         async def ask(index: int) -> Results:
-            return await self._court.asker.judgement(questions[index], index, priority)
+            return await self._context.client.judgement(questions[index], index, priority)
 
-        panel = await convene(ask, self._court.config.num_judgements)
-        return await self._reports(sitting.members, panel, priority)
+        sampled = await sample_judgements(ask, self._context.config.num_judgements)
+        return await self._reports(judge_task.members, sampled, priority)
 
-    def _questions(self, members: Sequence[int], principles: str | Failed | None) -> list[Question] | Failed:
+    def _questions(self, members: Sequence[int], principles: str | Failed | None) -> list[GrmQuestion] | Failed:
         """One for each judgement, every one with an order of its own."""
         if isinstance(principles, Failed):
             return principles
         questions = []
-        for index in range(self._court.config.num_judgements):
+        for index in range(self._context.config.num_judgements):
             order = self._order(members, index)
             texts = [self._rollouts[sibling].text for sibling in order]
-            asked_for = self._court.prompt(self._prompt, texts, principles)
+            asked_for = self._context.prompt(self._prompt, texts, principles)
             if isinstance(asked_for, Failed):
                 return asked_for
             questions.append(
-                Question(
+                GrmQuestion(
                     group_id=self._group_id,
                     name=f"{self._group_id}/all",
                     siblings=order,
@@ -71,16 +72,18 @@ class ListwiseHearing:
 
     def _order(self, members: Sequence[int], index: int) -> tuple[int, ...]:
         shuffled = list(members)
-        random.Random(derive_seed(self._court.seed, f"order {self._group_id}/{index}")).shuffle(shuffled)
+        random.Random(derive_seed(self._context.seed, f"order {self._group_id}/{index}")).shuffle(shuffled)
         return tuple(shuffled)
 
-    async def _reports(self, members: Sequence[int], panel: Panel, priority: int) -> dict[int, JudgeReport]:
-        if not panel.judgements:
-            return self._failed_for_all(members, panel.failures)
-        judged = [self._with_responses(judgement) for judgement in panel.judgements]
-        counted = await self._court.counted(judged, priority)
+    async def _reports(
+        self, members: Sequence[int], sampled: SampledJudgements, priority: int
+    ) -> dict[int, JudgeReport]:
+        if not sampled.judgements:
+            return self._failed_for_all(members, sampled.failures)
+        judged = [self._with_responses(judgement) for judgement in sampled.judgements]
+        counted = await self._context.counted(judged, priority)
         reports = {sibling: JudgeReport(verdict=self._verdict(sibling, counted)) for sibling in members}
-        evidence = replace(reports[members[0]], judgements=panel.judgements, failures=panel.failures)
+        evidence = replace(reports[members[0]], judgements=sampled.judgements, failures=sampled.failures)
         return reports | {members[0]: self._principles.told_in(evidence)}
 
     def _verdict(self, sibling: int, counted: tuple[Sequence[Judgement], Vote] | Failed) -> Verdict | Failed:
@@ -88,9 +91,9 @@ class ListwiseHearing:
             return counted
         judgements, vote = counted
         scores = [judgement.scores[judgement.siblings.index(sibling)] for judgement in judgements]
-        verdict = voted(COMPONENT, self._rollouts[sibling], scores, vote, self._court.scale)
-        abstained = self._court.abstention(verdict.agreement)
-        return abstained or replace(verdict, score=self._court.config.shown_score(verdict.score))
+        verdict = voted(COMPONENT, self._rollouts[sibling], scores, vote, self._context.scale)
+        abstained = self._context.abstention(verdict.score_std)
+        return abstained or replace(verdict, score=self._context.config.shown_score(verdict.score))
 
     def _with_responses(self, judgement: Judgement) -> JudgedResponses:
         responses = tuple(self._rollouts[sibling].text for sibling in judgement.siblings)

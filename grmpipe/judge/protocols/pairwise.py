@@ -1,4 +1,5 @@
-"""The hearing of siblings in pairs: each pair in both orders, who won it, and the share of pairs won as the score."""
+"""The judge session of siblings in pairs: each pair in both orders, who won it, and the share of pairs won as the
+score."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from grmpipe.judge.grm import GrmPrompt
-from grmpipe.judge.grm_client import Question
-from grmpipe.judge.protocols.base import Court
-from grmpipe.judge.protocols.early_stop import OrderTally, Stop, fewest_for_a_winner, winner_is_fixed
-from grmpipe.judge.protocols.sampling import IN_FULL, Panel, Results, convene
+from grmpipe.judge.grm_client import GrmQuestion
+from grmpipe.judge.protocols.early_stop import OrderCounts, Stop, fewest_for_a_winner, winner_is_fixed
+from grmpipe.judge.protocols.judge_context import JudgeContext
+from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import COMPONENT, LOST, TIED, WON, all_failed, outcome, pair_result
-from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, Rollout, Sitting, Verdict
+from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, Rollout, Verdict
 
 Pair = tuple[int, int]  # siblings, the lower one first
 Votes = tuple[tuple[float, ...], tuple[float, ...]]  # of judgements that showed the lower sibling first; last
@@ -20,10 +21,10 @@ Votes = tuple[tuple[float, ...], tuple[float, ...]]  # of judgements that showed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A pair that was judged. votes: what each judgement gave the lower sibling. `panel` is its evidence."""
+    """A pair that was judged. votes: what each judgement gave the lower sibling. `sampled` is its evidence."""
 
     votes: Votes
-    panel: Panel
+    sampled: SampledJudgements
 
     @property
     def counts(self) -> bool:
@@ -59,36 +60,36 @@ def votes_of(judgements: Sequence[Judgement], lower: int) -> Votes:
     return first, last
 
 
-class PairwiseHearing:
+class PairwiseSession:
     """A pair is judged as soon as both have ended. A sibling's report is final when its last pair is."""
 
-    def __init__(self, court: Court, prompt: Prompt, group_id: str, size: int) -> None:
-        self._court = court
+    def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
+        self._context = context
         self._prompt = prompt
         self._group_id = group_id
-        self._pairs = pairs_of(size, court.config.pairs)
-        self._principles = court.principles_of(prompt, group_id)
+        self._pairs = pairs_of(size, context.config.pairs)
+        self._principles = context.principles_of(prompt, group_id)
         self._rollouts: dict[int, Rollout] = {}
         self._matches: dict[Pair, Match] = {}
 
-    def begin(self) -> Sequence[Sitting]:
-        return self._principles.sittings()
+    def begin(self) -> Sequence[JudgeTask]:
+        return self._principles.judge_tasks()
 
-    def add(self, rollout: Rollout) -> Sequence[Sitting]:
+    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
         self._rollouts[rollout.sibling] = rollout
         return [
-            Sitting(members=pair)
+            JudgeTask(members=pair)
             for pair in self._pairs
             if rollout.sibling in pair and all(sibling in self._rollouts for sibling in pair)
         ]
 
-    async def judge(self, sitting: Sitting, priority: int = 0) -> Mapping[int, JudgeReport]:
+    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
         principles = await self._principles.text(priority)
-        if not sitting.members:
+        if not judge_task.members:
             return {}
-        lower, higher = sitting.members
-        panel = await self._panel((lower, higher), principles, priority)
-        self._matches[lower, higher] = Match(votes=votes_of(panel.judgements, lower), panel=panel)
+        lower, higher = judge_task.members
+        sampled = await self._sample((lower, higher), principles, priority)
+        self._matches[lower, higher] = Match(votes=votes_of(sampled.judgements, lower), sampled=sampled)
         final = [
             sibling for sibling in (lower, higher) if all(pair in self._matches for pair in self._pairs_with(sibling))
         ]
@@ -97,76 +98,76 @@ class PairwiseHearing:
     def _pairs_with(self, sibling: int) -> Iterator[Pair]:
         return (pair for pair in self._pairs if sibling in pair)
 
-    async def _panel(self, pair: Pair, principles: str | Failed | None, priority: int) -> Panel:
+    async def _sample(self, pair: Pair, principles: str | Failed | None, priority: int) -> SampledJudgements:
         """Judgements of even index show the lower sibling first, the others the higher one."""
         if isinstance(principles, Failed):
-            return Panel(judgements=(), failures=(principles,), enough=())
+            return SampledJudgements(judgements=(), failures=(principles,), enough=())
         lower, higher = pair
         prompts: list[GrmPrompt] = []
         for order in (pair, (higher, lower)):
-            asked_for = self._court.prompt(
+            asked_for = self._context.prompt(
                 self._prompt, [self._rollouts[sibling].text for sibling in order], principles
             )
             if isinstance(asked_for, Failed):
-                return Panel(judgements=(), failures=(asked_for,), enough=())
+                return SampledJudgements(judgements=(), failures=(asked_for,), enough=())
             prompts.append(asked_for)
 
         async def ask(index: int) -> Results:
-            question = Question(
+            question = GrmQuestion(
                 group_id=self._group_id,
                 name=f"{self._group_id}/{lower}-{higher}",
                 siblings=pair if index % 2 == 0 else (higher, lower),
                 num_scores=2,
                 prompt=prompts[index % 2],
             )
-            return await self._court.asker.judgement(question, index, priority)
+            return await self._context.client.judgement(question, index, priority)
 
-        return await convene(ask, self._court.config.num_judgements, self._stop(lower))
+        return await sample_judgements(ask, self._context.config.num_judgements, self._stop(lower))
 
     def _stop(self, lower: int) -> Stop:
         """Exact: the rest can't change who wins the pair."""
-        rules, num_judgements = self._court.config.early_stop, self._court.config.num_judgements
+        rules, num_judgements = self._context.config.early_stop, self._context.config.num_judgements
         if rules.kind != "exact":
             return IN_FULL
 
         def enough(judgements: Sequence[Judgement], num_left: int) -> bool:
             indices_left = range(num_judgements - num_left, num_judgements)
             left = [sum(index % 2 == place for index in indices_left) for place in (0, 1)]
-            tallies = [
-                OrderTally(points=sum(votes), num_votes=len(votes), num_left=num_left_of_order)
+            counts = [
+                OrderCounts(points=sum(votes), num_votes=len(votes), num_left=num_left_of_order)
                 for votes, num_left_of_order in zip(votes_of(judgements, lower), left, strict=True)
             ]
-            return winner_is_fixed(*tallies)
+            return winner_is_fixed(*counts)
 
         return Stop(first=fewest_for_a_winner(num_judgements), wave=rules.wave, enough=enough)
 
     def _report(self, sibling: int) -> JudgeReport:
         """Over the pairs that were judged; the evidence of a pair stands in its lower sibling's report."""
         pairs = list(self._pairs_with(sibling))
-        own = [self._matches[pair].panel for pair in pairs if pair[0] == sibling]
+        own = [self._matches[pair].sampled for pair in pairs if pair[0] == sibling]
         report = JudgeReport(
             verdict=self._verdict(sibling, pairs),
-            judgements=tuple(judgement for panel in own for judgement in panel.judgements),
-            failures=tuple(failure for panel in own for failure in panel.failures),
-            saved_tokens=sum(panel.saved_tokens for panel in own),
+            judgements=tuple(judgement for sampled in own for judgement in sampled.judgements),
+            failures=tuple(failure for sampled in own for failure in sampled.failures),
+            saved_tokens=sum(sampled.saved_tokens for sampled in own),
         )
         return self._principles.told_in(report)
 
     def _verdict(self, sibling: int, pairs: Sequence[Pair]) -> Verdict | Failed:
         judged = {pair: match for pair in pairs if (match := self._matches[pair]).counts}
         if not judged:
-            return all_failed([failure for pair in pairs for failure in self._matches[pair].panel.failures])
-        scale = self._court.scale
+            return all_failed([failure for pair in pairs for failure in self._matches[pair].sampled.failures])
+        scale = self._context.scale
         reward = statistics.fmean(match.result_for(pair[0] == sibling) for pair, match in judged.items())
         spread = (scale.high - scale.low) * statistics.fmean(
             statistics.pstdev(match.all_votes()) for match in judged.values()
         )
-        if (abstained := self._court.abstention(spread)) is not None:
+        if (abstained := self._context.abstention(spread)) is not None:
             return abstained
         return Verdict(
             rewards=outcome(self._rollouts[sibling], reward),
             score=scale.low + (scale.high - scale.low) * reward,
             breakdown={COMPONENT: reward},
-            agreement=spread,
+            score_std=spread,
             num_judgements=sum(len(match.all_votes()) for match in judged.values()),
         )

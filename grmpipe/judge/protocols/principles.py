@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from grmpipe.judge.grm_client import Asker
+from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.prompt import PrinciplesPrompt
 from grmpipe.judge.verdict import unasked
-from grmpipe.types import Failed, JudgeReport, Prompt, Sitting
+from grmpipe.types import Failed, JudgeReport, JudgeTask, Prompt
 from models.types import Completion
 
 
 class Principles(Protocol):
-    """Of one group, as its hearing sees them."""
+    """Of one group, as its judge session sees them."""
 
-    def sittings(self) -> Sequence[Sitting]:
+    def judge_tasks(self) -> Sequence[JudgeTask]:
         """What there is to do before any rollout has ended."""
         ...
 
@@ -33,7 +33,7 @@ class Principles(Protocol):
 class InlinePrinciples:
     """Part of each judgement: nothing is written ahead, nobody waits."""
 
-    def sittings(self) -> Sequence[Sitting]:
+    def judge_tasks(self) -> Sequence[JudgeTask]:
         return ()
 
     async def text(self, priority: int) -> None:
@@ -50,10 +50,10 @@ class SharedPrinciples:
     """
 
     def __init__(
-        self, asker: Asker, template: PrinciplesPrompt, room: int | None, prompt: Prompt, group_id: str
+        self, client: GrmClient, template: PrinciplesPrompt, room: int | None, prompt: Prompt, group_id: str
     ) -> None:
         """room: tokens that its prompt may have; None where the window isn't known."""
-        self._asker = asker
+        self._client = client
         self._template = template
         self._room = room
         self._prompt = prompt
@@ -63,8 +63,8 @@ class SharedPrinciples:
         self._num_tries = 0
         self._untold: Completion | None = None
 
-    def sittings(self) -> Sequence[Sitting]:
-        return (Sitting(members=()),)
+    def judge_tasks(self) -> Sequence[JudgeTask]:
+        return (JudgeTask(members=()),)
 
     async def text(self, priority: int) -> str | Failed:
         async with self._writing:
@@ -81,7 +81,7 @@ class SharedPrinciples:
 
     async def _write(self, priority: int) -> Completion | Failed:
         try:
-            asked_for = self._asker.grm.prompt(self._template.render(self._prompt))
+            asked_for = self._client.grm.prompt(self._template.render(self._prompt))
         except ValueError as error:
             return unasked("refused", str(error))
         if self._room is not None and asked_for.num_tokens > self._room:
@@ -89,4 +89,4 @@ class SharedPrinciples:
             return unasked("too_long", detail)
         name = f"{self._group_id}/principles/{self._num_tries}"
         self._num_tries += 1
-        return await self._asker.text(name, self._group_id, asked_for, priority)
+        return await self._client.text(name, self._group_id, asked_for, priority)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 
-from grmpipe.judge.protocols.pointwise import Matter, PointwiseHearing
+from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
 from grmpipe.judge.verdict import outcome_place, unasked
 from grmpipe.types import Failed, Rollout
 
 
-class RubricSession(PointwiseHearing):
+class RubricSession(PointwiseSession):
     """As pointwise, with a score for each criterion."""
 
-    def matter_of(self, rollout: Rollout) -> Matter | Failed:
+    def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         rubric = self._prompt.rubric
         if not rubric:
             return unasked("refused", f"prompt {self._prompt.prompt_id} has no rubric")
         total = math.fsum(criterion.weight for criterion in rubric)
         weights = tuple(criterion.weight / total for criterion in rubric)
-        return Matter(texts=(rollout.text,), weights=weights, places=(outcome_place(rollout),))
+        return ScoredParts(texts=(rollout.text,), weights=weights, places=(outcome_place(rollout),))

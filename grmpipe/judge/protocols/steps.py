@@ -16,7 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ResponseStep:
     """Tokens [start, end) of a turn, and their text."""
 
     turn: int
@@ -25,18 +25,18 @@ class Step:
     text: str
 
 
-def steps_of(rollout: Rollout, step_end: str, max_steps: int, decode: Decode) -> tuple[Step, ...]:
+def steps_of(rollout: Rollout, step_end: str, max_steps: int, decode: Decode) -> tuple[ResponseStep, ...]:
     """At least one step a turn that has tokens; `max_steps` counts within a turn."""
-    steps: list[Step] = []
+    steps: list[ResponseStep] = []
     for index, turn in enumerate(rollout.turns):
         token_ids = turn.completion.token_ids
         if not step_end or not token_ids:  # a text that nobody sampled has no tokens to cut at
-            steps.append(Step(turn=index, start=0, end=len(token_ids), text=turn.completion.text))
+            steps.append(ResponseStep(turn=index, start=0, end=len(token_ids), text=turn.completion.text))
             continue
         cuts = cuts_of(token_ids, step_end, decode)[: max_steps - 1]
         borders = [0, *cuts, len(token_ids)]
         steps += [
-            Step(turn=index, start=start, end=end, text=decode(token_ids[start:end]))
+            ResponseStep(turn=index, start=start, end=end, text=decode(token_ids[start:end]))
             for start, end in itertools.pairwise(borders)
         ]
     return tuple(steps)

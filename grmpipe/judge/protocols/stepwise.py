@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from grmpipe.judge.protocols.pointwise import Matter, PointwiseHearing
+from grmpipe.judge.protocols.pointwise import PointwiseSession, ScoredParts
 from grmpipe.judge.protocols.steps import steps_of
 from grmpipe.types import Failed, RewardSpan, Rollout
 
 
-class StepwiseSession(PointwiseHearing):
+class StepwiseSession(PointwiseSession):
     """As pointwise, with a score for each step."""
 
-    def matter_of(self, rollout: Rollout) -> Matter | Failed:
-        court = self._court
-        assert court.decode is not None
-        steps = steps_of(rollout, court.config.step_end, court.config.max_steps, court.decode)
+    def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
+        context = self._context
+        assert context.decode is not None
+        steps = steps_of(rollout, context.config.step_end, context.config.max_steps, context.decode)
         share = 1 / len(steps)
-        return Matter(
+        return ScoredParts(
             texts=tuple(step.text for step in steps),
             weights=(share,) * len(steps),
             places=tuple(

@@ -9,15 +9,15 @@ from grmpipe.judge.grm import GrmPrompt
 Rendered = Callable[[Sequence[str]], GrmPrompt]  # the prompt that shows these texts
 
 
-def fitted(render: Rendered, texts: Sequence[str], room: int | None, too_long: str) -> GrmPrompt | str:
+def truncated_to_fit(render: Rendered, texts: Sequence[str], room: int | None, truncation: str) -> GrmPrompt | str:
     """The prompt, in at most `room` tokens; or, in words, why there is none.
 
-    too_long: `fail`, or `cut_response_middle`: the longest texts lose their middle, all down to the same length.
+    too_long: `error`, or `middle`: the longest texts lose their middle, all down to the same length.
     """
     whole = render(texts)
     if room is None or whole.num_tokens <= room:
         return whole
-    if too_long == "cut_response_middle" and (cut := longest_that_fits(render, texts, room)) is not None:
+    if truncation == "middle" and (cut := longest_that_fits(render, texts, room)) is not None:
         return cut
     return f"{whole.num_tokens} tokens; the limit is {room}"
 

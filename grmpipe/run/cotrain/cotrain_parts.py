@@ -15,7 +15,7 @@ from pathlib import Path
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.envs.play import Play, Seat, play
+from grmpipe.envs.play import Play, RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner import Learner, LearnerSpec
@@ -33,7 +33,7 @@ LEARNER = "grm_learner"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trainee:
+class TrainableGrm:
     """A GRM with an optimizer of its own: what learns, what serves it, and the way between them."""
 
     model: Model
@@ -54,9 +54,9 @@ async def start_grm_learner(cluster: Cluster, prepared: Prepared, run_dir: Path)
     return LearnerGroup(ranks), transport
 
 
-def trainee(
+def trainable_grm(
     prepared: Prepared, cluster: Cluster, started: tuple[LearnerGroup, str] | None, engines: Router | None
-) -> Trainee | None:
+) -> TrainableGrm | None:
     """With the probe of its weight sync: the beginning of a question that the GRM is asked."""
     if started is None:
         return None
@@ -71,7 +71,7 @@ def trainee(
         ranks_per_engine=role.num_gpus,
         new_address=functools.partial(cluster.free_address, LEARNER),
     )
-    return Trainee(model=prepared.grm, engines=engines, learner=learner, sync=sync)
+    return TrainableGrm(model=prepared.grm, engines=engines, learner=learner, sync=sync)
 
 
 def grm_train(config: RunConfig) -> TrainConfig:
@@ -80,8 +80,8 @@ def grm_train(config: RunConfig) -> TrainConfig:
     return dataclasses.replace(
         config.train,
         num_steps=num_grm_steps(config),
-        groups_per_batch=cotrain.lessons_per_batch,
-        group_size=cotrain.judgements_per_lesson,
+        groups_per_batch=cotrain.prompts_per_batch,
+        group_size=cotrain.group_size,
         min_valid_siblings=2,
         max_staleness=0,
         lr=cotrain.lr,
@@ -121,7 +121,7 @@ def grm_learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> Learn
 
 
 def grm_flow(config: RunConfig) -> FlowConfig:
-    """Synchronous: lessons are judged by the weights that learn from them."""
+    """Synchronous: judging tasks are judged by the weights that learn from them."""
     train = grm_train(config)
     return FlowConfig(
         num_steps=train.num_steps,
@@ -130,32 +130,32 @@ def grm_flow(config: RunConfig) -> FlowConfig:
         min_valid_siblings=train.min_valid_siblings,
         max_staleness=train.max_staleness,
         group_deadline_s=config.rollout.group_deadline_s + config.judge.timeout_s,
-        play_width=config.judge.width,
-        judge_width=config.judge.width,
+        rollout_concurrency=config.judge.max_concurrency,
+        judge_concurrency=config.judge.max_concurrency,
         seed=config.seed,
         group_prefix="lesson",
         rollout_max_failure_rate=config.rollout.max_failure_rate,
         rollout_failure_window=config.rollout.failure_window,
         rollout_pause_s=config.rollout.pause_s,
-        max_no_signal_groups=int(config.cotrain.max_resampled_batches * train.groups_per_batch),
+        max_zero_advantage_groups=int(config.cotrain.dynamic_sampling_batches * train.groups_per_batch),
         algorithm=grm_algorithm(config),
     )
 
 
-def grm_play(config: RunConfig, grm: Trainee) -> Play:
-    """One judgement of a lesson, sampled as in judging."""
+def grm_play(config: RunConfig, grm: TrainableGrm) -> Play:
+    """One judgement of a judging task, sampled as in judging."""
     params = SamplingParams(max_new_tokens=config.judge.max_new_tokens, temperature=config.judge.temperature)
 
-    async def judged(seat: Seat, lesson: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        return await play(seat, SingleTurn(lesson), grm.engines, grm.model.renderer, params, 1, on_first_token)
+    async def judged(request: RolloutRequest, judging_task: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        return await play(request, SingleTurn(judging_task), grm.engines, grm.model.renderer, params, 1, on_first_token)
 
     return judged
 
 
 def grm_too_long(config: RunConfig, grm: Model) -> Callable[[Prompt], bool]:
-    """Whether a lesson leaves no room for a critique in the GRM's window."""
+    """Whether a judging task leaves no room for a critique in the GRM's window."""
 
-    def check(lesson: Prompt) -> bool:
-        return len(grm.renderer.render(lesson.messages)) + config.judge.max_new_tokens > grm.context_tokens
+    def check(judging_task: Prompt) -> bool:
+        return len(grm.renderer.render(judging_task.messages)) + config.judge.max_new_tokens > grm.context_tokens
 
     return check

@@ -4,7 +4,7 @@
                                 |        ^
                        (own rollouts)    |  a new version: what is judged is broken off, incomplete groups anew
                                 v        |
-    GRM's flow:     lessons -> judge -> rule -> train -> push to the GRM's engines
+    GRM's flow:     judging tasks -> judge -> rule -> train -> push to the GRM's engines
 
 Holds neither: it ties the two together, and keeps them in step.
 """
@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from grmpipe.envs.play import Play, Seat
-from grmpipe.judge.base import OneByOne
-from grmpipe.judge.labels import LabelJudge, Lessons, label_rule
+from grmpipe.envs.play import Play, RolloutRequest
+from grmpipe.judge.labels import JudgingTasks, LabelReward, label_rule
 from grmpipe.judge.parse import PARSERS
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import RULES
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.counters import batch_metrics
-from grmpipe.pipeline.interfaces import Cut, Parts, StepReport, Trainer
+from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, Trainer
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
-from grmpipe.run.cotrain.cotrain_parts import Trainee, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
-from grmpipe.run.cotrain.judging_tasks import LessonStream
-from grmpipe.run.cotrain.pacing import Pace
+from grmpipe.run.cotrain.cotrain_parts import TrainableGrm, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
+from grmpipe.run.cotrain.judging_tasks import JudgingTaskStream
+from grmpipe.run.cotrain.pacing import StepPacer
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
@@ -40,7 +40,7 @@ from scheduler.slots.health import RoleHealth, push_to_living
 from scheduler.supervise import run_until
 from scheduler.weights.weight_sync import SyncReport
 
-FOLDER = "cotrain"  # of the lessons' journals
+FOLDER = "cotrain"  # of the judging tasks' journals
 T = TypeVar("T")
 
 
@@ -50,11 +50,11 @@ class CoTraining:
     def __init__(
         self,
         prepared: Prepared,
-        grm: Trainee,
+        grm: TrainableGrm,
         run_dir: Path,
         events: EventSink,
         health: Sequence[RoleHealth],
-        cut: Cut | None,
+        pipeline_state: PipelineState | None,
     ) -> None:
         """`health`: of all engines. `cut`: where a resume goes on from; the learner is loaded already."""
         config = prepared.config
@@ -62,21 +62,23 @@ class CoTraining:
         self._health = health
         self._config = config
         self._grm = grm
-        # Its lessons in flight are void: they were the run's own rollouts, and there are newer ones.
-        self._cut = dataclasses.replace(cut or Cut(), version=grm.learner.version, in_flight={})
+        # Its judging tasks in flight are void: they were the run's own rollouts, and there are newer ones.
+        self._pipeline_state = dataclasses.replace(
+            pipeline_state or PipelineState(), version=grm.learner.version, in_flight={}
+        )
         self._events = events
         self._recorder = Recorder(run_dir / FOLDER)
-        self._pace = Pace(
+        self._pacer = StepPacer(
             warmup_steps=config.cotrain.warmup_steps,
             grm_steps_per_policy_step=config.cotrain.grm_steps_per_policy_step,
         )
-        self._pace.grm_stepped(self._cut.version)
-        self._lessons = LessonStream(
-            Lessons.under(config.judge, config.labels),
+        self._pacer.grm_stepped(self._pipeline_state.version)
+        self._judging_tasks = JudgingTaskStream(
+            JudgingTasks.under(config.judge, config.labels),
             RULES[config.judge.rule],
-            prepared.lessons,
-            own_share=config.cotrain.own_share,
-            window=config.cotrain.own_window,
+            prepared.judging_tasks,
+            rollout_share=config.cotrain.rollout_share,
+            window=config.cotrain.rollout_window,
             seed=config.seed,
         )
         self._flow: Pipeline | None = None
@@ -85,21 +87,23 @@ class CoTraining:
     @property
     def version(self) -> int:
         """Of the GRM that judges: its completed optimizer steps."""
-        return self._flow.version if self._flow is not None else self._cut.version
+        return self._flow.version if self._flow is not None else self._pipeline_state.version
 
-    def joined(self, parts: Parts) -> Parts:
-        """The policy's parts, so that its rollouts are lessons as well, and its steps wait for the GRM's."""
+    def with_cotraining(self, parts: PipelineComponents) -> PipelineComponents:
+        """The policy's parts, so that its rollouts are judging tasks as well, and its steps wait for the GRM's."""
         return dataclasses.replace(
-            parts, play=heard(parts.play, self._lessons), trainer=InStep(parts.trainer, self._pace)
+            parts,
+            play=recorded_play(parts.play, self._judging_tasks),
+            trainer=LockstepTrainer(parts.trainer, self._pacer),
         )
 
     async def push(self, version: int) -> SyncReport:
         """The GRM's weights to all its engines that live, confirmed."""
         return await push_to_living(self._grm.sync, self._grm.engines, version)
 
-    async def beside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:
+    async def run_alongside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:
         """Run the GRM's flow until `work`, which runs the policy's, is over. Both stand between two steps then."""
-        self._pace.policy_stepped(policy.version)
+        self._pacer.policy_stepped(policy.version)
         self._flow = flow = self._make_flow(policy)
         ended = asyncio.Event()
 
@@ -125,69 +129,71 @@ class CoTraining:
 
     def after_policy_step(self, version: int) -> Metrics:
         """To be called after each step of the policy. What its line of metrics gains."""
-        self._pace.policy_stepped(version)
+        self._pacer.policy_stepped(version)
         return {**self._metrics, "grm/version": float(self.version)}
 
-    async def begin_save(self, directory: Path, *, aside: bool) -> Cut:
+    async def begin_save(self, directory: Path, *, aside: bool) -> PipelineState:
         """The GRM's learner, and where its flow stands: between two of its steps, whatever it is doing."""
         flow = self._flow
         async with self._grm.learner.held() as version:
             await self._grm.learner.begin_save(str(directory), aside=aside)
-            return dataclasses.replace(flow.cut() if flow is not None else self._cut, version=version, in_flight={})
+            return dataclasses.replace(
+                flow.state() if flow is not None else self._pipeline_state, version=version, in_flight={}
+            )
 
     async def _warm_up(self, policy: Pipeline) -> None:
         """Until then the policy rolls out, and nothing is judged for it."""
-        with policy.producer.judging_hold.held():
-            await self._pace.until_warm()
+        with policy.producer.judging_gate.held():
+            await self._pacer.until_warm()
 
     def _make_flow(self, policy: Pipeline) -> Pipeline:
         config, judge = self._config, self._config.judge
-        parts = Parts(
-            prompts=self._lessons,
+        parts = PipelineComponents(
+            prompts=self._judging_tasks,
             too_long=grm_too_long(config, self._grm.model),
             play=grm_play(config, self._grm),
-            judge=OneByOne(LabelJudge(label_rule(PARSERS[judge.parser], judge.scale))),
-            watch=Turn(self._pace, self._lessons),
+            judge=PointwiseAdapter(LabelReward(label_rule(PARSERS[judge.parser], judge.scale))),
+            judge_guard=GrmStepGate(self._pacer, self._judging_tasks),
             trainer=BatchTrainer(self._grm.learner, grm_train(config), grm_algorithm(config)),
             push_weights=lambda version: policy.producer.change_judge(version, lambda: self.push(version)),
             journal=self._recorder,
-            events=Lanes(self._events),
+            events=GrmLanes(self._events),
         )
-        flow = Pipeline(parts, grm_flow(config), self._after_step, self._cut)
+        flow = Pipeline(parts, grm_flow(config), self._after_step, self._pipeline_state)
         for health in self._health:
             health.stops(flow.clock)
         return flow
 
     async def _after_step(self, report: StepReport) -> None:
         self.learner_busy_s += report.learner_busy_s
-        self._pace.grm_stepped(report.step)
+        self._pacer.grm_stepped(report.step)
         learnt = {name.removeprefix("train/"): value for name, value in report.learner.items()}
         batch = batch_metrics(report.groups, report.step - 1, grm_algorithm(self._config))
         self._metrics = {f"grm/{name}": value for name, value in learnt.items()} | {
             "grm/right_share": (1 + batch["train/reward"]) / 2,
-            "grm/groups_without_signal_share": batch["train/groups_without_signal_share"],
-            "grm/step_s": report.waits.steps_s,
+            "grm/zero_advantage_share": batch["train/zero_advantage_share"],
+            "grm/step_s": report.stalls.steps_s,
             "grm/push_s": report.sync.seconds,
         }
 
 
-def heard(play: Play, lessons: LessonStream) -> Play:
-    """An episode whose end the GRM's lessons hear of."""
+def recorded_play(play: Play, judging_tasks: JudgingTaskStream) -> Play:
+    """An episode whose end the GRM's judging tasks hear of."""
 
-    async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        rollout = await play(seat, prompt, on_first_token)
-        lessons.add(prompt, rollout)
+    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        rollout = await play(request, prompt, on_first_token)
+        judging_tasks.add(prompt, rollout)
         return rollout
 
     return played
 
 
 @dataclass(frozen=True, slots=True)
-class InStep:
+class LockstepTrainer:
     """The policy's trainer, which waits for the GRM's steps that are due before its own."""
 
     trainer: Trainer
-    pace: Pace
+    pacer: StepPacer
 
     async def take(self, group: JudgedGroup) -> None:
         await self.trainer.take(group)
@@ -196,7 +202,7 @@ class InStep:
         return await self.trainer.while_waiting()
 
     async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
-        await self.pace.until_policy_may_step()
+        await self.pacer.until_policy_may_step()
         return await self.trainer.step(batch)
 
     async def discard(self) -> None:
@@ -204,23 +210,23 @@ class InStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Lets lessons in when the GRM may step. A rule that judges is always fit."""
+class GrmStepGate:
+    """Lets judging tasks in when the GRM may step. A rule that judges is always fit."""
 
-    pace: Pace
-    lessons: LessonStream
+    pacer: StepPacer
+    judging_tasks: JudgingTaskStream
 
     def verdict(self, report: JudgeReport) -> None:
         return None
 
     async def until_fit(self, clock: ActiveClock) -> None:
         with clock.paused():
-            await self.lessons.until_usable()
-            await self.pace.until_grm_may_step()
+            await self.judging_tasks.until_usable()
+            await self.pacer.until_grm_may_step()
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class GrmLanes:
     """The GRM's learner and weight sync have lanes of their own."""
 
     events: EventSink

@@ -1,4 +1,5 @@
-"""What a GRM that learns beside the policy is asked next: stored lessons, and the run's own rollouts. Judges none."""
+"""What a GRM that learns beside the policy is asked next: stored judging tasks, and the run's own rollouts. Judges
+none."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from grmpipe.data.stream import PromptStream
-from grmpipe.judge.labels import Lessons
+from grmpipe.judge.labels import JudgingTasks
 from grmpipe.judge.rule import Rule
 from grmpipe.types import Prompt, Rollout
 from models.seeds import derive_seed
@@ -34,20 +35,29 @@ class Recent:
         return bool(self.right and self.wrong)
 
 
-class LessonStream:
-    """Draw d is an own rollout as often as `own_share` says, right and wrong ones by turns, else a stored lesson.
+class JudgingTaskStream:
+    """Draw d is an own rollout as often as `rollout_share` says, right and wrong ones alternately, else a stored
+    judging task.
 
-    By turns, because a judge that sees more wrong than right learns to say no. Until there are rollouts of both kinds
-    the stored lessons stand in.
+    Alternately, because a judge that sees more wrong than right learns to say no. Until there are rollouts of both
+    kinds
+    the stored judging tasks stand in.
     """
 
     def __init__(
-        self, lessons: Lessons, rule: Rule, stored: PromptStream | None, *, own_share: float, window: int, seed: int
+        self,
+        judging_tasks: JudgingTasks,
+        rule: Rule,
+        stored: PromptStream | None,
+        *,
+        rollout_share: float,
+        window: int,
+        seed: int,
     ) -> None:
-        self._lessons = lessons
+        self._judging_tasks = judging_tasks
         self._rule = rule
         self._stored = stored
-        self._share = own_share if stored is not None else 1.0
+        self._share = rollout_share if stored is not None else 1.0
         self._recent = Recent(window)
         self._seed = seed
         self._usable = asyncio.Event()
@@ -70,13 +80,16 @@ class LessonStream:
         """Return once there is something to draw."""
         await self._usable.wait()
 
-    def at(self, draw: int) -> Prompt:
-        before, own = int(draw * self._share), int((draw + 1) * self._share) > int(draw * self._share)
+    def at(self, prompt_index: int) -> Prompt:
+        before, own = (
+            int(prompt_index * self._share),
+            int((prompt_index + 1) * self._share) > int(prompt_index * self._share),
+        )
         if not (own and self._recent.has_both):
             assert self._stored is not None, "until_usable was waited for"
-            return self._stored.at(draw - before)
+            return self._stored.at(prompt_index - before)
         right = before % 2 == 0
         candidates = self._recent.of(right)
-        prompt, rollout = candidates[derive_seed(self._seed, f"lesson {draw}") % len(candidates)]
-        lesson_id = f"{rollout.group_id}/{rollout.sibling}"
-        return self._lessons.right_or_wrong(lesson_id, prompt, rollout.text, right=right)
+        prompt, rollout = candidates[derive_seed(self._seed, f"lesson {prompt_index}") % len(candidates)]
+        task_id = f"{rollout.group_id}/{rollout.sibling}"
+        return self._judging_tasks.right_or_wrong(task_id, prompt, rollout.text, right=right)

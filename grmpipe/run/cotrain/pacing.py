@@ -6,7 +6,7 @@ import asyncio
 import math
 
 
-class Pace:
+class StepPacer:
     """The GRM has `warmup_steps` alone; then `grm_steps_per_policy_step` of its steps go with each step of the policy.
 
     While the policy makes its step v + 1, the GRM may make those that go with it; the policy waits for the steps that

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from grmpipe.algorithm.losses import KL_ESTIMATORS
-from grmpipe.train.batching.packer import Round
+from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.types import MicroBatch, Rollout, TrainingSample
 
 Kl = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> nats, [N] by sampled token
@@ -19,7 +19,7 @@ def rollout_key(rollout: Rollout | TrainingSample) -> tuple[str, int]:
 
 
 def kl_of_rollouts(
-    rounds: Sequence[Round], references: Sequence[Sequence[np.ndarray]], kl_estimator: str
+    rounds: Sequence[MicroBatchRound], references: Sequence[Sequence[np.ndarray]], kl_estimator: str
 ) -> dict[tuple[str, int], np.ndarray]:
     """KL(mu || reference) of what was sampled; mu is who acted, and is known before anything is trained.
 

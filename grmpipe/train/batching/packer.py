@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grmpipe.train.batching.bin_packing import deal, fill
-from grmpipe.train.batching.shared_prefix import Family, families_of
+from grmpipe.train.batching.shared_prefix import SharedPrefixGroup, prefix_groups_of
 from grmpipe.types import MicroBatch, TrainingSample
 from models.types import ANY_EXPERT
 
@@ -19,7 +19,7 @@ PIECES_PER_RANK = 2  # of several: whole groups can't be dealt evenly, and each 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class MicroBatchRound:
     """One micro-batch per rank, in rank order: what all ranks pass through the model at the same time.
 
     samples: of each rank, as they are packed; nothing of them goes to the ranks.
@@ -40,22 +40,22 @@ class Packer:
         self._max_tokens = max_tokens
         self._world_size = world_size
         self._shared = shared
-        self._waiting: list[Family] = []
+        self._waiting: list[SharedPrefixGroup] = []
 
-    def add(self, samples: Sequence[TrainingSample]) -> list[Round]:
+    def add(self, samples: Sequence[TrainingSample]) -> list[MicroBatchRound]:
         """Take samples; return the rounds that are full. Siblings that come together are packed together."""
-        self._waiting += families_of(samples, self._shared)
+        self._waiting += prefix_groups_of(samples, self._shared)
         rounds = []
         while num_tokens(self._waiting) >= self._max_tokens * self._world_size:
             rounds.append(self._next_round())
         return rounds
 
-    def early(self) -> list[Round]:
+    def early(self) -> list[MicroBatchRound]:
         """What waits, for a learner that has nothing to do; none where that is too little for a pass."""
         enough = EARLY_SHARE * self._max_tokens * self._world_size
         return self.flush() if num_tokens(self._waiting) >= enough else []
 
-    def flush(self) -> list[Round]:
+    def flush(self) -> list[MicroBatchRound]:
         """The rounds that hold the rest."""
         rest = self._waiting
         self.discard()
@@ -65,65 +65,75 @@ class Packer:
         """Forget what waits: its batch was dropped."""
         self._waiting = []
 
-    def _next_round(self) -> Round:
+    def _next_round(self) -> MicroBatchRound:
         """The longest that wait, evenly over the ranks."""
         pieces = _pieces(self._waiting, self._max_tokens, self._world_size)
         bins, left_over = fill([piece.load for piece in pieces], self._max_tokens, self._world_size)
-        self._waiting = families_of(_samples(pieces[place] for place in sorted(left_over)), self._shared)
+        self._waiting = prefix_groups_of(_samples(pieces[place] for place in sorted(left_over)), self._shared)
         return _round([[pieces[place] for place in places] for places in bins])
 
 
-def rounds_of(samples: Sequence[TrainingSample], max_tokens: int, world_size: int, shared: bool = True) -> list[Round]:
+def rounds_of(
+    samples: Sequence[TrainingSample], max_tokens: int, world_size: int, shared: bool = True
+) -> list[MicroBatchRound]:
     """All samples at once, evenly over ranks and rounds."""
-    return _dealt(families_of(samples, shared), max_tokens, world_size)
+    return _dealt(prefix_groups_of(samples, shared), max_tokens, world_size)
 
 
-def num_tokens(families: Sequence[Family]) -> int:
+def num_tokens(prefix_groups: Sequence[SharedPrefixGroup]) -> int:
     """Packed."""
-    return sum(family.load.tokens for family in families)
+    return sum(prefix_group.load.tokens for prefix_group in prefix_groups)
 
 
-def _dealt(families: Sequence[Family], max_tokens: int, world_size: int) -> list[Round]:
-    pieces = _pieces(families, max_tokens, world_size)
+def _dealt(prefix_groups: Sequence[SharedPrefixGroup], max_tokens: int, world_size: int) -> list[MicroBatchRound]:
+    pieces = _pieces(prefix_groups, max_tokens, world_size)
     dealt = deal([piece.load for piece in pieces], max_tokens, world_size)
     return [_round([[pieces[place] for place in places] for places in bins]) for bins in dealt]
 
 
-def _pieces(families: Sequence[Family], max_tokens: int, world_size: int) -> list[Family]:
+def _pieces(prefix_groups: Sequence[SharedPrefixGroup], max_tokens: int, world_size: int) -> list[SharedPrefixGroup]:
     """None fills more than a micro-batch; where ranks wait for each other, no more than a part of a rank's share."""
-    share, limit = num_tokens(families) / world_size, max_tokens
+    share, limit = num_tokens(prefix_groups) / world_size, max_tokens
     if world_size > 1:
         num_rounds = max(1, math.ceil(share / max_tokens))
         limit = math.ceil(share / num_rounds / PIECES_PER_RANK)
-    return [piece for family in families for piece in family.split(limit)]
+    return [piece for prefix_group in prefix_groups for piece in prefix_group.split(limit)]
 
 
-def _round(families_by_rank: Sequence[Sequence[Family]]) -> Round:
-    return Round(
-        micro_batches=tuple(pack_families(families) if families else idle() for families in families_by_rank),
-        samples=tuple(_samples(families) for families in families_by_rank),
+def _round(prefix_groups_by_rank: Sequence[Sequence[SharedPrefixGroup]]) -> MicroBatchRound:
+    return MicroBatchRound(
+        micro_batches=tuple(
+            pack_prefix_groups(prefix_groups) if prefix_groups else idle() for prefix_groups in prefix_groups_by_rank
+        ),
+        samples=tuple(_samples(prefix_groups) for prefix_groups in prefix_groups_by_rank),
     )
 
 
-def _samples(families: Iterable[Family]) -> tuple[TrainingSample, ...]:
-    return tuple(sample for family in families for sample in family.samples)
+def _samples(prefix_groups: Iterable[SharedPrefixGroup]) -> tuple[TrainingSample, ...]:
+    return tuple(sample for prefix_group in prefix_groups for sample in prefix_group.samples)
 
 
 def pack(samples: Sequence[TrainingSample]) -> MicroBatch:
     """Samples end to end, each with all its tokens."""
-    return pack_families([Family((sample,), 0) for sample in samples])
+    return pack_prefix_groups([SharedPrefixGroup((sample,), 0) for sample in samples])
 
 
-def pack_families(families: Sequence[Family]) -> MicroBatch:
-    """Families end to end: what is shared stands at the start of the first sample, and is the first one's in all that
-    is told of a token. The first token of each family is never trained: nothing predicts it."""
-    samples = _samples(families)
+def pack_prefix_groups(prefix_groups: Sequence[SharedPrefixGroup]) -> MicroBatch:
+    """Prefix groups end to end: what is shared stands at the start of the first sample, and is the first one's in all
+    that
+    is told of a token. The first token of each prefix group is never trained: nothing predicts it."""
+    samples = _samples(prefix_groups)
     prefix_lengths_S = np.array(
-        [family.num_shared * (place > 0) for family in families for place in range(len(family.samples))], dtype=np.int64
+        [
+            prefix_group.num_shared * (place > 0)
+            for prefix_group in prefix_groups
+            for place in range(len(prefix_group.samples))
+        ],
+        dtype=np.int64,
     )
     lengths_S = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64) - prefix_lengths_S
     starts_S = lengths_S.cumsum() - lengths_S
-    sizes_F = np.array([len(family.samples) for family in families])
+    sizes_F = np.array([len(prefix_group.samples) for prefix_group in prefix_groups])
     position_ids_T = np.arange(lengths_S.sum(), dtype=np.int64) - (starts_S - prefix_lengths_S).repeat(lengths_S)
 
     def join(columns: Iterable[Sequence[float] | np.ndarray], dtype: type[np.generic]) -> np.ndarray:

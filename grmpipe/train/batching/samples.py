@@ -40,7 +40,7 @@ def to_samples(
         sample
         for siblings, advantages in zip(judged, estimate(rewards, algorithm), strict=True)
         for (rollout, verdict), advantages_N in zip(siblings, advantages, strict=True)
-        for sample in split_rollout(rollout, trust_in(verdict, algorithm.half_weight_spread) * advantages_N)
+        for sample in split_rollout(rollout, trust_in(verdict, algorithm.weight_half_std) * advantages_N)
     )
 
 
@@ -61,14 +61,14 @@ def earned(
     return rewards if values is None else replace(rewards, expected_N=values[key])
 
 
-def trust_in(verdict: Verdict, half_weight_spread: float | None) -> float:
-    """What an advantage is multiplied by: 1 where the judgements agree, 1/2 where they lie `half_weight_spread` apart.
+def trust_in(verdict: Verdict, weight_half_std: float | None) -> float:
+    """What an advantage is multiplied by: 1 where the judgements agree, 1/2 where they lie `weight_half_std` apart.
 
     tau^2 / (tau^2 + sigma^2): the reliability of a measurement of noise sigma, of things that differ by tau.
     """
-    if half_weight_spread is None:
+    if weight_half_std is None:
         return 1.0
-    return 1 / (1 + (verdict.agreement / half_weight_spread) ** 2)
+    return 1 / (1 + (verdict.score_std / weight_half_std) ** 2)
 
 
 def judged_siblings(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:

@@ -10,15 +10,15 @@ from grmpipe.types import TrainingSample
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class SharedPrefixGroup:
     """Samples that are packed side by side. The first has all its tokens itself, the others those after the shared."""
 
     samples: tuple[TrainingSample, ...]
     num_shared: int  # tokens that all begin with; 0 for a sample by itself
 
     @staticmethod
-    def of(samples: Sequence[TrainingSample]) -> Family:
-        return Family(tuple(samples), num_shared(samples) if len(samples) > 1 else 0)
+    def of(samples: Sequence[TrainingSample]) -> SharedPrefixGroup:
+        return SharedPrefixGroup(tuple(samples), num_shared(samples) if len(samples) > 1 else 0)
 
     @property
     def load(self) -> Load:
@@ -26,8 +26,9 @@ class Family:
         own = [length - self.num_shared for length in others]
         return Load(tokens=first + sum(own), work=work(first) + sum(work(length, self.num_shared) for length in own))
 
-    def split(self, max_tokens: int) -> list[Family]:
-        """Families of at most so many packed tokens, each with the shared ones again; a longer sample by itself."""
+    def split(self, max_tokens: int) -> list[SharedPrefixGroup]:
+        """Prefix groups of at most this many packed tokens, each with the shared ones again; a longer sample by
+        itself."""
         pieces: list[list[TrainingSample]] = []
         room = 0
         for sample in self.samples:
@@ -37,19 +38,23 @@ class Family:
                 room = max_tokens - self.num_shared
             pieces[-1].append(sample)
             room -= own
-        return [self] if len(pieces) == 1 else [Family.of(piece) for piece in pieces]
+        return [self] if len(pieces) == 1 else [SharedPrefixGroup.of(piece) for piece in pieces]
 
 
-def families_of(samples: Iterable[TrainingSample], shared: bool) -> list[Family]:
-    """A family for each group, in order; one for each sample where they have nothing to share, or are not to."""
+def prefix_groups_of(samples: Iterable[TrainingSample], shared: bool) -> list[SharedPrefixGroup]:
+    """A prefix group for each group, in order; one for each sample where they have nothing to share, or are not to."""
     groups: dict[str, list[TrainingSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
-    families: list[Family] = []
+    prefix_groups: list[SharedPrefixGroup] = []
     for group in groups.values():
-        family = Family.of(group)
-        families += [family] if shared and family.num_shared > 0 else [Family((sample,), 0) for sample in group]
-    return families
+        prefix_group = SharedPrefixGroup.of(group)
+        prefix_groups += (
+            [prefix_group]
+            if shared and prefix_group.num_shared > 0
+            else [SharedPrefixGroup((sample,), 0) for sample in group]
+        )
+    return prefix_groups
 
 
 def num_shared(samples: Sequence[TrainingSample]) -> int:

@@ -19,7 +19,7 @@ from grmpipe.train.batching.samples import earned, judged_siblings
 from grmpipe.train.batching.splitting import shuffled_parts
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.critic.value_samples import ValuePacker, ValueRound, ValueSample, value_samples
-from grmpipe.train.critic.values import Valuer
+from grmpipe.train.critic.values import ValueCache
 from grmpipe.types import JudgedGroup, Metrics
 
 
@@ -42,7 +42,7 @@ class Critic:
         """`max_new_tokens`: of a turn; needed where long answers are penalised. `seed`: as of the policy's batch."""
         max_tokens = critic_train(config, train).micro_batch_tokens
         self.ranks = ranks
-        self.valuer = Valuer(
+        self.value_cache = ValueCache(
             ranks, max_tokens=max_tokens, groups_per_batch=train.groups_per_batch, group_size=train.group_size
         )
         self._config = config
@@ -71,9 +71,9 @@ class Critic:
     async def take(self, group: JudgedGroup, kl: Kl | None) -> Values:
         """A judged group enters the batch. Returns its values; its passes go on by themselves."""
         self._num_taken += 1
-        self._num_ahead += self.valuer.knows(group)
+        self._num_ahead += self.value_cache.knows(group)
         began_s = asyncio.get_running_loop().time()
-        values = await self.valuer.values_of(group)
+        values = await self.value_cache.values_of(group)
         self._waited_s += asyncio.get_running_loop().time() - began_s
         samples = self._targets(group, kl, values)
         self._samples += samples
@@ -84,7 +84,7 @@ class Critic:
     async def step(self) -> Metrics:
         """End the batch. Values that are asked for meanwhile are those of the next."""
         quality = value_quality(*self._values_and_returns())
-        self.valuer.rest()
+        self.value_cache.rest()
         try:
             metrics = await (self._several_updates() if self._updates > 1 else self._one_update())
         finally:
@@ -134,9 +134,9 @@ class Critic:
         return values_T[trained_T], returns_T[trained_T]
 
     def _close_batch(self) -> Metrics:
-        told = {"critic/wait_s": self._waited_s, "critic/valued_ahead_share": self._num_ahead / max(1, self._num_taken)}
+        told = {"critic/wait_s": self._waited_s, "critic/precomputed_share": self._num_ahead / max(1, self._num_taken)}
         self._packer.discard()
         self._samples, self._passes = [], []
         self._waited_s, self._num_ahead, self._num_taken = 0.0, 0, 0
-        self.valuer.resume()
+        self.value_cache.resume()
         return told

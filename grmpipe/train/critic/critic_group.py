@@ -14,7 +14,7 @@ from grmpipe.types import Metrics
 from models.stored_files import StoredFile
 from scheduler.events import EventSink, NoEvents
 from scheduler.processes.actors import ActorGroup
-from scheduler.stream import BusyMeter
+from scheduler.stage import BusyMeter
 
 LANE = "critic"
 

@@ -15,7 +15,7 @@ from grmpipe.train.scalar.scalar_batch import plan_rounds
 from grmpipe.types import JudgedGroup, Rollout
 
 
-class Valuer:
+class ValueCache:
     """Consumes rollouts, produces their values; waits for groups whose siblings have all ended, and for the critic.
 
     All values of a batch are of the critic that the batch begins with. A step of the critic makes those of later groups

@@ -14,7 +14,7 @@ from grmpipe.types import BatchTotals, Metrics
 ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
-class Meter:
+class BatchMetrics:
     """Sums on one rank; a read adds up the ranks. Used for one batch."""
 
     def __init__(self, device: torch.device) -> None:

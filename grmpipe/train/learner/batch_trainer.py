@@ -9,7 +9,7 @@ import numpy as np
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.kl_in_reward import Kl, kl_of_rollouts
-from grmpipe.train.batching.packer import Packer, Round, rounds_of
+from grmpipe.train.batching.packer import MicroBatchRound, Packer, rounds_of
 from grmpipe.train.batching.samples import count, judged_siblings, split_rollout, to_samples, without_finite_advantages
 from grmpipe.train.batching.splitting import shuffled_parts
 from grmpipe.train.critic.critic import Critic
@@ -37,18 +37,20 @@ class BatchTrainer:
     ) -> None:
         """`max_new_tokens`: of a turn; needed where long answers are penalised. `critic`: where advantages ask one.
         `seed`: of the groups that each of several updates learns from."""
-        assert max_new_tokens > 0 or algorithm.overlong_share == 0, "a penalty for length needs the limit"
+        assert max_new_tokens > 0 or algorithm.overlong_buffer_share == 0, "a penalty for length needs the limit"
         self._learner = learner
         self._critic = critic
         self._algorithm = algorithm
         self._seed = seed
         self._updates = min(algorithm.updates_per_batch, train.groups_per_batch)
         self._replay = ReplayBuffer(
-            groups_per_batch=algorithm.replay_groups, max_age=train.max_staleness, times=algorithm.replay_times
+            groups_per_batch=algorithm.replay_buffer_groups,
+            max_age=train.max_staleness,
+            times=algorithm.replay_buffer_uses,
         )
         self._max_new_tokens = max_new_tokens
         self._max_tokens = train.micro_batch_tokens
-        self._shared = train.shared_prompts
+        self._shared = train.prefix_sharing
         self._packer = Packer(self._max_tokens, learner.size, self._shared)
         self._num_taken = 0  # groups of the open batch
         self._replayed: list[JudgedGroup] = []  # of an earlier batch, in the open one again
@@ -66,12 +68,12 @@ class BatchTrainer:
 
     @property
     def _kl_is_in_reward(self) -> bool:
-        return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient > 0
+        return self._algorithm.kl_in_reward and self._algorithm.kl_coefficient > 0
 
     async def take(self, group: JudgedGroup) -> None:
         """Replayed groups come first: there is nothing else to train yet."""
         if self._num_taken == 0:
-            self._replayed = self._replay.draw(self._version)
+            self._replayed = self._replay.sample(self._version)
             for earlier in self._replayed:
                 await self._include(earlier)
         self._num_taken += 1
@@ -136,7 +138,7 @@ class BatchTrainer:
         return self._learner.version // self._updates if self._critic is None else self._critic.version
 
     def _replay_metrics(self) -> Metrics:
-        return {"train/replayed_groups": float(len(self._replayed))} if self._algorithm.replay_groups > 0 else {}
+        return {"train/replayed_groups": float(len(self._replayed))} if self._algorithm.replay_buffer_groups > 0 else {}
 
     async def discard(self) -> None:
         """Drop the open batch: gradients, samples and all."""
@@ -183,12 +185,12 @@ class BatchTrainer:
             metrics = await self._learner.step(count(part, oldest))
         return metrics
 
-    async def _old_pass(self, round_: Round) -> Sequence[OldPass] | None:
+    async def _old_pass(self, round_: MicroBatchRound) -> Sequence[OldPass] | None:
         """None where the ratio is not against its log-probs."""
         return await self._learner.old_pass(round_) if self._algorithm.proximal == "recomputed" else None
 
     def _part(self, samples: Sequence[TrainingSample], group_ids: set[str]) -> list[TrainingSample]:
         return [sample for sample in samples if sample.group_id in group_ids]
 
-    def _pack(self, samples: Sequence[TrainingSample]) -> list[Round]:
+    def _pack(self, samples: Sequence[TrainingSample]) -> list[MicroBatchRound]:
         return rounds_of(samples, self._max_tokens, self._learner.size, self._shared)

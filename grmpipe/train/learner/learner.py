@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from grmpipe.algorithm.losses import AGGREGATIONS, loss_of
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.learner.batch_metrics import Meter
+from grmpipe.train.learner.batch_metrics import BatchMetrics
 from grmpipe.train.learner.reset import Reset, reset_is_due
 from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
@@ -24,7 +24,7 @@ from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
 from models.lm.checkpoint import ShardedSave, export_hf, load_sharded
 from models.lm.checkpoint_names import CheckpointNames
-from models.lm.expert_routing import Replay, Routers
+from models.lm.expert_routing import RouterReplay, Routers
 from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
@@ -33,8 +33,8 @@ from models.settings import LoraConfig
 from models.stored_files import StoredFile
 from models.types import GroupLink, WeightBucket
 from models.weights.sending import open_transport
-from models.weights.stream import WeightStream
 from models.weights.transports import transport_kind
+from models.weights.weight_stream import WeightStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class Learner:
         # Without its adapters the model is the reference itself.
         needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
         self._reference = self._load_reference(mesh) if needs_reference else None
-        self._routers = Routers.of(self._model) if spec.algorithm.routing_replay != "none" else None
+        self._routers = Routers.of(self._model) if spec.algorithm.router_replay != "none" else None
         self._optimizer = make_optimizer(self._model, train)
         self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
         sent = outgoing(self._model, lora, spec.sync_dtype) if lora.learns else None
@@ -150,7 +150,7 @@ class Learner:
         self._transport = (
             open_transport(spec.transport, spec.sync_dtype, self._device, spec.sync_dir) if sends else None
         )
-        self._meter = Meter(self._device)
+        self._meter = BatchMetrics(self._device)
         self._save = ShardedSave()
         self._version = 0
 
@@ -181,7 +181,7 @@ class Learner:
         algorithm = self._spec.algorithm
         batch = DeviceBatch.of(micro_batch, self._device)
         # First: where the reference is the model without its adapters, its pass must not come between the two of ours.
-        reference_T = self._reference_logprobs(batch) if algorithm.kl_in == "loss" else None
+        reference_T = self._reference_logprobs(batch) if algorithm.kl_in_reward is False else None
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
         with self._routed(experts_TLK) as replay:
             current = self._forward(self._model, batch, entropy=True)
@@ -205,7 +205,7 @@ class Learner:
         """pi_old for batches that are updated on more than once, and where its tokens went if that is replayed."""
         batch = DeviceBatch.of(micro_batch, self._device)
         with without_gradient(self._model), self._routed(micro_batch.experts_TLK):
-            if self._routers is None or self._spec.algorithm.routing_replay != "old_logprobs":
+            if self._routers is None or self._spec.algorithm.router_replay != "old_logprobs":
                 return OldPass(logprobs_T=_to_host(self._forward(self._model, batch).logprobs_T))
             with self._routers.recorded() as recording:
                 logprobs_T = _to_host(self._forward(self._model, batch).logprobs_T)
@@ -250,7 +250,7 @@ class Learner:
     def discard(self) -> None:
         """Drop the open batch."""
         self._optimizer.zero_grad()
-        self._meter = Meter(self._device)
+        self._meter = BatchMetrics(self._device)
 
     def num_buckets(self) -> int:
         return self._stream.num_buckets
@@ -329,7 +329,7 @@ class Learner:
         )
 
     @contextmanager
-    def _routed(self, experts_TLK: np.ndarray | None) -> Iterator[Replay | None]:
+    def _routed(self, experts_TLK: np.ndarray | None) -> Iterator[RouterReplay | None]:
         """Passes of the policy in here go to these experts; None: to those that its routers choose."""
         if self._routers is None or experts_TLK is None:
             yield None
@@ -355,7 +355,7 @@ def _to_host(logprobs_T: Tensor) -> np.ndarray:
     return logprobs_T.float().cpu().numpy()
 
 
-def _rerouted(replay: Replay | None, loss_mask_T: Tensor) -> Tensor:
+def _rerouted(replay: RouterReplay | None, loss_mask_T: Tensor) -> Tensor:
     """Of each trained token the share of layers whose router would have sent it elsewhere, summed up."""
     if replay is None:
         return loss_mask_T.new_zeros(())

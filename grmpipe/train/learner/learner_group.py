@@ -11,7 +11,7 @@ from typing import cast
 import numpy as np
 
 from grmpipe.train.batching.bin_packing import RankWork, work
-from grmpipe.train.batching.packer import Round
+from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.train.saving import files_of_save
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.stored_files import StoredFile
@@ -48,7 +48,7 @@ class LearnerGroup:
         """The run makes so many steps: the learning rate decays by it."""
         await self._actors.call_all("expect", num_steps)
 
-    async def accumulate(self, round_: Round, old: Sequence[OldPass] | None = None) -> Metrics:
+    async def accumulate(self, round_: MicroBatchRound, old: Sequence[OldPass] | None = None) -> Metrics:
         """Forward and backward, a micro-batch per rank. Returns sums over ranks."""
         self._work.add([_work_of(micro_batch) for micro_batch in round_.micro_batches])
         before = old if old is not None else [None] * len(round_.micro_batches)
@@ -56,13 +56,13 @@ class LearnerGroup:
             sums = await self._actors.call_each("accumulate", list(zip(round_.micro_batches, before, strict=True)))
         return _add_up(cast(list[Metrics], sums))
 
-    async def old_pass(self, round_: Round) -> list[OldPass]:
+    async def old_pass(self, round_: MicroBatchRound) -> list[OldPass]:
         """Over each rank's micro-batch, for several updates on one batch."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():
             return cast(list[OldPass], await self._actors.call_each("old_pass", each))
 
-    async def reference_logprobs(self, round_: Round) -> list[np.ndarray]:
+    async def reference_logprobs(self, round_: MicroBatchRound) -> list[np.ndarray]:
         """log pi_ref of each rank's micro-batch, for a KL that is taken off the rewards."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():

@@ -1,4 +1,5 @@
-"""The learner on one rank, on a device that it has only by turns: what of its state lies there. Trains as any other."""
+"""The learner on one rank, on a device that it shares in time with engines: what of its state lies there. Trains as any
+other."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from torch import Tensor
 
 from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
-from models.lm.offload import LentMemory, free_bytes
-from models.types import Residence, WeightBucket
+from models.lm.offloaded_memory import OffloadedMemory, free_bytes
+from models.types import OnDevice, WeightBucket
 
 
-class LendingLearner(Learner):
-    """Between its turns its state waits on the host: weights, the optimizer's moments, the reference. Gradients are
-    gone by then: no turn ends within a batch."""
+class OffloadingLearner(Learner):
+    """Between its phases its state waits on the host: weights, the optimizer's moments, the reference. Gradients are
+    gone by then: no phase ends within a batch."""
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         super().__init__(spec, rank, world_size, init_method)
-        self._lent_weights = LentMemory()
-        self._lent_rest = LentMemory()
+        self._offloaded_weights = OffloadedMemory()
+        self._offloaded_rest = OffloadedMemory()
 
     def accumulate(self, micro_batch: MicroBatch, old: OldPass | None = None) -> Metrics:
         self._assert_has_all()
@@ -45,31 +46,31 @@ class LendingLearner(Learner):
         self._assert_has_weights()
         return super().score(token_ids)
 
-    def reside(self, residence: Residence) -> int:
+    def keep_on_device(self, on_device: OnDevice) -> int:
         """Returns the bytes that became free on the device; on a CPU everything is on the host anyway, and stays."""
         if self._device.type == "cpu":
             return 0
         before = free_bytes(self._device)
-        self.lay_out(residence)
+        self.move_state(on_device)
         return free_bytes(self._device) - before
 
-    def lay_out(self, residence: Residence) -> None:
+    def move_state(self, on_device: OnDevice) -> None:
         """Take back first, lend then."""
-        if residence != "nothing":
-            self._lent_weights.take_back()
-        if residence == "everything":
-            self._lent_rest.take_back()
-        if residence != "everything" and not self._lent_rest.is_lent:
-            self._lent_rest.lend(self._state_but_weights())
-        if residence == "nothing" and not self._lent_weights.is_lent:
-            self._lent_weights.lend([*self._model.parameters(), *self._model.buffers()])
+        if on_device != "nothing":
+            self._offloaded_weights.load_back()
+        if on_device == "everything":
+            self._offloaded_rest.load_back()
+        if on_device != "everything" and not self._offloaded_rest.is_offloaded:
+            self._offloaded_rest.offload(self._state_but_weights())
+        if on_device == "nothing" and not self._offloaded_weights.is_offloaded:
+            self._offloaded_weights.offload([*self._model.parameters(), *self._model.buffers()])
 
     def _assert_has_weights(self) -> None:
-        assert not self._lent_weights.is_lent, "the learner's weights are on the host"
+        assert not self._offloaded_weights.is_offloaded, "the learner's weights are on the host"
 
     def _assert_has_all(self) -> None:
         self._assert_has_weights()
-        assert not self._lent_rest.is_lent, "the optimizer's state is on the host"
+        assert not self._offloaded_rest.is_offloaded, "the optimizer's state is on the host"
 
     def _state_but_weights(self) -> Iterator[Tensor]:
         """What a push can do without."""

@@ -9,7 +9,7 @@ from grmpipe.types import JudgedGroup
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Entry:
     group: JudgedGroup
     times: int  # that it may be trained again
 
@@ -23,14 +23,14 @@ class ReplayBuffer:
         self._groups_per_batch = groups_per_batch
         self._max_age = max_age
         self._times = times
-        self._kept: list[_Kept] = []
+        self._kept: list[_Entry] = []
 
     def keep(self, groups: Sequence[JudgedGroup]) -> None:
         """These were trained."""
         if self._groups_per_batch > 0:
-            self._kept += [_Kept(group, self._times) for group in groups]
+            self._kept += [_Entry(group, self._times) for group in groups]
 
-    def draw(self, version: int) -> list[JudgedGroup]:
+    def sample(self, version: int) -> list[JudgedGroup]:
         """For a batch that starts from weights of this version. What has grown too old is forgotten."""
         young = [kept for kept in self._kept if version - kept.group.version <= self._max_age]
         young.sort(key=lambda kept: (kept.times, kept.group.version), reverse=True)

@@ -1,4 +1,4 @@
-"""The learner of a time-shared pool, on the driver: it trains while the device is its own. Decides no turn."""
+"""The learner of a time-shared pool, on the driver: it trains while the device is its own. Decides no phase."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import cast
 from grmpipe.pipeline.interfaces import Trainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import JudgedGroup, Metrics
-from models.types import Residence
+from models.types import OnDevice
 from scheduler.slots.time_share import TimeShare
 
-Turn = Callable[[], AbstractAsyncContextManager[object]]
+LearnerPhase = Callable[[], AbstractAsyncContextManager[object]]
 
 
-class LearnerByTurns(LearnerGroup):
-    """All ranks of a learner that lends its device. What needs its whole state between steps takes a turn for it."""
+class TimeSharedLearnerGroup(LearnerGroup):
+    """All ranks of a learner that lends its device. What needs its whole state between steps takes a phase for it."""
 
-    turn: Turn | None = None  # until it is set there is nobody else yet: the state is where it was made
+    learner_phase: LearnerPhase | None = None  # until it is set there is nobody else yet: the state is where it was made
 
-    async def reside(self, residence: Residence) -> int:
+    async def keep_on_device(self, on_device: OnDevice) -> int:
         """On all ranks; the sum of what became free."""
-        return sum(cast(list[int], await self._actors.call_all("reside", residence)))
+        return sum(cast(list[int], await self._actors.call_all("keep_on_device", on_device)))
 
     async def begin_save(self, path: str, *, aside: bool) -> None:
-        async with self._own_turn():
+        async with self._own_phase():
             await super().begin_save(path, aside=aside)
 
     async def load(self, path: str) -> int:
-        async with self._own_turn():
+        async with self._own_phase():
             return await super().load(path)
 
     async def export(self, path: str) -> None:
-        async with self._own_turn():
+        async with self._own_phase():
             await super().export(path)
 
     @asynccontextmanager
-    async def _own_turn(self) -> AsyncIterator[None]:
-        if self.turn is None:
+    async def _own_phase(self) -> AsyncIterator[None]:
+        if self.learner_phase is None:
             yield
             return
-        async with self.turn():
+        async with self.learner_phase():
             yield
 
 
-def begin_turn(share: TimeShare) -> Callable[[], Awaitable[Metrics]]:
+def begin_learner_phase(share: TimeShare) -> Callable[[], Awaitable[Metrics]]:
     """For a step of the learner's: what became free for it, and of it when the engines went on."""
 
     async def begin() -> Metrics:
@@ -55,16 +55,16 @@ def begin_turn(share: TimeShare) -> Callable[[], Awaitable[Metrics]]:
     return begin
 
 
-class TrainerByTurns:
+class TimeSharedTrainer:
     """Leaves the groups of a batch where they are until the learner has its device, then trains on them in the order
-    they came: without an early start. The turn that a step begins ends with the push of its weights.
+    they came: without an early start. The phase that a step begins ends with the push of its weights.
 
-    begin_turn: returns, as metrics, what became free for it.
+    begin_learner_phase: returns, as metrics, what became free for it.
     """
 
-    def __init__(self, trainer: Trainer, begin_turn: Callable[[], Awaitable[Metrics]]) -> None:
+    def __init__(self, trainer: Trainer, begin_learner_phase: Callable[[], Awaitable[Metrics]]) -> None:
         self._trainer = trainer
-        self._begin_turn = begin_turn
+        self._begin_learner_phase = begin_learner_phase
 
     async def take(self, group: JudgedGroup) -> None:
         return None  # the engines have the device
@@ -73,7 +73,7 @@ class TrainerByTurns:
         return False  # as above
 
     async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
-        freed = await self._begin_turn()
+        freed = await self._begin_learner_phase()
         for group in batch:
             await self._trainer.take(group)
         return await self._trainer.step(batch) | freed

@@ -20,12 +20,12 @@ from models.engines.embedded.grammar import Grammar, Held
 from models.engines.embedded.kv_slots import KvSlots
 from models.engines.embedded.prompt_packing import groups_of_like_length
 from models.engines.embedded.sampling import draw, uniforms
-from models.engines.stop_conditions import Endings
+from models.engines.stop_conditions import StopConditions
 from models.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
-class Family:
+class SiblingPrompt:
     """Requests with one prompt. Running members can give newcomers the prompt's keys and values."""
 
     prompt_ids: tuple[int, ...]
@@ -37,7 +37,7 @@ class Family:
 class Row:
     """A request and what was sampled for it. `index` is its place in the batch while it runs."""
 
-    family: Family
+    siblings: SiblingPrompt
     params: SamplingParams
     priority: int
     arrival: int
@@ -53,15 +53,15 @@ class Row:
     @property
     def position(self) -> int:
         """Of the last token, which waits to be fed."""
-        return len(self.family.prompt_ids) + len(self.token_ids) - 1
+        return len(self.siblings.prompt_ids) + len(self.token_ids) - 1
 
     @property
     def cached_ids(self) -> Sequence[int]:
-        return [*self.family.prompt_ids, *self.token_ids][:-1]
+        return [*self.siblings.prompt_ids, *self.token_ids][:-1]
 
     @property
     def pending_id(self) -> int:
-        return self.token_ids[-1] if self.token_ids else self.family.prompt_ids[-1]
+        return self.token_ids[-1] if self.token_ids else self.siblings.prompt_ids[-1]
 
     def __lt__(self, other: Row) -> bool:
         return (self.priority, self.arrival) < (other.priority, other.arrival)
@@ -97,14 +97,14 @@ class Changes:
     finished: tuple[Row, ...]
 
 
-class Batch:
+class RunningBatch:
     """Rows by (priority, arrival), at most `max_rows` at once, at most `prefill_tokens` joining in one step."""
 
     def __init__(
         self,
         decoder: Decoder,
         slots: KvSlots,
-        endings: Endings,
+        endings: StopConditions,
         model_name: str,
         seed: int,
         max_rows: int,
@@ -119,7 +119,7 @@ class Batch:
         self._grammar = grammar
         self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
         self._arrivals = itertools.count()
-        self._families: dict[tuple[int, ...], Family] = {}
+        self._siblings_by_prompt: dict[tuple[int, ...], SiblingPrompt] = {}
         self._waiting: list[Row] = []  # sorted
         self._running: list[Row] = []
         self._columns: Columns | None = None
@@ -134,9 +134,9 @@ class Batch:
         return len(self._running)
 
     def submit(self, prompt_ids: tuple[int, ...], params: SamplingParams, priority: int) -> Row:
-        family = self._families.setdefault(prompt_ids, Family(prompt_ids))
-        family.num_members += 1
-        row = Row(family, params, priority, next(self._arrivals))
+        siblings = self._siblings_by_prompt.setdefault(prompt_ids, SiblingPrompt(prompt_ids))
+        siblings.num_members += 1
+        row = Row(siblings, params, priority, next(self._arrivals))
         if params.pattern is not None:
             assert self._grammar is not None
             row.held = Held.to(params.pattern, self._grammar)
@@ -229,14 +229,14 @@ class Batch:
         while self._waiting and len(self._running) + len(joining) < self._max_rows:
             row = self._waiting[0]
             if self._donor(row) is None:
-                budget -= len(row.family.prompt_ids)
+                budget -= len(row.siblings.prompt_ids)
                 if budget < 0 and joining:
                     break
                 to_prefill.append(row)
             row.index = len(self._running) + len(joining)
             row.prompt_epoch = self._weights_epoch
             row.version_starts.append((self.version, 0))
-            row.family.running.append(row)
+            row.siblings.running.append(row)
             joining.append(self._waiting.pop(0))
         if joining:
             self._make_room(joining)
@@ -247,10 +247,10 @@ class Batch:
 
     def _donor(self, row: Row) -> Row | None:
         """A sibling whose prompt was cached under the present weights, or is about to be in this step."""
-        return next((other for other in row.family.running if other.prompt_epoch == self._weights_epoch), None)
+        return next((other for other in row.siblings.running if other.prompt_epoch == self._weights_epoch), None)
 
     def _make_room(self, joining: Sequence[Row]) -> None:
-        longest = max(len(row.family.prompt_ids) + row.params.max_new_tokens for row in joining)
+        longest = max(len(row.siblings.prompt_ids) + row.params.max_new_tokens for row in joining)
         self._slots.reserve(len(self._running) + len(joining), max(longest, self._slots.tokens_per_row))
 
     def _prefill(self, rows: Sequence[Row]) -> None:
@@ -273,7 +273,7 @@ class Batch:
         num_left = len(self._running) - len(leaving)
         for row in leaving:
             row.experts_TLK = self._slots.read_experts(row.index, row.position)
-            row.family.running.remove(row)
+            row.siblings.running.remove(row)
             self._running[row.index].index = -1
         movers = [row for row in self._running[num_left:] if row.index >= 0]
         holes = [index for index, row in enumerate(self._running[:num_left]) if row.index < 0]
@@ -287,9 +287,9 @@ class Batch:
 
     def _finish(self, row: Row, reason: FinishReason | None) -> None:
         row.finish_reason = reason
-        row.family.num_members -= 1
-        if row.family.num_members == 0:
-            del self._families[row.family.prompt_ids]
+        row.siblings.num_members -= 1
+        if row.siblings.num_members == 0:
+            del self._siblings_by_prompt[row.siblings.prompt_ids]
 
 
 def held_back(rows: Sequence[Row], logits_BV: Tensor) -> Tensor:

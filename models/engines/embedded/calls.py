@@ -45,7 +45,7 @@ class Waiter:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class EmbeddedRequest:
     """A request in flight, and all who wait for it."""
 
     request_id: str

@@ -119,12 +119,13 @@ class SlotLayer(CacheLayerMixin):
 
 @torch.no_grad()
 def open_decoder(
-    model: PreTrainedModel, max_rows: int, max_tokens: int, note_experts: bool = False
+    model: PreTrainedModel, max_rows: int, max_tokens: int, return_routed_experts: bool = False
 ) -> tuple[Decoder, KvSlots]:
-    """The fastest decoder whose logits equal the model's own; ValueError where there is none, and for `note_experts`
+    """The fastest decoder whose logits equal the model's own; ValueError where there is none, and for
+    `return_routed_experts`
     of a model without."""
     expected_NV = torch.stack([model(torch.tensor([ids], device=model.device)).logits[0, -1] for ids in PROBE])
-    shape = _measure_kv_shape(model, Routers.of(model).shape if note_experts else None)
+    shape = _measure_kv_shape(model, Routers.of(model).shape if return_routed_experts else None)
     kinds: list[type[FusedDecoder] | type[ModuleDecoder]] = [ModuleDecoder]
     if FusedDecoder.supports(model):
         kinds.insert(0, FusedDecoder)

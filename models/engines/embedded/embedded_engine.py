@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from models.engines.context_limit import Window
+from models.engines.context_limit import ContextLimit
 from models.engines.embedded.calls import Answer, Command, Waiter, copy_of
 from models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
 from models.engines.embedded.grammar import parsed
@@ -48,7 +48,7 @@ class EmbeddedEngine:
     seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
     version: of the weights in `model_path`.
     lora: adapters that pushes bring, where they aren't merged into the weights before.
-    note_experts: completions carry the experts of their tokens; for a mixture of experts only.
+    return_routed_experts: completions carry the experts of their tokens; for a mixture of experts only.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class EmbeddedEngine:
         chat_template: str | None = None,
         version: int = 0,
         lora: LoraConfig | None = None,
-        note_experts: bool = False,
+        return_routed_experts: bool = False,
     ) -> None:
         renderer = Renderer.load(model_path, chat_template)
         self.model_name = model_name
-        self._window = Window.of(model_name, renderer, config.max_context_tokens)
+        self._window = ContextLimit.of(model_name, renderer, config.max_context_tokens)
         self._worker = EmbeddedWorker(
             model_path,
             model_name,
@@ -78,7 +78,7 @@ class EmbeddedEngine:
             seed=seed,
             version=version,
             lora=lora,
-            note_experts=note_experts,
+            return_routed_experts=return_routed_experts,
         )
         self._closing = False
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -144,7 +144,7 @@ class EmbeddedEngine:
         return await self._do(self._worker.sleep)
 
     async def wake(self) -> None:
-        """Paused yet."""
+        """Still paused."""
         await self._do(self._worker.wake)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
             spec.seed,
             spec.chat_template,
             lora=spec.lora,
-            note_experts=spec.note_experts,
+            return_routed_experts=spec.return_routed_experts,
         )
 
     @property

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from models.engines.embedded.batch import Batch, Row
-from models.engines.embedded.calls import Ticket, Waiter, copy_of
+from models.engines.embedded.batch import Row, RunningBatch
+from models.engines.embedded.calls import EmbeddedRequest, Waiter, copy_of
 from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.grammar import Grammar
-from models.engines.stop_conditions import Endings
+from models.engines.stop_conditions import StopConditions
 from models.lm.causal_lm import load_causal_lm
 from models.lm.logprobs import chosen_logprobs
 from models.lm.lora import add_adapters
-from models.lm.offload import LentMemory, free_bytes
+from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.lm.quantize import quantize_matrices
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, LoraConfig
@@ -54,26 +54,26 @@ class EmbeddedWorker:
         seed: int,
         version: int,
         lora: LoraConfig | None,
-        note_experts: bool,
+        return_routed_experts: bool,
     ) -> None:
         self.paused = False
         self._config = config
         self._model = load_causal_lm(model_path, dtype, device)
         if lora is not None and lora.in_engines:
             add_adapters(self._model, lora, dtype)
-        decoder, slots = open_decoder(self._model, config.max_batch_rows, context_tokens, note_experts)
+        decoder, slots = open_decoder(self._model, config.max_batch_rows, context_tokens, return_routed_experts)
         self._quantize()
-        endings = Endings(renderer.decode, renderer.stop_token_ids)
+        endings = StopConditions(renderer.decode, renderer.stop_token_ids)
         grammar = Grammar(renderer.decode, renderer.num_token_ids, renderer.stop_token_ids, renderer.vocab_size)
-        self._batch = Batch(
+        self._batch = RunningBatch(
             decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step, grammar
         )
         self._batch.version = version
         self._slots = slots
         self._inbox = WeightInbox(self._model, self._model.device)
-        self._lent_weights = LentMemory()
-        self._tickets: dict[str, Ticket] = {}
-        self._tickets_by_row: dict[Row, Ticket] = {}
+        self._offloaded_weights = OffloadedMemory()
+        self._tickets: dict[str, EmbeddedRequest] = {}
+        self._tickets_by_row: dict[Row, EmbeddedRequest] = {}
         self._asleep = False
         self._busy_s = 0.0
         self._num_finished = 0
@@ -114,7 +114,7 @@ class EmbeddedWorker:
         ticket = self._tickets.get(context.request_id)
         if ticket is None:
             row = self._batch.submit(prompt_ids, params, context.priority)
-            ticket = Ticket(context.request_id, row)
+            ticket = EmbeddedRequest(context.request_id, row)
             self._tickets[context.request_id] = self._tickets_by_row[row] = ticket
         elif ticket.row.token_ids:
             waiter.tell_first_token()
@@ -133,7 +133,7 @@ class EmbeddedWorker:
             self._batch.abort(ticket.row)
             self._answer(ticket)
 
-    def _answer(self, ticket: Ticket) -> None:
+    def _answer(self, ticket: EmbeddedRequest) -> None:
         del self._tickets[ticket.request_id], self._tickets_by_row[ticket.row]
         self._num_finished += 1
         completion = self._batch.completion(ticket.row)
@@ -154,12 +154,12 @@ class EmbeddedWorker:
         free_before = free_bytes(device)
         kv_bytes = self._slots.give_up()
         if device.type == "cuda":
-            self._lent_weights.lend([*self._model.parameters(), *self._model.buffers()])
+            self._offloaded_weights.offload([*self._model.parameters(), *self._model.buffers()])
         self._asleep = True
         return free_bytes(device) - free_before if device.type == "cuda" else kv_bytes
 
     def wake(self) -> None:
-        self._lent_weights.take_back()
+        self._offloaded_weights.load_back()
         self._asleep = False
 
     def _refuse_in_its_sleep(self) -> None:

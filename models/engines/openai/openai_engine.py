@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 
-from models.engines.in_flight import Gate, InFlight
 from models.engines.openai.bounded_body import ACCEPTED, BadBody, read_bounded
 from models.engines.openai.chat_answer import (
     ChatAnswer,
@@ -24,6 +23,7 @@ from models.engines.openai.chat_answer import (
     read_object,
     total_tokens,
 )
+from models.engines.request_gates import PrioritySemaphore, SingleFlight
 from models.seeds import derive_seed
 from models.settings import OpenAIConfig
 from models.types import (
@@ -106,9 +106,9 @@ class OpenAIEngine:
         self._config = config
         self._key = _key_of(config)
         self._max_tokens_field = "max_tokens"
-        self._in_flight: InFlight[Completion] = InFlight()
+        self._in_flight: SingleFlight[Completion] = SingleFlight()
         self._limits = limits or NoLimits()
-        self._gate = Gate(config.max_connections)
+        self._gate = PrioritySemaphore(config.max_connections)
         self._client = httpx.AsyncClient(
             headers={"Accept-Encoding": ACCEPTED} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),

@@ -14,15 +14,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from models.engines.context_limit import Window
-from models.engines.sglang.generation import SglangGeneration
+from models.engines.context_limit import ContextLimit
+from models.engines.sglang.gpu_memory import used_gpu_bytes
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.join import check_joined, key_of
-from models.engines.sglang.memory import used_gpu_bytes
 from models.engines.sglang.server import SglangServer, SglangStart
+from models.engines.sglang.sglang_generation import SglangGeneration
 from models.engines.sglang.sglang_requests import scores_of, scoring_body
 from models.engines.sglang.sglang_weights import SglangWeights
-from models.engines.stop_conditions import Endings
+from models.engines.stop_conditions import StopConditions
 from models.lm.causal_lm import outline_causal_lm
 from models.renderer import Renderer
 from models.settings import SglangConfig
@@ -69,14 +69,14 @@ class SglangEngine:
         self.version = version
         self._http, self._server = http, server
         self._config, self._device = config, device
-        self._window = Window.of(model_name, renderer, config.max_context_tokens)
+        self._window = ContextLimit.of(model_name, renderer, config.max_context_tokens)
         # One that quantises may hold the same after a small step, and a CPU has no checksums.
         tells_parameters = device != "cpu" and not config.options.get("quantization")
         self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine, tells_parameters)
         self._generation = SglangGeneration(
             http,
             model_name,
-            Endings(renderer.decode, renderer.stop_token_ids),
+            StopConditions(renderer.decode, renderer.stop_token_ids),
             stop_token_ids=renderer.stop_token_ids,
             vocab_size=renderer.vocab_size,
             seed=seed,
@@ -107,7 +107,7 @@ class SglangEngine:
             SglangStart(
                 model_path=model_path,
                 config=config,
-                context_tokens=Window.of(model_name, renderer, config.max_context_tokens).tokens,
+                context_tokens=ContextLimit.of(model_name, renderer, config.max_context_tokens).tokens,
                 dtype=dtype,
                 device=device,
                 seed=seed,
@@ -147,7 +147,7 @@ class SglangEngine:
         """
         renderer = Renderer.load(model_path, chat_template)
         key = key_of(config)
-        window = Window.of(model_name, renderer, config.max_context_tokens)
+        window = ContextLimit.of(model_name, renderer, config.max_context_tokens)
         joined = check_joined(url, key, model_path, window.tokens, config.api_key_env)
         return cls(
             SglangHttp(url, key),

@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Sampled:
+class SglangSample:
     """What has come of a request. `pieces`: how many tokens there were at each event, and the server's version then."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Sampled:
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class SglangRequest:
     """A request in flight, and all who wait for its first token."""
 
     prompt_ids: tuple[int, ...]
@@ -62,7 +62,7 @@ class Ticket:
     priority: int
     listeners: list[Callable[[], None]] = field(default_factory=list)
     rid: str = ""  # at the server, of the latest try; empty: it isn't there
-    sampled: Sampled = field(default_factory=Sampled)
+    sampled: SglangSample = field(default_factory=SglangSample)
     begun: bool = False  # its first token was sampled
     aborted: bool = False
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)  # don't wait for the server's answer
@@ -70,7 +70,7 @@ class Ticket:
 
     def renew(self, on_begin: Callable[[], None]) -> None:
         """Before a try. SGLang aborts by the beginning of an id: ids of one length can't be each other's."""
-        self.rid, self.sampled, self.on_begin = uuid.uuid4().hex, Sampled(), on_begin
+        self.rid, self.sampled, self.on_begin = uuid.uuid4().hex, SglangSample(), on_begin
         self.interrupted.clear()
 
     def add(self, event: Json) -> None:
@@ -83,7 +83,7 @@ class Ticket:
 
 
 def body_of(
-    ticket: Ticket, *, seed: int, stop_token_ids: Sequence[int], vocab_size: int, namespace: str, whole: bool
+    ticket: SglangRequest, *, seed: int, stop_token_ids: Sequence[int], vocab_size: int, namespace: str, whole: bool
 ) -> Json:
     """For /generate. namespace: of the prefix cache. whole: each event will repeat the answer from its beginning."""
     params = ticket.params
@@ -127,7 +127,7 @@ def scores_of(answer: Json) -> tuple[float, ...]:
     return tuple(float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:])
 
 
-def finish_reason_of(ticket: Ticket) -> FinishReason:
+def finish_reason_of(ticket: SglangRequest) -> FinishReason:
     """Raises EngineRefused or EngineDied where the server ended a request that nobody wanted ended."""
     finish = ticket.sampled.finish
     if finish is None or ticket.aborted:
@@ -138,7 +138,7 @@ def finish_reason_of(ticket: Ticket) -> FinishReason:
     return FINISH_REASONS[finish["type"]]
 
 
-def completion_of(ticket: Ticket, text: str, model: str, versions: Mapping[str, int]) -> Completion:
+def completion_of(ticket: SglangRequest, text: str, model: str, versions: Mapping[str, int]) -> Completion:
     """versions: the server's names of versions -> ours, the newest last. RuntimeError for one that isn't there."""
     sampled = ticket.sampled
     return Completion(
@@ -150,7 +150,7 @@ def completion_of(ticket: Ticket, text: str, model: str, versions: Mapping[str, 
     )
 
 
-def spans_of(sampled: Sampled, model: str, versions: Mapping[str, int]) -> tuple[VersionSpan, ...]:
+def spans_of(sampled: SglangSample, model: str, versions: Mapping[str, int]) -> tuple[VersionSpan, ...]:
     """As the server says at the end. For an answer that was cut off: of each event the older version it may be of."""
     stretches = [(span["start"], span["end"], str(span["version"])) for span in sampled.spans]
     if not stretches:

@@ -23,14 +23,14 @@ WHOLE = 1e-9  # of a step, that rounding may take
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Row:
+class SimulatedRow:
     """One request. `prompt` names its tokens: rows of one prompt share its keys and values."""
 
     prompt: int
     prompt_tokens: int
     num_tokens: int  # that it will sample, at least 1
     priority: int = 0
-    listens: bool = False  # wants to be in `Change.begun`
+    listens: bool = False  # wants to be in `SimulatedChange.begun`
     arrival: int = 0
     sampled: int = 0  # before it joined the batch for the last time
     joined_step: int = 0
@@ -40,14 +40,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SimulatedChange:
     """What happened at the end of a step."""
 
-    begun: list[Row]  # had their first token
-    finished: list[Row]
+    begun: list[SimulatedRow]  # had their first token
+    finished: list[SimulatedRow]
 
 
-class Batch:
+class SimulatedBatch:
     """The rows of one engine, and those that wait for room: the most urgent first, then in order of arrival.
 
     Where speed.kv_tokens is too little for the next step, the youngest row makes room and is computed anew later, as
@@ -58,11 +58,11 @@ class Batch:
         self._speed = speed
         self._prefix_cache = prefix_cache
         self._arrivals = itertools.count()
-        self._waiting: list[tuple[int, int, Row]] = []
-        self._rows: dict[Row, None] = {}  # the youngest last
-        self._finishing: list[tuple[int, int, Row]] = []  # by step; what left earlier is skipped
-        self._begun: list[Row] = []  # took their place at the beginning of the stretch
-        self._ghosts: list[Row] = []  # aborted: they decode to the end of the step
+        self._waiting: list[tuple[int, int, SimulatedRow]] = []
+        self._rows: dict[SimulatedRow, None] = {}  # the youngest last
+        self._finishing: list[tuple[int, int, SimulatedRow]] = []  # by step; what left earlier is skipped
+        self._begun: list[SimulatedRow] = []  # took their place at the beginning of the stretch
+        self._ghosts: list[SimulatedRow] = []  # aborted: they decode to the end of the step
         self._readers: Counter[int] = Counter()  # prompt -> its rows
         self._known: OrderedDict[int, None] = OrderedDict()  # prompts in the prefix cache
         self._read_tokens = 0  # K
@@ -87,14 +87,14 @@ class Batch:
             return self._began_s + self._lasts_s(self._num_steps)
         return self._began_s if self._waiting else math.inf
 
-    def add(self, row: Row, work_s: float) -> None:
+    def add(self, row: SimulatedRow, work_s: float) -> None:
         row.arrival = next(self._arrivals)
         heapq.heappush(self._waiting, (row.priority, row.arrival, row))
         done = self.steps_by(work_s) - self._steps_before
         if self._rows and self._has_room(self._waiting[0][2], self._held_tokens + done * len(self._rows)):
             self._end_stretch_after(done + 1)
 
-    def remove(self, row: Row, work_s: float) -> int:
+    def remove(self, row: SimulatedRow, work_s: float) -> int:
         """A request ends now; returns its tokens. In the batch it takes time to the end of the step."""
         row.gone = True
         if row not in self._rows:
@@ -111,7 +111,7 @@ class Batch:
         """Whole steps since the beginning."""
         return self._steps_before + min(self._num_steps, self._whole_steps(work_s - self._began_s))
 
-    def change(self) -> Change:
+    def change(self) -> SimulatedChange:
         """The stretch is over: rows leave and join, and the next one begins."""
         begun, self._begun = self._begun, []
         self._advance()
@@ -125,13 +125,13 @@ class Batch:
         self._make_room()
         more = self._admit()
         self._num_steps = self._steps_to_change(more) if self._rows else 0
-        return Change(begun=[row for row in begun if not row.gone], finished=finished)
+        return SimulatedChange(begun=[row for row in begun if not row.gone], finished=finished)
 
     def forget_prompts(self) -> None:
         """Keys and values of other weights are of no use to new rows."""
         self._known.clear()
 
-    def can_ever_hold(self, row: Row) -> bool:
+    def can_ever_hold(self, row: SimulatedRow) -> bool:
         return not self._speed.kv_tokens or row.prompt_tokens + row.num_tokens <= self._speed.kv_tokens
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -180,17 +180,17 @@ class Batch:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def _pop_finished(self) -> Iterator[Row]:
+    def _pop_finished(self) -> Iterator[SimulatedRow]:
         while self._finishing and self._finishing[0][0] <= self._steps_before:
             entry = heapq.heappop(self._finishing)
             if not self._is_stale(entry) and not entry[2].gone:
                 yield entry[2]
 
-    def _is_stale(self, entry: tuple[int, int, Row]) -> bool:
+    def _is_stale(self, entry: tuple[int, int, SimulatedRow]) -> bool:
         step, _, row = entry
         return row not in self._rows or row.finish_step != step
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: SimulatedRow) -> None:
         sampled = row.sampled + self._steps_before - row.joined_step
         del self._rows[row]
         self._readers[row.prompt] -= 1
@@ -210,7 +210,7 @@ class Batch:
             self._leave(row)
             heapq.heappush(self._waiting, (row.priority, row.arrival, row))
 
-    def _has_room(self, row: Row, held_tokens: int) -> bool:
+    def _has_room(self, row: SimulatedRow, held_tokens: int) -> bool:
         if len(self._rows) >= self._speed.max_rows:
             return False
         if not self._speed.kv_tokens or not self._rows:
@@ -234,7 +234,7 @@ class Batch:
         self._prefill_s = prefilled * self._speed.prefill_token_s + joined * self._speed.request_s
         return tokens > 0
 
-    def _join(self, row: Row) -> None:
+    def _join(self, row: SimulatedRow) -> None:
         self._rows[row] = None
         row.joined_step = self._steps_before
         row.finish_step = row.joined_step + row.num_tokens - row.sampled

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from models.engines.simulated.simulated_batch import Batch, Row
-from models.engines.simulated.simulated_pace import Pace, SharedDevice
+from models.engines.simulated.simulated_batch import SimulatedBatch, SimulatedRow
+from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
 from models.types import (
     Completion,
     EngineDied,
@@ -49,7 +49,7 @@ Author = Callable[[Sequence[int], SamplingParams, RequestContext], Script]
 class Pending:
     """A request that has no answer yet."""
 
-    row: Row
+    row: SimulatedRow
     script: Script
     answer: asyncio.Future[Completion]
     on_first_token: Callable[[], None]
@@ -77,14 +77,14 @@ class SimulatedEngine:
         self.version = version
         self.num_finished = 0
         self._author = author
-        self._batch = Batch(speed or rows_apart(tokens_per_s), prefix_cache=prefix_cache)
-        self._pace = Pace()
+        self._batch = SimulatedBatch(speed or rows_apart(tokens_per_s), prefix_cache=prefix_cache)
+        self._rate = SimulatedRate()
         self._device = device
         self._share = 1.0  # of the device
         self._occupies = False
         self._paused = False
         self._pending: dict[str, Pending] = {}
-        self._by_row: dict[Row, Pending] = {}
+        self._by_row: dict[SimulatedRow, Pending] = {}
         self._timer: asyncio.Handle | None = None
         self._timer_s = 0.0  # kept here: a timer of uvloop, which Ray's actors may run on, needn't tell
         self._versions: list[tuple[int, int]] = [(0, version)]  # after which step which version samples
@@ -94,7 +94,7 @@ class SimulatedEngine:
     @property
     def busy_s(self) -> float:
         """Seconds of work so far, on a device of its own."""
-        return self._pace.worked_s(asyncio.get_running_loop().time())
+        return self._rate.worked_s(asyncio.get_running_loop().time())
 
     async def generate(
         self,
@@ -107,7 +107,7 @@ class SimulatedEngine:
         self._check_alive()
         if not script.token_ids:
             return self._completion(script, (), 0)
-        row = Row(
+        row = SimulatedRow(
             prompt=hash(tuple(prompt_ids)),
             prompt_tokens=len(prompt_ids),
             num_tokens=len(script.token_ids),
@@ -192,15 +192,15 @@ class SimulatedEngine:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _worked_s(self) -> float:
-        return self._pace.worked_s(asyncio.get_running_loop().time())
+        return self._rate.worked_s(asyncio.get_running_loop().time())
 
     def _reckon(self) -> None:
         """Something changed: how fast it goes now, and when the batch changes next."""
         loop = asyncio.get_running_loop()
         goes = self._death is None and not self._paused and not self._batch.empty
         self._occupy(goes)
-        self._pace.turn(loop.time(), self._share if goes else 0.0)
-        when_s = self._pace.when_s(self._batch.next_change_s())
+        self._rate.set_rate(loop.time(), self._share if goes else 0.0)
+        when_s = self._rate.when_s(self._batch.next_change_s())
         if self._timer is not None and self._timer_s != when_s:
             self._timer.cancel()
             self._timer = None
@@ -255,7 +255,7 @@ class SimulatedEngine:
             versions=spans or (VersionSpan(model=self.model_name, version=self.version, start=0, end=0),),
         )
 
-    def _spans(self, row: Row, num_tokens: int) -> tuple[VersionSpan, ...]:
+    def _spans(self, row: SimulatedRow, num_tokens: int) -> tuple[VersionSpan, ...]:
         """Which version sampled which tokens: by the steps that the row was in the batch."""
         spans: list[VersionSpan] = []
         start = 0

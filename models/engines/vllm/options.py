@@ -40,7 +40,7 @@ INSTEAD = {
     "enforce_eager": "engine.vllm.enforce_eager",
     "enable_prefix_caching": "engine.vllm.prefix_caching",
     "enable_sleep_mode": "engine.vllm.sleep_mode",
-    "enable_return_routed_experts": "algorithm.routing_replay",
+    "enable_return_routed_experts": "algorithm.router_replay",
     "tensor_parallel_size": "placement.roles.<role>.slots_per_replica",
     "data_parallel_size": "placement.roles.<role>.replicas",
 }
@@ -63,7 +63,7 @@ class VllmStart:
     device: str
     tensor_parallel: int
     takes_weights: bool
-    note_experts: bool = False  # of a mixture's tokens; its Model Runner V2 can, which needs a GPU
+    return_routed_experts: bool = False  # of a mixture's tokens; its Model Runner V2 can, which needs a GPU
 
     @property
     def on_cpu(self) -> bool:
@@ -127,7 +127,7 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
     }
     if start.takes_weights:
         arguments["weight_transfer_config"] = {"backend": WEIGHT_BACKEND}
-    if start.note_experts:
+    if start.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
     if start.on_cpu:
         arguments["block_size"] = CPU_BLOCK_SIZE

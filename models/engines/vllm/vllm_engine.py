@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from models.engines.context_limit import Window
-from models.engines.stop_conditions import Endings
+from models.engines.context_limit import ContextLimit
+from models.engines.stop_conditions import StopConditions
 from models.engines.vllm.options import VllmStart, check_vllm_options
 from models.engines.vllm.process import VllmProcess
 from models.engines.vllm.vllm_requests import (
-    Sampled,
-    Ticket,
+    VllmRequest,
+    VllmSample,
     experts_of,
     finish_reason_of,
     refuse_what_cannot_run,
@@ -33,7 +33,7 @@ from models.engines.vllm.vllm_requests import (
     scoring_of,
     spans_of,
 )
-from models.engines.vllm.vllm_weights import as_plain, hearing, unapplied
+from models.engines.vllm.vllm_weights import as_plain, reading_error, unapplied
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.expert_routing import Routers
 from models.renderer import Renderer
@@ -68,7 +68,7 @@ class VllmEngine:
     seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
     version: of the weights in `model_path`.
     takes_weights: False saves what only a push needs.
-    note_experts: completions carry the experts of their tokens; for a mixture of experts on a GPU only.
+    return_routed_experts: completions carry the experts of their tokens; for a mixture of experts on a GPU only.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class VllmEngine:
         version: int = 0,
         tensor_parallel: int = 1,
         takes_weights: bool = True,
-        note_experts: bool = False,
+        return_routed_experts: bool = False,
     ) -> None:
         renderer = Renderer.load(model_path, chat_template)
         self.model_name = model_name
         self.version = version
         self.prefilled_tokens = 0  # of finished requests: prompt tokens that no prefix cache held
         self._config, self._seed, self._takes_weights = config, seed, takes_weights
-        self._window = Window.of(model_name, renderer, config.max_context_tokens)
+        self._window = ContextLimit.of(model_name, renderer, config.max_context_tokens)
         self._stop_token_ids = renderer.stop_token_ids
-        self._endings = Endings(renderer.decode, renderer.stop_token_ids)
-        self._expert_layers = Routers.of(outline_causal_lm(model_path)).shape.layers if note_experts else ()
-        self._tickets: dict[str, Ticket] = {}
+        self._endings = StopConditions(renderer.decode, renderer.stop_token_ids)
+        self._expert_layers = Routers.of(outline_causal_lm(model_path)).shape.layers if return_routed_experts else ()
+        self._tickets: dict[str, VllmRequest] = {}
         self._answers: set[asyncio.Task[Completion]] = set()
         self._scores = itertools.count()
         self._prefix_salt = 0
@@ -111,7 +111,7 @@ class VllmEngine:
             device=device,
             tensor_parallel=tensor_parallel,
             takes_weights=takes_weights,
-            note_experts=note_experts,
+            return_routed_experts=return_routed_experts,
         )
         self._process = VllmProcess(start, model_name)
         self._call, self._ask_workers = self._process.call, self._process.ask_workers
@@ -143,7 +143,7 @@ class VllmEngine:
         refuse_what_cannot_run(params)
         ticket = self._tickets.get(context.request_id)
         if ticket is None:
-            ticket = Ticket(context.request_id, ids, params, context.priority)
+            ticket = VllmRequest(context.request_id, ids, params, context.priority)
             self._tickets[ticket.request_id] = ticket
             ticket.answer = asyncio.create_task(self._answer(ticket))
             self._answers.add(ticket.answer)  # the loop itself holds tasks weakly
@@ -247,7 +247,7 @@ class VllmEngine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def _answer(self, ticket: Ticket) -> Completion:
+    async def _answer(self, ticket: VllmRequest) -> Completion:
         from vllm.exceptions import VLLMClientError, VLLMServerError
 
         try:
@@ -269,14 +269,14 @@ class VllmEngine:
         if not answer.cancelled():
             answer.exception()  # one that nobody waits for any more is no news
 
-    async def _sample(self, ticket: Ticket) -> Sampled:
+    async def _sample(self, ticket: VllmRequest) -> VllmSample:
         """One attempt. Its first step, up to vLLM's list of requests, doesn't wait: no abort can slip in before."""
         from vllm.inputs.engine import tokens_input
 
         if ticket.aborted:
-            return Sampled(finish_reason="abort")
+            return VllmSample(finish_reason="abort")
         ticket.renewed = False
-        sampled = Sampled()
+        sampled = VllmSample()
         prompt = tokens_input(list(ticket.prompt_ids), cache_salt=str(self._prefix_salt))
         sampling = sampling_of(ticket.params, self._seed, self._stop_token_ids)
         async for output in self._llm.generate(prompt, sampling, ticket.request_id, priority=ticket.priority):
@@ -285,7 +285,7 @@ class VllmEngine:
                 ticket.begin()
         return sampled
 
-    def _completion(self, ticket: Ticket, sampled: Sampled) -> Completion:
+    def _completion(self, ticket: VllmRequest, sampled: VllmSample) -> Completion:
         return Completion(
             token_ids=tuple(sampled.token_ids),
             logprobs=tuple(sampled.logprobs),
@@ -295,13 +295,13 @@ class VllmEngine:
             experts_TLK=experts_of(sampled, self._expert_layers),
         )
 
-    async def _abort(self, ticket: Ticket) -> None:
+    async def _abort(self, ticket: VllmRequest) -> None:
         ticket.aborted = True
         self._forget(ticket)  # who asks again under its name, asks anew
         with contextlib.suppress(EngineDied):  # then its waiters hear of that
             await self._call(self._llm.abort(ticket.request_id))
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: VllmRequest) -> None:
         if self._tickets.get(ticket.request_id) is ticket:
             del self._tickets[ticket.request_id]
 
@@ -350,13 +350,13 @@ class VllmEngine:
         if link is None:
             await self._call(self._llm.shutdown_weight_transfer_engine())
             return
-        with hearing():
+        with reading_error():
             await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(asdict(link))))
 
     @contextlib.contextmanager
     def _worker_drops_what_fails(self) -> Iterator[None]:
         try:
-            with hearing():
+            with reading_error():
                 yield
         except Exception:
             self._updating = False

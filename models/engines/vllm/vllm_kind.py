@@ -37,7 +37,7 @@ class VllmKind(EngineKind[VllmConfig]):
             chat_template=spec.chat_template,
             tensor_parallel=spec.num_gpus,
             takes_weights=spec.takes_weights,
-            note_experts=spec.note_experts,
+            return_routed_experts=spec.return_routed_experts,
         )
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
@@ -92,18 +92,18 @@ class VllmKind(EngineKind[VllmConfig]):
             raise ValueError(f"{name}: vLLM keeps the chosen experts in its prefix cache; type {name}=true")
 
     def wider(self, other: EngineKind[EngineOptions]) -> VllmKind:
-        from models.engines.vllm.shared_engine import wider_options
+        from models.engines.vllm.shared_options import wider_options
 
         assert isinstance(other, VllmKind)
         return VllmKind(wider_options(self.options, other.options))
 
     def different_options(self, other: EngineKind[EngineOptions]) -> list[str]:
-        from models.engines.vllm.shared_engine import different_options
+        from models.engines.vllm.shared_options import different_options
 
         assert isinstance(other, VllmKind)
         return different_options(self.options, other.options)
 
     def different_models(self, path: str, other: str) -> list[str]:
-        from models.engines.vllm.shared_engine import different_shapes, shape_of
+        from models.engines.vllm.shared_options import different_shapes, shape_of
 
         return different_shapes(shape_of(path), shape_of(other))

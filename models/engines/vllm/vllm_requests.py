@@ -23,7 +23,7 @@ COLDEST = 0.01  # vLLM raises lower temperatures to this one; 0 is greedy
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class VllmRequest:
     """A request in flight, and all who wait for it."""
 
     request_id: str
@@ -45,7 +45,7 @@ class Ticket:
 
 
 @dataclass(slots=True)
-class Sampled:
+class VllmSample:
     """What came of a request."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -129,7 +129,7 @@ def refuse_what_cannot_run(params: SamplingParams) -> None:
         raise EngineRefused(f"these sampling parameters can't be served{too_cold}: {params}")
 
 
-def finish_reason_of(sampled: Sampled) -> FinishReason:
+def finish_reason_of(sampled: VllmSample) -> FinishReason:
     match sampled.finish_reason:
         case "stop":
             return "stop"
@@ -140,7 +140,7 @@ def finish_reason_of(sampled: Sampled) -> FinishReason:
     raise EngineRefused(f"vLLM could not serve this request (finish reason {sampled.finish_reason!r})")
 
 
-def experts_of(sampled: Sampled, layers: Sequence[int]) -> np.ndarray | None:
+def experts_of(sampled: VllmSample, layers: Sequence[int]) -> np.ndarray | None:
     """Of the layers that have experts. None where vLLM told none, as of a request that was aborted."""
     if sampled.experts_TLK is None:
         return None
@@ -148,7 +148,7 @@ def experts_of(sampled: Sampled, layers: Sequence[int]) -> np.ndarray | None:
     return experts_TLK if experts_TLK.dtype == np.uint8 else experts_TLK.astype(np.int16)  # from uint16
 
 
-def spans_of(sampled: Sampled, model_name: str, version: int) -> tuple[VersionSpan, ...]:
+def spans_of(sampled: VllmSample, model_name: str, version: int) -> tuple[VersionSpan, ...]:
     """vLLM's own spans; `version` for what has none, and for no tokens at all."""
     spans = tuple(
         VersionSpan(model=model_name, version=int(span.version), start=span.start, end=span.end)

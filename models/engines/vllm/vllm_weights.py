@@ -81,7 +81,7 @@ def unapplied(sent: Iterable[str], workers: Iterable[Applied]) -> tuple[str, ...
 
 
 @contextmanager
-def telling() -> Iterator[None]:
+def writing_error() -> Iterator[None]:
     """In the worker. Of an error vLLM brings home the words alone: they tell its kind as well."""
     try:
         yield
@@ -91,7 +91,7 @@ def telling() -> Iterator[None]:
 
 
 @contextmanager
-def hearing() -> Iterator[None]:
+def reading_error() -> Iterator[None]:
     """At home: raises the error that a worker told of."""
     try:
         yield

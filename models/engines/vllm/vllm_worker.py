@@ -38,7 +38,7 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 from models.engines.vllm.applied import Application
 from models.engines.vllm.options import OWNER_PID, WEIGHT_BACKEND
-from models.engines.vllm.vllm_weights import Applied, PlainBucket, telling, under_sent_names
+from models.engines.vllm.vllm_weights import Applied, PlainBucket, under_sent_names, writing_error
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.checkpoint_names import CheckpointNames
 from models.types import GroupLink, ModelFiles, WeightTensor
@@ -67,7 +67,7 @@ class Inbox(WeightTransferEngine):
         self._kernels: Kernels = {}
 
     def init_transfer_engine(self, init_info: GroupLink) -> None:
-        with telling():
+        with writing_error():
             self._group.join(init_info)
 
     def start_weight_update(self) -> None:
@@ -78,7 +78,7 @@ class Inbox(WeightTransferEngine):
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """All of a bucket or, with the name of the tensor that doesn't fit, nothing; the update is over then."""
-        with telling():
+        with writing_error():
             try:
                 self.receive_weights(self.parse_update_info(update_info))
             except BaseException:
@@ -107,7 +107,7 @@ class Inbox(WeightTransferEngine):
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        with telling():
+        with writing_error():
             try:
                 if not self._taken.all_in(self._sent):
                     fill_up(self.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.capacity.shared_cores import TURN_COST, shared_by, union, work_clock
+from grmpipe.capacity.shared_cores import CONTEXT_SWITCH_COST, shared_by, union, work_clock
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
 
@@ -41,9 +41,9 @@ def test_somebody_in_the_background_takes_his_share_where_there_is_too_little() 
 
 def test_those_that_take_turns_lose_by_it_the_more_the_more_they_are() -> None:
     alone, crowd = ([[(0.0, 1.0)]] * count for count in (2, 4))
-    assert work_clock(alone, capacity=2, turn_cost=0.5).at(1.0) == pytest.approx(1.0)
-    assert work_clock(crowd, capacity=2, turn_cost=0.5).at(1.0) == pytest.approx(0.5 / 1.5)
-    assert [shared.turn_cost for shared in shared_by(laptop("gpu"), cores=8)] == [0.0, TURN_COST]
+    assert work_clock(alone, capacity=2, context_switch_cost=0.5).at(1.0) == pytest.approx(1.0)
+    assert work_clock(crowd, capacity=2, context_switch_cost=0.5).at(1.0) == pytest.approx(0.5 / 1.5)
+    assert [shared.context_switch_cost for shared in shared_by(laptop("gpu"), cores=8)] == [0.0, CONTEXT_SWITCH_COST]
 
 
 def test_a_process_that_got_less_than_its_share_has_a_slower_clock() -> None:

@@ -16,7 +16,7 @@ from grmpipe.config.train import (
     CORRECTIONS,
     PROXIMALS,
     REJECTIONS,
-    ROUTING_REPLAYS,
+    ROUTER_REPLAYS,
     AlgorithmConfig,
 )
 from grmpipe.config.yaml_io import build
@@ -38,7 +38,7 @@ def composed(*overrides: str) -> AlgorithmConfig:
         ("proximal", PROXIMALS),
         ("correction", CORRECTIONS),
         ("rejections", REJECTIONS),
-        ("routing_replay", ROUTING_REPLAYS),
+        ("router_replay", ROUTER_REPLAYS),
     ],
 )
 def test_every_name_has_a_file(key: str, names: Iterable[str]) -> None:
@@ -51,9 +51,9 @@ def test_every_name_has_a_file(key: str, names: Iterable[str]) -> None:
 
 
 def test_a_replay_that_could_hold_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.replay_groups"):
-        composed("algorithm=[grpo,replay]", "train.max_staleness=0")
-    assert composed("algorithm=[grpo,replay]").replay_groups == 4
+    with pytest.raises(ConfigError, match=r"algorithm\.replay_buffer_groups"):
+        composed("algorithm=[grpo,replay_buffer]", "train.max_staleness=0")
+    assert composed("algorithm=[grpo,replay_buffer]").replay_buffer_groups == 4
 
 
 def test_one_choice_is_a_whole_algorithm() -> None:

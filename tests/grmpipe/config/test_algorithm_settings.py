@@ -9,7 +9,7 @@ from grmpipe.config.train import (
     AlgorithmConfig,
     check_interpolated,
     check_pass_k,
-    check_replay,
+    check_replay_buffer,
     check_spread,
 )
 
@@ -23,7 +23,6 @@ from grmpipe.config.train import (
         ("correction", "twice"),
         ("aggregation", "median"),
         ("kl_estimator", "k4"),
-        ("kl_in", "prompt"),
         ("rejections", ["geometric", "veto", "unlucky"]),
         ("clip_low", 0.0),
         ("tis_cap", -1.0),
@@ -34,11 +33,11 @@ from grmpipe.config.train import (
         ("gamma", 1.5),
         ("pass_k", 0),
         ("negative_weight", -0.1),
-        ("half_weight_spread", 0.0),
-        ("overlong_share", 1.1),
-        ("max_resampled_batches", -1.0),
+        ("weight_half_std", 0.0),
+        ("overlong_buffer_share", 1.1),
+        ("dynamic_sampling_batches", -1.0),
         ("updates_per_batch", 0),
-        ("replay_groups", -1),
+        ("replay_buffer_groups", -1),
     ],
 )
 def test_a_bad_value_is_named_by_its_key(key: str, value: object) -> None:
@@ -72,13 +71,13 @@ def test_k_is_below_the_group_size() -> None:
 
 
 def test_a_replay_needs_staleness_and_a_correction() -> None:
-    with pytest.raises(ValueError, match=r"^algorithm\.replay_groups: .*train\.max_staleness=1"):
-        check_replay(AlgorithmConfig(replay_groups=2), 0)
-    with pytest.raises(ValueError, match=r"^algorithm\.replay_groups: .*algorithm\.correction=tis"):
-        check_replay(AlgorithmConfig(replay_groups=2, correction="none"), 1)
-    check_replay(AlgorithmConfig(replay_groups=2), 1)
-    check_replay(AlgorithmConfig(replay_groups=2, correction="none", proximal="sampler"), 1)
-    check_replay(AlgorithmConfig(), 0)
+    with pytest.raises(ValueError, match=r"^algorithm\.replay_buffer_groups: .*train\.max_staleness=1"):
+        check_replay_buffer(AlgorithmConfig(replay_buffer_groups=2), 0)
+    with pytest.raises(ValueError, match=r"^algorithm\.replay_buffer_groups: .*algorithm\.correction=tis"):
+        check_replay_buffer(AlgorithmConfig(replay_buffer_groups=2, correction="none"), 1)
+    check_replay_buffer(AlgorithmConfig(replay_buffer_groups=2), 1)
+    check_replay_buffer(AlgorithmConfig(replay_buffer_groups=2, correction="none", proximal="sampler"), 1)
+    check_replay_buffer(AlgorithmConfig(), 0)
 
 
 def test_a_policy_between_sampler_and_current_needs_tokens_of_two_versions_ago() -> None:
@@ -90,7 +89,7 @@ def test_a_policy_between_sampler_and_current_needs_tokens_of_two_versions_ago()
 
 
 def test_one_judgement_has_no_spread_to_weigh_it_by() -> None:
-    with pytest.raises(ValueError, match=r"^algorithm\.half_weight_spread: .*judge\.num_judgements=4"):
-        check_spread(AlgorithmConfig(half_weight_spread=2.0), 1)
-    check_spread(AlgorithmConfig(half_weight_spread=2.0), 2)
+    with pytest.raises(ValueError, match=r"^algorithm\.weight_half_std: .*judge\.num_judgements=4"):
+        check_spread(AlgorithmConfig(weight_half_std=2.0), 1)
+    check_spread(AlgorithmConfig(weight_half_std=2.0), 2)
     check_spread(AlgorithmConfig(), 1)

@@ -9,7 +9,7 @@ import pytest
 from grmpipe.config.judge import PARSERS as PARSER_NAMES
 from grmpipe.config.judge import RULES as RULE_NAMES
 from grmpipe.config.judge import VOTES as VOTE_NAMES
-from grmpipe.config.judge import VOTES_WITH_META, EarlyStopConfig, JudgeConfig
+from grmpipe.config.judge import VOTES_WITH_META_RM, EarlyStopConfig, JudgeConfig
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
 from grmpipe.judge.parse import PARSERS
 from grmpipe.judge.prompt import TEMPLATES
@@ -23,7 +23,7 @@ def test_defaults_are_valid() -> None:
 
 def test_settings_and_tables_know_the_same_names() -> None:
     assert (set(PARSER_NAMES), set(RULE_NAMES)) == (set(PARSERS), set(RULES))
-    assert set(VOTE_NAMES) == {*VOTES, *VOTES_WITH_META}
+    assert set(VOTE_NAMES) == {*VOTES, *VOTES_WITH_META_RM}
 
 
 def test_every_shipped_template_says_its_parser_and_protocol() -> None:
@@ -41,9 +41,9 @@ def test_every_shipped_template_says_its_parser_and_protocol() -> None:
         ("template", ""),
         ("num_judgements", 0),
         ("max_new_tokens", 0),
-        ("width", 0),
+        ("max_concurrency", 0),
         ("failure_window", 0),
-        ("reasks", -1),
+        ("max_retries", -1),
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("score_max", 1),
@@ -55,11 +55,11 @@ def test_every_shipped_template_says_its_parser_and_protocol() -> None:
         ("protocol", "tournament"),
         ("pairs", "some"),
         ("principles", "later"),
-        ("too_long", "cut"),
+        ("truncation", "left"),
         ("max_steps", 0),
         ("k_meta", -1),
         ("k_meta", 2),
-        ("abstain_above_spread", -1.0),
+        ("abstain_above_std", -1.0),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_its_key(key: str, value: Any) -> None:
@@ -103,7 +103,7 @@ PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vot
             {"protocol": "listwise", "template": "pointwise", "parser": "boxed"},
             r"^template: .* for the pointwise .*judge=listwise",
         ),
-        ({"kind": "own"}, r"^target: is empty"),
+        ({"kind": "custom"}, r"^target: is empty"),
         ({"kind": "mixed", "mix": {"rule": 1}, "vote": "sum"}, r"^vote: a sum .*judge\.vote=mean"),
     ],
 )

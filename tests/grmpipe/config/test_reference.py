@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from grmpipe.config.capacity import PlanConfig
-from grmpipe.config.judge_monitor import LimitConfig, WatchConfig
+from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
 from grmpipe.config.reference import PAGE, KeyEntry, page, sections_of
 from grmpipe.config.run_config import RunConfig
 from scheduler.devices import DeviceSpec
@@ -20,7 +20,7 @@ from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 # A run in which every map of named members has one.
 FULL = RunConfig(
     placement=PlacementConfig(pools={"<name>": PoolConfig()}, roles={"learner": RoleConfig(pool="<name>")}),
-    watch=WatchConfig(limits={"<name>": LimitConfig(metric="x", above=1.0)}),
+    watch=JudgeMonitorConfig(limits={"<name>": LimitConfig(metric="x", above=1.0)}),
     plan=PlanConfig(devices={"<name>": DeviceSpec(80, 2000, {"bfloat16": 1.0})}),
 )
 

@@ -7,23 +7,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from grmpipe.config.resume_rules import FREE_ON_RESUME, Change, changed_keys, changes_on_resume, free_on_resume
+from grmpipe.config.resume_rules import FREE_ON_RESUME, ConfigChange, changed_keys, changes_on_resume, free_on_resume
 from grmpipe.config.run_config import RunConfig
 
 FREE = (
     "train.num_steps", "train.checkpoint_every", "train.lr", "train.schedule", "judge.timeout_s",
-    "judge.max_failure_rate", "judge.failure_window", "judge.pause_s", "judge.reasks", "rollout.group_deadline_s",
-    "watch.limits", "engine.vllm.gpu_memory_utilization", "critic.lr", "cotrain.lr",
+    "judge.max_failure_rate", "judge.failure_window", "judge.pause_s", "judge.max_retries", "rollout.group_deadline_s",
+    "judge_monitor.limits", "engine.vllm.gpu_memory_utilization", "critic.lr", "cotrain.lr",
 )  # fmt: skip
 BOUND = (
     "seed", "experiment", "policy.path", "policy.dtype", "policy.chat_template", "policy.lora.rank", "grm.path",
-    "meta.path", "judge.kind", "judge.template", "judge.num_judgements", "judge.max_new_tokens", "judge.temperature",
-    "judge.parser", "judge.vote", "judge.score_max", "judge.too_long", "judge.early_stop.kind", "judge.rule",
+    "meta_rm.path", "judge.kind", "judge.template", "judge.num_judgements", "judge.max_new_tokens", "judge.temperature",
+    "judge.parser", "judge.vote", "judge.score_max", "judge.truncation", "judge.early_stop.kind", "judge.rule",
     "labels.rule", "data.path", "data.shuffle", "data.num_eval_prompts", "env.kind", "rollout.max_new_tokens",
     "rollout.temperature", "rollout.max_turns", "algorithm.loss", "algorithm.clip_low",
     "train.group_size", "train.groups_per_batch", "train.max_staleness", "train.dtype", "train.weight_decay",
     "train.adam_betas", "critic.enabled", "cotrain.enabled", "engine.vllm.max_context_tokens",
-    "engine.openai.extra_body.model", "finetune.num_samples",
+    "engine.openai.extra_body.model", "rft.num_samples",
 )  # fmt: skip
 
 
@@ -54,6 +54,6 @@ def test_a_change_is_told_without_secrets_and_how_the_run_is_called_is_none() ->
     tags = dataclasses.replace(old.tracking, tags=["a"], project="p")
     new = dataclasses.replace(old, resume="auto", run_dir="x", tracking=tags)
     told = changes_on_resume(old, new)
-    assert Change(key="tracking.project", old="grmpipe", new="p") in told
+    assert ConfigChange(key="tracking.project", old="grmpipe", new="p") in told
     assert {change.key for change in told} == {"tracking.project", "tracking.tags"}
     assert changed_keys(old, new) == []

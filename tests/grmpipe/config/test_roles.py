@@ -19,7 +19,7 @@ from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.run.engines import engine_factory
-from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, window_of
+from grmpipe.validate.engines import check_installed, check_options, check_tensor_parallel, context_limit_of
 from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
@@ -80,9 +80,9 @@ def test_more_judgements_in_flight_than_the_rate_can_send_in_time_are_refused() 
         options = {"openai": {"api_key_env": "", "requests_per_minute": 60}}
         return config(grm=OUTSIDE, engine=options, judge=judge)
 
-    with pytest.raises(ConfigError, match=r"^judge\.width: 1024 .* type judge\.width=60, or"):
+    with pytest.raises(ConfigError, match=r"^judge\.max_concurrency: 1024 .* type judge\.max_concurrency=60, or"):
         check(limited())
-    check(limited(width=60))
+    check(limited(max_concurrency=60))
 
 
 def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request() -> None:
@@ -216,12 +216,12 @@ def test_the_heads_of_a_model_stand_in_its_config() -> None:
 
 def test_the_window_is_the_engines_own_and_its_key_is_named() -> None:
     shared = config(engine={"vllm": {"max_context_tokens": 300}}, policy={"engine": "vllm"})
-    assert (window_of(served("policy", shared), 512), window_of(served("grm", shared), 512)) == (300, 512)
+    assert (context_limit_of(served("policy", shared), 512), context_limit_of(served("grm", shared), 512)) == (300, 512)
     with pytest.raises(ConfigError, match=r"^engine\.vllm\.max_context_tokens: 300 exceeds .*=200 or less"):
-        window_of(served("policy", shared), 200)
+        context_limit_of(served("policy", shared), 200)
     own = config(policy={"engine": "vllm", "engine_options": {"max_context_tokens": 300}})
     with pytest.raises(ConfigError, match=r"^policy\.engine_options\.max_context_tokens: 300 exceeds"):
-        window_of(served("policy", own), 200)
+        context_limit_of(served("policy", own), 200)
 
 
 def test_joined_servers_are_one_for_each_replica() -> None:

@@ -68,9 +68,10 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["group_size=4"], "did you mean train.group_size?"),
+        (["group_size=4"], "did you mean train.group_size or cotrain.group_size?"),
         (["+train.extra=1"], "unknown key 'train.extra'"),
-        (["+watch.limits.x={above: 1}"], "watch.limits has no x; to add one type '+watch.limits={x: {above: 1}}'"),
+        (["+judge_monitor.limits.x={above: 1}"],
+         "judge_monitor.limits has no x; to add one type '+judge_monitor.limits={x: {above: 1}}'"),
         (["train.lr=fast"], "train.lr: Value 'fast' of type 'str' could not be converted to Float"),
         (["train.lr=-1"], "train.lr: must be above 0, got -1.0"),
         (["train.group_size=1"], "train.group_size: must be at least 2"),
@@ -93,7 +94,7 @@ def test_a_mistake_exits_2_with_one_message_and_no_traceback(override: str, mess
         (["engine.vllm.tensor_parallel_size=2"], "; engine.vllm has max_batch_rows, max_context_tokens, "),
         (["zyx=1"], "unknown key 'zyx'; see docs/configuration.md"),
         (["trian.lr=1"], "unknown key 'trian.lr'; did you mean train.lr or "),
-        (["judge=pointwize"], "judge: there is no 'pointwize'; did you mean pointwise? There are ahead, generative, "),
+        (["judge=pointwize"], "judge: there is no 'pointwize'; did you mean pointwise? There are generative, label, "),
         (["algorithm=[dapo,tis]"], "algorithm: there is no 'tis'"),
         (["policy=Qwen/Qwen3-8B"], "for your own type policy=path policy.path=Qwen/Qwen3-8B"),
         (["+algorithm=gspo"], "algorithm: is already chosen; to choose another type algorithm=gspo, without +"),

@@ -14,8 +14,8 @@ def prompts(count: int) -> tuple[Prompt, ...]:
     return tuple(Prompt(prompt_id=str(index), messages=()) for index in range(count))
 
 
-def ids(stream: PromptStream, draws: range) -> list[str]:
-    return [stream.at(draw).prompt_id for draw in draws]
+def ids(stream: PromptStream, prompt_indices: range) -> list[str]:
+    return [stream.at(prompt_index).prompt_id for prompt_index in prompt_indices]
 
 
 @given(count=st.integers(1, 30), seed=st.integers(0, 2**40), epoch=st.integers(0, 50))
@@ -25,11 +25,13 @@ def test_each_epoch_holds_each_prompt_once(count: int, seed: int, epoch: int) ->
     assert sorted(drawn, key=int) == [str(index) for index in range(count)]
 
 
-@given(draws=st.lists(st.integers(0, 99), max_size=30))
-def test_a_draw_does_not_depend_on_those_before_it(draws: list[int]) -> None:
+@given(prompt_indices=st.lists(st.integers(0, 99), max_size=30))
+def test_a_draw_does_not_depend_on_those_before_it(prompt_indices: list[int]) -> None:
     walked = ids(PromptStream(prompts(10), seed=3), range(100))
     jumping = PromptStream(prompts(10), seed=3)
-    assert [jumping.at(draw).prompt_id for draw in draws] == [walked[draw] for draw in draws]
+    assert [jumping.at(prompt_index).prompt_id for prompt_index in prompt_indices] == [
+        walked[prompt_index] for prompt_index in prompt_indices
+    ]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:

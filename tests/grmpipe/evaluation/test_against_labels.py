@@ -6,7 +6,7 @@ import pytest
 
 from grmpipe.config.judge import Scale
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, Recount, evaluate, outcome_of
-from grmpipe.judge.base import written
+from grmpipe.judge.pointwise_adapter import rollout_of_text
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import (
     Failed,
@@ -51,7 +51,7 @@ def report(sibling: int, *scores: float, unparseable: int = 0) -> JudgeReport:
     if not scores:
         failed = Failed(stage="judge", cause="timeout", attempts=4)
         return JudgeReport(verdict=failed, failures=failures or (failed,))
-    verdict = voted("generative", written("g", sibling, "x"), scores, mean, SCALE)
+    verdict = voted("generative", rollout_of_text("g", sibling, "x"), scores, mean, SCALE)
     return JudgeReport(
         verdict=verdict, judgements=tuple(judgement(sibling, score) for score in scores), failures=failures
     )
@@ -106,11 +106,11 @@ def test_the_meta_rm_guides_the_recounted_votes() -> None:
     """Three of four judgements are wrong, and the meta-RM knows which: the better half of four ties."""
     reports = (report(0, 9, 1, 1, 1), report(1, 5, 5, 5, 5))
     one = JudgedItem(
-        item=ranked("a", "b"), reports=reports, num_asked=4, meta_weights=(0.9, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5, 0.5)
+        item=ranked("a", "b"), reports=reports, num_asked=4, meta_rm_weights=(0.9, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5, 0.5)
     )
     result = evaluate([one], SCALE, RECOUNT).overall
     assert result.by_k[2].accuracy == 0.0
-    assert result.with_meta[2].accuracy == 0.5
+    assert result.with_meta_rm[2].accuracy == 0.5
 
 
 def test_subsets_stand_by_themselves_and_costs_go_by_the_share_of_judgements() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta, draws_of, scores_of_draw
+from grmpipe.evaluation.revote import Counting, all_drawn, ballots_of, best_by_meta_rm, draws_of, scores_of_draw
 from grmpipe.judge.verdict import mean, median
 from grmpipe.types import Judgement
 from models.types import Completion
@@ -31,7 +31,7 @@ def test_a_list_is_voted_on_in_the_order_of_its_siblings_whatever_was_shown_firs
 
 def test_the_meta_rm_keeps_the_better_half_of_a_draw() -> None:
     ballots = ballots_of(SPCT, 4, weights=[0.9, 0.1, 0.8, 0.2])
-    scores = scores_of_draw(ballots, range(4), MEAN, best_by_meta)
+    scores = scores_of_draw(ballots, range(4), MEAN, best_by_meta_rm)
     assert {sibling: 2 * score for sibling, score in scores.items()} == {0: 5, 1: 13}
 
 

@@ -11,7 +11,7 @@ import looptime
 import pytest
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.types import Prompt, Rollout, Turn
 from models.types import (
@@ -100,7 +100,7 @@ def generative(
     author: Author, context_tokens: int = 10**6, clock: ActiveClock | None = None, **config: Any
 ) -> tuple[GenerativeJudge, ScriptedEngine]:
     engine = ScriptedEngine(author)
-    grm = GrmHere("tiny-grm", engine, CodePoints(), context_tokens, clock)
+    grm = LocalGrm("tiny-grm", engine, CodePoints(), context_tokens, clock)
     return GenerativeJudge(grm, JudgeConfig(**config), 11, decode=characters), engine
 
 

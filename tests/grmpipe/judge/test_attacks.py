@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grmpipe.judge.base import judge_together
+from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.types import Criterion, Failed, JudgeReport, Verdict
 from models.types import EngineDied, EngineRefused
 
@@ -63,7 +63,7 @@ PROTOCOLS = {
     "score_line": Protocol({"template": "pointwise"}, "Score: 3"),
     "boxed": Protocol({"template": "boxed", "parser": "boxed"}, "\\boxed{3}"),
     "reference": Protocol({"template": "reference", "parser": "boxed"}, "\\boxed{3}"),
-    "ahead": Protocol({"template": "ahead", "parser": "boxed", "principles": "ahead"}, "\\boxed{3}"),
+    "ahead": Protocol({"template": "shared_principles", "parser": "boxed", "principles": "shared"}, "\\boxed{3}"),
     "rubric": Protocol({"template": "rubric", "parser": "boxed", "protocol": "rubric"}, "\\boxed{3, 3}"),
     "steps": Protocol({"template": "steps", "parser": "boxed", "protocol": "steps"}, "\\boxed{3}"),
     "listwise": Protocol({"template": "listwise", "parser": "boxed", "protocol": "listwise"}, "\\boxed{3, 3}"),

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.base import judge_alone
-from grmpipe.judge.custom import own_judge
+from grmpipe.judge.custom import load_custom_judge
+from grmpipe.judge.pointwise_adapter import judge_alone
 
 SOURCE = """
-from grmpipe.judge.base import OneByOne
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import RuleJudge
 
 class ByRule:
@@ -21,7 +21,7 @@ class ByRule:
     async def judge(self, prompt, rollout, priority=0):
         return await self._inner.judge(prompt, rollout, priority)
 
-class OfGroups(OneByOne):
+class OfGroups(PointwiseAdapter):
     def __init__(self):
         super().__init__(ByRule())
 
@@ -42,13 +42,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("name", ["ByRule", "OfGroups"])
 def test_it_judges_rollouts_or_opens_hearings(bench: Any, module: str, name: str) -> None:
-    judge = own_judge(JudgeConfig(kind="own", target=f"{module}.{name}"))
+    judge = load_custom_judge(JudgeConfig(kind="custom", target=f"{module}.{name}"))
     assert bench.run(judge_alone(judge, bench.prompt(), bench.rollout("Answer: 12"))).verdict.outcome == 1
 
 
 def test_it_is_made_with_its_options(bench: Any, module: str) -> None:
     options = {"rule": "contains_reference"}
-    judge = own_judge(JudgeConfig(kind="own", target=f"{module}.ByRule", options=options))
+    judge = load_custom_judge(JudgeConfig(kind="custom", target=f"{module}.ByRule", options=options))
     verdict = bench.run(judge_alone(judge, bench.prompt(reference="a dozen"), bench.rollout("a dozen"))).verdict
     assert verdict.outcome == 1
 
@@ -71,4 +71,4 @@ def test_it_is_made_with_its_options(bench: Any, module: str) -> None:
 )
 def test_what_is_no_judge_is_refused_by_its_key(module: str, target: str, options: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        own_judge(JudgeConfig(kind="own", target=target, options=options))
+        load_custom_judge(JudgeConfig(kind="custom", target=target, options=options))

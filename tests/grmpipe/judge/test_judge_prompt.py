@@ -37,7 +37,7 @@ def test_the_tiny_template_renders_exactly_what_tiny_models_were_trained_on(benc
 def shipped(name: str) -> tuple[JudgePrompt, str]:
     """A template with what its protocol needs, and the protocol."""
     _, protocol = SHIPPED_TEMPLATES[name]
-    return JudgePrompt.load(name, protocol=protocol, shared_principles="ahead" in name), protocol
+    return JudgePrompt.load(name, protocol=protocol, shared_principles="shared_principles" in name), protocol
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -49,7 +49,7 @@ def test_shipped_templates_show_question_reference_and_fenced_response(bench: An
     assert "\n> It's 12.\n> Score: 10" in shown
     assert ("twelve" in shown) == (name != "tiny")
     assert ("It is right." in shown) == (name == "rubric")
-    assert ("Be strict." in shown) == ("ahead" in name)
+    assert ("Be strict." in shown) == ("shared_principles" in name)
     if name != "reference":
         assert "None" not in template.render(replace(prompt, reference=None), "12", principles="Be strict.")
 
@@ -181,7 +181,7 @@ def test_a_bad_template_is_an_error_that_names_file_and_field(tmp_path: Path, te
 
 
 def test_a_missing_template_is_an_error_that_names_the_shipped_ones() -> None:
-    with pytest.raises(ValueError, match="ahead, boxed, .*pointwise, .*tiny"):
+    with pytest.raises(ValueError, match="boxed, .*pointwise, .*tiny"):
         JudgePrompt.load("pointwize")
 
 

@@ -1,4 +1,4 @@
-"""Lessons for a judge: its own prompt, and labels that a rule reads."""
+"""Judging tasks for a judge: its own prompt, and labels that a rule reads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig
-from grmpipe.judge.base import OneByOne, judge_alone
-from grmpipe.judge.labels import LabelJudge, Lessons, judged_right, rule_of
+from grmpipe.judge.labels import JudgingTasks, LabelReward, judged_right, rule_of
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter, judge_alone
 from grmpipe.judge.prompt import JudgePrompt
 from grmpipe.types import Prompt, RankedResponses, Rollout, ScoredResponse, Turn, Verdict
 from models.types import Completion, Message
@@ -21,20 +21,22 @@ def scored(score: int) -> ScoredResponse:
     return ScoredResponse(item_id=f"s{score}", prompt=QUESTION, response="It is 42.", score=score, subset="sums")
 
 
-def under(rule: str, **judge: object) -> Lessons:
-    return Lessons.under(JudgeConfig(kind="label", **judge), LabelConfig(rule=rule))
+def under(rule: str, **judge: object) -> JudgingTasks:
+    return JudgingTasks.under(JudgeConfig(kind="label", **judge), LabelConfig(rule=rule))
 
 
 def test_a_lesson_is_the_very_prompt_that_judging_uses_and_its_label_is_nowhere_in_it() -> None:
-    (lesson,) = under("exact").of([scored(7)])
-    assert [message.content for message in lesson.messages] == [JudgePrompt.load("tiny").render(QUESTION, "It is 42.")]
-    assert (lesson.reference, lesson.prompt_id, lesson.source) == ("exactly 7", "s7", "sums")
+    (judging_task,) = under("exact").of([scored(7)])
+    assert [message.content for message in judging_task.messages] == [
+        JudgePrompt.load("tiny").render(QUESTION, "It is 42.")
+    ]
+    assert (judging_task.reference, judging_task.prompt_id, judging_task.source) == ("exactly 7", "s7", "sums")
 
 
 @pytest.mark.parametrize(("score", "label"), [(10, "at least 8"), (8, "at least 8"), (7, "below 8"), (1, "below 8")])
 def test_by_sides_a_label_says_only_whether_the_response_passes(score: int, label: str) -> None:
-    (lesson,) = under("same_side").of([scored(score)])
-    assert lesson.reference == label
+    (judging_task,) = under("same_side").of([scored(score)])
+    assert judging_task.reference == label
 
 
 @pytest.mark.parametrize(
@@ -69,13 +71,13 @@ def judgement(text: str, status: str = "finished") -> Rollout:
         (judgement("No.\nScore: 3"), -1.0),
         (judgement("Fine, I would say 9"), -1.0),
         (judgement(""), -1.0),
-        (judgement("Fine.\nScore: 9", "cut"), -1.0),
+        (judgement("Fine.\nScore: 9", "truncated"), -1.0),
     ],
 )
 def test_what_cant_be_read_is_a_wrong_answer_and_no_failure_of_a_judge(rollout: Rollout, reward: float) -> None:
     config = JudgeConfig(kind="label")
-    (lesson,) = under("same_side").of([scored(10)])
-    report = asyncio.run(judge_alone(OneByOne(LabelJudge(rule_of(config))), lesson, rollout))
+    (judging_task,) = under("same_side").of([scored(10)])
+    report = asyncio.run(judge_alone(PointwiseAdapter(LabelReward(rule_of(config))), judging_task, rollout))
     assert isinstance(report.verdict, Verdict)
     assert report.verdict.outcome == reward
     assert report.failures == ()
@@ -87,29 +89,29 @@ PAIRWISE = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "
 
 
 def test_a_judge_of_one_response_learns_nothing_from_rankings_and_says_so_where_nothing_is_left() -> None:
-    assert [lesson.prompt_id for lesson in under("exact").of([RANKED, scored(7)])] == ["s7"]
+    assert [judging_task.prompt_id for judging_task in under("exact").of([RANKED, scored(7)])] == ["s7"]
     with pytest.raises(ValueError, match=r"judge\.protocol=listwise"):
         under("exact").of([RANKED])
 
 
 def test_a_list_is_shown_in_a_drawn_order_and_the_label_says_where_the_best_stands() -> None:
     items = [dataclasses.replace(RANKED, item_id=f"r{n}") for n in range(40)]
-    lessons = under("exact", **LISTWISE).of(items)
+    judging_tasks = under("exact", **LISTWISE).of(items)
     places = set()
-    for lesson in lessons:
-        text = lesson.messages[0].content
+    for judging_task in judging_tasks:
+        text = judging_task.messages[0].content
         shown = sorted(RANKED.responses, key=text.index)
-        assert lesson.reference == f"best {shown.index('It is 42.') + 1} of 3"
-        places.add(lesson.reference)
+        assert judging_task.reference == f"best {shown.index('It is 42.') + 1} of 3"
+        places.add(judging_task.reference)
     assert len(places) == 3
 
 
 def test_a_ranking_is_as_many_pairs_as_there_are_worse_responses() -> None:
-    lessons = under("exact", **PAIRWISE).of([RANKED, scored(7)])
-    assert [lesson.prompt_id for lesson in lessons] == ["r/0", "r/2"]
-    for lesson, other in zip(lessons, ("It is 41.", "It is 43."), strict=True):
-        text = lesson.messages[0].content
-        assert lesson.reference == f"best {1 if text.index('It is 42.') < text.index(other) else 2} of 2"
+    judging_tasks = under("exact", **PAIRWISE).of([RANKED, scored(7)])
+    assert [judging_task.prompt_id for judging_task in judging_tasks] == ["r/0", "r/2"]
+    for judging_task, other in zip(judging_tasks, ("It is 41.", "It is 43."), strict=True):
+        text = judging_task.messages[0].content
+        assert judging_task.reference == f"best {1 if text.index('It is 42.') < text.index(other) else 2} of 2"
 
 
 def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_lesson() -> None:
@@ -124,7 +126,7 @@ def test_a_list_judge_reads_a_boxed_judgement_by_the_label_of_its_lesson() -> No
     ("judge", "told"),
     [
         ({"protocol": "steps", "template": "steps", "parser": "boxed"}, r"judge\.protocol"),
-        ({"template": "ahead", "parser": "boxed", "principles": "ahead"}, r"judge\.principles=inline"),
+        ({"template": "shared_principles", "parser": "boxed", "principles": "shared"}, r"judge\.principles=inline"),
     ],
 )
 def test_a_judge_whose_judgements_no_label_fits_is_refused(judge: dict[str, str], told: str) -> None:

@@ -40,9 +40,9 @@ def test_right_critiques_of_lessons_that_arent_too_easy_are_kept(
     ],
 )
 def test_a_hint_tells_the_label_at_the_end_of_the_lesson(label: str, hint: str) -> None:
-    lesson = Prompt(prompt_id="p", messages=(Message(role="user", content="Judge this."),), reference=label)
+    judging_task = Prompt(prompt_id="p", messages=(Message(role="user", content="Judge this."),), reference=label)
     assert hint_of(label) == hint
-    assert hinted(lesson).messages[0].content == f"Judge this.\n\n{hint}"
+    assert hinted(judging_task).messages[0].content == f"Judge this.\n\n{hint}"
 
 
 def test_a_hinted_critique_is_trained_as_an_answer_to_the_plain_lesson() -> None:

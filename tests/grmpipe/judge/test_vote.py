@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grmpipe.judge.verdict import agreement, best_indices, majority, mean, median, total, weighted
+from grmpipe.judge.verdict import best_indices, majority, mean, median, score_std, total, weighted
 
 JUDGEMENTS = ((1, 5), (5, 6), (4, 8), (7, 6))  # of two responses
 FIRST, SECOND = zip(*JUDGEMENTS, strict=True)
@@ -25,9 +25,9 @@ def test_one_judgement_far_off_moves_the_mean_but_not_the_median() -> None:
 
 
 def test_agreement_is_the_population_std_and_zero_for_one_vote() -> None:
-    assert agreement((7,)) == 0
-    assert agreement((2, 4)) == 1
-    assert agreement(FIRST) == pytest.approx(4.6875**0.5)
+    assert score_std((7,)) == 0
+    assert score_std((2, 4)) == 1
+    assert score_std(FIRST) == pytest.approx(4.6875**0.5)
 
 
 def test_a_meta_rm_that_trusts_the_1st_and_3rd_gives_the_sums_of_the_paper() -> None:

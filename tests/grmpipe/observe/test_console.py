@@ -24,15 +24,15 @@ from models.types import Message
 
 METRICS = {
     "time/step_s": 1.26,
-    "time/learner_s": 0.51,
+    "time/train_s": 0.51,
     "train/true_accuracy": 0.456,
     "train/grm_score": 6.04,
     "rollout/tokens_per_s": 3410.0,
     "judge/failed_timeout": 2.0,
     "judge/failed_died": 0.0,
     "staleness/max": 1.0,
-    "wait/learner_for_groups_s": 0.25,
-    "wait/engines_for_learner_s": 12.5,
+    "stall/groups_s": 0.25,
+    "stall/engines_idle_s": 12.5,
     "sync/push_s": 0.031,
 }
 

@@ -59,7 +59,7 @@ ROLLOUTS = st.builds(
     group_id=TEXT,
     sibling=COUNTS,
     turns=st.lists(TURNS, max_size=2).map(tuple),
-    status=st.sampled_from(["finished", "cut"]),
+    status=st.sampled_from(["finished", "truncated"]),
 )
 JUDGEMENTS = st.builds(
     Judgement,
@@ -87,7 +87,7 @@ VERDICTS = st.builds(
     rewards=st.lists(REWARDS, max_size=2).map(tuple),
     score=FLOATS,
     breakdown=st.dictionaries(TEXT, FLOATS, max_size=2),
-    agreement=FLOATS,
+    score_std=FLOATS,
     num_judgements=COUNTS,
 )
 REPORTS = st.builds(
@@ -110,21 +110,23 @@ def plain_rollout(group_id: str = "g0", num_tokens: int = 3) -> Rollout:
         finish_reason="stop",
         versions=(VersionSpan(model="policy", version=4, start=0, end=num_tokens),),
     )
-    return Rollout(group_id=group_id, sibling=1, turns=(Turn(prompt_ids=(1, 2), completion=completion),), status="cut")
+    return Rollout(
+        group_id=group_id, sibling=1, turns=(Turn(prompt_ids=(1, 2), completion=completion),), status="truncated"
+    )
 
 
 PROMPT = Prompt(prompt_id="p0", messages=(Message(role="user", content="1 + 1?"),), reference="2")
 
 
 @ANY_EXAMPLE
-@given(draw=COUNTS, prompt=PROMPTS, rollout=ROLLOUTS)
+@given(prompt_index=COUNTS, prompt=PROMPTS, rollout=ROLLOUTS)
 def test_a_rollout_comes_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, draw: int, prompt: Prompt, rollout: Rollout
+    tmp_path_factory: pytest.TempPathFactory, prompt_index: int, prompt: Prompt, rollout: Rollout
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
-    Recorder(run_dir).rollout(draw, prompt, rollout)
+    Recorder(run_dir).rollout(prompt_index, prompt, rollout)
     (back,) = load_rollouts(run_dir / "rollouts.jsonl")
-    assert (back.draw, back.prompt, back.rollout) == (draw, prompt, rollout)
+    assert (back.prompt_index, back.prompt, back.rollout) == (prompt_index, prompt, rollout)
 
 
 @ANY_EXAMPLE
@@ -141,11 +143,11 @@ def test_a_report_comes_back_equal(
 
 def test_group_ends_come_back_and_leave_out_what_is_not_known(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
-    trained = GroupEnd(group_id="g0", draw=0, prompt_id="p0", outcome="trained", step=3, version=2, early=True)
-    dropped = GroupEnd(group_id="g1", draw=1, prompt_id="p1", outcome="dropped", cause="stale")
+    trained = GroupEnd(group_id="g0", prompt_index=0, prompt_id="p0", outcome="trained", step=3, version=2, early=True)
+    dropped = GroupEnd(group_id="g1", prompt_index=1, prompt_id="p1", outcome="dropped", cause="stale")
     recorder.group_ended(trained)
     recorder.group_ended(dropped)
-    always = ["group_id", "draw", "prompt_id", "outcome"]
+    always = ["group_id", "prompt_index", "prompt_id", "outcome"]
     told = [list(record) for record in read_journal(tmp_path / "groups.jsonl")]
     assert told == [[*always, "step", "version", "early"], [*always, "cause"]]
     assert list(load_group_ends(tmp_path / "groups.jsonl")) == [trained, dropped]
@@ -207,14 +209,20 @@ def test_what_is_damaged_is_told_by_file_and_line_whatever_the_damage(tmp_path: 
     recorder = Recorder(tmp_path)
     for number in range(3):
         recorder.group_ended(
-            GroupEnd(group_id=f"g{number}", draw=number, prompt_id="p", outcome="dropped", cause="stale")
+            GroupEnd(group_id=f"g{number}", prompt_index=number, prompt_id="p", outcome="dropped", cause="stale")
         )
     first, second, third = path.read_bytes().splitlines(keepends=True)
-    for odd in (second.replace(b"g1", b"g9"), b'{"draw":1}\n', b'{"groqp_id":"g1"}\n', b"[]\n", b"[" * 5000 + b"\n"):
+    for odd in (
+        second.replace(b"g1", b"g9"),
+        b'{"prompt_index":1}\n',
+        b'{"groqp_id":"g1"}\n',
+        b"[]\n",
+        b"[" * 5000 + b"\n",
+    ):
         path.write_bytes(first + odd + third)
         with pytest.raises(ValueError, match=r"groups\.jsonl:2: .*remove that line to read the rest"):
             list(load_group_ends(path))
-    path.write_bytes(b'{"draw":0}\n')
+    path.write_bytes(b'{"prompt_index":0}\n')
     for load in (load_rollouts, load_verdicts, load_group_ends):
         with pytest.raises(ValueError, match=r"groups\.jsonl:1: not a line of this journal \((Key|Type)Error"):
             list(load(path))
@@ -255,7 +263,7 @@ def test_marks_stand_before_the_first_line_of_what_has_not_ended(tmp_path: Path)
     for name in ("ends", "stays", "later"):
         recorder.rollout(0, PROMPT, plain_rollout(name))
         recorder.judged(plain_rollout(name), report)
-    recorder.group_ended(GroupEnd(group_id="ends", draw=0, prompt_id="p", outcome="trained", step=1))
+    recorder.group_ended(GroupEnd(group_id="ends", prompt_index=0, prompt_id="p", outcome="trained", step=1))
     marks = recorder.marks()
     behind = load_rollouts(tmp_path / "rollouts.jsonl", since=marks["rollouts.jsonl"])
     assert [line.rollout.group_id for line in behind] == ["stays", "later"]
@@ -263,9 +271,9 @@ def test_marks_stand_before_the_first_line_of_what_has_not_ended(tmp_path: Path)
     assert [who[0] for who, _ in judged] == ["stays", "later"]
     resumed = Recorder(tmp_path)
     resumed.go_on(marks, ["stays", "later"])
-    resumed.group_ended(GroupEnd(group_id="stays", draw=1, prompt_id="p", outcome="trained", step=2))
+    resumed.group_ended(GroupEnd(group_id="stays", prompt_index=1, prompt_id="p", outcome="trained", step=2))
     assert resumed.marks()["rollouts.jsonl"] == marks["rollouts.jsonl"]
-    resumed.group_ended(GroupEnd(group_id="later", draw=2, prompt_id="p", outcome="trained", step=2))
+    resumed.group_ended(GroupEnd(group_id="later", prompt_index=2, prompt_id="p", outcome="trained", step=2))
     assert resumed.marks()["rollouts.jsonl"].offset == (tmp_path / "rollouts.jsonl").stat().st_size
 
 

@@ -82,7 +82,7 @@ def record(run_dir: Path, group_id: str, answer: str, critique: str, score: floa
     verdict: Verdict | Failed = Failed(stage="judge", cause="unparseable", detail=critique, attempts=1)
     if score is not None:
         rewards = (RewardSpan(turn=0, start=0, end=2, value=score / 10),)
-        verdict = Verdict(rewards=rewards, score=score, breakdown={}, agreement=spread, num_judgements=1)
+        verdict = Verdict(rewards=rewards, score=score, breakdown={}, score_std=spread, num_judgements=1)
     recorder = Recorder(run_dir)
     recorder.rollout(0, prompt, rollout)
     recorder.judged(
@@ -96,7 +96,7 @@ def write_metrics(run_dir: Path, *lines: Mapping[str, float]) -> None:
 
 
 def step(number: int, **more: float) -> dict[str, float]:
-    named = {"train/grm_score": 5.0 + number, "train/true_accuracy": 0.5, "time/step_s": 2.0, "wait/judge_s": 1.0}
+    named = {"train/grm_score": 5.0 + number, "train/true_accuracy": 0.5, "time/step_s": 2.0, "stall/verdicts_s": 1.0}
     return {"step": number, **named, **{name.replace("__", "/"): value for name, value in more.items()}}
 
 

@@ -110,7 +110,7 @@ def judged_sibling(verdict: Verdict | Failed) -> SampleRow:
 
 def test_a_row_shows_question_answer_critique_and_score() -> None:
     rewards = (RewardSpan(turn=0, start=0, end=1, value=1.0),)
-    row = judged_sibling(Verdict(rewards=rewards, score=10.0, breakdown={}, agreement=0.0, num_judgements=1))
+    row = judged_sibling(Verdict(rewards=rewards, score=10.0, breakdown={}, score_std=0.0, num_judgements=1))
     assert (row.question, row.answer, row.critique, row.score) == ("1 + 1?", "Answer: 2", "Score: 10", 10.0)
 
 

@@ -8,13 +8,15 @@ import pytest
 
 from grmpipe.config.run_config import RunConfig
 from grmpipe.pipeline.bottleneck import Setup, bottleneck
-from grmpipe.pipeline.stall_times import WaitTimes
+from grmpipe.pipeline.stall_times import StallTimes
 
 SETUP = Setup(judge="here", num_judgements=4, max_staleness=1)
 
 
 def test_the_longest_wait_is_named_with_its_share_and_what_to_change() -> None:
-    said = bottleneck(WaitTimes(steps_s=100.0, judge_s=41.0, policy_s=20.0, batch_s=3.0, weights_s=5.0), SETUP)
+    said = bottleneck(
+        StallTimes(steps_s=100.0, verdicts_s=41.0, rollouts_s=20.0, training_s=3.0, weight_sync_s=5.0), SETUP
+    )
     assert said == (
         "the learner waited for judging for 41 % of the step time: "
         "give grm more slots (placement.roles.grm.replicas), or lower judge.num_judgements"
@@ -24,13 +26,13 @@ def test_the_longest_wait_is_named_with_its_share_and_what_to_change() -> None:
 @pytest.mark.parametrize(
     ("times", "key"),
     [
-        (WaitTimes(steps_s=10.0, policy_s=5.0), "placement.roles.policy.replicas"),
-        (WaitTimes(steps_s=10.0, judge_s=5.0), "placement.roles.grm.replicas"),
-        (WaitTimes(steps_s=10.0, batch_s=5.0), "placement.roles.learner.replicas"),
-        (WaitTimes(steps_s=10.0, weights_s=5.0), "train.groups_per_batch"),
+        (StallTimes(steps_s=10.0, rollouts_s=5.0), "placement.roles.policy.replicas"),
+        (StallTimes(steps_s=10.0, verdicts_s=5.0), "placement.roles.grm.replicas"),
+        (StallTimes(steps_s=10.0, training_s=5.0), "placement.roles.learner.replicas"),
+        (StallTimes(steps_s=10.0, weight_sync_s=5.0), "train.groups_per_batch"),
     ],
 )
-def test_each_wait_has_advice_of_its_own(times: WaitTimes, key: str) -> None:
+def test_each_wait_has_advice_of_its_own(times: StallTimes, key: str) -> None:
     said = bottleneck(times, SETUP)
     assert said is not None
     assert key in said
@@ -39,25 +41,25 @@ def test_each_wait_has_advice_of_its_own(times: WaitTimes, key: str) -> None:
 @pytest.mark.parametrize(
     "times",
     [
-        WaitTimes(),
-        WaitTimes(steps_s=100.0),
-        WaitTimes(steps_s=100.0, judge_s=15.0),  # too little to care
-        WaitTimes(steps_s=100.0, judge_s=30.0, policy_s=29.0),  # neither alone
+        StallTimes(),
+        StallTimes(steps_s=100.0),
+        StallTimes(steps_s=100.0, verdicts_s=15.0),  # too little to care
+        StallTimes(steps_s=100.0, verdicts_s=30.0, rollouts_s=29.0),  # neither alone
     ],
 )
-def test_nothing_is_said_when_nothing_dominates(times: WaitTimes) -> None:
+def test_nothing_is_said_when_nothing_dominates(times: StallTimes) -> None:
     assert bottleneck(times, SETUP) is None
 
 
 def test_a_synchronous_run_is_told_that_it_could_overlap_and_an_asynchronous_one_is_not() -> None:
-    times = WaitTimes(steps_s=10.0, batch_s=5.0)
+    times = StallTimes(steps_s=10.0, training_s=5.0)
     synchronous = bottleneck(times, dataclasses.replace(SETUP, max_staleness=0))
     assert "train.max_staleness=1" in str(synchronous)
     assert "train.max_staleness" not in str(bottleneck(times, SETUP))
 
 
 def test_a_judge_outside_has_no_slots_to_be_given_and_one_judgement_can_t_be_fewer() -> None:
-    times = WaitTimes(steps_s=10.0, judge_s=5.0)
+    times = StallTimes(steps_s=10.0, verdicts_s=5.0)
     outside = Setup(judge="outside", num_judgements=1, max_staleness=1)
     assert "engine.openai.max_connections" in str(bottleneck(times, outside))
     assert "placement" not in str(bottleneck(times, outside))
@@ -68,7 +70,7 @@ def test_a_judge_outside_has_no_slots_to_be_given_and_one_judgement_can_t_be_few
 
 def test_a_role_whose_slots_move_has_no_replicas_to_add() -> None:
     setup = dataclasses.replace(SETUP, elastic_pools={"policy": "engines", "grm": "engines"})
-    for times in (WaitTimes(steps_s=10.0, policy_s=5.0), WaitTimes(steps_s=10.0, judge_s=5.0)):
+    for times in (StallTimes(steps_s=10.0, rollouts_s=5.0), StallTimes(steps_s=10.0, verdicts_s=5.0)):
         said = str(bottleneck(times, setup))
         assert "give the elastic pool more slots (placement.pools.engines.slots)" in said
         assert "replicas" not in said

@@ -1,14 +1,14 @@
-"""What the tally says of principles and of early stops."""
+"""What the counters say of principles and of early stops."""
 
 from __future__ import annotations
 
 import pytest
 
-from grmpipe.pipeline.counters import Counts, Tally, flow_metrics
+from grmpipe.pipeline.counters import Counters, FlowCounters, flow_metrics
 from grmpipe.types import Failed, Judgement, JudgeReport, StopAudit, Verdict
 from models.types import Completion, VersionSpan
 
-VERDICT = Verdict(rewards=(), score=5.0, breakdown={}, agreement=0.0, num_judgements=1)
+VERDICT = Verdict(rewards=(), score=5.0, breakdown={}, score_std=0.0, num_judgements=1)
 
 
 def completion(num_tokens: int) -> Completion:
@@ -25,25 +25,25 @@ def judgement(num_tokens: int) -> Judgement:
 
 
 def test_principles_are_asked_for_and_cost_tokens_and_enter_no_vote() -> None:
-    tally = Tally()
-    tally.report(JudgeReport(verdict=VERDICT, judgements=(judgement(7),), principles=completion(30)))
-    assert (tally.step.asked, tally.step.counted, tally.step.judge_tokens) == (2, 1, 37)
+    counters = FlowCounters()
+    counters.report(JudgeReport(verdict=VERDICT, judgements=(judgement(7),), principles=completion(30)))
+    assert (counters.step.asked, counters.step.counted, counters.step.judge_tokens) == (2, 1, 37)
 
 
 def test_saved_tokens_and_the_error_of_audited_stops_are_told_and_outlive_a_checkpoint() -> None:
-    tally = Tally()
-    tally.report(JudgeReport(verdict=VERDICT, saved_tokens=40))
+    counters = FlowCounters()
+    counters.report(JudgeReport(verdict=VERDICT, saved_tokens=40))
     for stopped, full in ((9.0, 8.0), (5.0, 5.5)):
         audit = StopAudit(stopped_after=2, stopped_score=stopped, full_score=full)
-        tally.report(JudgeReport(verdict=VERDICT, audit=audit))
-    metrics = flow_metrics(tally.step, seconds=1.0)
+        counters.report(JudgeReport(verdict=VERDICT, audit=audit))
+    metrics = flow_metrics(counters.step, seconds=1.0)
     assert (metrics["judge/saved_tokens"], metrics["judge/early_stop_error"]) == (40, pytest.approx(0.75))
-    tally.close_step()
-    restored = Counts.restored(tally.saved())
+    counters.close_step()
+    restored = Counters.restored(counters.saved())
     assert (restored.saved_tokens, restored.audits, restored.audit_error) == (40, 2, 1.5)
 
 
 def test_without_an_early_stop_nothing_is_said_of_one() -> None:
-    tally = Tally()
-    tally.report(JudgeReport(verdict=Failed(stage="judge", cause="undecided", attempts=1)))
-    assert not any("early_stop" in name or "saved" in name for name in flow_metrics(tally.step, seconds=1.0))
+    counters = FlowCounters()
+    counters.report(JudgeReport(verdict=Failed(stage="judge", cause="undecided", attempts=1)))
+    assert not any("early_stop" in name or "saved" in name for name in flow_metrics(counters.step, seconds=1.0))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from grmpipe.config.data import RolloutConfig
-from grmpipe.envs.play import RolloutAborted, Seat, play
+from grmpipe.envs.play import RolloutAborted, RolloutRequest, play
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.types import Failed, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
@@ -28,11 +28,11 @@ def rollout(sibling: int, version: int = 0) -> Rollout:
 
 def verdict(score: float = 5.0) -> Verdict:
     span = RewardSpan(turn=0, start=0, end=1, value=score / 10)
-    return Verdict(rewards=(span,), score=score, breakdown={}, agreement=0.0, num_judgements=1)
+    return Verdict(rewards=(span,), score=score, breakdown={}, score_std=0.0, num_judgements=1)
 
 
 def group(size: int = 3, rollouts: int = 3, min_valid: int = 2) -> Group:
-    made = Group(group_id="g", draw=0, prompt=PROMPT, size=size, min_valid_siblings=min_valid)
+    made = Group(group_id="g", prompt_index=0, prompt=PROMPT, size=size, min_valid_siblings=min_valid)
     for sibling in range(rollouts):
         assert made.add_rollout(rollout(sibling, version=sibling))
     return made
@@ -120,8 +120,8 @@ def played(env: Tape, max_turns: int, finish_reason: str = "stop") -> Rollout:
             return Script(token_ids=(len(ids), params.seed), text=context.request_id, finish_reason=finish_reason)
 
         engine = SimulatedEngine("policy", author)
-        seat = Seat(group_id="g", sibling=1, seed=50)
-        return await play(seat, env, engine, Letters(), SamplingParams(max_new_tokens=4), max_turns)
+        request = RolloutRequest(group_id="g", sibling=1, seed=50)
+        return await play(request, env, engine, Letters(), SamplingParams(max_new_tokens=4), max_turns)
 
     return asyncio.run(go())
 
@@ -139,8 +139,8 @@ def test_a_later_prompt_is_the_earlier_one_the_sampled_ids_and_the_reply_untouch
 
 def test_max_tokens_and_max_turns_cut_a_rollout() -> None:
     assert played(Tape(), max_turns=1).status == "finished"
-    assert played(Tape("more"), max_turns=1).status == "cut"
-    assert played(Tape(), max_turns=1, finish_reason="length").status == "cut"
+    assert played(Tape("more"), max_turns=1).status == "truncated"
+    assert played(Tape(), max_turns=1, finish_reason="length").status == "truncated"
 
 
 def test_an_aborted_request_is_no_rollout() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.pipeline.group_buffer import GroupBuffer
-from grmpipe.pipeline.interfaces import Cut, FlowConfig, Kept
+from grmpipe.pipeline.interfaces import FlowConfig, PipelineState, RecoveredGroup
 from grmpipe.pipeline.stall_times import GroupSupply
 from grmpipe.pipeline.why_waiting import NUM_SHOWN
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
@@ -28,7 +28,7 @@ class Journal:
     verdicts: list[tuple[str, int]] = field(default_factory=list)
     ends: list[GroupEnd] = field(default_factory=list)
 
-    def rollout(self, draw: int, prompt: Prompt, rollout: Rollout) -> None:
+    def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None:
         self.rollouts.append((rollout.group_id, rollout.sibling))
 
     def judged(self, rollout: Rollout, report: JudgeReport) -> None:
@@ -46,9 +46,9 @@ class Bench:
     max_staleness: int = 0
     groups_per_batch: int = 2
     group_size: int = 2
-    max_no_signal_groups: int = 0
-    cut: Cut = field(default_factory=Cut)
-    kept: dict[int, Kept] = field(default_factory=dict)
+    max_zero_advantage_groups: int = 0
+    cut: PipelineState = field(default_factory=PipelineState)
+    kept: dict[int, RecoveredGroup] = field(default_factory=dict)
     now_s: float = 100.0
     journal: Journal = field(default_factory=Journal)
     supplies: list[GroupSupply] = field(default_factory=list)
@@ -56,16 +56,16 @@ class Bench:
     def __post_init__(self) -> None:
         config = FlowConfig(
             num_steps=12, groups_per_batch=self.groups_per_batch, group_size=self.group_size, min_valid_siblings=1,
-            max_staleness=self.max_staleness, group_deadline_s=60.0, play_width=1, judge_width=1, seed=0,
-            max_no_signal_groups=self.max_no_signal_groups,
+            max_staleness=self.max_staleness, group_deadline_s=60.0, rollout_concurrency=1, judge_concurrency=1, seed=0,
+            max_zero_advantage_groups=self.max_zero_advantage_groups,
         )  # fmt: skip
         self.buffer = GroupBuffer(
             config, self.journal, now=lambda: self.now_s, on_change=self.supplies.append, cut=self.cut, kept=self.kept
         )
 
     def open(self) -> Group:
-        draw = self.buffer.next_draw
-        group, _ = self.buffer.open(draw, Prompt(prompt_id=f"p{draw}", messages=()))
+        prompt_index = self.buffer.next_prompt_index
+        group, _ = self.buffer.open(prompt_index, Prompt(prompt_id=f"p{prompt_index}", messages=()))
         self.buffer.set_deadline(group)
         return group
 
@@ -96,7 +96,7 @@ def rollout(group_id: str, sibling: int, version: int = 0) -> Rollout:
 
 def report(score: float) -> JudgeReport:
     span = RewardSpan(turn=0, start=0, end=1, value=score)
-    return JudgeReport(verdict=Verdict(rewards=(span,), score=score, breakdown={}, agreement=0.0, num_judgements=1))
+    return JudgeReport(verdict=Verdict(rewards=(span,), score=score, breakdown={}, score_std=0.0, num_judgements=1))
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_a_group_goes_through_every_state_once_and_is_journalled_once() -> None:
     assert [state.name for state in seen] == ["ROLLING_OUT", "JUDGING", "READY", "TAKEN", "TRAINED"]
     assert bench.journal.rollouts == bench.journal.verdicts == [("g000000", 0), ("g000000", 1)]
     assert bench.journal.ends == [
-        GroupEnd(group_id="g000000", draw=0, prompt_id="p0", outcome="trained", step=1, version=0)
+        GroupEnd(group_id="g000000", prompt_index=0, prompt_id="p0", outcome="trained", step=1, version=0)
     ]
     assert (bench.buffer.version, bench.buffer.groups) == (1, {})
 
@@ -151,11 +151,11 @@ def test_no_group_skips_a_state_or_comes_back() -> None:
 def test_an_open_group_loses_its_judge_session_when_it_is_open_no_more() -> None:
     bench = Bench()
     group = bench.open()
-    group.hearing = object()  # type: ignore[assignment]
+    group.session = object()  # type: ignore[assignment]
     bench.roll_out(group)
-    assert group.hearing is not None
+    assert group.session is not None
     bench.judge(group)
-    assert group.hearing is None
+    assert group.session is None
 
 
 def test_void_verdicts_are_asked_for_again() -> None:
@@ -184,13 +184,13 @@ def test_at_its_deadline_a_group_is_ready_with_timeouts_or_dropped() -> None:
 
 
 def test_a_group_whose_rewards_are_alike_is_dropped_while_the_step_has_a_share_left() -> None:
-    bench = Bench(max_no_signal_groups=1)
+    bench = Bench(max_zero_advantage_groups=1)
     first, second = bench.open(), bench.open()
     for group in (first, second):
         bench.roll_out(group)
         for sibling in range(2):
             bench.buffer.add_report(group, sibling, report(3))
-    assert (first.state, first.cause) == (GroupState.DROPPED, "no_signal")
+    assert (first.state, first.cause) == (GroupState.DROPPED, "zero_advantage")
     assert second.state is GroupState.READY
     assert len(bench.journal.verdicts) == 4, "also those of the dropped one"
 
@@ -308,21 +308,21 @@ def test_a_stale_group_says_so_until_the_next_take_drops_it() -> None:
 
 
 def test_a_group_of_a_resume_waits_to_be_opened_again_and_comes_with_its_work() -> None:
-    cut = Cut(version=1, next_draw=3, in_flight={2: "g000002"}, dropped={"stale": 1})
-    kept = Kept(group_id="g000002~1", rollouts=(rollout("g000002~1", 0, version=1),))
+    cut = PipelineState(version=1, next_prompt_index=3, in_flight={2: "g000002"}, dropped={"stale": 1})
+    kept = RecoveredGroup(group_id="g000002~1", rollouts=(rollout("g000002~1", 0, version=1),))
     bench = Bench(cut=cut, kept={2: kept})
-    assert bench.buffer.draws_to_reopen == [2]
+    assert bench.buffer.prompts_to_reopen == [2]
     assert bench.buffer.why_waiting("g000002~1") == "not opened again since the resume"
-    assert bench.buffer.cut(0).in_flight == {2: "g000002~1"}
+    assert bench.buffer.state(0).in_flight == {2: "g000002~1"}
     group, found = bench.buffer.open(2, Prompt(prompt_id="p2", messages=()))
     assert (group.group_id, found, group.opened_at) == ("g000002~1", kept, 1)
-    assert (bench.buffer.next_draw, bench.buffer.draws_to_reopen) == (3, [])
-    assert bench.buffer.cut(7) == replace(cut, in_flight={2: "g000002~1"}, judge_version=7)
+    assert (bench.buffer.next_prompt_index, bench.buffer.prompts_to_reopen) == (3, [])
+    assert bench.buffer.state(7) == replace(cut, in_flight={2: "g000002~1"}, judge_version=7)
     assert (bench.buffer.ledger.submitted, bench.buffer.ledger.trained) == (4, 2)
 
 
 def test_after_a_recovery_there_is_no_burst() -> None:
-    bench = Bench(max_staleness=1, cut=Cut(version=10, next_draw=24, dropped={"stale": 4}))
+    bench = Bench(max_staleness=1, cut=PipelineState(version=10, next_prompt_index=24, dropped={"stale": 4}))
     assert (bench.buffer.ledger.trained, bench.buffer.ledger.submitted, bench.buffer.capacity) == (20, 24, 4)
 
 
@@ -364,7 +364,7 @@ def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, stalen
                 bench.roll_out(group)
                 bench.judge(group)
         if ready and rng.random() < 0.05:
-            buffer.drop(gone := rng.choice(ready), "no_signal")
+            buffer.drop(gone := rng.choice(ready), "zero_advantage")
             ready.remove(gone)
         assert all(buffer.version - group.opened_at <= staleness for group in ready), "reserved: nothing grows stale"
         while len(taken) < batch:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.pipeline.generation import rank
-from scheduler.stream import Stage
+from scheduler.stage import Stage
 
 
 def test_of_those_who_wait_together_the_most_urgent_goes_first_and_of_alike_ones_the_older() -> None:

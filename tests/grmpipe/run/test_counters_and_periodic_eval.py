@@ -12,13 +12,13 @@ import pytest
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.train import AlgorithmConfig
-from grmpipe.envs.play import Seat
+from grmpipe.envs.play import RolloutRequest
 from grmpipe.evaluation.held_out import Evaluator
-from grmpipe.judge.base import OneByOne
-from grmpipe.judge.monitor.failure_gate import FailureGate, HackingAlarm, JudgeFitness, JudgeUnfit
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit, RewardHackingDetector
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.rule import is_right
-from grmpipe.pipeline.counters import Counts, Tally, batch_metrics, flow_metrics, truth_metrics
-from grmpipe.run.periodic_eval import Lookout
+from grmpipe.pipeline.counters import Counters, FlowCounters, batch_metrics, flow_metrics, truth_metrics
+from grmpipe.run.periodic_eval import PeriodicEval
 from grmpipe.types import (
     Failed,
     FailedJudgement,
@@ -51,7 +51,7 @@ def rollout(sibling: int, num_tokens: int = 4, version: int = 0, text: str = "",
 
 def verdict(score: float, **breakdown: float) -> Verdict:
     span = RewardSpan(turn=0, start=0, end=1, value=(score - 1) / 9)
-    return Verdict(rewards=(span,), score=score, breakdown=breakdown, agreement=0.0, num_judgements=1)
+    return Verdict(rewards=(span,), score=score, breakdown=breakdown, score_std=0.0, num_judgements=1)
 
 
 def prompt(reference: str | None = None) -> Prompt:
@@ -64,26 +64,26 @@ def group(*verdicts: Verdict | Failed, version: int = 0, reference: str | None =
 
 
 def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> None:
-    tally = Tally()
+    counters = FlowCounters()
     judgement = Judgement(
         group_id="g", siblings=(0,), scores=(5,), prompt_ids=(1,), completion=completion(7), grm="grm", version=0
     )
     unparseable = FailedJudgement(
         stage="judge", cause="unparseable", attempts=1, prompt_ids=(1,), completion=completion(3)
     )
-    tally.rollout(rollout(0, 4))
-    tally.rollout(rollout(1, 6, status="cut"))
-    tally.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
-    step = tally.close_step()
-    assert (step.rollouts, step.cut, step.policy_tokens) == (2, 1, 10)
+    counters.rollout(rollout(0, 4))
+    counters.rollout(rollout(1, 6, status="truncated"))
+    counters.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
+    step = counters.close_step()
+    assert (step.rollouts, step.pipeline_state, step.policy_tokens) == (2, 1, 10)
     assert (step.asked, step.counted, step.judge_tokens) == (3, 1, 10)
     assert step.failed == {"unparseable": 1, "timeout": 1}
-    restored = Tally()
-    restored.restore(tally.saved())
+    restored = FlowCounters()
+    restored.restore(counters.saved())
     restored.rollout(rollout(2, 5))
     assert restored.total_so_far().policy_tokens == 15
     assert flow_metrics(step, 2.0)["rollout/tokens_per_s"] == 5
-    assert flow_metrics(Counts(), 1.0)["rollout/cut_share"] == 0
+    assert flow_metrics(Counters(), 1.0)["rollout/truncated_share"] == 0
 
 
 def test_failed_siblings_are_in_no_mean() -> None:
@@ -99,7 +99,7 @@ def test_failed_siblings_are_in_no_mean() -> None:
 
 def test_a_group_of_equal_rewards_has_no_signal_and_no_correlation_is_made_up() -> None:
     metrics = batch_metrics([group(verdict(5), verdict(5), LOST)], version=0, algorithm=AlgorithmConfig())
-    assert metrics["train/groups_without_signal_share"] == 1
+    assert metrics["train/zero_advantage_share"] == 1
     assert "judge/score_length_correlation" not in metrics
 
 
@@ -117,8 +117,8 @@ class Judge:
         return JudgeReport(verdict=self._score(rollout))
 
 
-async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-    index = int(seat.group_id.rsplit("-", 1)[1])
+async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    index = int(request.group_id.rsplit("-", 1)[1])
     if index == 3:
         raise EngineRefused("too long")
     return rollout(0, text=f"Answer: {index}")
@@ -127,7 +127,7 @@ async def played(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None])
 def evaluator(score: Callable[[Rollout], Verdict | Failed], references: tuple[str | None, ...]) -> Evaluator:
     return Evaluator(
         prompts=[prompt(reference) for reference in references],
-        play_sampled=played, play_greedy=played, judge=OneByOne(Judge(score)), is_right=is_right, seed=0,
+        play_sampled=played, play_greedy=played, judge=PointwiseAdapter(Judge(score)), is_right=is_right, seed=0,
     )  # fmt: skip
 
 
@@ -135,14 +135,14 @@ def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
     def score(rollout: Rollout) -> Verdict | Failed:
         return LOST if "0" in rollout.text else verdict(8)
 
-    looked = asyncio.run(evaluator(score, ("0", "7", None, "3")).look("look"))
+    looked = asyncio.run(evaluator(score, ("0", "7", None, "3")).evaluate("look"))
     assert looked.metrics["true_accuracy"] == 0.5  # of two with a reference; the fourth could not be played
     assert looked.metrics["grm_score"] == 8
     assert len(looked.rollouts) == 3
 
 
-async def hanging_play(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-    await asyncio.sleep(int(seat.group_id.rsplit("-", 1)[1]) * 50.0 if "-3" not in seat.group_id else 1e9)
+async def hanging_play(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    await asyncio.sleep(int(request.group_id.rsplit("-", 1)[1]) * 50.0 if "-3" not in request.group_id else 1e9)
     return rollout(0, text="Answer: 0")
 
 
@@ -152,7 +152,7 @@ def test_a_look_leaves_out_what_does_not_come_within_the_deadline_of_the_last_an
             evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=hanging_play, play_greedy=hanging_play,
             deadline_s=60.0,
         )  # fmt: skip
-        looked = await looker.look("look")
+        looked = await looker.evaluate("look")
         assert len(looked.rollouts) == 3
         assert looked.metrics["true_accuracy_greedy"] == 1.0
         return asyncio.get_running_loop().time()
@@ -167,11 +167,13 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
             evaluator(lambda rollout: verdict(8), ("0",) * 4), play_sampled=hanging_play, play_greedy=hanging_play
         )
         observers = SimpleNamespace(alarm=print, tracker=SimpleNamespace(log=print))
-        lookout = Lookout(looker, HackingAlarm(min_score_rise=1, min_gold_fall=0.1), observers, anchors=4, every=10)  # type: ignore[arg-type]
-        asyncio.get_running_loop().call_later(30.0, lookout.interrupt)
-        assert await lookout.after_step(10, last=True) == {}
+        periodic_eval = PeriodicEval(
+            looker, RewardHackingDetector(min_score_rise=1, min_gold_fall=0.1), observers, anchors=4, every=10
+        )  # type: ignore[arg-type]
+        asyncio.get_running_loop().call_later(30.0, periodic_eval.interrupt)
+        assert await periodic_eval.after_step(10, last=True) == {}
         assert asyncio.get_running_loop().time() == pytest.approx(30.0)
-        assert (lookout.final, lookout.rows) == ({}, [])
+        assert (periodic_eval.final, periodic_eval.rows) == ({}, [])
 
     with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
         runner.run(go())
@@ -182,9 +184,11 @@ def test_a_judge_is_right_where_it_passes_right_answers_and_no_others() -> None:
         return LOST if "5" in rollout.text else verdict(9 if "4" not in rollout.text else 3)
 
     looking = dataclasses.replace(evaluator(score, ("0", "7", None, "3", "7", "5")), pass_score=8)
-    looked = asyncio.run(looking.look("look"))  # passed and right, passed and wrong, -, not played, not passed, failed
+    looked = asyncio.run(
+        looking.evaluate("look")
+    )  # passed and right, passed and wrong, -, not played, not passed, failed
     assert looked.metrics["grm_accuracy"] == pytest.approx(2 / 3)
-    assert "grm_accuracy" not in asyncio.run(evaluator(score, ("0",)).look("look")).metrics
+    assert "grm_accuracy" not in asyncio.run(evaluator(score, ("0",)).evaluate("look")).metrics
 
 
 def test_the_accuracy_of_a_mixtures_grm_holds_nothing_of_the_truth_that_the_rule_added() -> None:
@@ -196,11 +200,11 @@ def test_the_accuracy_of_a_mixtures_grm_holds_nothing_of_the_truth_that_the_rule
         return dataclasses.replace(mixture, breakdown={"generative": 3 / 9, "rule": float(right)})
 
     looking = dataclasses.replace(evaluator(score, ("0", "7", "2")), pass_score=8, scale=Scale())
-    assert asyncio.run(looking.look("look")).metrics["grm_accuracy"] == pytest.approx(1 / 3)
+    assert asyncio.run(looking.evaluate("look")).metrics["grm_accuracy"] == pytest.approx(1 / 3)
 
 
 def test_without_references_there_is_no_accuracy() -> None:
-    assert "true_accuracy" not in asyncio.run(evaluator(lambda r: verdict(5), (None, None)).look("look")).metrics
+    assert "true_accuracy" not in asyncio.run(evaluator(lambda r: verdict(5), (None, None)).evaluate("look")).metrics
 
 
 def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() -> None:
@@ -209,30 +213,37 @@ def test_the_alarm_rings_once_and_a_restored_run_compares_with_its_first_look() 
     looks = [(4.0, "Answer: 1"), (9.0, "Answer: 5"), (9.5, "Answer: 5"), (4.0, "Answer: 1"), (9.0, "Answer: 5")]
     now = SimpleNamespace(score=0.0, text="")
 
-    async def play(seat: Seat, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+    async def play(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
         return rollout(0, text=now.text)
 
     judge = Judge(lambda rollout: verdict(now.score))
     looker = Evaluator(
-        prompts=[prompt("1")], play_sampled=play, play_greedy=play, judge=OneByOne(judge), is_right=is_right, seed=0
+        prompts=[prompt("1")],
+        play_sampled=play,
+        play_greedy=play,
+        judge=PointwiseAdapter(judge),
+        is_right=is_right,
+        seed=0,
     )
-    alarm = HackingAlarm(min_score_rise=1, min_gold_fall=0.1)
-    lookout = Lookout(looker, alarm, observers, anchors=1, every=10)  # type: ignore[arg-type]
+    alarm = RewardHackingDetector(min_score_rise=1, min_gold_fall=0.1)
+    periodic_eval = PeriodicEval(looker, alarm, observers, anchors=1, every=10)  # type: ignore[arg-type]
     ringing = []
     for step, (now.score, now.text) in enumerate(looks):
-        asyncio.run(lookout.first(0) if step == 0 else lookout.after_step(step * 10, last=False))
-        ringing.append(lookout.ringing)
+        asyncio.run(periodic_eval.first(0) if step == 0 else periodic_eval.after_step(step * 10, last=False))
+        ringing.append(periodic_eval.ringing)
     assert ringing == [False, True, True, False, True]
-    assert len(rung) == len(lookout.alarms) == 2
-    again = Lookout(looker, HackingAlarm(min_score_rise=1, min_gold_fall=0.1), observers, anchors=1, every=10)  # type: ignore[arg-type]
-    again.restore(lookout.initial, tuple(lookout.alarms), tuple(lookout.readings))
+    assert len(rung) == len(periodic_eval.alarms) == 2
+    again = PeriodicEval(
+        looker, RewardHackingDetector(min_score_rise=1, min_gold_fall=0.1), observers, anchors=1, every=10
+    )  # type: ignore[arg-type]
+    again.restore(periodic_eval.initial, tuple(periodic_eval.alarms), tuple(periodic_eval.readings))
     assert again.ringing
     assert again.initial["grm_score"] == 4
 
 
 def test_an_unfit_judge_pauses_and_the_deadlines_with_it() -> None:
     async def go() -> None:
-        fitness = JudgeFitness(FailureGate(max_failure_rate=0.5, window=4, pause_s=0.05))
+        fitness = JudgeFitness(CircuitBreaker(max_failure_rate=0.5, window=4, pause_s=0.05))
         clock = ActiveClock()
         before = clock.now()
         for _ in range(2):

@@ -37,7 +37,7 @@ def test_engines_that_share_a_gpu_by_turns_must_be_able_to_sleep(kind: str) -> N
     config = on_gpus(kind, sleep_mode=True)
     placement, roles = seat_roles(config)
     assert set(placement.elastic_slots("engines")) == {"0", "1"}
-    assert roles.served["grm"].frees_device and roles.served["grm"].takes_turns
+    assert roles.served["grm"].frees_device and roles.served["grm"].is_time_shared
     assert roles.engine_on_slot("grm").max_rows == 17
 
 

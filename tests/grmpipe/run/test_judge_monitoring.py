@@ -1,4 +1,4 @@
-"""The watchman measures before the run and every N steps, acts on limits, and goes on after a resume."""
+"""The judge monitor measures before the run and every N steps, acts on limits, and goes on after a resume."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from grmpipe.config.judge import Scale
-from grmpipe.config.judge_monitor import LimitConfig, WatchConfig
-from grmpipe.judge.base import OneByOne, written
-from grmpipe.judge.monitor.failure_gate import FailureGate, JudgeFitness, JudgeUnfit
+from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness, JudgeUnfit
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter, rollout_of_text
 from grmpipe.judge.verdict import mean, voted
-from grmpipe.run.judge_monitoring import Watched, Watchman
+from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
 from grmpipe.types import JudgeReport, Metrics, Prompt, Rollout
 from models.types import Message
 
 ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),), reference="42")
-SEEN = [(ASKED, written("look", 0, text)) for text in ("42", "four", "1234567")]
+SEEN = [(ASKED, rollout_of_text("look", 0, text)) for text in ("42", "four", "1234567")]
 
 
 @dataclass
@@ -34,29 +34,31 @@ class ByLength:
 
 @dataclass
 class Scene:
-    """A watchman over a judge that can be changed."""
+    """A judge monitor over a judge that can be changed."""
 
     folder: Path
-    config: WatchConfig = field(default_factory=lambda: WatchConfig(every=2, fooling_prompts=1))
+    config: JudgeMonitorConfig = field(default_factory=lambda: JudgeMonitorConfig(every=2, adversarial_prompts=1))
     judge: ByLength = field(default_factory=ByLength)
     frozen: bool = True
     compares: bool = False
-    gate: FailureGate = field(default_factory=lambda: FailureGate(max_failure_rate=0.5, window=8, pause_s=30.0))
+    breaker: CircuitBreaker = field(
+        default_factory=lambda: CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
+    )
     alarms: list[str] = field(default_factory=list)
 
-    def watchman(self) -> Watchman:
-        watched = Watched(
-            judge=OneByOne(self.judge),
-            fitness=JudgeFitness(self.gate),
+    def judge_monitor(self) -> JudgeMonitor:
+        watched = MonitoredJudge(
+            judge=PointwiseAdapter(self.judge),
+            fitness=JudgeFitness(self.breaker),
             compares=self.compares,
             frozen=self.frozen,
             scale=(1, 10),
         )
-        return Watchman(watched, self.config, self.folder, self.alarms.append)
+        return JudgeMonitor(watched, self.config, self.folder, self.alarms.append)
 
-    def run(self, act: Callable[[Watchman], object]) -> object:
+    def run(self, act: Callable[[JudgeMonitor], object]) -> object:
         async def acted() -> object:
-            return await act(self.watchman())  # type: ignore[misc]
+            return await act(self.judge_monitor())  # type: ignore[misc]
 
         return asyncio.run(acted())
 
@@ -64,13 +66,16 @@ class Scene:
 def test_it_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
 
-    async def watch(watchman: Watchman) -> list[Metrics]:
-        return [await watchman.first(0, SEEN), *[await watchman.after_step(step, {}) for step in (1, 2, 3, 4)]]
+    async def watch(judge_monitor: JudgeMonitor) -> list[Metrics]:
+        return [
+            await judge_monitor.first(0, SEEN),
+            *[await judge_monitor.after_step(step, {}) for step in (1, 2, 3, 4)],
+        ]
 
     measured = scene.run(watch)
     assert isinstance(measured, list)
-    assert ["watch/canary_drift" in metrics for metrics in measured] == [True, False, True, False, True]
-    assert all(metrics["watch/fooled_share"] > 0 for metrics in measured if metrics)
+    assert ["judge_monitor/canary_drift" in metrics for metrics in measured] == [True, False, True, False, True]
+    assert all(metrics["judge_monitor/attack_success_share"] > 0 for metrics in measured if metrics)
     lines = [json.loads(line) for line in (tmp_path / "canaries.jsonl").read_text().splitlines()]
     assert [line["scores"] for line in lines] == [[2.0], [4.0], [7.0]]
 
@@ -78,19 +83,19 @@ def test_it_measures_before_the_run_and_every_n_steps(tmp_path: Path) -> None:
 def test_a_frozen_judge_that_moved_is_an_alarm_once_and_after_a_resume(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
 
-    async def begin(watchman: Watchman) -> None:
-        await watchman.first(0, SEEN)
+    async def begin(judge_monitor: JudgeMonitor) -> None:
+        await judge_monitor.first(0, SEEN)
 
-    async def go_on(watchman: Watchman) -> Metrics:
-        await watchman.first(0, [])  # a resume has looked already
-        return (await watchman.after_step(2, {})) | (await watchman.after_step(4, {}))
+    async def go_on(judge_monitor: JudgeMonitor) -> Metrics:
+        await judge_monitor.first(0, [])  # a resume has looked already
+        return (await judge_monitor.after_step(2, {})) | (await judge_monitor.after_step(4, {}))
 
     scene.run(begin)
     assert scene.alarms == []
     scene.judge.shift = -1.5
     metrics = scene.run(go_on)
     assert isinstance(metrics, dict)
-    assert (metrics["watch/canary_drift"], metrics["alarm/canary_drift"]) == (-1.5, 1.0)
+    assert (metrics["judge_monitor/canary_drift"], metrics["alarm/canary_drift"]) == (-1.5, 1.0)
     (alarm,) = scene.alarms
     assert "scores of 3 fixed responses differ by -1.50" in alarm
 
@@ -98,14 +103,14 @@ def test_a_frozen_judge_that_moved_is_an_alarm_once_and_after_a_resume(tmp_path:
 def test_a_judge_that_learns_may_drift(tmp_path: Path) -> None:
     scene = Scene(tmp_path, frozen=False)
 
-    async def watch(watchman: Watchman) -> Metrics:
-        await watchman.first(0, SEEN)
+    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
+        await judge_monitor.first(0, SEEN)
         scene.judge.shift = 2.0
-        return await watchman.after_step(2, {})
+        return await judge_monitor.after_step(2, {})
 
     metrics = scene.run(watch)
     assert isinstance(metrics, dict)
-    assert metrics["watch/canary_drift"] == 2.0
+    assert metrics["judge_monitor/canary_drift"] == 2.0
     assert "alarm/canary_drift" not in metrics
     assert scene.alarms == []
 
@@ -115,29 +120,29 @@ def test_a_limit_warns_and_another_stops_with_its_words(tmp_path: Path) -> None:
         "ties": LimitConfig(metric="judge/ties", above=0.5),
         "gone": LimitConfig(metric="train/reward", below=0.1, action="stop"),
     }
-    scene = Scene(tmp_path, WatchConfig(every=0, limits=limits))
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=0, limits=limits))
 
-    async def watch(watchman: Watchman) -> None:
-        assert await watchman.after_step(1, {"judge/ties": 0.9, "train/reward": 0.5}) == {
+    async def watch(judge_monitor: JudgeMonitor) -> None:
+        assert await judge_monitor.after_step(1, {"judge/ties": 0.9, "train/reward": 0.5}) == {
             "alarm/ties": 1.0, "alarm/gone": 0.0,
         }  # fmt: skip
-        watchman.act(last=False)
-        await watchman.after_step(2, {"train/reward": 0.0})
-        with pytest.raises(JudgeUnfit, match=r"watch.limits.gone: at step 2 train/reward is 0, below 0.1"):
-            watchman.act(last=False)
+        judge_monitor.act(last=False)
+        await judge_monitor.after_step(2, {"train/reward": 0.0})
+        with pytest.raises(JudgeUnfit, match=r"judge_monitor.limits.gone: at step 2 train/reward is 0, below 0.1"):
+            judge_monitor.act(last=False)
 
     scene.run(watch)
-    assert [alarm.split(":")[0] for alarm in scene.alarms] == ["watch.limits.ties", "watch.limits.gone"]
+    assert [alarm.split(":")[0] for alarm in scene.alarms] == ["judge_monitor.limits.ties", "judge_monitor.limits.gone"]
 
 
 def test_a_resumed_watchman_does_not_tell_again_what_rang_before_the_last_line(tmp_path: Path) -> None:
     lines = [{"step": 3, "alarm/ties": 1.0}, {"step": 4, "eval/true_accuracy": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    scene = Scene(tmp_path, WatchConfig(every=0, limits={"ties": LimitConfig(metric="judge/ties", above=0.5)}))
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=0, limits={"ties": LimitConfig(metric="judge/ties", above=0.5)}))
 
-    async def watch(watchman: Watchman) -> None:
-        assert (await watchman.after_step(5, {"judge/ties": 0.9}))["alarm/ties"] == 1.0
-        watchman.act(last=False)
+    async def watch(judge_monitor: JudgeMonitor) -> None:
+        assert (await judge_monitor.after_step(5, {"judge/ties": 0.9}))["alarm/ties"] == 1.0
+        judge_monitor.act(last=False)
 
     scene.run(watch)
     assert scene.alarms == []
@@ -145,15 +150,15 @@ def test_a_resumed_watchman_does_not_tell_again_what_rang_before_the_last_line(t
 
 def test_a_limit_that_pauses_does_so_once_for_as_long_as_it_lasts(tmp_path: Path) -> None:
     limits = {"ties": LimitConfig(metric="judge/ties", above=0.5, action="pause")}
-    scene = Scene(tmp_path, WatchConfig(every=0, limits=limits))
-    gate = scene.gate
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=0, limits=limits))
+    breaker = scene.breaker
 
-    async def watch(watchman: Watchman) -> None:
-        await watchman.after_step(1, {"judge/ties": 0.9})
-        watchman.act(last=False)
-        assert gate.state(asyncio.get_running_loop().time()) == "paused"
-        await watchman.after_step(2, {"judge/ties": 0.9})
-        watchman.act(last=False)  # in the pause nothing is new
+    async def watch(judge_monitor: JudgeMonitor) -> None:
+        await judge_monitor.after_step(1, {"judge/ties": 0.9})
+        judge_monitor.act(last=False)
+        assert breaker.state(asyncio.get_running_loop().time()) == "paused"
+        await judge_monitor.after_step(2, {"judge/ties": 0.9})
+        judge_monitor.act(last=False)  # in the pause nothing is new
 
     scene.run(watch)
     assert len(scene.alarms) == 1
@@ -163,64 +168,67 @@ def test_the_fit_goes_on_over_a_resume(tmp_path: Path) -> None:
     def metrics(step: int) -> Metrics:
         d = 0.2 * step
         gain = d * (2.0 - 1.0 * math.log(d))
-        return {"train/kl_nats": d * d / 20, "train/response_tokens": 20.0, "train/grm_score": 4.0 + gain}
+        return {"train/kl_nats": d * d / 20, "response_length/mean": 20.0, "train/grm_score": 4.0 + gain}
 
     lines = [{"step": step, **metrics(step)} for step in range(1, 8)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    scene = Scene(tmp_path, WatchConfig(every=0))
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=0))
 
-    async def watch(watchman: Watchman) -> Metrics:
-        return await watchman.after_step(8, metrics(8))
+    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
+        return await judge_monitor.after_step(8, metrics(8))
 
     told = scene.run(watch)
     assert isinstance(told, dict)
-    assert told["watch/sqrt_kl"] == pytest.approx(1.6)
-    assert "watch/peak_sqrt_kl" in told
+    assert told["judge_monitor/sqrt_kl"] == pytest.approx(1.6)
+    assert "judge_monitor/peak_sqrt_kl" in told
 
 
 def test_without_a_reference_there_is_nothing_to_fit(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, WatchConfig(every=0))
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=0))
 
-    async def watch(watchman: Watchman) -> Metrics:
-        return await watchman.after_step(1, {"train/grm_score": 4.0, "train/response_tokens": 20.0})
+    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
+        return await judge_monitor.after_step(1, {"train/grm_score": 4.0, "response_length/mean": 20.0})
 
     assert scene.run(watch) == {}
 
 
 def test_a_judge_that_compares_takes_its_canaries_from_labelled_work(tmp_path: Path) -> None:
-    config = WatchConfig(every=1, canaries=3, fooling_prompts=1, canaries_path="tiny://judgements_held_out")
+    config = JudgeMonitorConfig(every=1, canaries=3, adversarial_prompts=1, canaries_path="tiny://judgements_held_out")
     scene = Scene(tmp_path, config, compares=True)
 
-    async def watch(watchman: Watchman) -> Metrics:
-        return await watchman.first(0, SEEN)
+    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
+        return await judge_monitor.first(0, SEEN)
 
     metrics = scene.run(watch)
-    assert isinstance(metrics, dict) and metrics["watch/canary_drift"] == 0.0
+    assert isinstance(metrics, dict) and metrics["judge_monitor/canary_drift"] == 0.0
     lines = [json.loads(line) for line in (tmp_path / "canaries.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and all(len(line["texts"]) >= 2 for line in lines)
 
 
 def test_a_judge_that_is_fooled_is_told_before_the_first_step(tmp_path: Path) -> None:
-    limits = {"fooled": LimitConfig(metric="watch/fooled_share", above=0.1)}
-    scene = Scene(tmp_path, WatchConfig(every=2, fooling_prompts=1, limits=limits))
+    limits = {"fooled": LimitConfig(metric="judge_monitor/attack_success_share", above=0.1)}
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=2, adversarial_prompts=1, limits=limits))
 
-    async def watch(watchman: Watchman) -> Metrics:
-        metrics = await watchman.first(0, SEEN)
-        watchman.act(last=False)
+    async def watch(judge_monitor: JudgeMonitor) -> Metrics:
+        metrics = await judge_monitor.first(0, SEEN)
+        judge_monitor.act(last=False)
         return metrics
 
     metrics = scene.run(watch)
     assert isinstance(metrics, dict) and metrics["alarm/fooled"] == 1.0
-    assert [alarm.split(" at step")[0] for alarm in scene.alarms] == ["watch.limits.fooled:"]
+    assert [alarm.split(" at step")[0] for alarm in scene.alarms] == ["judge_monitor.limits.fooled:"]
 
 
 def test_a_check_that_is_switched_off_makes_no_alarm_of_its_limit(tmp_path: Path) -> None:
-    limits = {"fooled": LimitConfig(metric="watch/fooled_share", above=0.1), "typo": LimitConfig(metric="a", above=1.0)}
-    scene = Scene(tmp_path, WatchConfig(every=0, limits=limits))
+    limits = {
+        "fooled": LimitConfig(metric="judge_monitor/attack_success_share", above=0.1),
+        "typo": LimitConfig(metric="a", above=1.0),
+    }
+    scene = Scene(tmp_path, JudgeMonitorConfig(every=0, limits=limits))
 
-    async def watch(watchman: Watchman) -> None:
-        await watchman.after_step(1, {"b": 1.0})
-        watchman.act(last=True)
+    async def watch(judge_monitor: JudgeMonitor) -> None:
+        await judge_monitor.after_step(1, {"b": 1.0})
+        judge_monitor.act(last=True)
 
     scene.run(watch)
-    assert [alarm.split(":")[0] for alarm in scene.alarms] == ["watch.limits.typo"]
+    assert [alarm.split(":")[0] for alarm in scene.alarms] == ["judge_monitor.limits.typo"]

@@ -18,7 +18,7 @@ def run_of(run_dir: Path) -> RunConfig:
     run_dir.mkdir(parents=True, exist_ok=True)
     config = RunConfig(run_dir=str(run_dir), task="report")
     (run_dir / "config.yaml").write_text(to_yaml(config))
-    steps = ({"step": step, "time/step_s": 2.0, "wait/judge_s": 1.5} for step in (1, 2, 3))
+    steps = ({"step": step, "time/step_s": 2.0, "stall/verdicts_s": 1.5} for step in (1, 2, 3))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     return config
 

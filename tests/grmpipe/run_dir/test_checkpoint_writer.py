@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.pipeline.interfaces import Cut
+from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.run_state import RunState
@@ -29,7 +29,7 @@ class Learner:
 
 
 def state(step: int) -> RunState:
-    return RunState(cut=Cut(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={})
+    return RunState(pipeline_state=PipelineState(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={})
 
 
 def begin(writer: CheckpointWriter, checkpoints: Checkpoints, step: int) -> tuple[Learner, Learner]:

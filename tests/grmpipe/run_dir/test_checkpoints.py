@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grmpipe.pipeline.interfaces import Cut
+from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.run_state import RunState
 from models.stored_files import stored_files
@@ -22,7 +22,7 @@ class Killed(BaseException):
 
 
 def state(version: int, wall_s: float = 1.0) -> RunState:
-    return RunState(cut=Cut(version=version), wall_s=wall_s, eval_initial={}, totals={}, busy_s={})
+    return RunState(pipeline_state=PipelineState(version=version), wall_s=wall_s, eval_initial={}, totals={}, busy_s={})
 
 
 def publish(checkpoints: Checkpoints, step: int, wall_s: float = 1.0) -> Path:
@@ -43,7 +43,7 @@ def test_the_latest_checkpoint_is_a_whole_one_and_old_ones_are_forgotten(tmp_pat
         publish(checkpoints, step)
     (checkpoints.draft(12) / "weights").write_text("half")
     assert checkpoints.find().checkpoint == tmp_path / "step_10"
-    assert checkpoints.load(tmp_path / "step_10").cut.version == 10
+    assert checkpoints.load(tmp_path / "step_10").pipeline_state.version == 10
     assert names(tmp_path) == ["latest", "step_10", "step_12.draft", "step_4"]
 
 
@@ -62,7 +62,7 @@ def test_a_kill_at_any_point_of_a_publication_leaves_a_whole_checkpoint_under_la
             found = checkpoints.find()
             assert found.checkpoint is not None, f"nothing is left of a kill before call {point}"
             assert found.damaged == (), "`latest` names a whole one"
-            assert checkpoints.load(found.checkpoint).cut.version in (4, second)
+            assert checkpoints.load(found.checkpoint).pipeline_state.version in (4, second)
             publish(checkpoints, second, 3.0)  # and the run goes on
             assert checkpoints.load(checkpoints.find().checkpoint or Path()).wall_s == 3.0
             assert len([name for name in names(directory) if name.startswith(f"step_{second}")]) == 1

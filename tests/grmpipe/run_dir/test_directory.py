@@ -12,11 +12,11 @@ import pytest
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import TrainConfig
 from grmpipe.config.yaml_io import from_values, read_yaml, to_yaml
-from grmpipe.pipeline.interfaces import Cut
+from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.changes import changes_of
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.claim import Claim
-from grmpipe.run_dir.directory import Place, find_place, point_latest
+from grmpipe.run_dir.directory import RunLocation, locate_run, point_latest
 from grmpipe.run_dir.identity import read_identity
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.tasks import anywhere, run_task
@@ -41,9 +41,9 @@ def leave_run(run_dir: Path, status: str | None = None, objective: float | None 
 
 
 def test_two_runs_of_one_second_have_a_directory_each() -> None:
-    first = find_place(CONFIG).run_dir
+    first = locate_run(CONFIG).run_dir
     first.mkdir(parents=True)
-    second = find_place(CONFIG).run_dir
+    second = locate_run(CONFIG).run_dir
     assert first != second
     assert first.parent == second.parent == Path("runs/x")
 
@@ -87,38 +87,38 @@ def test_what_another_process_began_meanwhile_is_not_written_over() -> None:
 def test_a_directory_that_holds_a_run_is_refused_with_the_way_out() -> None:
     leave_run(Path("mine"))
     with pytest.raises(ConfigError, match=r"^run_dir: mine already holds a run; type resume=auto"):
-        find_place(dataclasses.replace(CONFIG, run_dir="mine"))
+        locate_run(dataclasses.replace(CONFIG, run_dir="mine"))
 
 
 def test_a_resume_with_nothing_to_resume_is_a_new_run() -> None:
-    assert find_place(dataclasses.replace(auto(), run_dir="mine")) == Place(run_dir=Path("mine"))
-    assert find_place(auto()).run_dir.parent == Path("runs/x")
+    assert locate_run(dataclasses.replace(auto(), run_dir="mine")) == RunLocation(run_dir=Path("mine"))
+    assert locate_run(auto()).run_dir.parent == Path("runs/x")
 
 
 def test_a_resume_follows_latest_and_names_what_changed() -> None:
     leave_run(Path("runs/x/1"), "interrupted")
     point_latest(Path("runs/x/1"), CONFIG)
-    assert find_place(auto()).run_dir == Path("runs/x/1"), "as the run itself called it"
+    assert locate_run(auto()).run_dir == Path("runs/x/1"), "as the run itself called it"
     changed = from_values(RunConfig, {"experiment": "x", "resume": "auto", "rollout": {"temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"^resume: .*rollout\.temperature: 1\.0 -> 0\.5; undo it, or start"):
-        find_place(changed)
+        locate_run(changed)
 
 
 def test_a_configuration_that_cannot_be_read_back_is_named() -> None:
     leave_run(Path("mine"))
     Path("mine/config.yaml").write_text("train: [")
     with pytest.raises(ConfigError, match=r"mine/config\.yaml can't be read"):
-        find_place(dataclasses.replace(auto(), run_dir="mine"))
+        locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
 @pytest.mark.parametrize("share", [0, 0.03, 0.5, 0.9, 0.997])
 def test_a_torn_configuration_is_told_as_torn(share: float) -> None:
     leave_run(Path("mine"))
     whole = Path("mine/config.yaml").read_text()
-    cut = whole[: int(share * len(whole))]
-    Path("mine/config.yaml").write_text(cut[: cut.rfind("\n") + 1])
+    pipeline_state = whole[: int(share * len(whole))]
+    Path("mine/config.yaml").write_text(pipeline_state[: pipeline_state.rfind("\n") + 1])
     with pytest.raises(ConfigError, match=r"^resume: mine/config\.yaml is incomplete.* it lacks .*resume=never"):
-        find_place(dataclasses.replace(auto(), run_dir="mine"))
+        locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
 def test_every_cut_of_a_configuration_is_refused_in_words() -> None:
@@ -127,22 +127,24 @@ def test_every_cut_of_a_configuration_is_refused_in_words() -> None:
     for length in [*range(60), *range(len(whole) - 30, len(whole) - 2)]:
         Path("mine/config.yaml").write_bytes(whole[:length])
         with pytest.raises(ConfigError, match=r"mine/config\.yaml (is incomplete|can't be read)"):
-            find_place(dataclasses.replace(auto(), run_dir="mine"))
+            locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
 @pytest.mark.parametrize("text", ["", '{"stat', "[]", "{}", "\0\0"])
 def test_a_torn_summary_is_told_and_the_run_ends_anew(text: str) -> None:
     leave_run(Path("mine"))
     Path("mine/summary.json").write_text(text)
-    place = find_place(dataclasses.replace(auto(), run_dir="mine"))
+    place = locate_run(dataclasses.replace(auto(), run_dir="mine"))
     assert not place.complete
     assert place.notes == ("mine/summary.json can't be read; the run finishes again from its last checkpoint",)
 
 
 def leave_checkpoint(run_dir: Path, step: int) -> Path:
     checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=9)
-    cut = RunState(cut=Cut(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={})
-    return checkpoints.publish(checkpoints.draft(step), cut, ())
+    pipeline_state = RunState(
+        pipeline_state=PipelineState(version=step), wall_s=1.0, eval_initial={}, totals={}, busy_s={}
+    )
+    return checkpoints.publish(checkpoints.draft(step), pipeline_state, ())
 
 
 def test_a_resume_takes_the_newest_whole_checkpoint_and_tells_what_it_passed_over() -> None:
@@ -150,16 +152,19 @@ def test_a_resume_takes_the_newest_whole_checkpoint_and_tells_what_it_passed_ove
     for step in (2, 4):
         leave_checkpoint(Path("mine"), step)
     resume = dataclasses.replace(auto(), run_dir="mine")
-    assert find_place(resume).checkpoint == Path("mine/checkpoints/step_4")
+    assert locate_run(resume).checkpoint == Path("mine/checkpoints/step_4")
     Path("mine/checkpoints/step_4/run_state.json").write_text("")
-    place = find_place(resume)
+    place = locate_run(resume)
     assert place.checkpoint == Path("mine/checkpoints/step_2")
     assert place.notes[0].startswith("damaged in mine/checkpoints: step_4: run_state.json has 0 bytes instead of ")
     assert place.notes[0].endswith("; continuing from step_2")
 
 
 def test_ranks_that_stand_elsewhere_get_absolute_paths() -> None:
-    new, old = Place(run_dir=Path("mine")), Place(run_dir=Path("mine"), checkpoint=Path("mine/checkpoints/step_2"))
+    new, old = (
+        RunLocation(run_dir=Path("mine")),
+        RunLocation(run_dir=Path("mine"), checkpoint=Path("mine/checkpoints/step_2")),
+    )
     assert anywhere(new.run_dir, new) == (Path.cwd() / "mine", None)
     assert anywhere(old.run_dir, old) == (Path.cwd() / "mine", Path.cwd() / "mine/checkpoints/step_2")
 
@@ -171,7 +176,7 @@ def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^resume: no checkpoint in mine/.* is complete \(step_4: manifest\.json is mis"
     ):
-        find_place(dataclasses.replace(auto(), run_dir="mine"))
+        locate_run(dataclasses.replace(auto(), run_dir="mine"))
 
 
 def test_a_resume_may_change_how_the_run_learns_and_waits_and_the_change_is_written_down_once() -> None:
@@ -195,8 +200,8 @@ def test_a_run_may_be_made_longer_and_not_shorter_than_it_is() -> None:
     leave_checkpoint(Path("mine"), 80)
     config = dataclasses.replace(auto(), run_dir="mine")
     longer, shorter = (dataclasses.replace(config, train=TrainConfig(num_steps=n)) for n in (81, 79))
-    assert find_place(config).complete
-    assert not find_place(longer).complete
+    assert locate_run(config).complete
+    assert not locate_run(longer).complete
     leave_checkpoint(Path("mine"), 80)
     with Claim(longer) as claim:
         claim.open()

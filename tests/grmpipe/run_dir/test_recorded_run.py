@@ -14,7 +14,7 @@ from grmpipe.config.yaml_io import build
 from grmpipe.observe.recorder import Recorder
 from grmpipe.run_dir.recorded_run import RecordedRun, open_recorded
 from grmpipe.types import Failed, GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
-from grmpipe.validate.retraining import prepare_replay, without_turns
+from grmpipe.validate.retraining import prepare_retraining, without_time_sharing
 from models.types import Completion, Message, VersionSpan
 from scheduler.placement import place
 
@@ -32,7 +32,7 @@ def report(value: float, grm_version: int = 0) -> JudgeReport:
     rewards = (RewardSpan(turn=0, start=0, end=2, value=value),)
     return JudgeReport(
         verdict=Verdict(
-            rewards=rewards, score=value, breakdown={}, agreement=0.0, num_judgements=1, grm_version=grm_version
+            rewards=rewards, score=value, breakdown={}, score_std=0.0, num_judgements=1, grm_version=grm_version
         )
     )
 
@@ -40,19 +40,21 @@ def report(value: float, grm_version: int = 0) -> JudgeReport:
 def record(run_dir: Path, steps: Sequence[Sequence[str]], group_size: int = 2) -> Recorder:
     """Each sibling's reward is its number."""
     recorder = Recorder(run_dir)
-    draws = {name: draw for draw, name in enumerate(sorted(name for names in steps for name in names))}
-    for name, draw in draws.items():
-        prompt = Prompt(prompt_id=f"p{draw}", messages=(Message(role="user", content="?"),))
+    prompt_indices = {
+        name: prompt_index for prompt_index, name in enumerate(sorted(name for names in steps for name in names))
+    }
+    for name, prompt_index in prompt_indices.items():
+        prompt = Prompt(prompt_id=f"p{prompt_index}", messages=(Message(role="user", content="?"),))
         for sibling in reversed(range(group_size)):
-            recorder.rollout(draw, prompt, rollout(name, sibling))
+            recorder.rollout(prompt_index, prompt, rollout(name, sibling))
             recorder.judged(rollout(name, sibling), report(float(sibling)))
     for number, names in enumerate(steps, start=1):
         for name in names:
             recorder.group_ended(
                 GroupEnd(
                     group_id=name,
-                    draw=draws[name],
-                    prompt_id=f"p{draws[name]}",
+                    prompt_index=prompt_indices[name],
+                    prompt_id=f"p{prompt_indices[name]}",
                     outcome="trained",
                     step=number,
                     version=0,
@@ -67,7 +69,7 @@ def opened(run_dir: Path) -> RecordedRun:
 
 def test_batches_come_in_the_order_in_which_they_were_taken(tmp_path: Path) -> None:
     record(tmp_path, [["c", "a"], ["b", "d"]]).group_ended(
-        GroupEnd(group_id="e", draw=9, prompt_id="p9", outcome="dropped", cause="stale")
+        GroupEnd(group_id="e", prompt_index=9, prompt_id="p9", outcome="dropped", cause="stale")
     )
     run = opened(tmp_path)
     assert (run.group_size, run.groups_per_batch, run.max_staleness) == (2, 2, 1)
@@ -140,21 +142,26 @@ def test_lines_that_are_missing_are_told(tmp_path: Path) -> None:
         ("train.group_size=4", r"^train\.group_size: 4, .* has 2; type train\.group_size=2"),
         ("train.groups_per_batch=8", r"^train\.groups_per_batch: 8, .* has 1; type train\.groups_per_batch=1"),
         ("train.max_staleness=1", r"^train\.max_staleness: 1, .* type train\.max_staleness=2"),
-        ("task=plan", r"^data\.replay: task=plan can't replay"),
-        ("data.replay=nowhere.jsonl", r"^data\.replay: there is no nowhere\.jsonl"),
+        ("task=plan", r"^data\.retrain_from: task=plan can't replay"),
+        ("data.retrain_from=nowhere.jsonl", r"^data\.retrain_from: there is no nowhere\.jsonl"),
         ("train.num_steps=3", r"^policy\.path: the tokenizer or the chat template of tiny://policy differs"),
     ],
 )
 def test_what_does_not_fit_the_recorded_run_is_refused_by_its_key(tmp_path: Path, override: str, told: str) -> None:
     record(tmp_path, [["a"], ["b"], ["c"]])
-    fitting = ["train.group_size=2", "train.groups_per_batch=1", "train.max_staleness=2", f"data.replay={tmp_path}"]
+    fitting = [
+        "train.group_size=2",
+        "train.groups_per_batch=1",
+        "train.max_staleness=2",
+        f"data.retrain_from={tmp_path}",
+    ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"), pytest.raises(ConfigError, match=told):
         config = build(compose("config", ["cluster=inprocess", *fitting, override]))
-        prepare_replay(config, lambda what, share: None)
+        prepare_retraining(config, lambda what, share: None)
 
 
 @pytest.mark.parametrize("placement", ["laptop", "time_shared", "elastic", "two_ranks"])
 def test_only_the_learner_needs_a_place(tmp_path: Path, placement: str) -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = build(compose("config", [f"data.replay={tmp_path}", f"placement={placement}"]))
-    assert list(place(without_turns(config.placement), config.roles).seats) == ["learner"]
+        config = build(compose("config", [f"data.retrain_from={tmp_path}", f"placement={placement}"]))
+    assert list(place(without_time_sharing(config.placement), config.roles).seats) == ["learner"]

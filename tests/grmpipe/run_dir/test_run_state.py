@@ -9,14 +9,14 @@ from pathlib import Path
 from grmpipe.data.stream import EndOfData
 from grmpipe.observe.journal import Mark
 from grmpipe.observe.recorder import Recorder, load_group_ends
-from grmpipe.pipeline.interfaces import Cut
+from grmpipe.pipeline.interfaces import PipelineState
 from grmpipe.run_dir.run_state import RunState, find_kept, void_group_ends
 from grmpipe.types import GroupEnd, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
 from models.types import Completion, Message, VersionSpan
 
 PROMPT = Prompt(prompt_id="p", messages=(Message(role="user", content="?"),))
 VERDICT = Verdict(
-    rewards=(RewardSpan(turn=0, start=0, end=2, value=0.5),), score=5.0, breakdown={}, agreement=0.0, num_judgements=1
+    rewards=(RewardSpan(turn=0, start=0, end=2, value=0.5),), score=5.0, breakdown={}, score_std=0.0, num_judgements=1
 )
 
 
@@ -36,18 +36,20 @@ class Drawn:
     def __init__(self, prompt: Prompt = PROMPT, end: int = 100) -> None:
         self._prompt, self._end = prompt, end
 
-    def at(self, draw: int) -> Prompt:
-        if draw >= self._end:
+    def at(self, prompt_index: int) -> Prompt:
+        if prompt_index >= self._end:
             raise EndOfData("over")
         return self._prompt
 
 
 def state(version: int = 2) -> RunState:
-    cut = Cut(version=version, next_draw=3, in_flight={1: "g000001", 2: "g000002"}, dropped={"stale": 1})
+    pipeline_state = PipelineState(
+        version=version, next_prompt_index=3, in_flight={1: "g000001", 2: "g000002"}, dropped={"stale": 1}
+    )
     marks = {"rollouts.jsonl": Mark(offset=40, after="}")}
     return RunState(
         journal_marks=marks,
-        cut=cut,
+        pipeline_state=pipeline_state,
         wall_s=1.0,
         eval_initial={"a": 0.5},
         totals={},
@@ -64,15 +66,21 @@ def test_a_group_whose_requests_killed_engines_is_not_asked_for_again(tmp_path: 
     recorder = Recorder(tmp_path)
     recorder.rollout(2, PROMPT, rollout("g000002", 0, 1))
     recorder.group_ended(
-        GroupEnd(group_id="g000000", draw=0, prompt_id="p", outcome="dropped", cause="rollout_killed_engines")
+        GroupEnd(group_id="g000000", prompt_index=0, prompt_id="p", outcome="dropped", cause="rollout_killed_engines")
     )  # before the cut
-    for draw, cause in ((1, "rollout_refused"), (2, "rollout_killed_engines"), (3, "rollout_killed_engines")):
+    for prompt_index, cause in ((1, "rollout_refused"), (2, "rollout_killed_engines"), (3, "rollout_killed_engines")):
         recorder.group_ended(
-            GroupEnd(group_id=f"g00000{draw}", draw=draw, prompt_id="p", outcome="dropped", cause=cause)
+            GroupEnd(
+                group_id=f"g00000{prompt_index}",
+                prompt_index=prompt_index,
+                prompt_id="p",
+                outcome="dropped",
+                cause=cause,
+            )
         )
     recorder.close()
-    kept = find_kept(tmp_path, state().cut, Drawn())
-    assert {draw: work.killed_engines for draw, work in kept.items()} == {2: True, 3: True}
+    kept = find_kept(tmp_path, state().pipeline_state, Drawn())
+    assert {prompt_index: work.killed_engines for prompt_index, work in kept.items()} == {2: True, 3: True}
 
 
 def test_a_recorded_verdict_that_is_no_number_is_judged_again(tmp_path: Path) -> None:
@@ -82,7 +90,7 @@ def test_a_recorded_verdict_that_is_no_number_is_judged_again(tmp_path: Path) ->
         report = JudgeReport(verdict=dataclasses.replace(VERDICT, score=score))
         recorder.judged(rollout("g000002", sibling, 1), report)
     recorder.close()
-    (kept,) = find_kept(tmp_path, state().cut, Drawn()).values()
+    (kept,) = find_kept(tmp_path, state().pipeline_state, Drawn()).values()
     assert len(kept.rollouts) == 2
     assert kept.reports.keys() == {1}
 
@@ -93,7 +101,7 @@ def test_rollouts_up_to_the_cut_are_kept_with_their_verdicts(tmp_path: Path) -> 
         journal.rollout(1, PROMPT, rollout("g000001", sibling, 1, 2))
     journal.judged(rollout("g000001", 1, 1), JudgeReport(verdict=VERDICT))
     journal.close()
-    kept = find_kept(tmp_path, state().cut, Drawn())[1]
+    kept = find_kept(tmp_path, state().pipeline_state, Drawn())[1]
     assert (kept.group_id, kept.renamed) == ("g000001", False)
     assert [r.sibling for r in kept.rollouts] == [0, 1]
     assert kept.reports[1].verdict == VERDICT
@@ -106,7 +114,7 @@ def test_work_beyond_the_cut_is_void_and_its_group_goes_on_under_a_new_name(tmp_
     journal.rollout(2, PROMPT, rollout("g000002", 1, 2, 3))
     journal.judged(rollout("g000002", 0, 2), JudgeReport(verdict=VERDICT))
     journal.close()
-    kept = find_kept(tmp_path, state().cut, Drawn())[2]
+    kept = find_kept(tmp_path, state().pipeline_state, Drawn())[2]
     assert kept.renamed
     assert kept.group_id != "g000002"
     assert [(r.sibling, r.group_id) for r in kept.rollouts] == [(0, kept.group_id)]
@@ -119,7 +127,7 @@ def test_what_was_sampled_for_another_prompt_than_the_draws_is_void(tmp_path: Pa
     journal.close()
     other = Prompt(prompt_id="p", messages=(Message(role="user", content="!"),))
     for prompts in (Drawn(other), Drawn(end=2)):
-        kept = find_kept(tmp_path, state().cut, prompts)[2]
+        kept = find_kept(tmp_path, state().pipeline_state, prompts)[2]
         assert kept.rollouts == ()
         assert kept.group_id != "g000002", "no name stands for two things"
 
@@ -127,27 +135,27 @@ def test_what_was_sampled_for_another_prompt_than_the_draws_is_void(tmp_path: Pa
 def test_work_of_another_run_is_not_found(tmp_path: Path) -> None:
     Recorder(tmp_path, "theirs").rollout(2, PROMPT, rollout("g000002", 0, 1))
     Recorder(tmp_path, "ours").rollout(1, PROMPT, rollout("g000001", 0, 1))
-    assert set(find_kept(tmp_path, state().cut, Drawn(), "ours")) == {1}
+    assert set(find_kept(tmp_path, state().pipeline_state, Drawn(), "ours")) == {1}
 
 
 def test_a_resume_reads_no_line_from_before_the_groups_in_flight(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
     journal.rollout(0, PROMPT, rollout("g000000", 0, 1))
     journal.judged(rollout("g000000", 0, 1), JudgeReport(verdict=VERDICT))
-    journal.group_ended(GroupEnd(group_id="g000000", draw=0, prompt_id="p", outcome="trained", step=1))
+    journal.group_ended(GroupEnd(group_id="g000000", prompt_index=0, prompt_id="p", outcome="trained", step=1))
     journal.rollout(1, PROMPT, rollout("g000001", 0, 1))
     journal.judged(rollout("g000001", 0, 1), JudgeReport(verdict=VERDICT))
     marks = journal.marks()
     journal.rollout(2, PROMPT, rollout("g000002", 0, 1))
-    journal.group_ended(GroupEnd(group_id="g000002", draw=2, prompt_id="p", outcome="dropped", cause="stale"))
+    journal.group_ended(GroupEnd(group_id="g000002", prompt_index=2, prompt_id="p", outcome="dropped", cause="stale"))
     journal.close()
-    whole = find_kept(tmp_path, state().cut, Drawn())
+    whole = find_kept(tmp_path, state().pipeline_state, Drawn())
     for name in ("rollouts.jsonl", "judgements.jsonl"):  # a reader of these bytes would fail
         held = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(b"#" * 50 + held[50:])
-    assert find_kept(tmp_path, state().cut, Drawn(), marks=marks) == whole
+    assert find_kept(tmp_path, state().pipeline_state, Drawn(), marks=marks) == whole
     assert set(whole) == {1, 2}
-    void_group_ends(tmp_path, state().cut, mark=marks["groups.jsonl"])
+    void_group_ends(tmp_path, state().pipeline_state, mark=marks["groups.jsonl"])
     assert [end.group_id for end in load_group_ends(tmp_path / "groups.jsonl")] == ["g000000"]
 
 
@@ -156,7 +164,7 @@ def test_a_third_life_of_a_group_has_a_third_name(tmp_path: Path) -> None:
     journal.rollout(2, PROMPT, rollout("g000002", 0, 3))
     journal.rollout(2, PROMPT, rollout("g000002~1", 0, 3))
     journal.close()
-    names = {"g000002", "g000002~1", find_kept(tmp_path, state().cut, Drawn())[2].group_id}
+    names = {"g000002", "g000002~1", find_kept(tmp_path, state().pipeline_state, Drawn())[2].group_id}
     assert len(names) == 3
 
 
@@ -165,14 +173,18 @@ def test_groups_that_ended_before_the_cut_are_left_alone_and_drawn_ones_beyond_i
     journal.rollout(0, PROMPT, rollout("g000000", 0, 1))  # ended before the cut
     journal.rollout(7, PROMPT, rollout("g000007", 0, 2))  # opened after it, by a version that still counts
     journal.close()
-    assert set(find_kept(tmp_path, state().cut, Drawn())) == {7}
+    assert set(find_kept(tmp_path, state().pipeline_state, Drawn())) == {7}
 
 
 def test_ends_beyond_the_cut_leave_the_record(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
-    journal.group_ended(GroupEnd(group_id="g000000", draw=0, prompt_id="p0", outcome="trained", step=1, version=0))
-    journal.group_ended(GroupEnd(group_id="g000001", draw=1, prompt_id="p1", outcome="trained", step=3, version=2))
-    journal.group_ended(GroupEnd(group_id="g000005", draw=5, prompt_id="p5", outcome="dropped", cause="stale"))
+    journal.group_ended(
+        GroupEnd(group_id="g000000", prompt_index=0, prompt_id="p0", outcome="trained", step=1, version=0)
+    )
+    journal.group_ended(
+        GroupEnd(group_id="g000001", prompt_index=1, prompt_id="p1", outcome="trained", step=3, version=2)
+    )
+    journal.group_ended(GroupEnd(group_id="g000005", prompt_index=5, prompt_id="p5", outcome="dropped", cause="stale"))
     journal.close()
-    void_group_ends(tmp_path, state().cut)
+    void_group_ends(tmp_path, state().pipeline_state)
     assert [end.group_id for end in load_group_ends(tmp_path / "groups.jsonl")] == ["g000000"]

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from grmpipe.algorithm.losses import AGGREGATIONS
-from grmpipe.train.batching.packer import Packer, Round
+from grmpipe.train.batching.packer import MicroBatchRound, Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.optimizer import NonFiniteGradients
@@ -105,7 +105,7 @@ def handle_of_file(path: str) -> CudaHandle:
     )  # fmt: skip
 
 
-def rounds_as_they_come(samples: list[TrainingSample], cut: tuple[int, bool], world_size: int) -> list[Round]:
+def rounds_as_they_come(samples: list[TrainingSample], cut: tuple[int, bool], world_size: int) -> list[MicroBatchRound]:
     """Group by group, as judging ends. cut: tokens of a micro-batch, and whether siblings share their prompt."""
     max_tokens, shared = cut
     packer = Packer(max_tokens, world_size, shared)

@@ -110,7 +110,7 @@ def mixture(spec: LearnerSpec, mixture_path: str, make_samples) -> Mixture:
     for sample in make_samples(9):
         experts_TLK = draw.permuted(np.tile(np.arange(4), (len(sample.token_ids), 2, 1)), axis=-1)[..., :2]
         samples.append(replace(sample, experts_TLK=experts_TLK.astype(np.int16)))
-    algorithm = AlgorithmConfig(routing_replay="rollout")
+    algorithm = AlgorithmConfig(router_replay="rollout")
     return replace(spec, model_path=mixture_path, master_dtype="float32", algorithm=algorithm), samples
 
 

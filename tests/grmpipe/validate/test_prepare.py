@@ -11,7 +11,7 @@ import pytest
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
-from grmpipe.validate.data import read_data, stored_lessons
+from grmpipe.validate.data import read_data, stored_judging_tasks
 from grmpipe.validate.models import find_model
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.sections import section
@@ -90,12 +90,12 @@ def test_stored_lessons_about_held_out_prompts_are_not_learnt(tmp_path: Path, ca
         data={"eval_path": str(tmp_path / "held_out.jsonl"), "num_prompts": 20},
         cotrain={"enabled": True, "data_path": str(tmp_path / "labels.jsonl")},
     )
-    lessons = stored_lessons(learning, read_data(learning))
-    assert lessons is not None and len(lessons) == 1
-    assert "1 lessons of" in caplog.text
+    judging_tasks = stored_judging_tasks(learning, read_data(learning))
+    assert judging_tasks is not None and len(judging_tasks) == 1
+    assert "1 judging tasks of" in caplog.text
     (tmp_path / "labels.jsonl").write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(ConfigError, match=r"^cotrain\.data_path: every prompt of .* is also in data\.eval_path"):
-        stored_lessons(learning, read_data(learning))
+        stored_judging_tasks(learning, read_data(learning))
 
 
 @pytest.mark.parametrize("column", [{}, {"prompt_id": "mine"}])

@@ -53,7 +53,7 @@ def test_every_placement_seats_a_run_with_every_role(placement: str) -> None:
     shared = "time_shared" in placement
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         roles = build(compose("config", [f"placement={placement}"])).placement.roles
-    assert set(roles) == {"policy", "learner", "grm", "grm_learner", "critic", "meta"}
+    assert set(roles) == {"policy", "learner", "grm", "grm_learner", "critic", "meta_rm"}
     if not shared:
         checked(f"placement={placement}", "task=plan", "algorithm=ppo", "critic=policy")
 

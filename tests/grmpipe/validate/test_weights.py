@@ -18,7 +18,8 @@ from scheduler.placement import Placement
 def check(path: Path, engine: str) -> None:
     config = from_values(RunConfig, {"cluster": {"kind": "inprocess"}, "policy": {"engine": engine}})
     role = resolve_roles(config, Placement(pools={}, seats={})).served["policy"]
-    check_weight_names(Model(name="policy", path=str(path), renderer=None, context_tokens=64), role)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    check_weight_names(Model(name="policy", path=str(path), renderer=None, context_tokens=64), role)
 
 
 def test_a_family_that_only_the_embedded_engine_can_be_sent_is_refused_by_its_key(

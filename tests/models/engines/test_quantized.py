@@ -14,7 +14,7 @@ from models.lm.quantize import quantize_matrices
 from models.settings import EmbeddedConfig
 from models.types import WeightReceipt
 from models.weights.object_store import ObjectStore
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 PROBE = tuple(range(3, 30))
 

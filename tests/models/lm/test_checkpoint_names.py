@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from models.lm.checkpoint_names import CheckpointNames
 from models.weights.object_store import ObjectStore
 from models.weights.receiving import received
-from models.weights.stream import WeightStream, bucket_bytes_for
+from models.weights.weight_stream import WeightStream, bucket_bytes_for
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2,

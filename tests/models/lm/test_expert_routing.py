@@ -136,14 +136,14 @@ def test_layers_without_experts_have_no_place() -> None:
 
 def test_a_dense_model_is_refused_by_the_name_of_the_key() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 8}))
-    with pytest.raises(ValueError, match=r"^routing_replay: Qwen3ForCausalLM has no router.*type algorithm\."):
+    with pytest.raises(ValueError, match=r"^router_replay: Qwen3ForCausalLM has no router.*type algorithm\."):
         Routers.of(model)
 
 
 def test_routers_that_are_not_known_are_refused_by_name() -> None:
     class StrangeTopKRouter(nn.Module): ...
 
-    with pytest.raises(ValueError, match=r"^routing_replay: the experts of StrangeTopKRouter can't be replayed"):
+    with pytest.raises(ValueError, match=r"^router_replay: the experts of StrangeTopKRouter can't be replayed"):
         Routers.of(nn.ModuleList([StrangeTopKRouter()]))
 
 

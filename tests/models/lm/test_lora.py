@@ -27,7 +27,7 @@ from models.settings import LoraConfig
 from models.types import WeightBucket
 from models.weights.inbox import WeightInbox
 from models.weights.object_store import ObjectStore
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6]])
 ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

@@ -178,7 +178,8 @@ def one_rank(path: str, directory: str, rank: int) -> None:
     )
     scores = packed_scores(model, ids, positions, lengths)
     scores.square().sum().backward()
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[union-attr, operator]
+    # type: ignore[union-attr, operator]
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     torch.save({"scores": scores.detach(), "gradients": gradients}, f"{directory}/rank{rank}.pt")
     torch.distributed.barrier()
     os._exit(0)  # as a killed actor ends: gloo's threads now and then abort an orderly exit

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from models.lm.parallelize import join_ranks, parallelize
 from models.weights.shared_memory import SharedMemoryFiles
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 
 def main(rank: int, world_size: int, init_method: str) -> None:

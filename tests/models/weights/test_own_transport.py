@@ -10,7 +10,7 @@ from torch import nn
 
 from models.weights.receiving import checksums_of, received
 from models.weights.sending import open_transport
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 SOURCE = """
 from __future__ import annotations

@@ -30,8 +30,8 @@ from models.weights.receiving import checksums_of, received
 from models.weights.safetensors_files import SafetensorsFiles
 from models.weights.sending import WeightTransport, open_transport
 from models.weights.shared_memory import SharedMemoryFiles
-from models.weights.stream import WeightStream
 from models.weights.weight_files import SharedArena, WeightFile, folders_of_shared_memory, held_folder, sweep
+from models.weights.weight_stream import WeightStream
 
 RECEIVER = Path(__file__).with_name("receiver_process.py")
 SENDER = Path(__file__).with_name("sharded_sender_process.py")

@@ -41,7 +41,7 @@ from scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, 
 from scheduler.processes.ray_cluster import RayCluster
 from scheduler.routing.router import Router
 from scheduler.routing.scorers import ScorerPool
-from scheduler.slots.health import look_at, push_to_living
+from scheduler.slots.health import check_liveness, push_to_living
 from scheduler.weights.weight_push import EngineLost, SyncConfig
 from scheduler.weights.weight_sync import WeightSync
 
@@ -292,8 +292,8 @@ class Source:
 
 def test_a_killed_scorer_is_replaced_and_every_sequence_gets_its_number() -> None:
     async def scene(cluster: RayCluster) -> None:
-        group = await cluster.start_group("meta", members())
-        pool = ScorerPool("meta", group, functools.partial(cluster.restart_member, "meta"), 2, max_batch_tokens=2)
+        group = await cluster.start_group("meta_rm", members())
+        pool = ScorerPool("meta_rm", group, functools.partial(cluster.restart_member, "meta_rm"), 2, max_batch_tokens=2)
         first, second = cast("list[int]", await group.call_all("process_id"))
         os.kill(second, signal.SIGKILL)
         asked = [(number, 1) for number in range(8)]
@@ -301,10 +301,10 @@ def test_a_killed_scorer_is_replaced_and_every_sequence_gets_its_number() -> Non
         while not pool.num_replaced:
             await asyncio.sleep(0.05)
         now = cast("list[int]", await group.call_all("process_id"))
-        assert cluster.process_ids("meta") == now, "with the one that came in its place"
+        assert cluster.process_ids("meta_rm") == now, "with the one that came in its place"
         assert now[0] == first and now[1] != second and not is_running(second)
 
-    on_cluster(seats(meta=2), scene)
+    on_cluster(seats(meta_rm=2), scene)
 
 
 def test_weights_reach_every_engine_as_they_were_sent() -> None:
@@ -490,9 +490,9 @@ def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:
     async def scene(cluster: RayCluster) -> None:
         engine = (await cluster.start_engines("policy", make))["policy-0"]
         own, child = map(int, (await ask(engine, 1)).text.split())
-        assert not (await look_at({"policy-0": engine})).dead
+        assert not (await check_liveness({"policy-0": engine})).dead
         os.kill(own, signal.SIGKILL)
-        assert set((await look_at({"policy-0": engine})).dead) == {"policy-0"}, "nobody asked it for anything"
+        assert set((await check_liveness({"policy-0": engine})).dead) == {"policy-0"}, "nobody asked it for anything"
         await until_gone(child)
         engine = await cluster.restart_engine("policy", "policy-0")
         _, child = map(int, (await ask(engine, 1)).text.split())

@@ -13,7 +13,7 @@ import ray
 
 from grmpipe.train.critic.critic_learner import CriticLearner
 from grmpipe.train.learner.learner import Learner
-from grmpipe.train.learner.offload import LendingLearner
+from grmpipe.train.learner.offload import OffloadingLearner
 from models.types import EngineDied, RequestContext, SamplingParams, SharedMemory, WeightBucket
 from scheduler.placement import LEAST_CALL_TIMEOUT_S, Seat
 from scheduler.processes.actors import ActorDied
@@ -80,7 +80,7 @@ def test_every_call_of_an_engine_ends_by_its_limit_and_the_process_counts_as_dea
     assert 100 <= on_virtual_clock(go) <= 600
 
 
-@pytest.mark.parametrize("cls", [Learner, LendingLearner, CriticLearner, MemberHost, EngineHost])
+@pytest.mark.parametrize("cls", [Learner, OffloadingLearner, CriticLearner, MemberHost, EngineHost])
 def test_every_call_of_a_rank_and_of_a_host_ends_by_its_limit(cls: type, killed: list[object]) -> None:
     async def go() -> float:
         for method in methods_of(cls):

@@ -57,7 +57,8 @@ class Watched(SimulatedEngine):
 
     busy: frozenset[str] = frozenset()
 
-    async def generate(self, prompt_ids, params, context, on_first_token=ignore_first_token):  # type: ignore[no-untyped-def]
+    # type: ignore[no-untyped-def]
+    async def generate(self, prompt_ids, params, context, on_first_token=ignore_first_token):
         self.busy = self.busy | {context.request_id}
         try:
             return await super().generate(prompt_ids, params, context, on_first_token)
@@ -181,7 +182,7 @@ def test_death_fails_all_in_flight_and_all_that_come_after() -> None:
         engine, wire, _ = await connect(tokens_per_s=1)
         answers = [ask(engine, number) for number in range(3)]
         await until(lambda: wire.calls["collect"] > 0)
-        wire.cut()
+        wire.state()
         for outcome in await asyncio.gather(*answers, return_exceptions=True):
             assert isinstance(outcome, EngineDied)
             assert "the wire was cut" in str(outcome)

@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 
 from models.types import EngineRefused
-from scheduler.processes.unix_rpc import FAILED, HEADER, Line, LineBroken, LineEnd
+from scheduler.processes.unix_rpc import FAILED, HEADER, RpcClient, RpcDisconnected, RpcServer
 from scheduler.processes.wire_types import Dialect
 
 
@@ -53,16 +53,16 @@ class Target:
         raise BrokenOff("rank 0: the disk is full")
 
 
-def end_of(target: object) -> LineEnd:
-    return LineEnd(lambda method, *args: getattr(target, method)(*args), Dialect.of(type(target)))
+def end_of(target: object) -> RpcServer:
+    return RpcServer(lambda method, *args: getattr(target, method)(*args), Dialect.of(type(target)))
 
 
-async def line_to(target: object) -> Line:
-    return await Line.connect(await end_of(target).listen(), "policy-0", Dialect.of(type(target)))
+async def line_to(target: object) -> RpcClient:
+    return await RpcClient.connect(await end_of(target).listen(), "policy-0", Dialect.of(type(target)))
 
 
 @asynccontextmanager
-async def a_line() -> AsyncIterator[tuple[Line, Target]]:
+async def a_line() -> AsyncIterator[tuple[RpcClient, Target]]:
     target = Target()
     line = await line_to(target)
     yield line, target
@@ -154,9 +154,9 @@ def test_who_waits_hears_of_the_end() -> None:
             waiting = asyncio.create_task(line.call("wait"))
             await line.call("add", 1, 1)
             line.close()
-            with pytest.raises(LineBroken):
+            with pytest.raises(RpcDisconnected):
                 await waiting
-            with pytest.raises(LineBroken):
+            with pytest.raises(RpcDisconnected):
                 await line.call("add", 1, 1)
 
     asyncio.run(run())
@@ -171,8 +171,8 @@ def test_the_death_of_the_other_end_is_heard() -> None:
 
         path = Path(tempfile.mkdtemp()) / "line"
         server = await asyncio.start_unix_server(serve, path)
-        line = await Line.connect(str(path), "policy-0", Dialect.of(Target))
-        with pytest.raises(LineBroken):
+        line = await RpcClient.connect(str(path), "policy-0", Dialect.of(Target))
+        with pytest.raises(RpcDisconnected):
             await line.call("add", 1, 1)
         server.close()
 
@@ -204,11 +204,11 @@ def test_one_caller_gets_in_and_nothing_stays() -> None:
     async def run() -> None:
         path = Path(await end_of(Target()).listen())
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        line = await Line.connect(str(path), "policy-0", Dialect.of(Target))
+        line = await RpcClient.connect(str(path), "policy-0", Dialect.of(Target))
         assert await line.call("add", 1, 2) == 3
         assert not path.parent.exists()
         with pytest.raises(FileNotFoundError):
-            await Line.connect(str(path), "policy-0", Dialect.of(Target))
+            await RpcClient.connect(str(path), "policy-0", Dialect.of(Target))
         line.close()
 
     asyncio.run(run())

@@ -179,7 +179,7 @@ def test_who_waits_goes_by_priority_and_who_gives_up_holds_nobody_up() -> None:
         concurrency, done = Concurrency(), []
 
         async def one(priority: int) -> None:
-            await concurrency.turn(priority)
+            await concurrency.wait_for_room(priority)
             done.append(priority)
 
         tasks = [asyncio.create_task(one(priority)) for priority in (3, 1, 2, 0)]
@@ -210,7 +210,7 @@ def test_an_engine_that_died_leaves_its_limit_and_those_who_waited_for_it_go_els
         late = [ask(number) for number in range(200, 400)]
         await asyncio.sleep(1)
         limit = router._concurrency.limit("grm-0")
-        router.bury("grm-0", engine, EngineDied("killed"))  # type: ignore[arg-type]
+        router.mark_dead("grm-0", engine, EngineDied("killed"))  # type: ignore[arg-type]
         replacement: Engine = Thrasher()  # type: ignore[assignment]
         router.admit("grm-0", replacement)
         after = router._concurrency.limit("grm-0")

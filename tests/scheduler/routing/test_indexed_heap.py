@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.routing.expected_load import Least
+from scheduler.routing.expected_load import IndexedHeap
 
 NAMES = st.sampled_from("abcdef")
 CHANGES = st.one_of(
@@ -18,7 +18,7 @@ CHANGES = st.one_of(
 
 @given(st.lists(CHANGES, max_size=60))
 def test_it_chooses_as_a_look_at_all_would(changes: list[tuple[str, str, int]]) -> None:
-    least, amounts = Least(), dict[str, int]()  # a dict keeps the order of arrival
+    least, amounts = IndexedHeap(), dict[str, int]()  # a dict keeps the order of arrival
     for what, name, amount in changes:
         if what == "add":
             least.add(name, amount)
@@ -36,7 +36,7 @@ def test_it_chooses_as_a_look_at_all_would(changes: list[tuple[str, str, int]]) 
 
 
 def test_what_is_out_of_date_is_cleared_away() -> None:
-    least = Least()
+    least = IndexedHeap()
     for name in "abcd":
         least.add(name, 1e9)
     for amount in range(100_000, 0, -1):

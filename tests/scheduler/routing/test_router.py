@@ -168,7 +168,7 @@ def test_when_the_last_replacement_is_given_up_those_who_wait_hear_the_first_cau
     async def main() -> None:
         router, a, b, _ = two(tokens_per_s=100)
         router.on_death = lambda name, death: True
-        router.bury("policy-0", a, EngineDied("the first cause"))
+        router.mark_dead("policy-0", a, EngineDied("the first cause"))
         answer = ask(router, 1)
         await asyncio.sleep(0.005)
         b.die("the second")

@@ -32,7 +32,7 @@ class Members:
         await self.go.wait()
         await asyncio.sleep(0)
         if rank in self.dead:
-            raise ActorDied(f"meta-{rank}", "killed")
+            raise ActorDied(f"meta_rm-{rank}", "killed")
         if any(-1 in sequence for sequence in sequences):
             raise RuntimeError("no such token")
         return [float(sum(sequence)) for sequence in sequences]
@@ -54,7 +54,7 @@ class Members:
         return None
 
     def pool(self, max_replacements: int = 0, max_batch_tokens: int = 100) -> ScorerPool:
-        return ScorerPool("meta", self, self.restart, max_replacements, max_batch_tokens)
+        return ScorerPool("meta_rm", self, self.restart, max_replacements, max_batch_tokens)
 
 
 def test_what_is_asked_at_once_travels_together_and_comes_back_in_order() -> None:
@@ -113,7 +113,7 @@ def test_when_all_are_dead_for_good_asking_fails_by_the_first_cause() -> None:
         pool = (members := Members()).pool()
         members.dead = {0}
         for _ in range(2):
-            with pytest.raises(EngineDied, match="all scorers of role meta died; the first: meta-0 died: killed"):
+            with pytest.raises(EngineDied, match="all scorers of role meta_rm died; the first: meta_rm-0 died: killed"):
                 await pool.score((1,))
         assert len(members.batches) == 1
 

@@ -4,65 +4,65 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.routing.speed_estimate import Pace
+from scheduler.routing.speed_estimate import RateEstimator
 
 
 def test_what_a_request_has_left_is_what_the_longer_ones_had() -> None:
-    pace = Pace()
+    rates = RateEstimator()
     for tokens in [10] * 100 + [100] * 100 + [200] * 100:
-        pace.ended(tokens)
-    mean = pace.mean(0.0)
+        rates.ended(tokens)
+    mean = rates.mean(0.0)
     assert mean == pytest.approx(310 / 3)
-    assert pace.remaining(0, mean) == pytest.approx(mean)
-    assert pace.remaining(50, mean) == pytest.approx(100, rel=0.01)
-    assert pace.remaining(150, mean) == pytest.approx(50, rel=0.05)
+    assert rates.remaining(0, mean) == pytest.approx(mean)
+    assert rates.remaining(50, mean) == pytest.approx(100, rel=0.01)
+    assert rates.remaining(150, mean) == pytest.approx(50, rel=0.05)
 
 
 def test_one_that_is_longer_than_all_is_not_taken_to_end_at_once() -> None:
-    pace = Pace()
+    rates = RateEstimator()
     for _ in range(100):
-        pace.ended(10)
-    assert pace.remaining(1000, pace.mean(0.0)) == pytest.approx(10)
+        rates.ended(10)
+    assert rates.remaining(1000, rates.mean(0.0)) == pytest.approx(10)
 
 
 def test_the_first_to_end_are_the_short_ones_and_the_mean_knows_it() -> None:
-    pace = Pace()
-    pace.ended(10)
-    assert pace.mean(63 * 10.0) == 640
+    rates = RateEstimator()
+    rates.ended(10)
+    assert rates.mean(63 * 10.0) == 640
 
 
 def test_before_any_has_ended_a_length_is_assumed() -> None:
-    pace = Pace(expected_tokens=64)
-    assert pace.remaining(60, pace.mean(60.0)) == 64
+    rates = RateEstimator(expected_tokens=64)
+    assert rates.remaining(60, rates.mean(60.0)) == 64
 
 
 def test_batches_of_many_sizes_tell_the_step_from_its_rows() -> None:
-    pace = Pace()
+    rates = RateEstimator()
     for rows in [1, 4, 16, 64] * 20:
-        pace.sampled(101, 100 * (0.01 + 0.002 * rows), rows)
-    step_s, row_s = pace.step()
+        rates.sampled(101, 100 * (0.01 + 0.002 * rows), rows)
+    step_s, row_s = rates.step()
     assert step_s == pytest.approx(0.01, rel=0.1)
     assert row_s == pytest.approx(0.002, rel=0.1)
 
 
 def test_batches_of_one_size_tell_their_own_time_right() -> None:
-    pace = Pace()
+    rates = RateEstimator()
     for _ in range(10):
-        pace.sampled(11, 10 * 0.5, 8.0)
-    step_s, row_s = pace.step()
+        rates.sampled(11, 10 * 0.5, 8.0)
+    step_s, row_s = rates.step()
     assert step_s + 8 * row_s == pytest.approx(0.5)
     assert min(step_s, row_s) > 0
 
 
 def test_what_taking_over_a_request_costs_is_measured_where_none_waited_for_a_row() -> None:
-    pace = Pace()
-    assert pace.takeover_s(64) == 0.0
+    rates = RateEstimator()
+    assert rates.takeover_s(64) == 0.0
     for seconds, in_hand in [(0.1, 10), (0.3, 64), (9.0, 65)]:
-        pace.took_over(seconds, in_hand)
-    assert pace.takeover_s(64) == pytest.approx(0.2)
+        rates.took_over(seconds, in_hand)
+    assert rates.takeover_s(64) == pytest.approx(0.2)
 
 
 def test_a_request_of_one_token_tells_nothing_of_the_pace() -> None:
-    pace = Pace()
-    pace.sampled(1, 0.5, 8.0)
-    assert pace.step() == Pace().step()
+    rates = RateEstimator()
+    rates.sampled(1, 0.5, 8.0)
+    assert rates.step() == RateEstimator().step()

@@ -346,7 +346,7 @@ def test_without_handing_over_a_slot_waits_for_its_requests() -> None:
         assert not judging.done()
         await asyncio.gather(judging, *long)
 
-    bench = on_virtual_clock(lambda: Bench(2, hand_over=False), main)
+    bench = on_virtual_clock(lambda: Bench(2, migrate=False), main)
     asked = Counter(request for engine in bench.engines.values() for request, _ in engine.served)
     assert set(asked.values()) == {1}
 
@@ -383,7 +383,7 @@ def test_a_slot_that_swaps_waits_for_the_push_that_has_it_and_the_next_one_leave
 
 
 def test_a_judge_that_learns_and_shares_an_engine_answers_before_anything_was_pushed() -> None:
-    """A run asks it for a dry judgement first. Whoever is pushed to later gets it all."""
+    """A run asks it for a preflight judgement first. Whoever is pushed to later gets it all."""
 
     async def main(bench: Bench) -> None:
         await bench.ask("grm", 0, 10)
@@ -523,7 +523,7 @@ def test_an_engine_that_missed_no_push_needs_none_to_serve_again() -> None:
         await bench.push(0)
         router, engine = bench.routers["policy"], bench.engines["policy-0"]
         began_s = asyncio.get_running_loop().time()
-        report = await bench.syncs["policy"].catch_up("policy-0", engine, lambda: router.serve("policy-0", engine))
+        report = await bench.syncs["policy"].catch_up("policy-0", engine, lambda: router.activate("policy-0", engine))
         assert (report.num_bytes, asyncio.get_running_loop().time()) == (0, began_s)
 
     on_virtual_clock(lambda: Bench(1), main)
@@ -545,7 +545,7 @@ def test_the_embedded_engine_draws_after_a_move_what_it_would_have_drawn_unmoved
         try:
             await begun.wait()
             if move:
-                await router.hand_over("policy-0")
+                await router.migrate("policy-0")
             return await answer
         finally:
             for engine in engines.values():

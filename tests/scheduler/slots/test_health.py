@@ -31,7 +31,7 @@ from models.types import (
 from models.weights.checksums import checksum as checksum_of
 from scheduler.clock import ActiveClock
 from scheduler.routing.router import RequestKillsEngines, Router
-from scheduler.slots.health import HealthConfig, RoleHealth, State, need_no_weights, push_to_living
+from scheduler.slots.health import EngineState, HealthConfig, RoleHealth, need_no_weights, push_to_living
 from scheduler.supervise import run_until
 from scheduler.weights.weight_checks import WeightMismatch
 from scheduler.weights.weight_push import SyncConfig, WeightSyncTimeout
@@ -223,7 +223,7 @@ def test_a_dead_judge_is_replaced_and_what_waits_is_answered_as_it_would_have_be
         role.engines["policy-0"].die("out of memory")
         done = await asyncio.gather(*answers)
         assert [answer.token_ids for answer in done] == [expected(number) for number in range(8)]
-        assert role.health.states == {"policy-0": State.HEALTHY}
+        assert role.health.states == {"policy-0": EngineState.HEALTHY}
         assert role.health.num_replaced == 1
         assert [name for _, name in role.spans.seen if name != "policy"] == ["died", "dead", "starting", "stale"]
 
@@ -236,7 +236,7 @@ def test_a_policy_engine_is_stale_until_it_has_the_current_weights() -> None:
         role.engines["policy-0"].die("gone")
         answer = role.ask(1)
         await asyncio.sleep(5.05)
-        assert role.health.states["policy-0"] is State.STALE
+        assert role.health.states["policy-0"] is EngineState.STALE
         assert not role.engines["policy-0"].asked
         assert [span.version for span in (await answer).versions] == [7]
         assert [name for _, name in role.spans.seen if name != "policy"] == ["died", "dead", "starting", "stale"]
@@ -270,7 +270,7 @@ def test_late_news_of_an_old_death_does_not_harm_who_came_in_its_place() -> None
         old = role.engines["policy-0"]
         old.die("gone")
         await role.ask(1)
-        role.router.bury("policy-0", old, EngineDied("gone, says somebody late"))
+        role.router.mark_dead("policy-0", old, EngineDied("gone, says somebody late"))
         assert set(role.router.alive) == {"policy-0"}
         assert role.health.num_replaced == 1
 
@@ -405,7 +405,7 @@ def test_each_engine_has_its_replacements_and_gets_them_anew_after_an_hour() -> 
         for _ in range(2):
             role.engines["policy-0"].die("worn out")
             await asyncio.sleep(30)
-        assert role.health.states == {"policy-0": State.LOST, "policy-1": State.HEALTHY}
+        assert role.health.states == {"policy-0": EngineState.LOST, "policy-1": EngineState.HEALTHY}
         assert role.health.num_replaced == 7
 
     play(lambda: Role(2, policy=False, max_replacements=1), scene)
@@ -418,7 +418,7 @@ def test_without_replacements_the_role_goes_on_with_who_is_left_and_ends_with_th
     async def scene(role: Role) -> None:
         role.engines["policy-0"].die("the first cause")
         assert (await asyncio.gather(*(role.ask(number) for number in range(4))))[3].token_ids == expected(3)
-        assert role.health.states["policy-0"] is State.LOST
+        assert role.health.states["policy-0"] is EngineState.LOST
         role.engines["policy-1"].die("the second")
         with pytest.raises(EngineDied, match=r"all engines of role policy died; the first: policy-0: the first cause"):
             await role.ask(9)
@@ -462,7 +462,7 @@ def test_a_clock_stands_still_only_while_no_engine_lives_and_one_is_on_its_way(
         )
         health.stops(clock)
         running = asyncio.create_task(health.run())
-        router.bury("grm-0", engines["grm-0"], EngineDied("killed"))
+        router.mark_dead("grm-0", engines["grm-0"], EngineDied("killed"))
         began_s = clock.now()
         await asyncio.sleep(4)
         passed = clock.now() - began_s
@@ -603,7 +603,7 @@ def test_a_broken_connection_to_the_dead_is_not_the_cause() -> None:
         role = Role(0)
         role.router.admit("policy-0", Peer())
         role.router.admit("policy-1", victim)
-        role.health.states |= dict.fromkeys(role.router.alive, State.HEALTHY)
+        role.health.states |= dict.fromkeys(role.router.alive, EngineState.HEALTHY)
         await run_until(role.push(1), health=role.health.run())
         assert role.router.alive["policy-0"].version == 1  # type: ignore[attr-defined]
 

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel, Qwen3Config
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.batching.packer import pack_families
-from grmpipe.train.batching.shared_prefix import Family
+from grmpipe.train.batching.packer import pack_prefix_groups
+from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
 from grmpipe.train.learner import learner as learner_module
 from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.types import MicroBatch, TrainingSample
@@ -137,7 +137,7 @@ def micro_batch(num_tokens: int) -> MicroBatch:
         )
         for sibling in range(SIBLINGS)
     ]
-    return pack_families([Family.of(samples)])
+    return pack_prefix_groups([SharedPrefixGroup.of(samples)])
 
 
 def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, float]:
@@ -156,7 +156,7 @@ def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, flo
 
     learner_module.probe_logprobs = lambda *_: None  # type: ignore[assignment]  # it reads numbers, and these are fake
     learner_module.find_files = lambda path, weights: path  # type: ignore[assignment]
-    learner_module.Meter = NoMeter  # type: ignore[assignment, misc]
+    learner_module.BatchMetrics = NoMeter  # type: ignore[assignment, misc]
     learner_module.load_parallel = load  # type: ignore[assignment]
     learner_module.join_ranks = lambda *_: init_device_mesh("cpu", (ranks,))  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as path:

@@ -15,7 +15,7 @@ from grmpipe.capacity.lower_bound import RoleWork, StepWork
 from grmpipe.capacity.plan.candidates import (
     Candidate,
     Predicted,
-    Question,
+    SearchProblem,
     Seating,
     enumerate_candidates,
     partitions,
@@ -52,9 +52,9 @@ def question(
     widths: dict[str, tuple[int, ...]] | None = None,
     elastic: frozenset[str] = frozenset(),
     max_staleness: int = 1,
-) -> Question:
+) -> SearchProblem:
     """100 rollouts, 100 judgements a step."""
-    return Question(
+    return SearchProblem(
         kinds=kinds,
         work=StepWork(
             engines={
@@ -77,7 +77,7 @@ def apart(role: str, seating: Seating, kind: str) -> float:
     return 45e9
 
 
-def best_seats(asked: Question) -> dict[str, int]:
+def best_seats(asked: SearchProblem) -> dict[str, int]:
     best = search(asked, None, max_simulated=1).ranked[0]
     return {role: seating.replicas for role, seating in best.weighed.candidate.seats.items()}
 
@@ -105,7 +105,9 @@ def test_sharing_wins_where_memory_allows_and_work_divides_badly() -> None:
 def test_what_exceeds_memory_is_left_out_and_counted() -> None:
     ranking = search(question(memory=apart), None, max_simulated=1)
     assert ranking.num_candidates > ranking.num_too_large > 0
-    assert all(len(room.seats) == 1 for entry in ranking.ranked for room in entry.weighed.candidate.rooms)
+    assert all(
+        len(one_pool.seats) == 1 for entry in ranking.ranked for one_pool in entry.weighed.candidate.candidate_pools
+    )
 
 
 def test_a_learner_that_fits_only_in_shards_gets_ranks_enough() -> None:
@@ -143,16 +145,17 @@ def test_the_simulation_has_the_last_word_and_hopeless_candidates_are_not_simula
 
     def simulate(candidate: Candidate) -> Predicted:
         asked.append(candidate.describe())
-        shared = len(candidate.rooms) < 3
+        shared = len(candidate.candidate_pools) < 3
         return Predicted(step_s=100.0 if shared else 21.0, busy={})
 
     ranking = search(question(learner_tokens=100_000), simulate, max_simulated=6)
-    assert len(ranking.ranked[0].weighed.candidate.rooms) == 3
+    assert len(ranking.ranked[0].weighed.candidate.candidate_pools) == 3
     assert ranking.ranked[0].step_s == 21.0
     assert 2 <= len(asked) <= 6
     # A perfect first one leaves nothing to look for.
     asked.clear()
-    search(question(), lambda candidate: asked.append("x") or Predicted(step_s=0.0, busy={}), max_simulated=6)  # type: ignore[func-returns-value]
+    # type: ignore[func-returns-value]
+    search(question(), lambda candidate: asked.append("x") or Predicted(step_s=0.0, busy={}), max_simulated=6)
     assert len(asked) == 1
 
 
@@ -179,8 +182,12 @@ def test_time_that_is_up_leaves_the_rest_to_the_bound() -> None:
 
 
 def test_roles_that_may_swap_get_an_elastic_pool_of_their_own() -> None:
-    found = [c for c in enumerate_candidates(question(elastic=frozenset({"policy", "grm"}))) if c.rooms[0].elastic]
-    assert {tuple(room.seats) for candidate in found for room in candidate.rooms if room.elastic} == {("policy", "grm")}
+    found = [
+        c for c in enumerate_candidates(question(elastic=frozenset({"policy", "grm"}))) if c.candidate_pools[0].elastic
+    ]
+    assert {
+        tuple(one_pool.seats) for candidate in found for one_pool in candidate.candidate_pools if one_pool.elastic
+    } == {("policy", "grm")}
 
 
 def test_a_synchronous_step_is_bound_by_its_chain() -> None:
@@ -198,7 +205,10 @@ def test_kinds_of_slots_are_not_mixed_in_a_pool() -> None:
     }
     for candidate in enumerate_candidates(question(kinds=kinds)):
         for kind, pool in kinds.items():
-            assert sum(room.slots for room in candidate.rooms if room.kind == kind) in (0, pool.slots)
+            assert sum(one_pool.slots for one_pool in candidate.candidate_pools if one_pool.kind == kind) in (
+                0,
+                pool.slots,
+            )
 
 
 def test_a_candidate_becomes_a_placement_that_seats_it() -> None:
@@ -280,5 +290,5 @@ def test_more_slots_never_predict_a_slower_bound(slots: int, rollout: float, jud
 @given(st.floats(1, 1000), st.floats(1, 1000), st.floats(0, 1e6))
 def test_the_first_is_the_least_of_all_bounds(rollout: float, judgement: float, learned: float) -> None:
     asked = question(rollout, judgement, learned, memory=apart)
-    bounds = [weigh(c, asked).bound_s for c in enumerate_candidates(asked) if len(c.rooms) == 3]
+    bounds = [weigh(c, asked).bound_s for c in enumerate_candidates(asked) if len(c.candidate_pools) == 3]
     assert search(asked, None, max_simulated=1).ranked[0].weighed.bound_s == min(bounds)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grmpipe.capacity.plan.fit import Level, Request, Seen, fit_engine, fit_learner, nonnegative_least_squares
+from grmpipe.capacity.plan.fit import Level, MeasuredRequest, Seen, fit_engine, fit_learner, nonnegative_least_squares
 from models.types import EngineSpeed
 
 SPEED = EngineSpeed(step_s=0.005, row_s=0.0002, cached_token_s=2e-6, prefill_token_s=1e-4, max_rows=64)
@@ -17,7 +17,7 @@ SPEED = EngineSpeed(step_s=0.005, row_s=0.0002, cached_token_s=2e-6, prefill_tok
 
 def decoded(
     speed: EngineSpeed, requests: list[tuple[float, int, int]], sees_first_tokens: bool = False
-) -> list[Request]:
+) -> list[MeasuredRequest]:
     """What an engine does with (arrival, prompt tokens, new tokens): all rows in step, newcomers prefilled first."""
     waiting, running, done, now_s = sorted(requests), [], [], 0.0
     while waiting or running:
@@ -33,7 +33,7 @@ def decoded(
             row[3] += 1
             row[4] = row[4] or now_s
         done += [
-            Request(
+            MeasuredRequest(
                 start_s=start_s,
                 begun_s=begun_s if sees_first_tokens else None,
                 end_s=now_s,
@@ -131,7 +131,7 @@ def test_no_cost_is_negative_whatever_was_measured() -> None:
     assert (nonnegative_least_squares(table, table @ np.array([1.0, -1.0, 0.5, -0.2])) >= 0).all()
 
 
-def alike(rows: int, prompt: int, noise: float) -> list[Request]:
+def alike(rows: int, prompt: int, noise: float) -> list[MeasuredRequest]:
     """Batches of one size, prompts of one length; 10 ms a token and 64 ms for the newcomers, more or less."""
     random = np.random.default_rng(3)
     requests = []
@@ -139,7 +139,7 @@ def alike(rows: int, prompt: int, noise: float) -> list[Request]:
         new = int(random.integers(20, 80))
         taken_s = (0.064 + 0.01 * new) * float(random.normal(1.0, noise))
         requests += [
-            Request(start_s=10.0 * wave, end_s=10.0 * wave + taken_s, prompt_tokens=prompt, new_tokens=new)
+            MeasuredRequest(start_s=10.0 * wave, end_s=10.0 * wave + taken_s, prompt_tokens=prompt, new_tokens=new)
             for _ in range(rows)
         ]
     return requests
@@ -155,7 +155,7 @@ def test_what_batches_of_one_size_cannot_tell_is_divided_about_evenly() -> None:
 
 
 def test_of_siblings_the_first_pays_for_their_prompt() -> None:
-    one, other = (Request(start_s=0.0, end_s=1.0, prompt_tokens=30, new_tokens=9, shares=name) for name in "ab")
+    one, other = (MeasuredRequest(start_s=0.0, end_s=1.0, prompt_tokens=30, new_tokens=9, shares=name) for name in "ab")
     table = Seen.of([one, one, one, other], max_rows=64).table_R5
     assert table[:, 3].tolist() == [60.0] * 4
     assert table[:, 4].tolist() == [4.0] * 4
@@ -164,7 +164,8 @@ def test_of_siblings_the_first_pays_for_their_prompt() -> None:
 def test_requests_that_began_with_one_step_tell_the_steps_between_their_ends() -> None:
     ends = {5: 1.0, 9: 1.4, 20: 3.6}
     requests = [
-        Request(start_s=0.0, begun_s=0.5, end_s=end_s, prompt_tokens=30, new_tokens=new) for new, end_s in ends.items()
+        MeasuredRequest(start_s=0.0, begun_s=0.5, end_s=end_s, prompt_tokens=30, new_tokens=new)
+        for new, end_s in ends.items()
     ]
     seen = Seen.of(requests, max_rows=64)
     assert seen.table_R5[:, 0].tolist() == [1, 4, 4, 11]

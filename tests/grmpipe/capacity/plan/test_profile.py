@@ -23,12 +23,12 @@ PROMPT, GROUPS, SIBLINGS, STEPS = 30, 8, 4, 6
 CORES, DRIVER_REQUEST_S = 4, 0.002  # nobody has to share
 
 
-def made_by_hand(run_dir: Path, *, rows: int = 64, shared_prompts: bool = True, cpu_share: float | None = None) -> Path:
+def made_by_hand(run_dir: Path, *, rows: int = 64, prefix_sharing: bool = True, cpu_share: float | None = None) -> Path:
     """cpu_share: of the time of their spans, that the processes of the learner and the GRM took.
 
     Steps of 32 rollouts and as many judgements; a step of n tokens takes the learner n ms and half a second."""
     run_dir.mkdir()
-    config = RunConfig(placement=APART, train=TrainConfig(shared_prompts=shared_prompts))
+    config = RunConfig(placement=APART, train=TrainConfig(prefix_sharing=prefix_sharing))
     (run_dir / "config.yaml").write_text(to_yaml(config))
     timeline = Timeline(run_dir / "timeline.json")
     journals: dict[str, list[dict]] = {"rollouts": [], "judgements": [], "groups": [], "metrics": []}
@@ -41,7 +41,7 @@ def made_by_hand(run_dir: Path, *, rows: int = 64, shared_prompts: bool = True, 
             journals["groups"].append({"group_id": group_id, "outcome": "trained", "step": step})
             for sibling in range(SIBLINGS):
                 new = 20 + 5 * sibling + 3 * group + 10 * step
-                tokens += new if shared_prompts and sibling > 0 else PROMPT + new
+                tokens += new if prefix_sharing and sibling > 0 else PROMPT + new
                 ends_s = begun_s + new * ROLLOUT_S
                 shown += 1
                 if shown % 64 < rows:
@@ -75,9 +75,9 @@ def made_by_hand(run_dir: Path, *, rows: int = 64, shared_prompts: bool = True, 
     return run_dir
 
 
-@pytest.mark.parametrize("shared_prompts", [True, False])
-def test_engines_learner_pushes_and_lengths_are_found_again(tmp_path: Path, shared_prompts: bool) -> None:
-    profile = read_profile(str(made_by_hand(tmp_path / "run", shared_prompts=shared_prompts)), CORES)
+@pytest.mark.parametrize("prefix_sharing", [True, False])
+def test_engines_learner_pushes_and_lengths_are_found_again(tmp_path: Path, prefix_sharing: bool) -> None:
+    profile = read_profile(str(made_by_hand(tmp_path / "run", prefix_sharing=prefix_sharing)), CORES)
     for role, token_s in (("policy", ROLLOUT_S), ("grm", JUDGEMENT_S)):
         assert profile.engines[role].error < 0.01
         assert profile.engines[role].speed.step_s == pytest.approx(token_s, rel=0.02)

@@ -59,7 +59,7 @@ def workload(
     config = RunConfig(
         train=TrainConfig(groups_per_batch=4, group_size=4, max_staleness=staleness, micro_batch_tokens=512),
         rollout=RolloutConfig(max_new_tokens=400, min_tokens_per_s=1, group_deadline_s=3600),
-        judge=JudgeConfig(num_judgements=2, max_new_tokens=200, min_tokens_per_s=1, timeout_s=3600, reasks=1),
+        judge=JudgeConfig(num_judgements=2, max_new_tokens=200, min_tokens_per_s=1, timeout_s=3600, max_retries=1),
         simulate=SimulateConfig(**simulated),  # type: ignore[arg-type]
     )
     question = Message(role="user", content="how many apples are left? " * 4)
@@ -101,7 +101,7 @@ def test_a_learner_that_has_its_slot_by_turns_adds_up_with_the_engines_of_it() -
     events = Events()
     costs = replace(COSTS, switch_s=2.0)
     run = simulate(workload(staleness=1), by_turns, costs, 6, events)
-    turns = [(start_s, end_s) for name, start_s, end_s in events.spans if name == "the learner's turn"]
+    turns = [(start_s, end_s) for name, start_s, end_s in events.spans if name == "the learner's phase"]
     assert len(turns) == 6
     assert all(end_s - start_s >= 3 * 2.0 for start_s, end_s in turns), "to the device, and back in two parts"
     begun = [start_s for name, start_s, _ in events.spans if name in ("policy", "grm")]
@@ -151,7 +151,7 @@ def test_who_has_most_to_do_is_busy_all_the_time() -> None:
 )
 def test_at_its_end_a_run_names_who_was_slow(changed: dict, said: str, staleness: int) -> None:
     run = simulated(12, costs=replace(COSTS, **changed), staleness=staleness)
-    told = bottleneck(run.waits, Setup(judge="here", num_judgements=2, max_staleness=staleness))
+    told = bottleneck(run.stalls, Setup(judge="here", num_judgements=2, max_staleness=staleness))
     assert told is not None
     assert told.startswith(said)
 

@@ -8,7 +8,7 @@ import pytest
 
 from grmpipe.capacity.simulate.driver import SimulatedDriver
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from models.engines.simulated.simulated_pace import SharedDevice
+from models.engines.simulated.simulated_rate import SharedDevice
 
 
 class Neighbour:

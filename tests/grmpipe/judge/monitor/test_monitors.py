@@ -1,4 +1,5 @@
-"""Canaries stand still under a judge that does, fooling replies are counted, limits hold, the fit finds its peak."""
+"""Canaries stand still under a judge that does, adversarial replies are counted, limits hold, the fit finds its
+peak."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ import math
 import pytest
 
 from grmpipe.config.judge import Scale
-from grmpipe.config.judge_monitor import LimitConfig, WatchConfig
-from grmpipe.judge.base import OneByOne
-from grmpipe.judge.monitor.adversarial import REPLIES, Bait, fooled
-from grmpipe.judge.monitor.canaries import Canary, Drift, drift_of, judge_canaries, with_first_scores
-from grmpipe.judge.monitor.failure_gate import FailureGate
+from grmpipe.config.judge_monitor import JudgeMonitorConfig, LimitConfig
+from grmpipe.judge.monitor.adversarial import REPLIES, AdversarialProbe, probe_judge
+from grmpipe.judge.monitor.canaries import Canary, CanaryDrift, drift_of, judge_canaries, with_first_scores
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker
 from grmpipe.judge.monitor.limits import Limits
 from grmpipe.judge.monitor.overoptimization import Fit, fit
+from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 from models.types import Message
@@ -38,11 +39,11 @@ class ByLength:
         return JudgeReport(verdict=voted("generative", rollout, (score,), mean, Scale()))
 
 
-def drift(judge: ByLength, later: ByLength, *texts: str) -> Drift:
-    async def twice() -> Drift:
+def drift(judge: ByLength, later: ByLength, *texts: str) -> CanaryDrift:
+    async def twice() -> CanaryDrift:
         canaries = [Canary(prompt=ASKED, texts=(text,)) for text in texts]
-        first = with_first_scores(canaries, await judge_canaries(OneByOne(judge), canaries))
-        return drift_of(first, await judge_canaries(OneByOne(later), first))
+        first = with_first_scores(canaries, await judge_canaries(PointwiseAdapter(judge), canaries))
+        return drift_of(first, await judge_canaries(PointwiseAdapter(later), first))
 
     return asyncio.run(twice())
 
@@ -52,22 +53,22 @@ def test_a_judge_that_stands_still_has_no_drift_at_all() -> None:
     assert still.differences == (0, 0, 0)
     assert not still.is_sure
     assert still.metrics() == {
-        "watch/canaries_failed": 0.0,
-        "watch/canary_score": pytest.approx(10 / 3),
-        "watch/canary_drift": 0.0,
-        "watch/canary_drift_abs": 0.0,
+        "judge_monitor/canaries_failed": 0.0,
+        "judge_monitor/canary_score": pytest.approx(10 / 3),
+        "judge_monitor/canary_drift": 0.0,
+        "judge_monitor/canary_drift_abs": 0.0,
     }
 
 
 def test_another_judge_behind_the_same_name_drifts_for_sure() -> None:
     moved = drift(ByLength(), ByLength(shift=1.0), "abc", "a", "abcdef")
     assert moved.is_sure
-    assert moved.metrics()["watch/canary_drift"] == 1.0
+    assert moved.metrics()["judge_monitor/canary_drift"] == 1.0
 
 
 def test_noise_both_ways_is_no_drift() -> None:
-    assert not Drift(differences=(1.0, -1.0, 0.0, 1.0, -1.0, 0.5), num_failed=0, score=5.0).is_sure
-    assert not Drift(differences=(3.0,), num_failed=0, score=5.0).is_sure
+    assert not CanaryDrift(differences=(1.0, -1.0, 0.0, 1.0, -1.0, 0.5), num_failed=0, score=5.0).is_sure
+    assert not CanaryDrift(differences=(3.0,), num_failed=0, score=5.0).is_sure
 
 
 def test_a_canary_without_a_verdict_is_counted_and_in_no_mean() -> None:
@@ -83,16 +84,16 @@ def test_canaries_are_asked_for_under_the_same_names_each_time() -> None:
 
 def test_the_ten_replies_go_to_every_prompt_and_count_above_the_middle() -> None:
     judge = ByLength()
-    metrics = asyncio.run(fooled(OneByOne(judge), [Bait(prompt=ASKED)] * 2))
+    metrics = asyncio.run(probe_judge(PointwiseAdapter(judge), [AdversarialProbe(prompt=ASKED)] * 2))
     assert len(judge.asked) == 20 == len(set(judge.asked))
     long = sum(len(reply) > 5 for reply in REPLIES)  # a score of 6 is above 5.5
-    assert metrics["watch/fooled_share"] == long / 10
-    assert metrics["watch/fooling_failed_share"] == 0.0
+    assert metrics["judge_monitor/attack_success_share"] == long / 10
+    assert metrics["judge_monitor/adversarial_failed_share"] == 0.0
 
 
 def test_a_reply_beside_a_real_answer_is_judged_together_with_it() -> None:
     judge = ByLength()
-    asyncio.run(fooled(OneByOne(judge), [Bait(prompt=ASKED, rival="42")]))
+    asyncio.run(probe_judge(PointwiseAdapter(judge), [AdversarialProbe(prompt=ASKED, rival="42")]))
     assert {name.rpartition("/")[2] for name in judge.asked} == {"0", "1"}
 
 
@@ -135,7 +136,7 @@ def test_a_limit_is_new_once_until_the_metric_is_back() -> None:
 def test_a_step_without_the_metric_leaves_the_limit_as_it_was() -> None:
     limits = Limits({"low": LimitConfig(metric="judge/x", below=0.2, action="stop")})
     (told,) = limits.read(4, {"judge/x": 0.1})
-    assert (told.action, told.text) == ("stop", "watch.limits.low: at step 4 judge/x is 0.1, below 0.2")
+    assert (told.action, told.text) == ("stop", "judge_monitor.limits.low: at step 4 judge/x is 0.1, below 0.2")
     assert limits.read(5, {"other": 1.0}) == []
     assert limits.metrics() == {"alarm/low": 1.0}
 
@@ -168,15 +169,15 @@ def test_a_limit_that_makes_no_sense_is_refused(values: dict, told: str) -> None
 
 def test_counts_of_watching_are_no_less_than_none() -> None:
     with pytest.raises(ValueError, match="canaries: must be 0"):
-        WatchConfig(canaries=-1)
+        JudgeMonitorConfig(canaries=-1)
 
 
 def test_a_tripped_gate_pauses_first_and_stops_the_second_time() -> None:
-    gate = FailureGate(max_failure_rate=0.5, window=8, pause_s=30.0)
-    gate.trip("too long-winded", 0.0)
-    assert (gate.state(1.0), gate.seconds_to_pause(1.0)) == ("paused", 29.0)
-    gate.trip("in the pause it is told nothing new", 2.0)
-    assert gate.state(31.0) == "open"
-    gate.trip("too long-winded", 40.0)
-    assert gate.state(41.0) == "stopped"
-    assert gate.stop_cause() == "too long-winded, again after a pause of 30 s"
+    breaker = CircuitBreaker(max_failure_rate=0.5, window=8, pause_s=30.0)
+    breaker.trip("too long-winded", 0.0)
+    assert (breaker.state(1.0), breaker.seconds_to_pause(1.0)) == ("paused", 29.0)
+    breaker.trip("in the pause it is told nothing new", 2.0)
+    assert breaker.state(31.0) == "open"
+    breaker.trip("too long-winded", 40.0)
+    assert breaker.state(41.0) == "stopped"
+    assert breaker.stop_cause() == "too long-winded, again after a pause of 30 s"

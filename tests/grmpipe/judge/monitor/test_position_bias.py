@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grmpipe.judge.monitor.position_bias import Flips, Habits, correlation_within, order_flips
+from grmpipe.judge.monitor.position_bias import Flips, PositionBias, correlation_within, order_flips
 from grmpipe.types import Judgement
 from models.types import Completion
 
@@ -17,13 +17,13 @@ def judgement(siblings: tuple[int, ...], scores: tuple[float, ...], group_id: st
 def test_a_judge_that_likes_the_first_place_flips_whenever_the_order_does() -> None:
     judged = [judgement(order, (9, 1)) for order in ((0, 1), (1, 0), (0, 1), (1, 0))]
     assert order_flips(judged) == Flips(swapped=4, swapped_flips=4, same=2, same_flips=0)
-    assert Habits().with_judgements(judged).metrics()["judge/first_place_share"] == 1.0
+    assert PositionBias().with_judgements(judged).metrics()["judge/first_place_share"] == 1.0
 
 
 def test_a_judge_that_goes_by_the_response_never_flips() -> None:
     judged = [judgement((0, 1), (2, 8)), judgement((1, 0), (8, 2)), judgement((1, 0), (7, 3))]
     assert order_flips(judged).metrics() == {"order_flips_share": 0.0, "noise_flips_share": 0.0}
-    assert Habits().with_judgements(judged).metrics()["judge/first_place_share"] == 2 / 3
+    assert PositionBias().with_judgements(judged).metrics()["judge/first_place_share"] == 2 / 3
 
 
 def test_disagreement_in_the_same_order_is_noise() -> None:
@@ -34,13 +34,13 @@ def test_disagreement_in_the_same_order_is_noise() -> None:
 def test_groups_are_not_compared_with_each_other_and_ties_disagree_with_nobody() -> None:
     judged = [judgement((0, 1), (2, 8)), judgement((1, 0), (2, 8), "other"), judgement((1, 0), (5, 5))]
     assert order_flips(judged) == Flips(swapped=1)
-    assert Habits().with_judgements(judged).metrics()["judge/ties_share"] == 1 / 3
+    assert PositionBias().with_judgements(judged).metrics()["judge/ties_share"] == 1 / 3
 
 
 def test_a_judge_of_single_responses_has_no_order_to_flip() -> None:
     judged = [judgement((0,), (2,)), judgement((1,), (8,))]
     assert order_flips(judged).metrics() == {}
-    assert Habits().with_judgements(judged).metrics() == {}
+    assert PositionBias().with_judgements(judged).metrics() == {}
 
 
 def test_a_hard_question_makes_no_correlation() -> None:
@@ -51,6 +51,6 @@ def test_a_hard_question_makes_no_correlation() -> None:
 
 
 def test_habits_add_up_over_reports() -> None:
-    habits = Habits().with_judgements([judgement((0, 1), (9, 1)), judgement((1, 0), (9, 1))])
-    habits = habits.with_judgements([judgement((0, 1), (5, 5), "other")])
-    assert habits == Habits(flips=Flips(swapped=1, swapped_flips=1), compared=3, tied=1, first_won=2)
+    bias_metrics = PositionBias().with_judgements([judgement((0, 1), (9, 1)), judgement((1, 0), (9, 1))])
+    bias_metrics = bias_metrics.with_judgements([judgement((0, 1), (5, 5), "other")])
+    assert bias_metrics == PositionBias(flips=Flips(swapped=1, swapped_flips=1), compared=3, tied=1, first_won=2)

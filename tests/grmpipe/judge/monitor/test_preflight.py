@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import JudgeConfig
-from grmpipe.judge.monitor.preflight import dry_judgement
+from grmpipe.judge.monitor.preflight import preflight_judgement
 from models.types import EngineDied
 
 PAIRS = {"protocol": "pairwise", "template": "pairwise", "parser": "boxed", "vote": "majority", "num_judgements": 2}
@@ -16,7 +16,7 @@ LIST = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}
 
 def told(bench: Any, answer: Any, **config: Any) -> str | None:
     judge, _ = bench.generative(lambda prompt, context: answer, **config)
-    return bench.run(dry_judgement(judge, JudgeConfig(**config), [bench.prompt()]))
+    return bench.run(preflight_judgement(judge, JudgeConfig(**config), [bench.prompt()]))
 
 
 @pytest.mark.parametrize("config", [{}, {"template": "boxed", "parser": "boxed"}, PAIRS, LIST])
@@ -28,7 +28,9 @@ def test_a_parser_that_never_matches_is_named_with_what_it_could_not_read(bench:
 
 def test_judgements_that_are_all_cut_name_their_length(bench: Any) -> None:
     said = told(bench, bench.answer("Score: 1", "length"), max_new_tokens=9)
-    assert said is not None and said.startswith("max_new_tokens: 4 of 4 dry judgements were truncated at 9 tokens")
+    assert said is not None and said.startswith(
+        "max_new_tokens: 4 of 4 preflight judgements were truncated at 9 tokens"
+    )
 
 
 @pytest.mark.parametrize(("answer", "config"), [("Score: 3", {}), ("\\boxed{3, 4}", PAIRS), ("\\boxed{3, 4}", LIST)])
@@ -41,5 +43,5 @@ def test_one_readable_answer_is_enough_and_a_dead_engine_proves_nothing(bench: A
         return bench.answer("Score: 3" if context.request_id.endswith("/1/j0.1") else "hm")
 
     judge, _ = bench.generative(author)
-    assert bench.run(dry_judgement(judge, JudgeConfig(), [bench.prompt()])) is None
+    assert bench.run(preflight_judgement(judge, JudgeConfig(), [bench.prompt()])) is None
     assert told(bench, EngineDied("killed")) is None

@@ -35,12 +35,12 @@ def hear(bench: Any, judge: Any, texts: list[str]) -> dict[int, JudgeReport]:
     """The reports of a group, its rollouts ending in the reverse order; each sibling is reported on once."""
 
     async def go() -> dict[int, JudgeReport]:
-        hearing = judge.open(bench.prompt(), "g7", len(texts))
-        sittings = list(hearing.begin())
+        session = judge.open(bench.prompt(), "g7", len(texts))
+        judge_tasks = list(session.begin())
         for sibling in reversed(range(len(texts))):
-            sittings += hearing.add(bench.rollout(texts[sibling], sibling=sibling))
+            judge_tasks += session.add(bench.rollout(texts[sibling], sibling=sibling))
         reports: dict[int, JudgeReport] = {}
-        for some in await asyncio.gather(*(hearing.judge(sitting) for sitting in sittings)):
+        for some in await asyncio.gather(*(session.judge(judge_task) for judge_task in judge_tasks)):
             assert not reports.keys() & some.keys()
             reports |= some
         return reports
@@ -61,10 +61,10 @@ def test_a_list_is_judged_once_in_many_orders_and_scores_find_their_way_back(ben
 
 def test_a_list_waits_for_its_last_sibling(bench: Any) -> None:
     judge, _ = bench.generative(by_worth(bench), **LISTWISE)
-    hearing = judge.open(bench.prompt(), "g7", 2)
-    assert hearing.begin() == () == hearing.add(bench.rollout("bad", sibling=1))
-    (sitting,) = hearing.add(bench.rollout("good", sibling=0))
-    assert sitting.members == (0, 1)
+    session = judge.open(bench.prompt(), "g7", 2)
+    assert session.begin() == () == session.add(bench.rollout("bad", sibling=1))
+    (judge_task,) = session.add(bench.rollout("good", sibling=0))
+    assert judge_task.members == (0, 1)
 
 
 def test_a_place_in_the_list_that_always_wins_helps_nobody_in_particular(bench: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_judge_that_prefers_a_place_gives_nobody_a_win(bench: Any) -> None:
     judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{9, 2}"), num_judgements=4, **PAIRWISE)
     reports = hear(bench, judge, ["good", "bad", "fair"])
     assert {report.verdict.score for report in reports.values()} == {5.5}
-    assert all(report.verdict.agreement == pytest.approx(4.5) for report in reports.values())
+    assert all(report.verdict.score_std == pytest.approx(4.5) for report in reports.values())
 
 
 def place_lover(bench: Any, *failing: int) -> Any:
@@ -123,13 +123,13 @@ def place_lover(bench: Any, *failing: int) -> Any:
 def test_a_judge_that_prefers_a_place_gives_nobody_a_win_where_some_judgements_fail(
     bench: Any, failing: tuple[int, ...]
 ) -> None:
-    judge, _ = bench.generative(place_lover(bench, *failing), num_judgements=8, reasks=0, **PAIRWISE)
+    judge, _ = bench.generative(place_lover(bench, *failing), num_judgements=8, max_retries=0, **PAIRWISE)
     reports = hear(bench, judge, ["good", "bad"])
     assert [reports[sibling].verdict.score for sibling in (0, 1)] == [5.5, 5.5]
 
 
 def test_a_pair_that_was_judged_in_one_order_only_is_no_match(bench: Any) -> None:
-    judge, _ = bench.generative(place_lover(bench, 1, 3), num_judgements=4, reasks=0, **PAIRWISE)
+    judge, _ = bench.generative(place_lover(bench, 1, 3), num_judgements=4, max_retries=0, **PAIRWISE)
     reports = hear(bench, judge, ["good", "bad"])
     assert [reports[sibling].verdict.cause for sibling in (0, 1)] == ["unparseable"] * 2
     assert len(reports[0].judgements) == len(reports[0].failures) == 2
@@ -138,11 +138,11 @@ def test_a_pair_that_was_judged_in_one_order_only_is_no_match(bench: Any) -> Non
         one_order = place_lover(bench, 0, 2)(prompt, context)
         return one_order if "/0-1/" in context.request_id else by_worth(bench)(prompt, context)
 
-    judge, _ = bench.generative(author, num_judgements=4, reasks=0, **PAIRWISE)
+    judge, _ = bench.generative(author, num_judgements=4, max_retries=0, **PAIRWISE)
     reports = hear(bench, judge, ["good", "bad", "fair"])
     assert [reports[sibling].verdict.score for sibling in (0, 1, 2)] == [10, 1, 5.5]
     assert [reports[sibling].verdict.num_judgements for sibling in (0, 1, 2)] == [4, 4, 8]
-    assert {reports[sibling].verdict.agreement for sibling in (0, 1)} == {0.0}
+    assert {reports[sibling].verdict.score_std for sibling in (0, 1)} == {0.0}
 
 
 def test_a_pair_that_failed_leaves_the_others_and_no_pair_at_all_is_a_failure(bench: Any) -> None:
@@ -183,7 +183,7 @@ def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wa
 
     found = []
     for stop in (EarlyStopConfig(), EarlyStopConfig(kind="exact", wave=wave)):
-        judge, _ = bench.generative(author, num_judgements=num_judgements, reasks=0, early_stop=stop, **PAIRWISE)
+        judge, _ = bench.generative(author, num_judgements=num_judgements, max_retries=0, early_stop=stop, **PAIRWISE)
         reports = hear(bench, judge, ["good", "bad"])
         found.append([told(reports[sibling]) for sibling in (0, 1)])
     assert found[0] == found[1]

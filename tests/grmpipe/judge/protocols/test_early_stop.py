@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grmpipe.config.judge import EarlyStopConfig
-from grmpipe.judge.protocols.early_stop import Noise, OrderTally, Stop, fewest_for_a_winner, is_sure, winner_is_fixed
-from grmpipe.judge.protocols.sampling import convene
+from grmpipe.judge.protocols.early_stop import Noise, OrderCounts, Stop, fewest_for_a_winner, is_sure, winner_is_fixed
+from grmpipe.judge.protocols.sampled_judgements import sample_judgements
 from grmpipe.judge.verdict import pair_result
 from grmpipe.types import Judgement, JudgeReport
 
 VOTES = st.lists(st.sampled_from([0.0, 0.5, 1.0, None]), min_size=8, max_size=8)  # None: the judgement failed
 
 
-def tally(votes: Sequence[float | None], count: int, parity: int) -> OrderTally:
+def counters(votes: Sequence[float | None], count: int, parity: int) -> OrderCounts:
     """The even or the odd ones of the first so many."""
     own = [vote for vote in votes[parity:count:2] if vote is not None]
-    return OrderTally(points=sum(own), num_votes=len(own), num_left=len(votes[parity::2]) - len(votes[parity:count:2]))
+    return OrderCounts(points=sum(own), num_votes=len(own), num_left=len(votes[parity::2]) - len(votes[parity:count:2]))
 
 
 def fixed_after(votes: Sequence[float | None], count: int) -> bool:
-    return winner_is_fixed(tally(votes, count, 0), tally(votes, count, 1))
+    return winner_is_fixed(counters(votes, count, 0), counters(votes, count, 1))
 
 
 @settings(max_examples=500, deadline=None)
@@ -96,17 +96,17 @@ def group(bench: Any, scores: dict[str, list[int]], **stop: Any) -> tuple[list[J
     judge, engine = bench.generative(author, num_judgements=8, early_stop=EarlyStopConfig(kind="relaxed", **stop))
 
     async def go() -> list[JudgeReport]:
-        hearing = judge.open(bench.prompt(), "g0", 1)  # what the judge's noise is, it learns from a first group
+        session = judge.open(bench.prompt(), "g0", 1)  # what the judge's noise is, it learns from a first group
         for text in ("calm",):
-            await hearing.judge(*hearing.add(bench.rollout(text)))
+            await session.judge(*session.add(bench.rollout(text)))
         engine.asked.clear()
-        hearing = judge.open(bench.prompt(), "g1", 3)
-        sittings = [
+        session = judge.open(bench.prompt(), "g1", 3)
+        judge_tasks = [
             one
             for sibling, text in enumerate(("bad", "fair", "good"))
-            for one in hearing.add(bench.rollout(text, sibling=sibling, group_id="g1"))
+            for one in session.add(bench.rollout(text, sibling=sibling, group_id="g1"))
         ]
-        reports = await asyncio.gather(*(hearing.judge(one) for one in sittings))
+        reports = await asyncio.gather(*(session.judge(one) for one in judge_tasks))
         return [report for some in reports for report in some.values()]
 
     return bench.run(go()), engine
@@ -162,8 +162,8 @@ def test_a_panel_that_audits_notes_where_it_was_enough_and_goes_on(bench: Any) -
         return [one.scores[0] for one in judgements]
 
     stop = Stop(first=2, wave=2, enough=lambda judgements, num_left: scores(judgements) == [0, 1, 2])
-    stopped = bench.run(convene(ask, 8, stop))
+    stopped = bench.run(sample_judgements(ask, 8, stop))
     assert (scores(stopped.judgements), stopped.stopped_after) == ([0, 1, 2], 3)
-    audited = bench.run(convene(ask, 8, replace(stop, auditing=True)))
+    audited = bench.run(sample_judgements(ask, 8, replace(stop, auditing=True)))
     assert scores(audited.judgements) == list(range(8))
     assert (scores(audited.enough), audited.stopped_after, audited.saved_tokens) == ([0, 1, 2], 3, 0)

@@ -21,7 +21,7 @@ def test_a_score_becomes_one_reward_span_over_the_last_completion(bench: Any) ->
         rewards=(RewardSpan(turn=0, start=0, end=10, value=pytest.approx(3 / 9)),),
         score=4,
         breakdown={"generative": pytest.approx(3 / 9)},
-        agreement=0,
+        score_std=0,
         num_judgements=1,
     )
     (judgement,) = report.judgements
@@ -40,7 +40,7 @@ def test_k_judgements_are_asked_at_once_and_voted_on(bench: Any) -> None:
     report = bench.run(judge.judge(bench.prompt(), bench.rollout("12", sibling=5), priority=-3))
     assert engine.most_in_flight == 4
     assert (report.verdict.score, report.verdict.num_judgements) == (8.5, 4)
-    assert report.verdict.agreement == pytest.approx(8.5**0.5)
+    assert report.verdict.score_std == pytest.approx(8.5**0.5)
     assert [context.request_id for context, _ in engine.asked] == [f"g7/5/j{index}.0" for index in range(4)]
     assert {(c.role, c.group_id, c.priority) for c, _ in engine.asked} == {("grm", "g7", -3)}
     assert len({params.seed for _, params in engine.asked}) == 4
@@ -66,7 +66,7 @@ def test_a_judgement_does_not_time_out_while_its_engines_are_being_replaced(
 
 
 def test_the_most_urgent_rollout_gets_the_next_place_(bench: Any) -> None:
-    judge, engine = bench.generative(lambda prompt, context: bench.answer("Score: 5", delay_s=1), width=1)
+    judge, engine = bench.generative(lambda prompt, context: bench.answer("Score: 5", delay_s=1), max_concurrency=1)
 
     async def go() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -177,7 +177,7 @@ def test_a_template_that_needs_a_reference_refuses_prompts_without_one(bench: An
 
 def test_the_width_bounds_judgements_in_flight_and_waiting_for_a_place_is_no_timeout(bench: Any) -> None:
     judge, engine = bench.generative(
-        lambda prompt, context: bench.answer("Score: 9", delay_s=100), num_judgements=6, width=2
+        lambda prompt, context: bench.answer("Score: 9", delay_s=100), num_judgements=6, max_concurrency=2
     )
     report = bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
     assert engine.most_in_flight == 2

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.config.train import AlgorithmConfig
-from grmpipe.judge.grm import GrmHere
+from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.meta_rm import JudgedResponses
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.steps import steps_of
 from grmpipe.judge.protocols.truncation import without_middle
-from grmpipe.pipeline.counters import without_signal
+from grmpipe.pipeline.counters import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples
 from grmpipe.types import Criterion, Failed, JudgedGroup, RewardSpan, Rollout, Turn
 from models.types import Completion, EngineDied, VersionSpan
 
 RUBRIC = {"protocol": "rubric", "template": "rubric", "parser": "boxed"}
 STEPS = {"protocol": "steps", "template": "steps", "parser": "boxed"}
-AHEAD = {"principles": "ahead", "template": "ahead", "parser": "boxed"}
+AHEAD = {"principles": "shared", "template": "shared_principles", "parser": "boxed"}
 
 
 class Renderer:
@@ -62,7 +62,7 @@ def test_a_prompt_without_a_rubric_and_a_judgement_of_too_few_scores_are_no_numb
 
 def with_decode(bench: Any, author: Any, **config: Any) -> GenerativeJudge:
     _, engine = bench.generative(author)
-    return GenerativeJudge(GrmHere("grm", engine, Renderer(), 10**6), JudgeConfig(**config), seed=1, decode=characters)
+    return GenerativeJudge(LocalGrm("grm", engine, Renderer(), 10**6), JudgeConfig(**config), seed=1, decode=characters)
 
 
 def test_each_step_gets_its_own_span_and_the_spans_add_up_to_the_reward(bench: Any) -> None:
@@ -92,7 +92,7 @@ def test_siblings_whose_steps_are_all_as_good_teach_nothing_however_many_steps_t
     group = bench.run(judged_steps(with_decode(bench, author, **STEPS), bench, ("a\nb", "a\nb\nc\nd")))
     algorithm = AlgorithmConfig(estimator=estimator)
     assert max(abs(one) for sample in to_samples([group], algorithm) for one in sample.advantages) < 1e-6
-    assert without_signal(group, algorithm)
+    assert has_zero_advantages(group, algorithm)
 
 
 def test_a_step_may_be_a_turn(bench: Any) -> None:
@@ -141,13 +141,15 @@ def writes_principles(bench: Any, asked: list[str], first: Any = None) -> Any:
 @pytest.mark.parametrize("rollouts_first", [False, True])
 def test_principles_are_written_once_and_shared_whoever_comes_first(bench: Any, rollouts_first: bool) -> None:
     asked: list[str] = []
-    judge, _ = bench.generative(writes_principles(bench, asked), width=1, **AHEAD)
+    judge, _ = bench.generative(writes_principles(bench, asked), max_concurrency=1, **AHEAD)
 
     async def go() -> list[Any]:
-        hearing = judge.open(bench.prompt(), "g7", 2)
-        sittings = [*hearing.begin()]
-        sittings += [one for sibling in (0, 1) for one in hearing.add(bench.rollout("12", sibling=sibling))]
-        return await asyncio.gather(*(hearing.judge(one) for one in (sittings[::-1] if rollouts_first else sittings)))
+        session = judge.open(bench.prompt(), "g7", 2)
+        judge_tasks = [*session.begin()]
+        judge_tasks += [one for sibling in (0, 1) for one in session.add(bench.rollout("12", sibling=sibling))]
+        return await asyncio.gather(
+            *(session.judge(one) for one in (judge_tasks[::-1] if rollouts_first else judge_tasks))
+        )
 
     reports = [report for some in bench.run(go()) for report in some.values()]
     assert sum("/principles/" in request_id for request_id in asked) == 1
@@ -161,9 +163,9 @@ def test_principles_that_are_of_no_use_are_asked_for_again(bench: Any, finish_re
     judge, _ = bench.generative(writes_principles(bench, asked, bench.answer("Be", finish_reason)), **AHEAD)
 
     async def go() -> list[Any]:
-        hearing = judge.open(bench.prompt(), "g7", 1)
-        first = await hearing.judge(*hearing.begin())
-        return [first, await hearing.judge(*hearing.add(bench.rollout("12")))]
+        session = judge.open(bench.prompt(), "g7", 1)
+        first = await session.judge(*session.begin())
+        return [first, await session.judge(*session.add(bench.rollout("12")))]
 
     assert bench.run(go())[1][0].verdict.score == 7
     assert asked[0] == "g7/principles/0.0" and asked[1] in ("g7/principles/0.1", "g7/principles/1.0")
@@ -180,9 +182,9 @@ def test_who_writes_principles_may_be_cancelled_and_the_next_takes_over(bench: A
     judge, engine = bench.generative(writes_principles(bench, asked), **AHEAD)
 
     async def go() -> Any:
-        hearing = judge.open(bench.prompt(), "g7", 1)
-        first = asyncio.ensure_future(hearing.judge(*hearing.begin()))
-        second = asyncio.ensure_future(hearing.judge(*hearing.add(bench.rollout("12"))))
+        session = judge.open(bench.prompt(), "g7", 1)
+        first = asyncio.ensure_future(session.judge(*session.begin()))
+        second = asyncio.ensure_future(session.judge(*session.add(bench.rollout("12"))))
         await asyncio.sleep(1)
         first.cancel()
         return await second
@@ -206,25 +208,25 @@ class Meta:
         return [self.trust[one.judgement.completion.text] for one in judged]
 
 
-def guided(bench: Any, scores: Sequence[int], meta: Any, **config: Any) -> Any:
+def guided(bench: Any, scores: Sequence[int], meta_rm: Any, **config: Any) -> Any:
     def author(prompt: str, context: Any) -> Any:
         return bench.answer(f"Score: {scores[int(context.request_id.split('/j')[1].split('.')[0])]}")
 
     _, engine = bench.generative(author)
-    grm = GrmHere("grm", engine, Renderer(), 10**6)
-    judge = GenerativeJudge(grm, JudgeConfig(num_judgements=len(scores), **config), seed=1, meta=meta)
+    grm = LocalGrm("grm", engine, Renderer(), 10**6)
+    judge = GenerativeJudge(grm, JudgeConfig(num_judgements=len(scores), **config), seed=1, meta_rm=meta_rm)
     return bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
 
 
 def test_the_meta_rm_weighs_judgements_or_keeps_the_best_half(bench: Any) -> None:
-    meta = Meta({"Score: 1": 0.9, "Score: 5": 0.1, "Score: 4": 0.8, "Score: 7": 0.2})
-    best = guided(bench, (1, 5, 4, 7), meta, vote="best").verdict
-    assert (best.score, best.num_judgements, best.agreement) == (2.5, 2, 1.5)
-    one = guided(bench, (1, 5, 4, 7), meta, vote="best", k_meta=1).verdict
+    meta_rm = Meta({"Score: 1": 0.9, "Score: 5": 0.1, "Score: 4": 0.8, "Score: 7": 0.2})
+    best = guided(bench, (1, 5, 4, 7), meta_rm, vote="best").verdict
+    assert (best.score, best.num_judgements, best.score_std) == (2.5, 2, 1.5)
+    one = guided(bench, (1, 5, 4, 7), meta_rm, vote="best", k_meta=1).verdict
     assert (one.score, one.num_judgements) == (1, 1)
-    weighed = guided(bench, (1, 5, 4, 7), meta, vote="weighted").verdict
+    weighed = guided(bench, (1, 5, 4, 7), meta_rm, vote="weighted").verdict
     assert weighed.score == pytest.approx((0.9 * 1 + 0.1 * 5 + 0.8 * 4 + 0.2 * 7) / 2)
-    assert meta.seen[0].responses == ("12",)
+    assert meta_rm.seen[0].responses == ("12",)
 
 
 def test_a_meta_rm_that_dies_fails_the_verdict_and_keeps_the_evidence(bench: Any) -> None:
@@ -253,10 +255,10 @@ def test_a_sum_is_shown_from_k_to_10_k_and_a_failure_makes_it_no_smaller(bench: 
 
 
 def test_judgements_too_far_apart_are_no_verdict(bench: Any) -> None:
-    report = guided(bench, (1, 9), None, abstain_above_spread=3.9)
+    report = guided(bench, (1, 9), None, abstain_above_std=3.9)
     assert isinstance(report.verdict, Failed) and report.verdict.cause == "undecided"
     assert len(report.judgements) == 2
-    assert guided(bench, (1, 9), None, abstain_above_spread=4.0).verdict.score == 5
+    assert guided(bench, (1, 9), None, abstain_above_std=4.0).verdict.score == 5
 
 
 # -- what doesn't fit ------------------------------------------------------------------------------------------------
@@ -274,11 +276,11 @@ def test_a_response_that_does_not_fit_loses_its_middle_or_is_too_long(bench: Any
     judge, engine = bench.generative(author, **window)
     assert bench.run(judge.judge(bench.prompt(), bench.rollout(long))).verdict.cause == "too_long"
     assert engine.asked == []
-    judge, _ = bench.generative(author, too_long="cut_response_middle", **window)
+    judge, _ = bench.generative(author, truncation="middle", **window)
     assert bench.run(judge.judge(bench.prompt(), bench.rollout(long))).verdict.score == 3
     assert 290 < len(prompts[0]) <= 300
     assert "> line 0\n" in prompts[0] and prompts[0].endswith("> line 199") and "\n> [... " in prompts[0]
-    hopeless, _ = bench.generative(author, context_tokens=110, max_new_tokens=100, too_long="cut_response_middle")
+    hopeless, _ = bench.generative(author, context_tokens=110, max_new_tokens=100, truncation="middle")
     assert bench.run(hopeless.judge(bench.prompt(), bench.rollout(long))).verdict.cause == "too_long"
 
 

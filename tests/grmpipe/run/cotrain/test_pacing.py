@@ -9,7 +9,7 @@ from collections.abc import Callable
 import looptime
 import pytest
 
-from grmpipe.run.cotrain.pacing import Pace
+from grmpipe.run.cotrain.pacing import StepPacer
 
 
 def on_virtual_clock(go: Callable) -> None:
@@ -20,22 +20,22 @@ def on_virtual_clock(go: Callable) -> None:
 @pytest.mark.parametrize(("warmup", "rate"), [(0, 1.0), (3, 1.0), (2, 0.5), (0, 0.3), (1, 2.5)])
 def test_both_reach_their_last_step_and_the_ratio_holds_at_every_step(warmup: int, rate: float) -> None:
     async def go() -> None:
-        pace = Pace(warmup_steps=warmup, grm_steps_per_policy_step=rate)
+        pacer = StepPacer(warmup_steps=warmup, grm_steps_per_policy_step=rate)
         rng = random.Random(0)
 
         async def policy() -> None:
             for version in range(1, 21):
-                await pace.until_policy_may_step()
-                assert pace.grm_version >= warmup + int(rate * (version - 1) + 1e-9)
+                await pacer.until_policy_may_step()
+                assert pacer.grm_version >= warmup + int(rate * (version - 1) + 1e-9)
                 await asyncio.sleep(rng.random())
-                pace.policy_stepped(version)
+                pacer.policy_stepped(version)
 
         async def grm() -> None:
             for version in range(1, warmup + int(rate * 20 + 1e-9) + 1):
-                await pace.until_grm_may_step()
-                assert version <= warmup + rate * (pace.policy_version + 1) + 1e-9
+                await pacer.until_grm_may_step()
+                assert version <= warmup + rate * (pacer.policy_version + 1) + 1e-9
                 await asyncio.sleep(rng.random())
-                pace.grm_stepped(version)
+                pacer.grm_stepped(version)
 
         async with asyncio.timeout(1e6):
             await asyncio.gather(policy(), grm())
@@ -45,14 +45,14 @@ def test_both_reach_their_last_step_and_the_ratio_holds_at_every_step(warmup: in
 
 def test_the_policy_waits_for_the_warm_up_and_the_grm_doesnt_wait_for_the_policy_in_it() -> None:
     async def go() -> None:
-        pace = Pace(warmup_steps=3, grm_steps_per_policy_step=1.0)
-        waiting = asyncio.ensure_future(pace.until_policy_may_step())
+        pacer = StepPacer(warmup_steps=3, grm_steps_per_policy_step=1.0)
+        waiting = asyncio.ensure_future(pacer.until_policy_may_step())
         for version in (1, 2, 3):
-            await asyncio.wait_for(pace.until_grm_may_step(), timeout=1.0)
-            assert not pace.is_warm
+            await asyncio.wait_for(pacer.until_grm_may_step(), timeout=1.0)
+            assert not pacer.is_warm
             assert not waiting.done()
-            pace.grm_stepped(version)
+            pacer.grm_stepped(version)
         await asyncio.wait_for(waiting, timeout=1.0)
-        assert pace.is_warm
+        assert pacer.is_warm
 
     on_virtual_clock(go)

@@ -10,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.train.batching.bin_packing import RankWork, work
-from grmpipe.train.batching.packer import EARLY_SHARE, Packer, Round, idle, pack, pack_families, rounds_of
+from grmpipe.train.batching.packer import (
+    EARLY_SHARE,
+    MicroBatchRound,
+    Packer,
+    idle,
+    pack,
+    pack_prefix_groups,
+    rounds_of,
+)
 from grmpipe.train.batching.samples import count
-from grmpipe.train.batching.shared_prefix import Family, families_of, num_shared
+from grmpipe.train.batching.shared_prefix import SharedPrefixGroup, num_shared, prefix_groups_of
 from grmpipe.types import TrainingSample
 from models.types import VersionSpan
 
@@ -45,7 +53,7 @@ def test_what_goes_early_is_worth_a_pass_and_packed_once(sizes: list[int], world
     assert all(len(round_.micro_batches) == world_size for round_ in rounds)
 
 
-def packed_lengths(rounds: list[Round]) -> dict[int, int]:
+def packed_lengths(rounds: list[MicroBatchRound]) -> dict[int, int]:
     found: dict[int, int] = {}
     for round_ in rounds:
         for batch in round_.micro_batches:
@@ -149,7 +157,7 @@ def siblings_of(number: int, prompt_tokens: int, answer_tokens: int, group: int 
     return [sibling(index, prompt, (index,) * answer_tokens, str(group)) for index in range(number)]
 
 
-def whole(samples: tuple[TrainingSample, ...], batch_: Round, rank: int) -> list[list[int]]:
+def whole(samples: tuple[TrainingSample, ...], batch_: MicroBatchRound, rank: int) -> list[list[int]]:
     """The ids of each sample, put together again from what it has and what it shares."""
     batch = batch_.micro_batches[rank]
     own = np.split(batch.token_ids_T, batch.sample_lengths_S.cumsum()[:-1])
@@ -160,8 +168,10 @@ def whole(samples: tuple[TrainingSample, ...], batch_: Round, rank: int) -> list
 
 
 def test_a_prompt_that_siblings_share_is_packed_once() -> None:
-    family = Family.of([sibling(0, (1, 2, 3), (4, 5)), sibling(1, (1, 2, 3), (6,)), sibling(2, (1, 2, 3), (4, 7))])
-    batch = pack_families([family, Family.of([sibling(3, (1, 2), (9,))])])
+    prefix_group = SharedPrefixGroup.of(
+        [sibling(0, (1, 2, 3), (4, 5)), sibling(1, (1, 2, 3), (6,)), sibling(2, (1, 2, 3), (4, 7))]
+    )
+    batch = pack_prefix_groups([prefix_group, SharedPrefixGroup.of([sibling(3, (1, 2), (9,))])])
     assert batch.token_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 4, 7, 1, 2, 9]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 4, 3, 3, 4, 0, 1, 2]
     assert batch.sample_lengths_S.tolist() == [5, 1, 2, 3]
@@ -187,8 +197,8 @@ def test_what_is_shared_is_found_in_the_ids_and_ends_before_anything_is_trained(
 
 def test_only_samples_of_one_group_are_a_family() -> None:
     samples = [sibling(index, (1, 2), (3 + index,), group_id="ab"[index % 2]) for index in range(4)]
-    assert [len(family.samples) for family in families_of(samples, shared=True)] == [2, 2]
-    assert [len(family.samples) for family in families_of(samples, shared=False)] == [1] * 4
+    assert [len(prefix_group.samples) for prefix_group in prefix_groups_of(samples, shared=True)] == [2, 2]
+    assert [len(prefix_group.samples) for prefix_group in prefix_groups_of(samples, shared=False)] == [1] * 4
 
 
 def test_shared_experts_are_those_of_the_first_sibling() -> None:
@@ -196,7 +206,7 @@ def test_shared_experts_are_those_of_the_first_sibling() -> None:
         replace(one, experts_TLK=np.full((3, 1, 1), 10 + one.sibling, dtype=np.int16))
         for one in (sibling(0, (1, 2), (3,)), sibling(1, (1, 2), (4,)))
     ]
-    experts_TLK = pack_families([Family.of(samples)]).experts_TLK
+    experts_TLK = pack_prefix_groups([SharedPrefixGroup.of(samples)]).experts_TLK
     assert experts_TLK is not None and experts_TLK[:, 0, 0].tolist() == [10, 10, 10, 11]
 
 
@@ -253,7 +263,7 @@ def test_ranks_wait_little_for_each_other_though_siblings_stay_together() -> Non
             prompt = tuple(range(int(draw.integers(200, 800))))
             answers = np.clip(draw.lognormal(6.0, 1.0, 8), 8, 4096).astype(int)
             members = [sibling(i, prompt, (i,) * n, f"{batch}/{group}") for i, n in enumerate(answers.tolist())]
-            least += Family.of(members).load.tokens
+            least += SharedPrefixGroup.of(members).load.tokens
             samples += members
         for round_ in rounds_of(samples, 16_384, 8):
             packed += sum(len(micro.token_ids_T) for micro in round_.micro_batches)

@@ -22,7 +22,7 @@ TIMEOUT = Failed(stage="judge", cause="timeout", attempts=3)
 
 def verdict(*values: float) -> Verdict:
     spans = tuple(RewardSpan(turn=0, start=i, end=i + 1, value=value) for i, value in enumerate(values))
-    return Verdict(rewards=spans, score=0.0, breakdown={}, agreement=0.0, num_judgements=1)
+    return Verdict(rewards=spans, score=0.0, breakdown={}, score_std=0.0, num_judgements=1)
 
 
 def completion(ids: tuple[int, ...], version: int = 0) -> Completion:
@@ -112,9 +112,9 @@ def test_trained_ids_are_the_sampled_ids(judged: JudgedGroup) -> None:
 
 def test_an_advantage_counts_by_how_far_its_judgements_agree() -> None:
     rollouts = [rollout(sibling, ((1,), (2,))) for sibling in range(3)]
-    verdicts = [replace(verdict(value), agreement=spread) for value, spread in ((3.0, 0.0), (0.0, 2.0), (0.0, 4.0))]
+    verdicts = [replace(verdict(value), score_std=spread) for value, spread in ((3.0, 0.0), (0.0, 2.0), (0.0, 4.0))]
     judged = group(rollouts, list(verdicts))
-    weighed = to_samples([judged], AlgorithmConfig(estimator="dr_grpo", half_weight_spread=2.0))
+    weighed = to_samples([judged], AlgorithmConfig(estimator="dr_grpo", weight_half_std=2.0))
     assert [sample.advantages[-1] for sample in weighed] == pytest.approx([2.0, -1.0 / 2, -1.0 / 5])
     alike = to_samples([judged], AlgorithmConfig(estimator="dr_grpo"))
     assert [sample.advantages[-1] for sample in alike] == [2.0, -1.0, -1.0]
@@ -163,14 +163,14 @@ def test_rewards_of_steps_reach_the_tokens_of_their_step() -> None:
 
 
 def test_a_long_answer_is_worth_less_than_a_short_one_that_is_as_good() -> None:
-    algorithm = AlgorithmConfig(estimator="dr_grpo", overlong_share=0.5)
+    algorithm = AlgorithmConfig(estimator="dr_grpo", overlong_buffer_share=0.5)
     judged = group([rollout(0, ((1,), (2, 3, 4))), rollout(1, ((1,), (2,)))], [verdict(1.0), verdict(1.0)])
     long, short = to_samples([judged], algorithm, max_new_tokens=4)
     assert (long.advantages[-1], short.advantages[-1]) == (-0.25, 0.25)
 
 
 def test_a_distance_to_the_reference_is_taken_off_its_rollouts_reward() -> None:
-    algorithm = AlgorithmConfig(estimator="dr_grpo", kl_coefficient=0.5, kl_in="reward")
+    algorithm = AlgorithmConfig(estimator="dr_grpo", kl_coefficient=0.5, kl_in_reward=True)
     judged = group([rollout(0, ((1,), (2, 3))), rollout(1, ((1,), (4,)))], [verdict(1.0), verdict(1.0)])
     far, near = to_samples([judged], algorithm, kl={("g", 0): np.array([1.0, 1.0]), ("g", 1): np.array([0.0])})
     assert (far.advantages[-1], near.advantages[-1]) == (-0.5, 0.5)

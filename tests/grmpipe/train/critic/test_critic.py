@@ -14,7 +14,7 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
 from grmpipe.train.critic.value_samples import ValueBatch
-from grmpipe.train.critic.values import Valuer
+from grmpipe.train.critic.values import ValueCache
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.scalar.scalar_batch import PackedSequences
@@ -104,7 +104,7 @@ def judged(number: int, *rewards: float | Failed) -> JudgedGroup:
         reward
         if isinstance(reward, Failed)
         else Verdict(
-            rewards=(RewardSpan(turn=0, start=0, end=2, value=reward),), score=0.0, breakdown={}, agreement=0.0,
+            rewards=(RewardSpan(turn=0, start=0, end=2, value=reward),), score=0.0, breakdown={}, score_std=0.0,
             num_judgements=1,
         )
         for reward in rewards
@@ -127,8 +127,8 @@ def make_critic(ranks: CriticRanks, algorithm: AlgorithmConfig = GAE, **config: 
     return Critic(CriticGroup(ranks), critic, TRAIN, algorithm, max_new_tokens=4)
 
 
-def make_valuer(ranks: CriticRanks) -> Valuer:
-    return Valuer(CriticGroup(ranks), max_tokens=100, groups_per_batch=2, group_size=2)
+def make_valuer(ranks: CriticRanks) -> ValueCache:
+    return ValueCache(CriticGroup(ranks), max_tokens=100, groups_per_batch=2, group_size=2)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -145,20 +145,20 @@ def test_values_are_what_the_head_says_one_token_before() -> None:
 def test_a_group_is_valued_ahead_once_it_is_rolled_out_and_no_more_than_the_batch_has_places() -> None:
     async def work() -> None:
         ranks = CriticRanks()
-        valuer = make_valuer(ranks)
-        loop = asyncio.create_task(valuer.run())
+        value_cache = make_valuer(ranks)
+        loop = asyncio.create_task(value_cache.run())
         groups = [judged(number, 0.0, 1.0) for number in range(1, 5)]
         for group in groups:
-            valuer.add(group.rollouts[0])
+            value_cache.add(group.rollouts[0])
         await settle()
         assert ranks.asked == []
         for group in groups:
-            valuer.add(group.rollouts[1])
+            value_cache.add(group.rollouts[1])
         await settle()
         assert sorted({token for call in ranks.asked for token in call} - {1, 5}) == [10, 11, 20, 21]
-        assert valuer.knows(groups[0]) and not valuer.knows(groups[2])
-        await valuer.values_of(groups[0])
-        assert valuer.num_asked == 4, "what is known isn't asked for again"
+        assert value_cache.knows(groups[0]) and not value_cache.knows(groups[2])
+        await value_cache.values_of(groups[0])
+        assert value_cache.num_asked == 4, "what is known isn't asked for again"
         loop.cancel()
 
     run(work)
@@ -168,12 +168,12 @@ def test_values_asked_for_before_a_step_are_not_those_of_the_batch_after_it() ->
     async def work() -> None:
         ranks = CriticRanks()
         critic = make_critic(ranks)
-        loop = asyncio.create_task(critic.valuer.run())
+        loop = asyncio.create_task(critic.value_cache.run())
         first, later = judged(1, 0.0, 1.0), judged(2, 0.0, 1.0)
         await critic.take(first, None)
         ranks.gate.clear()  # the call for the later group is under way when the critic steps
         for rollout in later.rollouts:
-            critic.valuer.add(rollout)
+            critic.value_cache.add(rollout)
         await settle()
         stepping = asyncio.create_task(critic.step())
         await settle()
@@ -191,11 +191,11 @@ def test_values_asked_for_before_a_step_are_not_those_of_the_batch_after_it() ->
 def test_a_group_that_ended_is_valued_no_more() -> None:
     async def work() -> None:
         ranks = CriticRanks()
-        valuer = make_valuer(ranks)
+        value_cache = make_valuer(ranks)
         for rollout in judged(1, 0.0, 1.0).rollouts:
-            valuer.add(rollout)
-        valuer.forget("g1")
-        loop = asyncio.create_task(valuer.run())
+            value_cache.add(rollout)
+        value_cache.forget("g1")
+        loop = asyncio.create_task(value_cache.run())
         await settle()
         assert ranks.asked == []
         loop.cancel()
@@ -231,7 +231,7 @@ def test_targets_are_returns_and_passes_begin_while_the_batch_is_open() -> None:
             10: ([5, 10], [0.25, 0.25]), 11: ([5, 11], [1, 1]), 20: ([5, 20], [-1, -1]), 21: ([5, 21], [0, 0]),
         }  # fmt: skip
         assert told["critic/return_mean"] == pytest.approx(0.0625)
-        assert told["critic/valued_ahead_share"] == 0.0
+        assert told["critic/precomputed_share"] == 0.0
 
     run(work)
 
@@ -317,7 +317,7 @@ def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
 
     async def work() -> None:
         ranks, policy = CriticRanks(), PolicyRanks()
-        algorithm = replace(GAE, kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")
+        algorithm = replace(GAE, kl_coefficient=0.1, kl_in_reward=True, kl_estimator="k1")
         trainer = BatchTrainer(LearnerGroup(policy), TRAIN, algorithm, 4, make_critic(ranks, algorithm))
         await trainer.take(group := judged(1, 1.0, 1.0))
         await trainer.step([group])

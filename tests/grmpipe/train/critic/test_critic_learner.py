@@ -45,7 +45,8 @@ def samples(count: int, seed: int = 0, old: float = 0.0) -> list[ValueSample]:
 def spec(path: str, clip: float | None = None, dtype: str = "float32", **train: object) -> CriticSpec:
     options = {"lr": 1e-2, "warmup_steps": 0, "max_grad_norm": 100.0, **train}
     return CriticSpec(
-        model_path=path, tokenizer_path=path, train=TrainConfig(**options), device="cpu", value_clip=clip,  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        model_path=path, tokenizer_path=path, train=TrainConfig(**options), device="cpu", value_clip=clip,
         master_dtype=dtype,
     )  # fmt: skip
 

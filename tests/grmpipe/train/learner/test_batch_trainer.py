@@ -12,9 +12,9 @@ import pytest
 from grmpipe.config.algorithm_tables import ESTIMATORS
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.bin_packing import work
-from grmpipe.train.batching.packer import Round, pack_families
+from grmpipe.train.batching.packer import MicroBatchRound, pack_prefix_groups
 from grmpipe.train.batching.samples import count
-from grmpipe.train.batching.shared_prefix import Family
+from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.optimizer import NonFiniteGradients
@@ -47,7 +47,8 @@ class RecordingRanks:
         if method == "accumulate":
             self.accumulated += batches  # type: ignore[arg-type]
             return [{}, {}]
-        return [np.where(batch.loss_mask_T > 0, -2.0, 0.0).astype(np.float32) for batch in batches]  # type: ignore[attr-defined]
+        # type: ignore[attr-defined]
+        return [np.where(batch.loss_mask_T > 0, -2.0, 0.0).astype(np.float32) for batch in batches]
 
     async def close(self) -> None: ...
 
@@ -79,7 +80,7 @@ def judged(number: int, *rewards: float) -> JudgedGroup:
         turn = Turn(prompt_ids=(1,), completion=completion)
         rollouts.append(Rollout(group_id=f"g{number}", sibling=sibling, turns=(turn,), status="finished"))
     verdicts = tuple(
-        Verdict(rewards=(RewardSpan(turn=0, start=0, end=3, value=reward),), score=0.0, breakdown={}, agreement=0.0,
+        Verdict(rewards=(RewardSpan(turn=0, start=0, end=3, value=reward),), score=0.0, breakdown={}, score_std=0.0,
                 num_judgements=1)
         for reward in rewards
     )  # fmt: skip
@@ -216,7 +217,7 @@ def test_gradients_that_are_not_finite_for_their_advantages_name_the_groups() ->
 
 def test_a_kl_in_the_reward_is_asked_for_before_anything_is_trained() -> None:
     """k1 of every token is -1 - (-2) = 1 nat: both siblings pay 3 x 0.1, and the advantages stay as they were."""
-    algorithm = AlgorithmConfig(estimator="dr_grpo", kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")
+    algorithm = AlgorithmConfig(estimator="dr_grpo", kl_coefficient=0.1, kl_in_reward=True, kl_estimator="k1")
     ranks, _ = train(algorithm, judged(1, 0.0, 1.0))
     assert ranks.calls == ["reference_logprobs", "accumulate", "step"]
     assert [ranks.advantage_of(token) for token in (10, 11)] == pytest.approx([-0.5, 0.5])
@@ -237,12 +238,12 @@ def test_a_kl_in_the_reward_is_each_rollouts_own() -> None:
         group_id="g1", sibling=1, turns=(Turn(prompt_ids=(1,), completion=completion),), status=second.status
     )
     verdicts = tuple(
-        Verdict(rewards=(RewardSpan(turn=0, start=0, end=end, value=1.0),), score=0.0, breakdown={}, agreement=0.0,
+        Verdict(rewards=(RewardSpan(turn=0, start=0, end=end, value=1.0),), score=0.0, breakdown={}, score_std=0.0,
                 num_judgements=1)
         for end in (3, 1)
     )  # fmt: skip
     group = JudgedGroup(group_id="g1", prompt=long.prompt, rollouts=(first, short), verdicts=verdicts)
-    algorithm = AlgorithmConfig(estimator="dr_grpo", kl_coefficient=0.1, kl_in="reward", kl_estimator="k1")
+    algorithm = AlgorithmConfig(estimator="dr_grpo", kl_coefficient=0.1, kl_in_reward=True, kl_estimator="k1")
     ranks, _ = train(algorithm, group)
     assert [ranks.advantage_of(token) for token in (10, 11)] == pytest.approx([-0.1, 0.1])
 
@@ -254,7 +255,7 @@ def test_a_trained_group_is_trained_once_more_before_the_next_ones_come() -> Non
     seen, told = [], []
 
     async def run() -> None:
-        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(replay_groups=1))
+        trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(replay_buffer_groups=1))
         for first in (1, 3, 5):
             groups = [judged(number, 0.0, 1.0) for number in (first, first + 1)]
             for group in groups:
@@ -276,11 +277,11 @@ def test_no_pass_for_pi_old_where_no_ratio_is_against_it(proximal: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp"])
-@pytest.mark.parametrize("shared_prompts", [True, False])
-def test_siblings_share_their_prompt_or_have_it_each(estimator: str, shared_prompts: bool) -> None:
+@pytest.mark.parametrize("prefix_sharing", [True, False])
+def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_sharing: bool) -> None:
     """Eight, of three tokens behind one, two and two together; of a batch that is waited for as well."""
     ranks = RecordingRanks()
-    config = TrainConfig(micro_batch_tokens=1000, shared_prompts=shared_prompts)
+    config = TrainConfig(micro_batch_tokens=1000, prefix_sharing=prefix_sharing)
 
     async def run() -> None:
         trainer = BatchTrainer(LearnerGroup(ranks), config, AlgorithmConfig(estimator=estimator), max_new_tokens=4)
@@ -289,18 +290,18 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, shared_prom
         assert metrics["train/rank_imbalance"] == pytest.approx(1.0)
 
     asyncio.run(run())
-    assert [len(batch.token_ids_T) for batch in ranks.accumulated] == ([14, 14] if shared_prompts else [16, 16])
+    assert [len(batch.token_ids_T) for batch in ranks.accumulated] == ([14, 14] if prefix_sharing else [16, 16])
 
 
 def test_what_a_sibling_attends_to_is_work_of_its_rank_though_another_token_computes_it() -> None:
     """Both ranks have 16384 tokens: one a single sample, the other two siblings, who both attend to their prompt."""
-    long = Family.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])
-    alone = [Family.of([trained(0, 2048, 14_336)])]
+    long = SharedPrefixGroup.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])
+    alone = [SharedPrefixGroup.of([trained(0, 2048, 14_336)])]
     ranks = RecordingRanks()
 
     async def run() -> float:
         learner = LearnerGroup(ranks)
-        await learner.accumulate(Round(micro_batches=(pack_families([long]), pack_families(alone))))
+        await learner.accumulate(MicroBatchRound(micro_batches=(pack_prefix_groups([long]), pack_prefix_groups(alone))))
         return (await learner.step(count(long.samples, 0)))["train/rank_imbalance"]
 
     works = [work(12_288) + work(4096, 8192), work(16_384)]

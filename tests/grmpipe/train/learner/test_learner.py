@@ -132,7 +132,7 @@ def test_kl_pulls_towards_the_reference(gpt2_path: str, make_samples) -> None:
 
 def test_a_kl_in_the_reward_is_not_in_the_loss_and_its_reference_stays(gpt2_path: str, make_samples) -> None:
     batch, totals = pack(make_samples()), count(make_samples(), 0)
-    learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=0.5, kl_in="reward"))
+    learner = make_learner(gpt2_path, AlgorithmConfig(kl_coefficient=0.5, kl_in_reward=True))
     before = learner.reference_logprobs(batch)
     np.testing.assert_array_equal(before, learner.old_pass(batch).logprobs_T)
     learner.accumulate(batch)

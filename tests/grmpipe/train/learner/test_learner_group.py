@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.batching.packer import Packer, Round, idle
+from grmpipe.train.batching.packer import MicroBatchRound, Packer, idle
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.learner.learner_group import LearnerGroup
@@ -100,7 +100,7 @@ def test_every_rank_gets_its_own_micro_batch() -> None:
     actors = Recorded({"accumulate": [{"train/loss_sum": 1.0}, {"train/loss_sum": 2.0}]})
     first, second = idle(), idle()
     old = [OldPass(logprobs_T=np.zeros(2)), OldPass(logprobs_T=np.ones(2))]
-    sums = asyncio.run(LearnerGroup(actors).accumulate(Round(micro_batches=(first, second)), old))
+    sums = asyncio.run(LearnerGroup(actors).accumulate(MicroBatchRound(micro_batches=(first, second)), old))
     assert sums == {"train/loss_sum": 3.0}
     assert [ask[0] for ask in actors.asked] == [0, 1]
     assert actors.asked[0][2] is first and actors.asked[1][2] is second
@@ -138,7 +138,7 @@ def test_steps_and_loads_wait_while_weights_are_held_and_accumulating_goes_on() 
         group = LearnerGroup(actors)
         async with group.held() as version:
             changes = [asyncio.create_task(group.step(totals)), asyncio.create_task(group.load("somewhere"))]
-            await group.accumulate(Round(micro_batches=(idle(), idle())))
+            await group.accumulate(MicroBatchRound(micro_batches=(idle(), idle())))
             await asyncio.sleep(0)
             assert version == group.version == 0
             assert {ask[1] for ask in actors.asked} == {"accumulate"}
@@ -182,7 +182,7 @@ def test_a_learner_that_is_still_takes_no_memory_and_goes_on_afterwards() -> Non
     async def go() -> list[str]:
         actors = Slow()
         group = LearnerGroup(actors)
-        round_ = Round(micro_batches=(idle(), idle()))
+        round_ = MicroBatchRound(micro_batches=(idle(), idle()))
         first = [asyncio.create_task(group.accumulate(round_)) for _ in range(2)]
         await asyncio.sleep(0)
         async with group.still():

@@ -10,18 +10,18 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import LearnerSpec
-from grmpipe.train.learner.offload import LendingLearner
-from models.types import InlineBytes, Residence
+from grmpipe.train.learner.offload import OffloadingLearner
+from models.types import InlineBytes, OnDevice
 
 
-def make(path: str) -> LendingLearner:
+def make(path: str) -> OffloadingLearner:
     train, algorithm = TrainConfig(lr=1e-2, warmup_steps=0), AlgorithmConfig(kl_coefficient=0.1)
-    return LendingLearner(
+    return OffloadingLearner(
         LearnerSpec(model_path=path, train=train, algorithm=algorithm, max_new_tokens=8, device="cpu")
     )
 
 
-def weights(learner: LendingLearner) -> bytes:
+def weights(learner: OffloadingLearner) -> bytes:
     bucket = learner.bucket(0)
     assert bucket is not None
     assert isinstance(bucket.payload, InlineBytes)
@@ -33,28 +33,28 @@ def test_what_waited_on_the_host_trains_on_as_if_it_had_never_left(qwen_path: st
     pushed = []
     for seed in range(3):
         samples = make_samples(seed=seed)
-        lending.lay_out("everything")
+        lending.move_state("everything")
         for learner in (lending, steady):
             micro_batch = pack(samples)
             learner.accumulate(micro_batch)
             learner.step(count(samples, 0))
-        lending.lay_out("weights")
+        lending.move_state("weights")
         pushed.append((weights(lending), weights(steady)))
         assert lending.score((1, 2, 3)) == steady.score((1, 2, 3))
-        lending.lay_out("nothing")
+        lending.move_state("nothing")
     assert all(sent == kept for sent, kept in pushed)
 
 
 @pytest.mark.parametrize("residence", ["weights", "nothing"])
-def test_what_a_learner_lent_it_cannot_work_with(qwen_path: str, make_samples: Callable, residence: Residence) -> None:
+def test_what_a_learner_lent_it_cannot_work_with(qwen_path: str, make_samples: Callable, on_device: OnDevice) -> None:
     learner = make(qwen_path)
     micro_batch = pack(make_samples())
-    learner.lay_out(residence)
+    learner.move_state(on_device)
     with pytest.raises(AssertionError, match="on the host"):
         learner.accumulate(micro_batch)
 
 
 def test_on_a_cpu_there_is_no_memory_to_lend(qwen_path: str) -> None:
     learner = make(qwen_path)
-    assert learner.reside("nothing") == 0
+    assert learner.keep_on_device("nothing") == 0
     assert len(learner.score((1, 2, 3))) == 2

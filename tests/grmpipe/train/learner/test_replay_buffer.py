@@ -16,7 +16,7 @@ def group(name: str, version: int) -> JudgedGroup:
 
 
 def drawn(buffer: ReplayBuffer, version: int) -> list[str]:
-    return [found.group_id for found in buffer.draw(version)]
+    return [found.group_id for found in buffer.sample(version)]
 
 
 def test_a_batch_gets_the_youngest_first_and_each_once() -> None:

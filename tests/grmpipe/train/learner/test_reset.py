@@ -102,7 +102,7 @@ def test_resets_go_on_to_the_last_batches_after_a_warm_up_of_the_critic(qwen_pat
     assert told == {5: 0.0, 6: 1.0, 7: 0.0, 8: 1.0, 9: 0.0, 10: 0.0}
 
 
-@pytest.mark.parametrize(("key", "value"), [("reset_every", -1), ("reset_share", 0.0), ("replay_times", 0)])
+@pytest.mark.parametrize(("key", "value"), [("reset_every", -1), ("reset_share", 0.0), ("replay_buffer_uses", 0)])
 def test_a_bad_value_is_named_by_its_key(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{key}: "):
         AlgorithmConfig(**{key: value})  # type: ignore[arg-type]

@@ -37,7 +37,8 @@ def sequences(count: int, seed: int = 0) -> list[Classified]:
 
 def spec(path: str, **train: object) -> ScalarLearnerSpec:
     options = {"lr": 1e-2, "warmup_steps": 0, "max_grad_norm": 100.0, **train}
-    return ScalarLearnerSpec(model_path=path, tokenizer_path=path, train=TrainConfig(**options), device="cpu")  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return ScalarLearnerSpec(model_path=path, tokenizer_path=path, train=TrainConfig(**options), device="cpu")
 
 
 def take_step(learner: ScalarLearner, batch: list[Classified], max_tokens: int, rank: int = 0, size: int = 1) -> dict:

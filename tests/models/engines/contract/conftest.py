@@ -24,7 +24,7 @@ from models.renderer import Renderer
 from models.settings import EmbeddedConfig, SglangConfig, VllmConfig
 from models.types import WeightBucket, WeightReceipt
 from models.weights.object_store import ObjectStore
-from models.weights.stream import UnshardedBucket
+from models.weights.weight_stream import UnshardedBucket
 
 _replay = importlib.util.spec_from_file_location("sglang_replay", Path(__file__).parents[1] / "sglang_replay.py")
 assert _replay is not None and _replay.loader is not None

@@ -27,7 +27,7 @@ from models.types import (
 from models.weights.broadcast import GlooBroadcasts
 from models.weights.checksums import checksum, tensor_checksums
 from models.weights.sending import open_transport
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 NUM_TENSORS = 35  # of the tiny model; its head is tied
 

@@ -41,7 +41,7 @@ def test_logprobs_equal_a_plain_forward_over_joins_leaves_and_siblings(
     assert (stats.finished, stats.waiting, stats.running) == (40, 0, 0)
     assert stats.sampled_tokens == sum(len(completion.token_ids) for completion in completions)
     assert stats.busy_s > 0
-    assert not engine._worker._batch._families  # nothing is remembered of requests that ended
+    assert not engine._worker._batch._siblings_by_prompt  # nothing is remembered of requests that ended
 
 
 def test_a_seed_draws_the_same_tokens_alone_and_in_company(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> None:

@@ -17,8 +17,8 @@ from models.settings import EmbeddedConfig
 from models.types import Completion, SamplingParams, WeightReceipt, WeightTensor
 from models.weights import inbox as weight_loading
 from models.weights.object_store import ObjectStore
-from models.weights.stream import WeightStream
-from scheduler.routing.migration import Begun, Continuation
+from models.weights.weight_stream import WeightStream
+from scheduler.routing.migration import Continuation, PartialRequest
 from scheduler.weights.weight_checks import WeightMismatch, check_receipt
 
 SHAPE = {
@@ -56,9 +56,13 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Calla
 def open_mixture(mixtures: Callable[[str, int], str]) -> Iterator[OpenMixture]:
     opened: list[EmbeddedEngine] = []
 
-    def open_one(family: str = "qwen 3", *, note_experts: bool = True, **options: int | bool) -> EmbeddedEngine:
+    def open_one(
+        family: str = "qwen 3", *, return_routed_experts: bool = True, **options: int | bool
+    ) -> EmbeddedEngine:
         config = EmbeddedConfig(**options)  # type: ignore[arg-type]
-        opened.append(EmbeddedEngine(mixtures(family, 0), "policy", config, note_experts=note_experts))
+        opened.append(
+            EmbeddedEngine(mixtures(family, 0), "policy", config, return_routed_experts=return_routed_experts)
+        )
         return opened[-1]
 
     yield open_one
@@ -106,12 +110,12 @@ def test_each_token_that_was_fed_has_its_experts(family: str, open_mixture, mixt
 
 
 def test_who_does_not_ask_for_them_gets_none(open_mixture, ask, prompt_of) -> None:
-    assert asyncio.run(ask(open_mixture(note_experts=False), prompt_of(5))).experts_TLK is None
+    assert asyncio.run(ask(open_mixture(return_routed_experts=False), prompt_of(5))).experts_TLK is None
 
 
 def test_a_dense_model_has_none_to_note(model_path: str) -> None:
-    with pytest.raises(ValueError, match="routing_replay: Qwen3ForCausalLM has no router"):
-        EmbeddedEngine(model_path, "policy", EmbeddedConfig(), note_experts=True)
+    with pytest.raises(ValueError, match="router_replay: Qwen3ForCausalLM has no router"):
+        EmbeddedEngine(model_path, "policy", EmbeddedConfig(), return_routed_experts=True)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -150,7 +154,7 @@ def test_an_aborted_request_that_goes_on_elsewhere_keeps_its_first_experts(
         asked = asyncio.create_task(ask(engine, prompt, max_new_tokens=100, on_first_token=begun.set))
         await begun.wait()
         await engine.abort("r")
-        request = Begun(prompt, SamplingParams(max_new_tokens=100))
+        request = PartialRequest(prompt, SamplingParams(max_new_tokens=100))
         request.go_on(await asked, continuation)
         rest = await ask(other, request.prompt_ids, max_new_tokens=request.params.max_new_tokens)
         return request.whole(rest, continuation)
@@ -162,7 +166,7 @@ def test_an_aborted_request_that_goes_on_elsewhere_keeps_its_first_experts(
 
 
 def test_a_part_whose_experts_are_not_known_leaves_the_whole_without(open_mixture, ask, prompt_of) -> None:
-    engine, silent = open_mixture(), open_mixture(note_experts=False)
+    engine, silent = open_mixture(), open_mixture(return_routed_experts=False)
     first, second = (asyncio.run(ask(one, prompt_of(4))) for one in (engine, silent))
     continuation = Continuation(decode=lambda token_ids: "", seed_after=lambda seed, num_sampled: seed)
     assert continuation.join((first, second)).experts_TLK is None

@@ -18,7 +18,7 @@ from models.types import Completion, GroupLink, InlineBytes, VersionSpan, Weight
 from models.weights.checksums import checksum
 from models.weights.object_store import ObjectStore
 from models.weights.sending import open_transport
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 
 def buckets_of(path: str, dtype: str = "float32", bucket_bytes: int = 8192) -> list[WeightBucket]:

@@ -24,7 +24,7 @@ from models.settings import SglangConfig
 from models.types import Broadcast, EngineDied, EngineRefused, GroupLink, WeightBucket
 from models.weights.broadcast import GlooBroadcasts
 from models.weights.safetensors_files import SafetensorsFiles
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 PYTHON = os.environ.get("GRMPIPE_SGLANG_PYTHON", "")
 pytestmark = [

@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
-from models.engines.sglang.sglang_requests import Sampled, Ticket, body_of, completion_of, finish_reason_of, spans_of
+from models.engines.sglang.sglang_requests import (
+    SglangRequest,
+    SglangSample,
+    body_of,
+    completion_of,
+    finish_reason_of,
+    spans_of,
+)
 from models.types import EngineDied, EngineRefused, SamplingParams, VersionSpan
 
 
-def ticket_of(**params: Any) -> Ticket:
-    return Ticket((1, 2, 3), SamplingParams(**{"max_new_tokens": 8, **params}), priority=4)
+def ticket_of(**params: Any) -> SglangRequest:
+    return SglangRequest((1, 2, 3), SamplingParams(**{"max_new_tokens": 8, **params}), priority=4)
 
 
 def event(ids: list[int], total: int, version: str = "0", finish: dict[str, Any] | None = None, **meta: Any) -> Any:
@@ -30,7 +37,7 @@ def body(**params: Any) -> Any:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_events_may_hold_the_new_tokens_or_all_so_far(whole: bool) -> None:
-    sampled = Sampled()
+    sampled = SglangSample()
     for start, end in ((0, 1), (1, 4), (4, 6)):
         sampled.add(event(list(range(0 if whole else start, end)), total=end))
     assert sampled.token_ids == list(range(6))
@@ -54,7 +61,7 @@ def test_where_top_p_restricts_tokens_the_log_probs_are_of_what_is_left() -> Non
     restricted = body(top_p=0.9)
     assert restricted["return_sampling_mask"] and restricted["sampling_params"]["top_k"] == 272
     assert "return_sampling_mask" not in body(top_p=0.9, temperature=0.0)  # greedy draws from nothing
-    sampled = Sampled()
+    sampled = SglangSample()
     sampled.add(event([5], total=1, output_token_sampling_logprobs=[-0.1]))
     assert sampled.logprobs == [-0.1]
 
@@ -71,7 +78,7 @@ def test_each_try_has_an_id_of_its_own_that_is_no_beginning_of_another() -> None
 def test_spans_are_the_servers_and_cover_all_tokens() -> None:
     spans = [{"version": "0", "start": 0, "end": 0}, {"version": "3", "start": 0, "end": 2}]
     spans += [{"version": "4", "start": 2, "end": 5}]
-    sampled = Sampled(token_ids=[1] * 5, logprobs=[0.0] * 5, spans=spans)
+    sampled = SglangSample(token_ids=[1] * 5, logprobs=[0.0] * 5, spans=spans)
     assert spans_of(sampled, "policy", {"0": 0, "3": 3, "4": 4}) == (
         VersionSpan(model="policy", version=3, start=0, end=2),
         VersionSpan(model="policy", version=4, start=2, end=5),
@@ -79,7 +86,7 @@ def test_spans_are_the_servers_and_cover_all_tokens() -> None:
 
 
 def test_an_answer_that_was_cut_off_never_claims_a_newer_version_than_its_tokens_have() -> None:
-    sampled = Sampled()
+    sampled = SglangSample()
     sampled.add(event([1], total=1, version="7"))
     sampled.add(event([2, 3], total=3, version="7"))
     sampled.add(event([4, 5], total=5, version="8"))  # some of them may be from before the push
@@ -91,7 +98,7 @@ def test_an_answer_that_was_cut_off_never_claims_a_newer_version_than_its_tokens
 
 
 def test_nothing_sampled_is_an_empty_span_of_the_newest_version() -> None:
-    spans = spans_of(Sampled(), "policy", {"default": 0, "2": 2})
+    spans = spans_of(SglangSample(), "policy", {"default": 0, "2": 2})
     assert spans == (VersionSpan(model="policy", version=2, start=0, end=0),)
 
 

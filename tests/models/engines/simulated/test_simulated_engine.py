@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.simulated.simulated_batch import PREFILL_TOKENS_PER_STEP
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
-from models.engines.simulated.simulated_pace import SharedDevice
+from models.engines.simulated.simulated_rate import SharedDevice
 from models.types import Completion, EngineDied, EngineRefused, EngineSpeed, RequestContext, SamplingParams
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import pytest
 
 from models.engines.installed import vllm_missing
 from models.engines.vllm.options import VllmStart, arguments_of, check_vllm_options
-from models.engines.vllm.vllm_requests import Sampled, experts_of
+from models.engines.vllm.vllm_requests import VllmSample, experts_of
 from models.settings import VllmConfig
 
 needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
@@ -17,13 +17,13 @@ needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_miss
 def test_layers_without_experts_are_left_out(told: type, carried: type) -> None:
     """vLLM has a row for every layer of the model."""
     experts_TLK = np.arange(5 * 4 * 2).reshape(5, 4, 2).astype(told)
-    found = experts_of(Sampled(experts_TLK=experts_TLK), layers=(1, 3))
+    found = experts_of(VllmSample(experts_TLK=experts_TLK), layers=(1, 3))
     assert found is not None and found.dtype == carried
     np.testing.assert_array_equal(found, experts_TLK[:, [1, 3]])
 
 
 def test_an_answer_that_tells_none_has_none() -> None:
-    assert experts_of(Sampled(), layers=(0,)) is None
+    assert experts_of(VllmSample(), layers=(0,)) is None
 
 
 @needs_vllm
@@ -31,7 +31,7 @@ def test_the_last_piece_tells_all() -> None:
     from vllm import RequestOutput
     from vllm.outputs import CompletionOutput
 
-    experts_TLK, sampled = np.ones((6, 2, 2), np.uint8), Sampled()
+    experts_TLK, sampled = np.ones((6, 2, 2), np.uint8), VllmSample()
     for token_ids, told in (([1], None), ([2, 3], experts_TLK)):
         piece = CompletionOutput(
             index=0, text="", token_ids=token_ids, cumulative_logprob=None, logprobs=None, routed_experts=told
@@ -49,8 +49,8 @@ def test_the_last_piece_tells_all() -> None:
 def test_vllm_is_asked_for_them_by_the_key_of_the_algorithm_alone() -> None:
     start = VllmStart(
         model_path="m", config=VllmConfig(), context_tokens=128, dtype="float32", device="cuda", tensor_parallel=1,
-        takes_weights=True, note_experts=True,
+        takes_weights=True, return_routed_experts=True,
     )  # fmt: skip
     assert arguments_of(start)["enable_return_routed_experts"] is True
-    with pytest.raises(ValueError, match=r"enable_return_routed_experts: is set by algorithm\.routing_replay"):
+    with pytest.raises(ValueError, match=r"enable_return_routed_experts: is set by algorithm\.router_replay"):
         check_vllm_options(VllmConfig(options={"enable_return_routed_experts": True}))

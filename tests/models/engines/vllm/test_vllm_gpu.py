@@ -18,7 +18,7 @@ from models.lm.expert_routing import Routers
 from models.settings import VllmConfig
 from models.types import ModelFiles, WeightBucket
 from models.weights.sending import open_transport
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,7 +109,7 @@ def test_it_tells_the_experts_that_the_model_itself_would_choose(
     Qwen3MoeForCausalLM(shape).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path)
     config = VllmConfig(kv_cache_mb=KV_CACHE_MB, enforce_eager=True)
-    engine = VllmEngine(str(tmp_path), "policy", config, device="cuda", note_experts=True)
+    engine = VllmEngine(str(tmp_path), "policy", config, device="cuda", return_routed_experts=True)
     try:
         completion = asyncio.run(ask(engine, prompt_of(20), max_new_tokens=40))
     finally:

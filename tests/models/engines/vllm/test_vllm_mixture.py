@@ -18,7 +18,7 @@ from models.lm.checkpoint_names import CheckpointNames
 from models.settings import VllmConfig
 from models.types import WeightReceipt
 from models.weights.object_store import ObjectStore
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))]
 

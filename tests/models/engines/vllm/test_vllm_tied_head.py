@@ -15,7 +15,7 @@ from models.engines.vllm.vllm_engine import VllmEngine
 from models.lm.causal_lm import load_causal_lm
 from models.settings import VllmConfig
 from models.weights.object_store import ObjectStore
-from models.weights.stream import WeightStream
+from models.weights.weight_stream import WeightStream
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))]
 

@@ -11,10 +11,10 @@ from models.engines.vllm.vllm_weights import (
     Applied,
     PlainBucket,
     as_plain,
-    hearing,
-    telling,
+    reading_error,
     unapplied,
     under_sent_names,
+    writing_error,
 )
 from models.types import (
     Broadcast,
@@ -76,13 +76,13 @@ def test_inline_bytes_cross_through_shared_memory_bucket_after_bucket() -> None:
 def test_an_error_comes_home_as_what_it_is_though_vllm_carries_words_alone(
     kind: type[Exception], error: Exception
 ) -> None:
-    with pytest.raises(RuntimeError) as carried, telling():
+    with pytest.raises(RuntimeError) as carried, writing_error():
         raise error
     words = f"Worker failed with error '{carried.value}', please check the stack trace above"
-    with pytest.raises(kind) as heard, hearing():
+    with pytest.raises(kind) as heard, reading_error():
         raise Exception(words)
     assert str(heard.value) == str(error)
-    with pytest.raises(KeyError), hearing():
+    with pytest.raises(KeyError), reading_error():
         raise KeyError("not told")
 
 

@@ -1,0 +1,161 @@
+"""Labelled judgements: sampled from a GRM, kept in a file, read again. Trains nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+from grmpipe.judge.grm_client import GrmClient, GrmQuestion
+from grmpipe.judge.labels import judged_right, num_scores
+from grmpipe.types import Failed, Judgement, Prompt
+from scheduler.supervise import raising_first
+
+Split = Literal["train", "held_out"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledJudgement:
+    """A judgement that could be read, and whether it agrees with the label of what it judged.
+
+    label: of the item, in the words of grmpipe/judge/labels.py.
+    """
+
+    split: Split
+    item_id: str
+    subset: str
+    label: str
+    scores: tuple[float, ...]  # in the order shown
+    right: bool
+    text: str
+    prompt_ids: tuple[int, ...]
+    sampled_ids: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What the meta-RM reads."""
+        return self.prompt_ids + self.sampled_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledExamples:
+    """What became of the judgements of all items. A failed one is no example: no vote ever sees it."""
+
+    examples: tuple[LabelledJudgement, ...]
+    failed: Mapping[str, int]  # by cause
+    num_tokens: int
+
+
+async def sample(
+    client: GrmClient, judging_tasks: Mapping[Split, Sequence[Prompt]], num_judgements: int
+) -> SampledExamples:
+    """`num_judgements` of each item, all at once."""
+    asked = [
+        (split, judging_task, index)
+        for split, some in judging_tasks.items()
+        for judging_task in some
+        for index in range(num_judgements)
+    ]  # fmt: skip
+    async with raising_first() as tasks:
+        answers = [
+            tasks.create_task(client.judgement(question_of(client, judging_task), i, 0)) for _, judging_task, i in asked
+        ]
+    examples: list[LabelledJudgement] = []
+    failed = Counter[str]()
+    for (split, judging_task, _), answer in zip(asked, answers, strict=True):
+        examples += [example_of(split, judging_task, one) for one in answer.result() if isinstance(one, Judgement)]
+        failed.update(one.cause for one in answer.result() if isinstance(one, Failed))
+    num_tokens = sum(len(example.sampled_ids) for example in examples)
+    return SampledExamples(examples=tuple(examples), failed=failed, num_tokens=num_tokens)
+
+
+def question_of(client: GrmClient, judging_task: Prompt) -> GrmQuestion:
+    assert judging_task.reference is not None, f"{judging_task.prompt_id}: judging tasks have labels"
+    count = num_scores(judging_task.reference)
+    return GrmQuestion(
+        group_id=judging_task.prompt_id,
+        name=judging_task.prompt_id,
+        siblings=tuple(range(count)),
+        num_scores=count,
+        prompt=client.grm.prompt(judging_task.messages[-1].content),
+    )
+
+
+def example_of(split: Split, judging_task: Prompt, judgement: Judgement) -> LabelledJudgement:
+    label = judging_task.reference or ""
+    return LabelledJudgement(
+        split=split,
+        item_id=judging_task.prompt_id,
+        subset=judging_task.source,
+        label=label,
+        scores=judgement.scores,
+        right=judged_right(judgement.scores, label),
+        text=judgement.completion.text,
+        prompt_ids=judgement.prompt_ids,
+        sampled_ids=judgement.completion.token_ids,
+    )
+
+
+def batches(
+    examples: Sequence[LabelledJudgement], num_items: int, num_steps: int, seed: int
+) -> Iterator[list[LabelledJudgement]]:
+    """`num_steps` batches of all judgements of `num_items` items, in a new order in each epoch."""
+    by_item: dict[str, list[LabelledJudgement]] = {}
+    for example in examples:
+        by_item.setdefault(example.item_id, []).append(example)
+    draw, waiting = random.Random(f"meta {seed}"), list[str]()
+    for _ in range(num_steps):
+        while len(waiting) < num_items:
+            epoch = list(by_item)
+            draw.shuffle(epoch)
+            waiting += epoch
+        items, waiting = waiting[:num_items], waiting[num_items:]
+        yield [example for item in items for example in by_item[item]]
+
+
+def write_examples(path: Path, examples: Sequence[LabelledJudgement]) -> None:
+    """One a line."""
+    lines = (json.dumps(asdict(example), ensure_ascii=False) for example in examples)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def read_examples(path: Path) -> tuple[LabelledJudgement, ...]:
+    """What `write_examples` wrote. ValueError names the line and the field."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+    examples = tuple(read_example(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1))
+    for split in get_args(Split):
+        if not any(example.split == split for example in examples):
+            raise ValueError(f'{path}: holds no judgement whose "split" is "{split}"')
+    return examples
+
+
+def read_example(line: str, where: str) -> LabelledJudgement:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    known = {spec.name for spec in fields(LabelledJudgement)}
+    if not isinstance(row, dict) or set(row) != known:
+        raise ValueError(f"{where}: expected an object with exactly the fields {', '.join(sorted(known))}")
+    if row["split"] not in get_args(Split) or not isinstance(row["right"], bool):
+        raise ValueError(f"{where}: split must be {' or '.join(get_args(Split))}, right must be true or false")
+    if not all(isinstance(token_id, int) for name in ("prompt_ids", "sampled_ids") for token_id in row[name]):
+        raise ValueError(f"{where}: prompt_ids and sampled_ids must be token ids")
+    return LabelledJudgement(
+        split=row["split"],
+        item_id=row["item_id"],
+        subset=row["subset"],
+        label=row["label"],
+        scores=tuple(row["scores"]),
+        right=row["right"],
+        text=row["text"],
+        prompt_ids=tuple(row["prompt_ids"]),
+        sampled_ids=tuple(row["sampled_ids"]),
+    )

@@ -1,0 +1,204 @@
+"""Is the judge fit? A gate that pauses judging and then stops the run, and the reward-hacking alarm. Judges nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from typing import Literal
+
+from grmpipe.judge.monitor.position_bias import PositionBias
+from grmpipe.types import Cause, Failed, JudgeReport, Metrics
+from scheduler.clock import ActiveClock
+
+log = logging.getLogger(__name__)
+
+BreakerState = Literal["open", "paused", "stopped"]
+ROUNDING = 1e-9  # 5.3 - 4.3 is a rise of 1.0
+
+
+class CircuitBreaker:
+    """open -> paused -> open again -> stopped, by the share of failures in a sliding window.
+
+    The gate acts once a quarter of the window was seen. After the pause it opens with an empty window: who failed gets
+    one more chance. A whole window below the rate earns another one.
+
+    counted: what has failed or not, in the plural. key: of the configuration, that sets the rate.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_failure_rate: float,
+        window: int,
+        pause_s: float,
+        counted: str = "verdicts",
+        key: str = "judge.max_failure_rate",
+    ) -> None:
+        self._counted = counted
+        self._key = key
+        self._max_failure_rate = max_failure_rate
+        self._window = window
+        self._pause_s = pause_s
+        self._recent: deque[Cause | None] = deque(maxlen=window)
+        self._last_detail = ""
+        self._state: BreakerState = "open"
+        self._paused_until_s = 0.0
+        self._warned = False
+        self._num_since_opening = 0
+        self._cause = ""
+
+    def state(self, now_s: float) -> BreakerState:
+        if self._state == "paused" and now_s >= self._paused_until_s:
+            self._state = "open"
+            self._recent.clear()
+            self._num_since_opening = 0
+        return self._state
+
+    def seconds_to_pause(self, now_s: float) -> float:
+        """What is left of the pause; 0 when judging may go on, and when it never will."""
+        return self._paused_until_s - now_s if self.state(now_s) == "paused" else 0.0
+
+    def record(self, result: object, now_s: float) -> None:
+        """A Failed, or what else there is: a success. What arrives in a pause was begun before it, and says nothing
+        about the time after it."""
+        if self.state(now_s) != "open":
+            return
+        self._recent.append(result.cause if isinstance(result, Failed) else None)
+        self._num_since_opening += 1
+        if isinstance(result, Failed):
+            self._last_detail = result.detail
+        if self._exceeds():
+            self._close(now_s)
+        elif self._num_since_opening >= self._window:
+            self._warned = False
+
+    def trip(self, cause: str, now_s: float) -> None:
+        """Close for another reason than failures: a pause, or the end if there was one of late."""
+        if self.state(now_s) == "open":
+            self._cause = cause + (f", again after a pause of {self._pause_s:g} s" if self._warned else "")
+            self._shut(now_s)
+
+    def stop_cause(self) -> str:
+        """Why judging paused or stopped, in plain words; empty if it never did."""
+        return self._cause
+
+    def _exceeds(self) -> bool:
+        num_failed = len(self._recent) - self._recent.count(None)
+        enough = len(self._recent) >= max(1, self._window // 4)
+        return enough and num_failed > self._max_failure_rate * len(self._recent)
+
+    def _close(self, now_s: float) -> None:
+        self._cause = self._explain()
+        self._shut(now_s)
+
+    def _shut(self, now_s: float) -> None:
+        if self._warned:
+            self._state = "stopped"
+        else:
+            self._state, self._warned, self._paused_until_s = "paused", True, now_s + self._pause_s
+
+    def _explain(self) -> str:
+        counts = Counter(cause for cause in self._recent if cause is not None)
+        num_seen, num_failed = len(self._recent), counts.total()
+        causes = ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
+        again = f", again after a pause of {self._pause_s:g} s" if self._warned else ""
+        return (
+            f"{num_failed} of the last {num_seen} {self._counted} failed ({num_failed / num_seen:.0%}; "
+            f"{self._key}={self._max_failure_rate:g}){again}: {causes}"
+            + (f"; the last one: {self._last_detail}" if self._last_detail else "")
+        )
+
+
+class RewardHackingDetector:
+    """Fires when the GRM likes the policy ever more while it gets worse at telling right from wrong.
+
+    The GRM's score must have risen by `min_score_rise` since the first reading, and the gold accuracy on the anchors
+    must stand `min_gold_fall` below its best reading so far (over-optimization, arXiv 2210.10760).
+    """
+
+    def __init__(self, *, min_score_rise: float, min_gold_fall: float) -> None:
+        self._min_score_rise = min_score_rise
+        self._min_gold_fall = min_gold_fall
+        self._first: tuple[int, float] | None = None  # step, score
+        self._best: tuple[int, float] | None = None  # step, gold accuracy
+
+    def record(self, *, step: int, grm_score: float, gold_accuracy: float) -> str | None:
+        """A sentence with the numbers if the alarm fires at this reading."""
+        if self._first is None:
+            self._first = (step, grm_score)
+        if self._best is None or gold_accuracy >= self._best[1]:
+            self._best = (step, gold_accuracy)
+        (first_step, first_score), (best_step, best_gold) = self._first, self._best
+        rise, fall = grm_score - first_score, best_gold - gold_accuracy
+        if rise < self._min_score_rise - ROUNDING or fall < self._min_gold_fall - ROUNDING:
+            return None
+        return (
+            f"The policy may be hacking the judge: at step {step} the GRM's score is {grm_score:.2f}, "
+            f"up {rise:.2f} since step {first_step}, while its accuracy on gold anchors is {gold_accuracy:.2f}, "
+            f"down {fall:.2f} since step {best_step}."
+        )
+
+
+class Unfit(Exception):
+    """Too much failed, before a pause and after it. Nothing was made up in its place."""
+
+
+class JudgeUnfit(Unfit):
+    """Too many verdicts failed."""
+
+
+class Fitness:
+    """Pauses work while its gate is closed, and raises `unfit` once that is for good."""
+
+    work = ""
+    unfit = Unfit
+
+    def __init__(self, breaker: CircuitBreaker) -> None:
+        self._breaker = breaker
+        self._loop = asyncio.get_running_loop()
+        self._told = ""
+
+    def record(self, result: object) -> None:
+        """A Failed, or what else there is: a success. Raises `unfit` when the gate closes for good."""
+        self._breaker.record(result, self._loop.time())
+        self._raise_if_stopped()
+
+    def _raise_if_stopped(self) -> None:
+        if self._breaker.state(self._loop.time()) == "stopped":
+            raise self.unfit(self._breaker.stop_cause())
+
+    async def until_fit(self, clock: ActiveClock) -> None:
+        """Sit out a pause; deadlines stand still meanwhile."""
+        while (left_s := self._breaker.seconds_to_pause(self._loop.time())) > 0:
+            if self._told != self._breaker.stop_cause():
+                self._told = self._breaker.stop_cause()
+                log.warning("%s pauses for %.0f s: %s", self.work, left_s, self._told)
+            with clock.paused():
+                await asyncio.sleep(left_s)
+
+
+class JudgeFitness(Fitness):
+    """Pauses judging above the failure rate, and then stops the run (guarantee 1)."""
+
+    work = "judging"
+    unfit = JudgeUnfit
+
+    def __init__(self, breaker: CircuitBreaker) -> None:
+        super().__init__(breaker)
+        self._bias = PositionBias()
+
+    def verdict(self, report: JudgeReport) -> None:
+        """Count a verdict. Raises JudgeUnfit when the gate closes for good."""
+        self._bias = self._bias.with_judgements(report.judgements)
+        self.record(report.verdict)
+
+    def trip(self, cause: str) -> None:
+        """Pause for a cause that no verdict shows. Raises JudgeUnfit if it is one too many."""
+        self._breaker.trip(cause, self._loop.time())
+        self._raise_if_stopped()
+
+    def bias_metrics(self) -> Metrics:
+        """Since the last time: order flips, ties, wins of the first place. Empty for a judge of single responses."""
+        metrics, self._bias = self._bias.metrics(), PositionBias()
+        return metrics

@@ -1,0 +1,102 @@
+"""Judge sessions of judges that take each rollout by itself, and of groups of one. Asks nobody by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from grmpipe.judge.verdict import only_finite, unasked
+from grmpipe.types import Judge, JudgeReport, JudgeSession, JudgeTask, Prompt, Rollout, Turn
+from models.types import Completion, VersionSpan
+
+
+@runtime_checkable
+class RolloutJudge(Protocol):
+    """Judges one rollout, whatever its siblings are. Failures come back as values."""
+
+    async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PointwiseAdapter:
+    """A judge of rollouts as a judge of groups."""
+
+    judge: RolloutJudge
+
+    def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
+        return PointwiseAdapterSession(self.judge, prompt)
+
+
+class PointwiseAdapterSession:
+    """A rollout is judged as soon as it has ended."""
+
+    def __init__(self, judge: RolloutJudge, prompt: Prompt) -> None:
+        self._judge = judge
+        self._prompt = prompt
+        self._rollouts: dict[int, Rollout] = {}
+
+    def begin(self) -> Sequence[JudgeTask]:
+        return ()
+
+    def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
+        self._rollouts[rollout.sibling] = rollout
+        return (JudgeTask(members=(rollout.sibling,)),)
+
+    async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
+        (sibling,) = judge_task.members
+        return {sibling: await self._judge.judge(self._prompt, self._rollouts[sibling], priority)}
+
+
+async def judge_group(
+    judge: Judge, prompt: Prompt, rollouts: Sequence[Rollout], priority: int = 0
+) -> tuple[JudgeReport, ...]:
+    """The reports on all siblings of a group (at least one), in their order. The lowest priority goes first.
+
+    What the judge doesn't report on has failed as refused: one that compares can't take a rollout by itself.
+    """
+    session = judge.open(prompt, rollouts[0].group_id, len(rollouts))
+    judge_tasks = list(session.begin())
+    for rollout in rollouts:
+        judge_tasks += session.add(rollout)
+    reports: dict[int, JudgeReport] = {}
+    for final in await asyncio.gather(*(session.judge(judge_task, priority) for judge_task in judge_tasks)):
+        reports |= {sibling: only_finite(report) for sibling, report in final.items()}
+    return tuple(reports.get(rollout.sibling, NOT_TAKEN) for rollout in rollouts)
+
+
+async def judge_alone(judge: Judge, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
+    """The report on a rollout without siblings."""
+    (report,) = await judge_group(judge, prompt, [rollout], priority)
+    return report
+
+
+def refused(detail: str) -> JudgeReport:
+    """Nobody was asked."""
+    failure = unasked("refused", detail)
+    return JudgeReport(verdict=failure, failures=(failure,))
+
+
+NOT_TAKEN = refused("this judge compares: one response is too few")
+
+NOBODY = VersionSpan(model="nobody", version=0, start=0, end=0)
+
+
+def rollout_of_text(group_id: str, sibling: int, text: str) -> Rollout:
+    """A text as a rollout. It has no tokens: nothing can be trained on it."""
+    completion = Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", versions=(NOBODY,))
+    turn = Turn(prompt_ids=(), completion=completion)
+    return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
+
+
+async def judge_together(
+    judge: Judge, prompt: Prompt, group_id: str, texts: Sequence[str], priority: int = 0
+) -> tuple[JudgeReport, ...]:
+    """The reports on all texts, in their order, as on the siblings of one group (see judge_group).
+
+    The group id makes the judgements: under the same one the same engine gives the same.
+    """
+    return await judge_group(
+        judge, prompt, [rollout_of_text(group_id, i, text) for i, text in enumerate(texts)], priority
+    )

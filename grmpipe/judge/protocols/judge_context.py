@@ -1,0 +1,86 @@
+"""What all judge sessions of a generative judge share: its template, whom it asks, how votes become verdicts.
+
+Knows no siblings' order and no pairs: the protocols do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from grmpipe.config.judge import JudgeConfig, Scale
+from grmpipe.judge.grm import GrmPrompt
+from grmpipe.judge.grm_client import GrmClient
+from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
+from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
+from grmpipe.judge.protocols.early_stop import Noise
+from grmpipe.judge.protocols.principles import InlinePrinciples, Principles, SharedPrinciples
+from grmpipe.judge.protocols.steps import Decode
+from grmpipe.judge.protocols.truncation import truncated_to_fit
+from grmpipe.judge.verdict import VOTES, Vote, best_indices, unasked, weighted
+from grmpipe.types import Cause, Failed, Judgement, Prompt
+from models.types import EngineDied, EngineRefused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeContext:
+    """Of one judge. `decode`: of the policy's tokens, for steps; `meta`: for the votes that need one."""
+
+    client: GrmClient
+    config: JudgeConfig
+    template: JudgePrompt
+    principles_template: PrinciplesPrompt | None  # None: principles are part of each judgement
+    meta_rm: MetaRmScorer | None
+    decode: Decode | None
+    seed: int
+    noise: Noise = field(default_factory=Noise)
+
+    @property
+    def scale(self) -> Scale:
+        return self.config.scale
+
+    def principles_of(self, prompt: Prompt, group_id: str) -> Principles:
+        if self.principles_template is None:
+            return InlinePrinciples()
+        room = self.client.room_for(self.config.principles_max_new_tokens)
+        return SharedPrinciples(self.client, self.principles_template, room, prompt, group_id)
+
+    def prompt(self, prompt: Prompt, texts: Sequence[str], principles: str | None) -> GrmPrompt | Failed:
+        """The GRM's prompt about some texts of the policy, or why it can't be had: refused, too_long."""
+
+        def render(shown: Sequence[str]) -> GrmPrompt:
+            spelt = [self.client.grm.shown(text) for text in shown]
+            return self.client.grm.prompt(self.template.render(prompt, *spelt, principles=principles))
+
+        room = self.client.room_for(self.config.max_new_tokens)
+        try:
+            made = truncated_to_fit(render, texts, room, self.config.truncation)
+        except ValueError as error:
+            return unasked("refused", str(error))
+        if isinstance(made, str):
+            return unasked("too_long", f"{self.client.grm.name}: {made}")
+        return made
+
+    async def counted(self, judged: Sequence[JudgedResponses], priority: int) -> tuple[list[Judgement], Vote] | Failed:
+        """The judgements that enter the vote, and the vote over the scores that they gave to one response."""
+        judgements = [one.judgement for one in judged]
+        if self.config.vote in VOTES:
+            return judgements, VOTES[self.config.vote]
+        assert self.meta_rm is not None
+        try:
+            weights = await self.meta_rm.scores(judged, priority)
+        except (EngineDied, EngineRefused) as error:
+            cause: Cause = "died" if isinstance(error, EngineDied) else "refused"
+            return Failed(stage="judge", cause=cause, attempts=1, detail=f"meta-RM: {error}")
+        if self.config.vote == "weighted":
+            return judgements, lambda scores: weighted(scores, weights)
+        count = self.config.k_meta or max(1, self.config.num_judgements // 2)
+        return [judgements[index] for index in best_indices(weights, count)], VOTES["mean"]
+
+    def abstention(self, spread: float) -> Failed | None:
+        """No verdict, where judgements lie too far apart to mean anything."""
+        limit = self.config.abstain_above_std
+        if limit is None or spread <= limit:
+            return None
+        detail = f"the spread of the judgements is {spread:.2f} (std); judge.abstain_above_std={limit:g}"
+        return Failed(stage="judge", cause="undecided", attempts=1, detail=detail)

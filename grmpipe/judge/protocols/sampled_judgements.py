@@ -1,0 +1,78 @@
+"""k judgements of one matter: all at once, or in waves until it is enough. Knows no engine and no score."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from grmpipe.judge.protocols.early_stop import Stop
+from grmpipe.types import Failed, Judgement
+from scheduler.supervise import raising_first
+
+Results = Sequence[Judgement | Failed]  # of one index: what failed before it was asked again, and what came last
+
+IN_FULL = Stop(first=1 << 30, wave=1, enough=lambda judgements, num_left: False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledJudgements:
+    """What came of it.
+
+    stopped_after: how many of the first indices were enough; None where all were needed.
+    enough:        the judgements of these.
+    saved_tokens:  judgements that were never asked, at the mean length of those that answered; what was cancelled in
+                   flight counts as spent.
+    """
+
+    judgements: tuple[Judgement, ...]
+    failures: tuple[Failed, ...]
+    enough: tuple[Judgement, ...]
+    stopped_after: int | None = None
+    saved_tokens: int = 0
+
+
+async def sample_judgements(
+    ask: Callable[[int], Awaitable[Results]], num_judgements: int, stop: Stop = IN_FULL
+) -> SampledJudgements:
+    """`ask(index)` for each. What is in flight when it is enough is cancelled, which frees its engine at once."""
+    results: list[Results] = []
+    tasks: list[asyncio.Task[Results]] = []
+    stopped_after: int | None = None
+    async with raising_first() as group:
+        while len(results) < num_judgements and (stopped_after is None or stop.auditing):
+            if len(results) == len(tasks):
+                wave = num_judgements if stop.auditing else stop.wave if tasks else stop.first
+                indices = range(len(tasks), min(num_judgements, len(tasks) + wave))
+                tasks += [group.create_task(answered(ask, index)) for index in indices]
+            results.append(await tasks[len(results)])
+            num_left = num_judgements - len(results)
+            undecided = stopped_after is None and num_left > 0 and len(results) >= stop.first
+            if undecided and stop.enough(judgements_of(results), num_left):
+                stopped_after = len(results)
+        for task in tasks[len(results) :]:
+            task.cancel()
+    return gathered(results, stopped_after=stopped_after, num_unasked=num_judgements - len(tasks))
+
+
+async def answered(ask: Callable[[int], Awaitable[Results]], index: int) -> Results:
+    return await ask(index)
+
+
+def gathered(
+    results: Sequence[Results], *, stopped_after: int | None = None, num_unasked: int = 0
+) -> SampledJudgements:
+    judgements = judgements_of(results)
+    lengths = [judgement.completion.num_tokens for judgement in judgements]
+    return SampledJudgements(
+        judgements=judgements,
+        failures=tuple(result for some in results for result in some if isinstance(result, Failed)),
+        enough=judgements_of(results[:stopped_after]),
+        stopped_after=stopped_after,
+        saved_tokens=round(num_unasked * statistics.fmean(lengths)) if lengths else 0,
+    )
+
+
+def judgements_of(results: Sequence[Results]) -> tuple[Judgement, ...]:
+    return tuple(result for some in results for result in some if isinstance(result, Judgement))

@@ -1,0 +1,109 @@
+"""What the policy and the judge are shown fits: their templates, their windows. Asks neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.roles import Model, ServedRole
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.judge.grm import estimated_tokens
+from grmpipe.judge.pattern import PATTERNS
+from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
+from grmpipe.types import Prompt
+from grmpipe.validate.data import Data
+from grmpipe.validate.engines import context_limit_of
+from grmpipe.validate.sections import section
+from models.types import Message
+
+
+def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
+    """Its chat template takes the prompts, and its window takes at least one of them with an answer."""
+    kinds = {tuple(message.role for message in prompt.messages): prompt for prompt in (*data.held_out, *data.train)}
+    with section("policy."):
+        for prompt in kinds.values():
+            policy.renderer.render(prompt.messages)
+    check_context_limit(
+        name="policy",
+        context_tokens=policy.context_tokens,
+        key="rollout.max_new_tokens",
+        new_tokens=config.rollout.max_new_tokens,
+        lengths=((prompt, len(policy.renderer.render(prompt.messages))) for prompt in data.train),
+        what="prompt",
+    )
+
+
+def check_judge(config: RunConfig, role: ServedRole, grm: Model | None, data: Data) -> None:
+    """Its template takes the prompts, and its window takes at least one of them with a full answer and a critique.
+
+    A full one: who could write what the judge can't read would escape it. `grm` is None for a judge outside.
+    """
+    template = check_template(config.judge, (*data.train, *data.held_out))
+    ahead = config.judge.principles == "shared"
+    num_shown = config.judge.responses_shown(config.train.group_size)
+    truncates = config.judge.truncation == "middle"
+    principle_tokens = config.judge.principles_max_new_tokens if ahead else 0
+    extra_tokens = principle_tokens + (0 if truncates else num_shown * config.rollout.max_new_tokens)
+
+    def length(prompt: Prompt) -> int:
+        text = template.render(prompt, *[""] * num_shown, principles="" if ahead else None)
+        weighed = len(grm.renderer.render((Message(role="user", content=text),))) if grm else estimated_tokens(text)
+        return weighed + extra_tokens
+
+    with section(f"{role.name}."):
+        length(data.train[0])
+    check_context_limit(
+        name=role.name,
+        context_tokens=grm.context_tokens if grm else context_limit_of(role, 0),
+        key="judge.max_new_tokens",
+        new_tokens=config.judge.max_new_tokens,
+        lengths=((prompt, length(prompt)) for prompt in data.train),
+        what="question with an answer of rollout.max_new_tokens",
+    )
+
+
+def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt:
+    """The judge's templates can be had, and the prompts have what these show. Raises ConfigError."""
+    with section("judge."):
+        template = JudgePrompt.of(judge)
+        principles = PrinciplesPrompt(judge.principles_template) if judge.principles == "shared" else None
+        for prompt in [prompt for prompt in prompts if prompt.reference is None][:1]:
+            template.render(prompt, "", principles=None if principles is None else "")
+            if principles is not None:
+                principles.render(prompt)
+        if judge.protocol_kind.scores == "criteria":
+            check_rubrics(judge.protocol, prompts)
+        if judge.structured:
+            PATTERNS[judge.parser](judge.scale, 1)
+    return template
+
+
+def check_rubrics(protocol: str, prompts: Sequence[Prompt]) -> None:
+    for prompt in prompts:
+        if not prompt.rubric:
+            raise ValueError(
+                f"protocol: {protocol} judges by the prompt's criteria, and prompt {prompt.prompt_id} has none; add "
+                "the field rubric (a list of texts), or type judge=pointwise"
+            )
+
+
+def check_context_limit(
+    *, name: str, context_tokens: int, key: str, new_tokens: int, lengths: Iterable[tuple[Prompt, int]], what: str
+) -> None:
+    """At least one prompt leaves room for `new_tokens`: it ends at the first that does. A run skips the others.
+
+    A window of 0 isn't known, and takes all.
+    """
+    too_long = []
+    for prompt, num_tokens in lengths:
+        if not context_tokens or num_tokens + new_tokens <= context_tokens:
+            return
+        too_long.append((num_tokens, prompt.prompt_id))
+    length, prompt_id = min(too_long)
+    room = context_tokens - length
+    shorter = "shorter prompts, a shorter judge.template" if name == "grm" else "shorter prompts"
+    way_out = f"type {key}={room} or less" if room > 0 else f"give {shorter}, or a model with a larger window"
+    raise ConfigError(
+        f"{key}: {new_tokens} new tokens after the shortest {what} ({prompt_id}: {length} tokens) exceed the "
+        f"{context_tokens} tokens of {name}; {way_out}"
+    )

@@ -1,0 +1,124 @@
+"""All that can be known of task=train_meta_rm, and refused, before anything starts. Writes nothing, starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grmpipe.config.roles import Model, ResolvedRole, Roles, resolve_roles
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.judge.labelled_judgements import LabelledJudgement, Split, read_examples
+from grmpipe.types import Prompt
+from grmpipe.validate.data import HELD_OUT_OF, judging_tasks_at
+from grmpipe.validate.engines import check_installed
+from grmpipe.validate.meta_rm_model import shared_context_limit
+from grmpipe.validate.models import Progress, find_model
+from grmpipe.validate.seats import check_machine
+from grmpipe.validate.sections import section
+from models.hub import find_files
+from models.lm.packed_check import check_packable
+from models.lm.scalar_head import outline_scalar_head
+from models.tiny.resolve import resolve_model
+from scheduler.placement import Placement, place
+
+
+def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaRmTraining:
+    """Every refusal is a ConfigError that names the key and what to type."""
+    check_task(config)
+    sampling, learning = (seat(config, role) for role in ("grm", "learner"))
+    stored = read_stored(config)
+    judging_tasks = {} if stored else read_judging_tasks(config)
+    roles = resolve_roles(config, sampling)
+    check_installed(roles, config)
+    grm = find_model(roles.served["grm"], config, progress)
+    return MetaRmTraining(
+        config=config,
+        grm=grm,
+        start_path=find_start(config, grm, progress),
+        judging_tasks=judging_tasks,
+        stored=stored,
+        sampling=sampling,
+        learning=learning,
+        roles=roles,
+        learner=resolve_roles(config, learning)["learner"],
+    )
+
+
+def check_task(config: RunConfig) -> None:
+    if config.judge.kind != "generative" or config.judge_is_remote:
+        raise ConfigError(
+            "judge.kind: task=train_meta_rm samples a local GRM; type judge.kind=generative, and a grm.engine that "
+            "isn't openai"
+        )
+    if config.resume != "never":
+        raise ConfigError(
+            "resume: task=train_meta_rm can't be resumed, but its judgements can be used again: type resume=never and "
+            "meta_rm.judgements=<its run_dir>/judgements.jsonl"
+        )
+
+
+def seat(config: RunConfig, role: str) -> Placement:
+    with section(""):
+        placement = place(config.placement, (role,), config.served)
+    check_machine(config, placement)
+    return placement
+
+
+def read_stored(config: RunConfig) -> tuple[LabelledJudgement, ...]:
+    if config.meta_rm.judgements is None:
+        return ()
+    with section("meta_rm.judgements: "):
+        return read_examples(Path(config.meta_rm.judgements))
+
+
+def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
+    """Labelled work to train on and to measure on; none is in both."""
+    held_out_path = HELD_OUT_OF.get(config.data.path) if config.data.eval_path == "auto" else config.data.eval_path
+    if held_out_path is None:
+        raise ConfigError("data.eval_path: held-out labelled responses are needed to measure the result; give a file")
+    with section("data.path: "):
+        train = judging_tasks_at(config, config.data.path, config.data.num_prompts)
+    with section("data.eval_path: "):
+        held_out = judging_tasks_at(config, held_out_path, config.data.num_eval_prompts)
+    asked = {judging_task.messages for judging_task in held_out}
+    return {
+        "train": [judging_task for judging_task in train if judging_task.messages not in asked],
+        "held_out": held_out,
+    }
+
+
+def find_start(config: RunConfig, grm: Model, progress: Progress) -> str:
+    """The directory that training starts from: the GRM, or what reads the same tokens."""
+    if config.meta_rm.start_path is None:
+        directory = grm.path
+    else:
+        with section("meta_rm.start_"):
+            directory = find_files(resolve_model(config.meta_rm.start_path, progress), weights=True)
+    with section("meta_rm.start_"):
+        check_packable(outline_scalar_head(directory), directory)
+        window = shared_context_limit(directory, config, grm)
+        if window < grm.context_tokens:
+            raise ValueError(
+                f"path: its context window of {window} tokens is smaller than the GRM's ({grm.context_tokens})"
+            )
+    return directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaRmTraining:
+    """A training that may start.
+
+    start_path: the model that gets a head, or goes on with its own.
+    judging tasks:    what the GRM is asked; `stored` are judgements that need not be sampled.
+    """
+
+    config: RunConfig
+    grm: Model
+    start_path: str
+    judging_tasks: Mapping[Split, Sequence[Prompt]]
+    stored: tuple[LabelledJudgement, ...]
+    sampling: Placement
+    learning: Placement
+    roles: Roles  # while the GRM samples
+    learner: ResolvedRole

@@ -1,0 +1,100 @@
+"""Requests under way in an event loop: joined by their id, let in by priority. Knows no engine and no network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from models.priority_gate import PriorityGate
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class SharedCall(Generic[T]):
+    """One request, and how many wait for its answer."""
+
+    task: asyncio.Task[T]
+    num_waiters: int = 0
+
+
+class SingleFlight(Generic[T]):
+    """A request_id that is under way gets that request's answer. The task ends with the last who waited for it."""
+
+    def __init__(self) -> None:
+        self._flights: dict[str, SharedCall[T]] = {}
+        self._tasks: set[asyncio.Task[T]] = set()  # an event loop itself holds tasks weakly
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._flights
+
+    async def join(self, request_id: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The answer of `begin`, which is called unless the request is under way already."""
+        flight = self._flights.get(request_id)
+        if flight is None:
+            flight = self._flights[request_id] = self._take_off(request_id, begin)
+        flight.num_waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.num_waiters -= 1
+            if flight.num_waiters == 0 and not flight.task.done():
+                self._land(request_id, flight)  # who asks from now on begins anew
+                flight.task.cancel()
+
+    def _take_off(self, request_id: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> SharedCall[T]:
+        flight = SharedCall(asyncio.ensure_future(begin()))
+        self._tasks.add(flight.task)
+        flight.task.add_done_callback(lambda _: self._land(request_id, flight))
+        flight.task.add_done_callback(self._tasks.discard)
+        return flight
+
+    def _land(self, request_id: str, flight: SharedCall[T]) -> None:
+        if self._flights.get(request_id) is flight:
+            del self._flights[request_id]
+
+
+class PrioritySemaphore:
+    """Lets `width` callers in at once; of those that wait, the lowest priority number first, then the oldest."""
+
+    def __init__(self, width: int) -> None:
+        self._free = width
+        self._waiting = PriorityGate()
+
+    @asynccontextmanager
+    async def enter(self, priority: int) -> AsyncIterator[None]:
+        if self._free:
+            self._free -= 1
+        else:
+            await self._waiting.wait(priority, self._let_next_in)
+        try:
+            yield
+        finally:
+            self._let_next_in()
+
+    def _let_next_in(self) -> None:
+        if not self._waiting.let_one():
+            self._free += 1
+
+
+class AdmissionGate:
+    """Holds callers back while it is closed. Opened, it lets the lowest priority number go first, then the oldest."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._waiting = PriorityGate()
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+        self._waiting.let_all()
+
+    async def pass_through(self, priority: int) -> None:
+        """Return at once, or when it opens: it may be closed again by then."""
+        if not self.is_open:
+            await self._waiting.wait(priority)

@@ -1,0 +1,197 @@
+"""Requests in flight at one SGLang server: sent, held back, taken back, aborted. Knows no weights but by version.
+
+A request waits here, not at the server, while generation is paused (a paused server answers no abort, and would file a
+newcomer's prompt under older weights), and while a sibling with the same prompt waits for its first token: after that
+the server's prefix cache has the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from models.engines.request_gates import AdmissionGate, SingleFlight
+from models.engines.sglang.http_client import SglangHttp, message_of
+from models.engines.sglang.sglang_requests import SglangRequest, body_of, completion_of
+from models.engines.stop_conditions import StopConditions
+from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
+
+ABORT_GRACE_S = 2.0  # for the server's own answer to an abort: it has all tokens
+
+
+class SglangGeneration:
+    """versions: the server's names of versions -> ours, the newest last.
+
+    incremental: the server's events hold the new tokens only.
+    """
+
+    def __init__(
+        self,
+        http: SglangHttp,
+        model_name: str,
+        endings: StopConditions,
+        *,
+        stop_token_ids: Sequence[int],
+        vocab_size: int,
+        seed: int,
+        incremental: bool,
+        versions: dict[str, int],
+    ) -> None:
+        self.num_prefilled = 0  # of finished requests: prompt tokens that no prefix cache held
+        self._http, self._model_name, self._endings = http, model_name, endings
+        self._stop_token_ids, self._vocab_size = tuple(stop_token_ids), vocab_size
+        self._seed, self._incremental, self._versions = seed, incremental, versions
+        self._namespace = uuid.uuid4().hex  # of the prefix cache
+        self._tickets: dict[str, SglangRequest] = {}
+        self._prefilling: dict[tuple[int, ...], asyncio.Event] = {}  # set once the first token is there
+        self._in_flight: SingleFlight[Completion] = SingleFlight()
+        self._errands: set[asyncio.Task[None]] = set()
+        self._going = AdmissionGate()
+        http.on_death = self._going.open  # who waits for the end of a pause hears of it
+
+    @property
+    def paused(self) -> bool:
+        return not self._going.is_open
+
+    @property
+    def idle(self) -> bool:
+        return not self._tickets
+
+    def hold(self) -> None:
+        """Send nothing from now on."""
+        self._going.close()
+
+    def go_on(self) -> None:
+        self._going.open()
+
+    def adopt(self, version: int, forget_prompts: bool) -> None:
+        """New weights, under the name of `version`. forget_prompts: no newcomer may use what the server has cached;
+        requests that have not begun are asked again."""
+        self._versions.pop(str(version), None)
+        self._versions[str(version)] = version
+        if forget_prompts:
+            self._namespace = uuid.uuid4().hex
+            for ticket in self._tickets.values():
+                if ticket.rid and not ticket.begun:
+                    ticket.interrupted.set()
+
+    async def generate(
+        self,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        context: RequestContext,
+        on_first_token: Callable[[], None],
+    ) -> Completion:
+        """A request_id that is in flight already gets that request's answer."""
+        request_id = context.request_id
+        if request_id not in self._in_flight:
+            self._tickets[request_id] = SglangRequest(prompt_ids, params, context.priority)
+        ticket = self._tickets[request_id]
+        if ticket.begun:
+            on_first_token()
+        ticket.listeners.append(on_first_token)
+        try:
+            return await self._in_flight.join(request_id, lambda: self._answer(request_id, ticket))
+        finally:
+            ticket.listeners.remove(on_first_token)
+
+    async def abort(self, request_id: str) -> None:
+        ticket = self._tickets.get(request_id)
+        if ticket is None or ticket.aborted:
+            return
+        ticket.aborted = True
+        if ticket.rid and not self.paused:
+            self._run_errand(self._interrupt_later(ticket))
+            await self._http.post("/abort_request", {"rid": ticket.rid})
+        else:
+            ticket.interrupted.set()
+
+    async def _answer(self, request_id: str, ticket: SglangRequest) -> Completion:
+        try:
+            while not ticket.aborted:
+                ticket.interrupted.clear()
+                await _either(self._way_clear(ticket), ticket.interrupted.wait())
+                self._http.refuse_the_dead()
+                clear = not self.paused and ticket.prompt_ids not in self._prefilling
+                if clear and not ticket.aborted and await self._sample(ticket):
+                    break
+        finally:
+            if self._tickets.get(request_id) is ticket:
+                del self._tickets[request_id]
+        self.num_prefilled += ticket.sampled.num_prefilled
+        text = self._endings.text(ticket.sampled.token_ids, ticket.params.stop)
+        return completion_of(ticket, text, self._model_name, self._versions)
+
+    async def _way_clear(self, ticket: SglangRequest) -> None:
+        await self._going.pass_through(ticket.priority)
+        while (sibling := self._prefilling.get(ticket.prompt_ids)) is not None:
+            await sibling.wait()
+
+    async def _sample(self, ticket: SglangRequest) -> bool:
+        """One try; whether it is the answer. It isn't where the request was taken back before it had begun."""
+        prefilled = self._prefilling.setdefault(ticket.prompt_ids, asyncio.Event())
+        ticket.renew(on_begin=partial(self._prefill_over, ticket.prompt_ids, prefilled))
+        reading = asyncio.create_task(self._read(ticket))
+        interrupted = asyncio.create_task(ticket.interrupted.wait())
+        try:
+            await asyncio.wait({reading, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+                return True
+            return ticket.aborted or ticket.begun
+        finally:
+            rid, ticket.rid = ticket.rid, ""
+            self._prefill_over(ticket.prompt_ids, prefilled)
+            interrupted.cancel()
+            if not reading.done():
+                reading.cancel()
+                self._run_errand(self._http.post("/abort_request", {"rid": rid}))
+
+    def _prefill_over(self, prompt_ids: tuple[int, ...], prefilled: asyncio.Event) -> None:
+        prefilled.set()
+        if self._prefilling.get(prompt_ids) is prefilled:
+            del self._prefilling[prompt_ids]
+
+    async def _read(self, ticket: SglangRequest) -> None:
+        body = body_of(
+            ticket,
+            seed=self._seed,
+            stop_token_ids=self._stop_token_ids,
+            vocab_size=self._vocab_size,
+            namespace=self._namespace,
+            whole=not self._incremental,
+        )
+        async for event in self._http.stream("/generate", body):
+            if "error" in event:
+                raise EngineRefused(f"SGLang at {self._http.url} refused: {message_of(event)}")
+            ticket.add(event)
+        if ticket.sampled.finish is None:
+            raise EngineDied(f"SGLang at {self._http.url} aborted an answer")
+
+    async def _interrupt_later(self, ticket: SglangRequest) -> None:
+        await asyncio.sleep(ABORT_GRACE_S)
+        ticket.interrupted.set()
+
+    def _run_errand(self, errand: Coroutine[Any, Any, Any]) -> None:
+        """Something that nobody waits for."""
+
+        async def run() -> None:
+            with contextlib.suppress(EngineDied, EngineRefused):
+                await errand
+
+        task = asyncio.create_task(run())
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+
+async def _either(*waits: Coroutine[Any, Any, Any]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

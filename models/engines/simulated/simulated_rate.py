@@ -1,0 +1,71 @@
+"""Seconds of work at a pace that changes: none in a pause, less where a device is shared. Pure: it is told the time."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+
+class SimulatedRate:
+    """How much work was done by a moment, and when a given amount will be."""
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._since_s = 0.0
+        self._worked_s = 0.0  # by then
+
+    def worked_s(self, now_s: float) -> float:
+        return self._worked_s + (now_s - self._since_s) * self._rate
+
+    def set_rate(self, now_s: float, rate: float) -> bool:
+        """From now on go at `pace` (1: the device alone). False: nothing changed."""
+        if rate == self._rate:
+            return False
+        self._worked_s, self._since_s, self._rate = self.worked_s(now_s), now_s, rate
+        return True
+
+    def when_s(self, worked_s: float) -> float:
+        """The moment at which this much work will be done, at the pace of now; infinity in a pause."""
+        if not self._rate or worked_s == math.inf:
+            return math.inf
+        return self._since_s + (worked_s - self._worked_s) / self._rate
+
+
+class Tenant(Protocol):
+    """Somebody who works on a device."""
+
+    def share_changed(self, share: float) -> None: ...
+
+
+class SharedDevice:
+    """What several processes work on: those that are busy get equal shares of it, and none more than a whole.
+
+    capacity: how many of them get a whole: 1 of a GPU, the number of its cores of a machine.
+    turn_cost: what more of them than that lose by taking turns, over their work, for each too many on each core.
+    """
+
+    def __init__(self, capacity: int = 1, context_switch_cost: float = 0.0) -> None:
+        self._capacity = capacity
+        self._turn_cost = context_switch_cost
+        self._busy: dict[Tenant, None] = {}
+        self._share = 1.0
+
+    def occupy(self, tenant: Tenant) -> None:
+        self._busy[tenant] = None
+        if not self._divide():
+            tenant.share_changed(self._share)
+
+    def vacate(self, tenant: Tenant) -> None:
+        del self._busy[tenant]
+        self._divide()
+
+    def _divide(self) -> bool:
+        """False: the shares stay as they were."""
+        turns = 1 + self._turn_cost * max(0, len(self._busy) - self._capacity) / self._capacity
+        share = min(1.0, self._capacity / max(1, len(self._busy))) / turns
+        if share == self._share:
+            return False
+        self._share = share
+        for tenant in tuple(self._busy):
+            tenant.share_changed(share)
+        return True

@@ -1,0 +1,28 @@
+"""Whole runs under watch: the tiny GRM stands still, isn't fooled, and a limit ends a run in its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from grmpipe.run.errors import RunFailed
+
+
+def test_a_frozen_judge_stands_still_through_a_run(small_run: Callable) -> None:
+    files = small_run(
+        "judge_monitor.every=1", "judge_monitor.canaries=6", "judge_monitor.adversarial_prompts=1", "train.num_steps=2"
+    )
+    start, *_, last = files.lines("metrics")
+    assert start["judge_monitor/canary_drift_abs"] == last["judge_monitor/canary_drift_abs"] == 0.0
+    assert start["judge_monitor/attack_success_share"] <= 0.2
+    assert last["alarm/canary_drift"] == last["alarm/fooled"] == 0.0
+    assert files.summary["alarms"] == []
+    canaries = files.lines("canaries")
+    assert len(canaries) == 6 and all(line["prompt"]["messages"] for line in canaries)
+
+
+def test_a_limit_stops_the_run_and_says_which(small_run: Callable) -> None:
+    limit = "+judge_monitor.limits={short: {metric: response_length/mean, above: 1, action: stop}}"
+    with pytest.raises(RunFailed, match=r"judge_monitor\.limits\.short: at step 1 response_length/mean is .* above 1"):
+        small_run("judge_monitor.every=0", limit)

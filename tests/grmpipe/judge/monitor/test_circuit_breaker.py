@@ -1,0 +1,124 @@
+"""The gate pauses, then stops; the alarm fires on score up and gold down, and on nothing less."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, RewardHackingDetector
+from grmpipe.types import Failed, Verdict
+
+GOOD = Verdict(rewards=(), score=5, breakdown={}, score_std=0, num_judgements=1)
+TIMEOUT = Failed(stage="judge", cause="timeout", attempts=1, detail="no answer within 120 s")
+UNPARSEABLE = Failed(stage="judge", cause="unparseable", attempts=2, detail="it ends with 'hm'")
+
+
+def breaker(window: int = 16) -> CircuitBreaker:
+    return CircuitBreaker(max_failure_rate=0.25, window=window, pause_s=30.0)
+
+
+def feed(breaker: CircuitBreaker, now_s: float, *verdicts: Verdict | Failed) -> str:
+    for verdict in verdicts:
+        breaker.record(verdict, now_s)
+    return breaker.state(now_s)
+
+
+def test_the_gate_waits_for_a_quarter_of_its_window() -> None:
+    watched = breaker(window=16)
+    assert feed(watched, 0, TIMEOUT, TIMEOUT, TIMEOUT) == "open"
+    assert feed(watched, 0, TIMEOUT) == "paused"
+
+
+def test_a_rate_at_the_limit_is_fine_and_one_above_it_pauses() -> None:
+    watched = breaker()
+    assert feed(watched, 0, *[GOOD] * 12, *[TIMEOUT] * 4) == "open"
+    assert feed(watched, 0, TIMEOUT) == "paused"
+
+
+def test_it_pauses_then_opens_with_an_empty_window_then_stops() -> None:
+    watched = breaker()
+    feed(watched, 100.0, *[TIMEOUT] * 4)
+    assert (watched.state(129.9), watched.seconds_to_pause(120.0)) == ("paused", 10.0)
+    assert (watched.state(130.0), watched.seconds_to_pause(130.0)) == ("open", 0.0)
+    assert feed(watched, 131.0, TIMEOUT, TIMEOUT, TIMEOUT) == "open"
+    assert feed(watched, 131.0, UNPARSEABLE) == "stopped"
+    assert (watched.state(1e9), watched.seconds_to_pause(131.0)) == ("stopped", 0.0)
+    assert feed(watched, 1e9, *[GOOD] * 100) == "stopped"
+
+
+def test_verdicts_that_arrive_in_the_pause_do_not_count() -> None:
+    watched = breaker()
+    feed(watched, 0.0, *[TIMEOUT] * 4)
+    feed(watched, 15.0, *[TIMEOUT] * 50)
+    assert feed(watched, 31.0, *[GOOD] * 16) == "open"
+
+
+def test_a_whole_window_below_the_rate_earns_another_pause() -> None:
+    watched = breaker(window=16)
+    feed(watched, 0.0, *[TIMEOUT] * 4)
+    assert feed(watched, 31.0, *[GOOD] * 15, *[TIMEOUT] * 5) == "paused"
+    assert feed(watched, 62.0, *[TIMEOUT] * 4) == "stopped"
+
+
+def test_old_verdicts_leave_the_window() -> None:
+    watched = breaker(window=16)
+    feed(watched, 0, *[GOOD] * 1000)
+    assert feed(watched, 0, *[TIMEOUT] * 5) == "paused"
+
+
+def test_the_cause_is_told_in_plain_words_with_counts() -> None:
+    watched = breaker()
+    assert watched.stop_cause() == ""
+    feed(watched, 0.0, GOOD, TIMEOUT, TIMEOUT, UNPARSEABLE)
+    assert watched.stop_cause() == (
+        "3 of the last 4 verdicts failed (75%; judge.max_failure_rate=0.25): 2 timeout, 1 unparseable; "
+        "the last one: it ends with 'hm'"
+    )
+    feed(watched, 30.0, *[TIMEOUT] * 4)
+    assert "again after a pause of 30 s: 4 timeout" in watched.stop_cause()
+
+
+@given(failures=st.lists(st.booleans(), max_size=200), window=st.integers(1, 40))
+def test_a_gate_closes_exactly_when_the_window_exceeds_the_rate(failures: list[bool], window: int) -> None:
+    watched = breaker(window)
+    for count in range(1, len(failures) + 1):
+        watched.record(TIMEOUT if failures[count - 1] else GOOD, 0.0)
+        recent = failures[:count][-window:]
+        exceeded = len(recent) >= max(1, window // 4) and sum(recent) / len(recent) > 0.25
+        assert watched.state(0.0) == ("paused" if exceeded else "open")
+        if exceeded:
+            break
+
+
+def alarm(readings: list[tuple[float, float]]) -> str | None:
+    watched = RewardHackingDetector(min_score_rise=1.0, min_gold_fall=0.10)
+    said = None
+    for index, (score, gold) in enumerate(readings):
+        said = watched.record(step=10 * index, grm_score=score, gold_accuracy=gold)
+    return said
+
+
+def test_score_up_and_gold_down_fires_with_the_numbers() -> None:
+    assert alarm([(6.7, 0.80), (8.0, 0.84), (9.9, 0.60)]) == (
+        "The policy may be hacking the judge: at step 20 the GRM's score is 9.90, up 3.20 since step 0, "
+        "while its accuracy on gold anchors is 0.60, down 0.24 since step 10."
+    )
+
+
+@pytest.mark.parametrize(
+    "readings",
+    [
+        [],
+        [(9.9, 0.1)],
+        [(4.3, 0.98), (9.0, 0.96)],  # a good run
+        [(4.3, 0.98), (4.4, 0.30)],  # the judge is worse, nobody gains by it
+        [(4.3, 0.98), (9.0, 0.30), (4.5, 0.30)],  # over: the last reading counts
+    ],
+)
+def test_one_half_alone_does_not_fire(readings: list[tuple[float, float]]) -> None:
+    assert alarm(readings) is None
+
+
+def test_thresholds_are_reached_in_spite_of_rounding() -> None:
+    assert alarm([(4.3, 0.9), (5.3, 0.8)]) is not None

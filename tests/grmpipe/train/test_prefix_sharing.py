@@ -1,0 +1,92 @@
+"""A real learner can't tell siblings that share their prompt from siblings with a copy each. Two ranks, and every loss
+with every aggregation, in float64: test_two_ranks.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.train.batching.kl_in_reward import kl_of_rollouts, rollout_key, unpacked
+from grmpipe.train.batching.packer import MicroBatchRound, rounds_of
+from grmpipe.train.batching.samples import count
+from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.types import TrainingSample
+from models.tiny.resolve import resolve_model
+
+WATCHED = AlgorithmConfig(loss="gspo", aggregation="sequence_mean", kl_coefficient=0.1, entropy_coefficient=0.01)
+
+
+def learner_of(path: str, algorithm: AlgorithmConfig = WATCHED, **train: bool) -> Learner:
+    config = TrainConfig(warmup_steps=0, **train)  # type: ignore[arg-type]
+    return Learner(LearnerSpec(model_path=path, train=config, algorithm=algorithm, max_new_tokens=8, device="cpu"))
+
+
+def both(samples: list[TrainingSample]) -> tuple[MicroBatchRound, MicroBatchRound]:
+    """One micro-batch each: shared, and copied."""
+    (shared,), (copied,) = (rounds_of(samples, 10_000, 1, way) for way in (True, False))
+    assert len(shared.micro_batches[0].token_ids_T) < len(copied.micro_batches[0].token_ids_T)
+    return shared, copied
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_on_shared_prompts_is_one_on_copies(make_siblings, checkpointing: bool) -> None:
+    samples = make_siblings()
+    gradients, metrics = [], []
+    for round_ in both(samples):
+        learner = learner_of(resolve_model("tiny://policy"), activation_checkpointing=checkpointing)
+        learner.accumulate(round_.micro_batches[0])
+        # type: ignore
+        gradients.append([parameter.grad.full_tensor().clone() for parameter in learner._model.parameters()])
+        metrics.append(learner.step(count(samples, 0)))
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
+    for shared, copied in zip(*gradients, strict=True):
+        torch.testing.assert_close(shared, copied, atol=1e-4, rtol=1e-3)
+
+
+def by_sample(round_: MicroBatchRound, said_T: np.ndarray) -> dict[tuple[str, int], np.ndarray]:
+    """Of the trained tokens of each."""
+    found = unpacked(round_.samples[0], round_.micro_batches[0], said_T)
+    return {rollout_key(sample): own_T[np.array(sample.loss_mask) > 0] for sample, own_T in found}
+
+
+def assert_alike(shared: dict[tuple[str, int], np.ndarray], copied: dict[tuple[str, int], np.ndarray]) -> None:
+    assert shared.keys() == copied.keys()
+    for key, said_N in shared.items():
+        np.testing.assert_allclose(said_N, copied[key], atol=1e-5)
+        assert (said_N < -1).all()
+
+
+def test_pi_old_and_the_reference_say_the_same_of_every_trained_token(qwen_path: str, make_siblings) -> None:
+    learner, rounds = learner_of(qwen_path), both(make_siblings())
+    assert_alike(*(by_sample(one, learner.old_pass(one.micro_batches[0]).logprobs_T) for one in rounds))
+    assert_alike(*(by_sample(one, learner.reference_logprobs(one.micro_batches[0])) for one in rounds))
+
+
+def test_a_distance_that_is_taken_off_the_rewards_finds_its_tokens(qwen_path: str, make_siblings) -> None:
+    learner = learner_of(qwen_path)
+    shared, copied = (
+        kl_of_rollouts([round_], [[learner.reference_logprobs(round_.micro_batches[0])]], "k3")
+        for round_ in both(make_siblings())
+    )
+    assert shared.keys() == copied.keys()
+    for key, nats_N in shared.items():
+        np.testing.assert_allclose(nats_N, copied[key], atol=1e-4)
+
+
+def test_shared_tokens_are_replayed_where_the_first_sibling_sent_them(mixture_path: str, make_siblings) -> None:
+    """Siblings that all went there say the same as with copies."""
+    draw, samples = np.random.default_rng(0), []
+    by_group: dict[str, np.ndarray] = {}
+    for sample in make_siblings():
+        length = len(sample.token_ids)
+        own_TLK = draw.permuted(np.tile(np.arange(4), (length, 2, 1)), axis=-1)[..., :2].astype(np.int16)
+        before = sample.loss_mask.index(1)
+        own_TLK[:before] = by_group.setdefault(sample.group_id, own_TLK[:before].copy())
+        samples.append(replace(sample, experts_TLK=own_TLK))
+    learner = learner_of(mixture_path, AlgorithmConfig(router_replay="rollout"))
+    said = (by_sample(one, learner.old_pass(one.micro_batches[0]).logprobs_T) for one in both(samples))
+    assert_alike(*said)
