@@ -1,4 +1,4 @@
-"""The tasks of launch.py that need torch: train, evaluate, plan and others. Each runs to its end, says how it ended."""
+"""The tasks of launch.py that need torch: train, evaluate, plan and others. Each runs to its end and reports it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from grmpipe.validate.prepare import Prepared, prepare
 
 
 def run_task(config: RunConfig) -> float | None:
-    """The objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted.
+    """Run a task. Returns the objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted.
 
-    Each task imports its own parts, so that training doesn't wait for those of the others.
+    Each task imports its own parts, so that training doesn't wait for the imports of others.
     """
     return run_retrain(config) if config.data.retrain_from is not None else TASKS[config.task](config)
 
@@ -63,7 +63,7 @@ def run_retrain(config: RunConfig) -> float | None:
 
 
 def anywhere(run_dir: Path, place: RunLocation) -> tuple[Path, Path | None]:
-    """The run's directory and its checkpoint for processes that stand elsewhere."""
+    """The absolute paths of the run's directory and its checkpoint, for processes in other working directories."""
     return run_dir.absolute(), place.checkpoint.absolute() if place.checkpoint is not None else None
 
 
@@ -151,7 +151,7 @@ def objective_of(run_dir: Path) -> float | None:
 
 
 def notes(prepared: Prepared) -> list[str]:
-    """What is allowed, and maybe not meant."""
+    """Notes on settings that are allowed but may not be meant."""
     config, objective, said = prepared.config, prepared.config.objective, []
     if objective.startswith("eval.") and not prepared.held_out:
         said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
@@ -163,7 +163,7 @@ def notes(prepared: Prepared) -> list[str]:
 
 @contextmanager
 def model_progress() -> Iterator[Progress]:
-    """A bar for each model that has to be made; nothing where all are at hand."""
+    """Context: a progress bar for each model that has to be made; none if all exist."""
     bars = ProgressBars(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True, console=Console(stderr=True)
     )
@@ -178,5 +178,5 @@ def model_progress() -> Iterator[Progress]:
     try:
         yield advance
     finally:
-        if tasks:  # stopping what never started prints an empty line
+        if tasks:  # stopping without a start prints an empty line
             bars.stop()

@@ -1,4 +1,4 @@
-"""What task=evaluate shows and leaves behind: a table, evaluation.json, judged.jsonl, a picture. Measures nothing."""
+"""The output of task=evaluate: a table, evaluation.json, judged.jsonl, a plot. Measures nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
 
 
 def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale) -> dict[str, str]:
-    """name -> what it is."""
+    """Write the files. Returns name -> description."""
     (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(plain(line_of(one, scale)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / "judged.jsonl").write_text("".join(lines), "utf-8")
@@ -54,7 +54,7 @@ def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
 
 
 def show(result: JudgeEvaluation, max_subsets: int, files: Mapping[str, str], run_dir: Path) -> None:
-    """max_subsets: of judgements that were drawn for each smaller k."""
+    """Print the results. max_subsets: subsets of judgements sampled for each smaller k."""
     console = Console()
     console.print(table_of(result))
     if result.overall.with_meta_rm:
@@ -74,7 +74,7 @@ def table_of(result: JudgeEvaluation) -> Table:
 
 
 def meta_rm_table_of(result: JudgeEvaluation) -> Table:
-    """Beside the other one it would not fit 80 columns."""
+    """The table with the meta-RM, separate because both together don't fit 80 columns."""
     heads = ("items", *(f"meta_rm@{k}" for k in result.overall.with_meta_rm))
     return by_subset(result, "the same, by the better half of each vote", heads, meta_rm_cells_of)
 
@@ -108,7 +108,7 @@ def percent(share: float) -> str:
 
 
 def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
-    """What the table can't hold, a line each."""
+    """Notes on what the table leaves out, one per line."""
     yield "judged: by the judge's own verdicts, +- its standard error; a single response must get its label"
     num_failed = sum(result.failed_judgements.values())
     if result.num_judgements:
@@ -140,11 +140,11 @@ def causes(counts: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{count} {cause}' for cause, count in sorted(counts.items()))})" if counts else ""
 
 
-# -- the picture ---------------------------------------------------------------------------------------------------
+# -- the plot ------------------------------------------------------------------------------------------------------
 
 
 def draw(result: JudgeEvaluation, path: Path) -> bool:
-    """Accuracy over k, overall and by subset. False where there is nothing to draw, or nothing to draw with."""
+    """Plot accuracy over k, overall and by subset. False if there is nothing to plot, or no matplotlib."""
     if not result.overall.by_k:
         return False
     try:
