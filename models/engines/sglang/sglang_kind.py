@@ -1,4 +1,4 @@
-"""SGLang's servers as a run sees them. Starts none unless told to."""
+"""SGLang's kind. Starts servers only if they aren't joined."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SglangKind(EngineKind[SglangConfig]):
         return sections.sglang
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:
-        """A server of our own, or the one of this replica among those that run already."""
+        """Start a server, or join the running one of this replica."""
         from models.engines.sglang.sglang_engine import SglangEngine
 
         told = (spec.path, spec.role, self.options)

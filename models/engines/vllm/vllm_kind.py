@@ -1,4 +1,4 @@
-"""vLLM's engine as a run sees it. Imports vLLM only to make one."""
+"""vLLM's kind. Imports vLLM only to make an engine."""
 
 from __future__ import annotations
 
