@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from scheduler.placement import Placement, Seat
 
-CONTEXT_SWITCH_COST = (
-    0.16  # of the work, for one process too many on each core: engines on two cores (benchmarks/turns.md)
-)
+# Of the work, for one further process per core: engines on two cores (benchmarks/turns.md).
+CONTEXT_SWITCH_COST = 0.16
 
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]
