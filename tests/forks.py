@@ -1,7 +1,7 @@
-"""Scripts in forks of a process that has made their imports: a start takes no seconds of them. Used by conftest.py.
+"""Runs scripts in forks of a process that has made their imports, which saves seconds per start. Used by conftest.py.
 
-What runs is the script itself, as `__main__`, in a process of its own that can be killed. How a user starts one is
-test_quickstart.py's and test_tasks.py's to try.
+The script itself runs as `__main__`, in its own process that can be killed. test_quickstart.py and test_tasks.py start
+scripts as a user does.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FORKS = multiprocessing.get_context("forkserver")
 
 
 def serve() -> None:
-    """Import it all in a process that forks from now on. Its environment is the one of this moment."""
+    """Import everything in a process that forks from now on, with the present environment."""
     FORKS.set_forkserver_preload(IMPORTED)
     multiprocessing.forkserver.ensure_running()
 
 
 def run(script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[str, str], output: str) -> None:
-    """As `python script ...` runs there; what it prints goes to the file `output`."""
+    """Run a script like `python script ...` there; its output goes to the file `output`."""
     told = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(told, 1)
     os.dup2(told, 2)
@@ -39,7 +39,7 @@ def run(script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # a process of multiprocessing ends without
+        atexit._run_exitfuncs()  # a process of multiprocessing ends without them
 
 
 class Forked:
@@ -67,7 +67,7 @@ class Forked:
         os.kill(self._process.pid, number)
 
     def wait(self, timeout_s: float = 240.0) -> int:
-        """The exit code; below 0 the signal that ended it."""
+        """Return the exit code; below 0 the signal that ended it."""
         self._process.join(timeout_s)
         if self._process.exitcode is None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""Corrections, rejections and the figures of the mismatch by their formula's own numbers."""
+"""Corrections, rejections and mismatch metrics by the numbers of their formulas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from grmpipe.config.train import AlgorithmConfig
 
 
 def drift(weights: list[float], lengths: list[int] | None = None, **given: list[float]) -> OffPolicyDrift:
-    """Samples whose tokens have these w, and pi_theta = pi_prox unless `behind` gives mu / pi_theta."""
+    """Samples whose tokens have these w, with pi_theta = pi_prox unless `behind` gives mu / pi_theta."""
     log_weights = torch.tensor(weights, dtype=torch.float64).log()
     mask = torch.tensor(given.get("mask", [1.0] * len(weights)), dtype=torch.float64)
     behind = torch.tensor(given["behind"], dtype=torch.float64).log() if "behind" in given else -log_weights
@@ -58,7 +58,7 @@ def test_tis_caps_the_ratio_from_above_only() -> None:
 
 
 def test_sequence_weights_are_products_over_a_sample() -> None:
-    """Products 1.32 and 6.0, and the second is capped, or masked."""
+    """Products 1.32 and 6.0; the second is capped, or masked."""
     drifted = drift([1.1, 1.2, 2.0, 3.0], [2, 2])
     assert truncated_sequence(drifted, 3.0).tolist() == pytest.approx([1.32, 1.32, 3.0, 3.0])
     assert masked_sequence(drifted, 3.0).tolist() == pytest.approx([1.32, 1.32, 0.0, 0.0])
@@ -91,7 +91,7 @@ def test_veto_needs_one_impossible_token() -> None:
 
 
 def test_off_policy_drops_bad_samples_that_became_unlikely() -> None:
-    """mean(log mu - log pi_theta) of 0.2 and 0.0 nats: only a bad sample beyond 0.1 is dropped."""
+    """mean(log mu - log pi_theta) of 0.2 and 0.0 nats: only a bad sample above 0.1 is dropped."""
     behind = [math.exp(0.3), math.exp(0.1), math.exp(0.2), math.exp(-0.2)]
     bad = drift([1.0] * 4, [2, 2], behind=behind, advantages=[-1.0] * 4)
     good = drift([1.0] * 4, [2, 2], behind=behind, advantages=[1.0] * 4)
@@ -164,7 +164,7 @@ def test_the_interpolated_policy_is_one_version_behind_the_current() -> None:
 
 
 def test_interpolated_weight_and_ratio_make_up_the_whole_ratio() -> None:
-    """w u = pi_theta / mu, whatever the age: nothing is weighed twice or left out."""
+    """w u = pi_theta / mu at any age: nothing is weighted twice or left out."""
     draw = torch.Generator().manual_seed(0)
     current = torch.randn(6, generator=draw, dtype=torch.float64)
     sampler = torch.randn(6, generator=draw, dtype=torch.float64)
@@ -192,7 +192,7 @@ def test_mismatch_by_age_is_the_mismatch_of_the_tokens_of_an_age() -> None:
     assert mismatch_by_age(ratios, ages) == pytest.approx(
         {
             "mismatch/age_0/mean_nats": 0.15,
-            "mismatch/age_0/p95_nats": 0.2,  # of 4 values the third
+            "mismatch/age_0/p95_nats": 0.2,  # the third of 4 values
             "mismatch/age_0/max_nats": 0.3,
             "mismatch/age_0/out_of_band_share": 0.75,
             "mismatch/age_0/token_share": 0.5,

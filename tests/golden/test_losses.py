@@ -1,4 +1,4 @@
-"""Losses and aggregation by their formula's own numbers, and against numpy sample by sample."""
+"""Losses and aggregation by the numbers of their formulas, and against numpy sample by sample."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def logs(*values: float) -> Tensor:
 
 
 def scored(ratios: list[float], advantages: list[float], lengths: list[int] | None = None) -> Scored:
-    """Tokens whose pi_theta / pi_prox is `ratios`, at pi_prox = 1; all trained. One sample but for `lengths`."""
+    """Tokens whose pi_theta / pi_prox is `ratios`, at pi_prox = 1; all trained. One sample unless `lengths` is
+    given.
+    """
     return Scored(
         logprobs_T=logs(*ratios).requires_grad_(),
         proximal_T=torch.zeros(len(ratios), dtype=torch.float64),
@@ -70,7 +72,7 @@ def one_for_all(tokens: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 
 
 def test_a_loss_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be spread over all tokens."""
+    """Otherwise it would be broadcast over all tokens."""
     monkeypatch.setitem(LOSSES, "one_for_all", LossKind(function=f"{__name__}.one_for_all"))
     with pytest.raises(ValueError, match=r"^algorithm\.loss: one_for_all gave a loss_T of shape \(\) for 2 tokens"):
         policy_loss(scored([1.0, 1.0], [1, 1]), AlgorithmConfig(loss="one_for_all"))
@@ -102,7 +104,7 @@ def test_gspo_has_the_geometric_mean_of_a_sample() -> None:
     s = 1.1**1.5
     policy = gspo(tokens, clips())
     assert policy.loss_T.tolist() == pytest.approx([-2 * s, -2 * s, 1.0, 1.0])
-    # d s / d log pi_t = s / |y|; the loss stands on both tokens of a sample.
+    # d s / d log pi_t = s / |y|; both tokens of a sample have its loss.
     assert gradient(tokens, policy) == pytest.approx([-2 * s, -2 * s, 1.0, 1.0])
 
 
@@ -151,7 +153,7 @@ def test_the_plain_policy_gradient_has_no_ratio() -> None:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
-    """At r = 1 all are -A grad log pi; GSPO's stands on every token and is divided by their number."""
+    """At r = 1 all are -A grad log pi; every token has GSPO's, which is divided by their number."""
     tokens = scored([1.0, 1.0, 1.0], [1.5, 1.5, 1.5])
     assert gradient(tokens, loss_of(name)(tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
 
@@ -216,7 +218,7 @@ def test_k1_and_k3_are_unbiased_in_value(name: str) -> None:
 
 
 def test_in_the_loss_k2_has_the_gradient_of_the_kl_and_k1_has_none() -> None:
-    """On-policy: expectations under p, which is held fixed, over a softmax's logits."""
+    """On-policy: expectations under a fixed p, over a softmax's logits."""
     for name in ("exact", "k1", "k2"):
         logits = P.clone().requires_grad_()
         p = logits.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Weights that stay on GPUs: memory of a shared one, NCCL between two. Marked gpu, like all here."""
+"""Weights that stay on GPUs: memory of a shared GPU, NCCL between two. Marked gpu, like all of this folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layers(nn.Module):
 
 
 def receive(device: str, link: GroupLink | None, buckets: Any, answers: Any) -> None:
-    """In a process of its own: what comes, back on the CPU; then a word on each bucket."""
+    """Receive in a separate process: the received tensors, back on the CPU, and a result per bucket."""
     group = BroadcastGroup(torch.device(device))
     group.join(link)
     while (bucket := buckets.get()) is not None:

@@ -1,4 +1,4 @@
-"""Who sits where, and what is refused before anything starts."""
+"""The seats of roles, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def machine(cpus: int = 2, gpus: int = 0, name: str = "this machine") -> NodeCap
 
 
 def pools(**slots: PoolConfig) -> PlacementConfig:
-    """A role of its own for each pool, on all of its slots."""
+    """One role per pool, on all of its slots."""
     return PlacementConfig(
         pools=slots, roles={name: RoleConfig(pool=name, replicas=pool.slots) for name, pool in slots.items()}
     )

@@ -1,4 +1,4 @@
-"""conf/algorithm: every file is a whole algorithm or a correction to go with one, and every name has its file."""
+"""conf/algorithm: every file is a whole algorithm or a correction for one, and every name has its file."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def test_every_file_is_read_and_sets_what_it_says(name: str) -> None:
 
 
 def test_dapo_charges_half_the_range_of_rewards_for_length() -> None:
-    """The paper's rewards are -1 and 1, its penalty -1; ours span 1."""
+    """The paper's rewards are -1 and 1, its penalty -1; here rewards span 1."""
     assert composed("algorithm=dapo").overlong_penalty == 0.5

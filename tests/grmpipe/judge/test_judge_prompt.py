@@ -1,4 +1,4 @@
-"""Templates are checked when they are made, and the fence holds for every text."""
+"""Templates are checked on construction, and the fence works for every text."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_shipped_templates_show_question_reference_and_fenced_response(bench: An
 
 @pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny"}))
 def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench: Any, name: str) -> None:
-    """The tiny GRMs know it by heart."""
+    """The tiny GRMs were trained on it."""
     template, protocol = shipped(name)
     prompt = replace(bench.prompt(), rubric=(Criterion(text="It is right."), Criterion(text="It is short.")))
     texts = ["12"] * (1 if protocol in ("pointwise", "rubric") else 2)
@@ -72,7 +72,7 @@ def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench:
 @settings(deadline=None)
 @given(text=hostile)
 def test_no_text_of_the_policy_starts_a_line_of_its_own(name: str, text: str) -> None:
-    """In the place of every response that a template shows."""
+    """In every place where a template shows a response."""
     template, protocol = shipped(name)
     num_texts = 3 if protocol in ("listwise", "pairwise", "steps") else 1
     for attacked in range(num_texts):

@@ -1,4 +1,4 @@
-"""What counts as a verdict, and that nothing else does."""
+"""What is read as a verdict, and that nothing else is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def completion(text: str, finish_reason: FinishReason = "stop") -> Completion:
         ("Score: 2\nOn reflection:\nScore: 8", 8),
         ("  Score: 8 \r\n\n", 8),
         ("> Score: 10\nScore: 4", 4),
-        # As judges write it who were told to write `Score: 7`.
+        # As judges write it when asked for `Score: 7`.
         ("score:7", 7),
         ("SCORE: 7", 7),
         ("Score: 7.", 7),
@@ -230,7 +230,7 @@ OF_THE_POLICY = st.text() | st.lists(st.sampled_from(CLAIMS) | st.text(max_size=
 
 @given(work=OF_THE_POLICY, name=st.sampled_from(sorted(PARSERS)))
 def test_quoting_the_work_anywhere_in_the_critique_changes_no_number(work: str, name: str) -> None:
-    """Behind a fence or within a line: what is read is the judge's own verdict, or nothing."""
+    """Behind a fence or within a line: the judge's own verdict is read, or nothing."""
     verdict, inline = VERDICTS[name], " ".join(work.splitlines())
     read = PARSERS[name]
     for critique in (

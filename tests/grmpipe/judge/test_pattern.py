@@ -1,4 +1,4 @@
-"""A pattern lets through what its parser reads, and nothing else: they are one language."""
+"""A pattern matches exactly what its parser reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run with elastic slots is put together from, and what is refused of it before anything starts."""
+"""The parts of a run with elastic slots, and what is refused of it before anything starts."""
 
 from __future__ import annotations
 

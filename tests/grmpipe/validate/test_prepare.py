@@ -1,4 +1,4 @@
-"""What is put together before anything starts: models, windows, data. Refusals are told in tests/flow."""
+"""Checks before anything starts: models, windows, data. Tests of refusals are in tests/flow."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None
 
 
 def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their caches are not ours; this machine alone loads what it has found."""
+    """Their caches are not ours; only this machine loads what it found."""
     monkeypatch.setattr("grmpipe.validate.models.find_files", lambda path, weights: str(SHIPPED / "policy"))
     for cluster, path in (({"address": "10.0.0.1:6379"}, "Some/Model"), ({}, str(SHIPPED / "policy"))):
         run = config(policy={"path": "Some/Model"}, cluster=cluster)
@@ -130,7 +130,7 @@ def test_a_section_puts_its_key_in_front_once() -> None:
 
 
 def hybrid(directory: Path) -> str:
-    """The shipped policy's tokenizer beside the config of a model whose first layer is a convolution."""
+    """The shipped policy's tokenizer next to the config of a model whose first layer is a convolution."""
     shutil.copytree(SHIPPED / "policy", directory)
     told = json.loads((directory / "config.json").read_text())
     layers = ["conv", *["full_attention"] * (told["num_hidden_layers"] - 1)]
@@ -143,7 +143,7 @@ def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(tmp
     data = {"num_prompts": 20, "num_eval_prompts": 5}
     with pytest.raises(ConfigError, match=r"^policy\.path: .*conv.*can be trained"):
         prepare(config(data=data, policy={"path": path}, judge={"kind": "rule"}), no_progress)
-    prepare(config(data=data, grm={"path": path}), no_progress)  # it judges, and doesn't learn
+    prepare(config(data=data, grm={"path": path}), no_progress)  # it judges, and isn't trained
     learns = {"enabled": True, "data_path": "tiny://judgements"}
     with pytest.raises(ConfigError, match=r"^grm\.path: .*conv.*can be trained"):
         prepare(config(data=data, grm={"path": path}, cotrain=learns, placement=WITH_GRM_LEARNER), no_progress)

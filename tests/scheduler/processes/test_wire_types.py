@@ -1,4 +1,4 @@
-"""What a socket carries: plain data by the types of methods, arrays, weight buckets, errors by name; nothing else."""
+"""What calls may send: plain data by the types of methods, arrays, weight buckets, errors by name; nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dead engine is replaced, and what replaces it never serves on old weights. On a virtual clock."""
+"""A dead engine is replaced, and its replacement never serves with old weights. On a virtual clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VERSION_OF_FILES = 0
 
 
 class Fragile(SimulatedEngine):
-    """Answers by ids and seed alone, as a real engine does. Once dead, everything it is asked says so."""
+    """Answers only by ids and seed, like a real engine. Once dead, every call reports it."""
 
     def __init__(self, *, dies_on: str = "") -> None:
         super().__init__("policy", self._write, tokens_per_s=10, version=VERSION_OF_FILES)
@@ -199,7 +199,7 @@ class Role:
 
 
 def play(role_of: Callable[[], Role], scene: Callable[[Role], Awaitable[None]]) -> None:
-    """A scene beside the health of a role, on a virtual clock."""
+    """Run a scene next to the health of a role, on a virtual clock."""
 
     async def main() -> None:
         role = role_of()
@@ -281,7 +281,7 @@ def test_late_news_of_an_old_death_does_not_harm_who_came_in_its_place() -> None
 
 
 class Stoppable(Fragile):
-    """Once stopped, as by SIGSTOP, it answers nothing any more; `deaf` alone, it still works."""
+    """Once stopped, as by SIGSTOP, it answers nothing; if only `deaf`, it still works."""
 
     stopped = deaf = False
 
@@ -336,7 +336,7 @@ def test_a_push_that_an_engine_hangs_in_buries_it_and_starts_over() -> None:
 
 
 def test_an_engine_that_alone_does_not_finish_a_push_is_replaced() -> None:
-    """It answers looks: only its loading hangs."""
+    """It answers checks: only its loading hangs."""
 
     async def scene(role: Role) -> None:
         role.engines["policy-0"].hangs_on = "load"
@@ -351,7 +351,7 @@ def test_an_engine_that_alone_does_not_finish_a_push_is_replaced() -> None:
 
 
 class Mortal(Fragile):
-    """Dies of a request with the seed 666, as of a kernel that fails on one length."""
+    """Dies of a request with the seed 666, like a kernel that fails at one length."""
 
     def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
         if params.seed == 666 and self.gone is None:
@@ -389,7 +389,7 @@ def test_deaths_by_such_requests_use_up_no_replacements() -> None:
 def test_engines_that_were_dead_before_a_request_came_were_not_killed_by_it() -> None:
     async def scene(role: Role) -> None:
         for engine in role.engines.values():
-            engine.gone = "the machine is gone"  # nobody has noticed
+            engine.gone = "the machine is gone"  # not noticed yet
         assert (await role.ask(1)).token_ids == expected(1)
 
     play(lambda: Role(4, policy=False), scene)
@@ -467,7 +467,7 @@ def test_a_clock_stands_still_only_while_no_engine_lives_and_one_is_on_its_way(
         await asyncio.sleep(4)
         passed = clock.now() - began_s
         await asyncio.sleep(10)
-        assert clock.now() - began_s >= passed + 4 - 1e-6  # it goes again once it is replaced
+        assert clock.now() - began_s >= passed + 4 - 1e-6  # it runs again once the engine is replaced
         running.cancel()
         return passed
 
@@ -568,7 +568,7 @@ def test_a_dead_engine_that_only_fell_silent_is_found_out_at_the_deadline() -> N
         assert role.engines["policy-1"].version == 1
 
     class SimulatedDeath:
-        """Only the look meets the death: everything else is answered until it hangs."""
+        """Only a check reports the death: every other call is answered until it hangs."""
 
         def __init__(self, engine: Fragile, method: str) -> None:
             if method == "abort":
@@ -588,7 +588,7 @@ def test_a_push_that_no_engine_finishes_stops_the_run_while_they_live() -> None:
 
 
 def test_a_broken_connection_to_the_dead_is_not_the_cause() -> None:
-    """In a broadcast the survivors notice first."""
+    """In a broadcast the surviving members notice first."""
 
     class Peer(Fragile):
         async def load_bucket(self, bucket: WeightBucket) -> None:

@@ -1,4 +1,4 @@
-"""A generative judge asks k times, counts what parses, and gives a cause for the rest."""
+"""A generative judge requests k judgements, counts those that parse, and gives a cause for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GRM that learns is asked: balanced by class, its own run's rollouts as often as one says."""
+"""The judging tasks of a GRM in training: balanced by class, with the configured share of the run's own rollouts."""
 
 from __future__ import annotations
 
