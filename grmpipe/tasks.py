@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -56,6 +56,8 @@ def run_task(config: RunConfig) -> float | None:
         return run(config, retraining())
     if config.task in SHOWN:
         return SHOWN[config.task](config)
+    if config.task == "evaluate":  # it leaves nothing to resume
+        config = replace(config, resume="never")
     return run(config, RUNS[config.task]())
 
 
