@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
-from grmpipe.run.cotrain.cotrain_parts import TrainableGrm
+from grmpipe.run.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.engines import ServingEngines, start_routers
 from grmpipe.run.maintenance import make_maintenance
 from grmpipe.run.registry import CLUSTERS, JUDGES
