@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grmpipe.config.judge import EarlyStopConfig, JudgeConfig
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.data.labelled import load_labelled
@@ -18,7 +19,7 @@ from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluat
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
 from grmpipe.judge.pointwise_adapter import judge_together
-from grmpipe.judge.verdict import VOTES, mean
+from grmpipe.judge.verdict import mean, vote_named
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Summary
 from grmpipe.observe.timeline import Timeline
 from grmpipe.run.engines import start_engines
@@ -182,7 +183,7 @@ def recount_of(config: RunConfig) -> Recount:
     recounts = config.judge.kind == "generative"
     return Recount(
         ks=tuple(config.evaluate.ks) if recounts else (),
-        vote=VOTES.get(config.judge.vote, mean),
+        vote=mean if config.judge.vote in VOTES_WITH_META_RM else vote_named(config.judge.vote),
         most=config.evaluate.max_subsets,
         seed=config.seed,
         pairwise=config.judge.protocol_kind.about == "pair",

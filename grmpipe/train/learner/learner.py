@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from grmpipe.algorithm.losses import AGGREGATIONS, loss_of
+from grmpipe.algorithm.losses import Aggregation, loss_of
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner.batch_metrics import BatchMetrics
 from grmpipe.train.learner.reset import Reset, reset_is_due
@@ -224,7 +225,9 @@ class Learner:
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
         algorithm = self._spec.algorithm
-        denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, self._spec.max_new_tokens)
+        denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(
+            totals, self._spec.max_new_tokens
+        )
         if not denominator > 0:
             raise ValueError("a batch without trained tokens allows no step; discard it")
         metrics = self._meter.read(totals, denominator)
