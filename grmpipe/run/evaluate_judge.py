@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
 from grmpipe.judge.pointwise_adapter import judge_together
-from grmpipe.judge.verdict import VOTES, mean
+from grmpipe.judge.verdict import mean, vote_named
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.run.engines import start_engines
 from grmpipe.run.registry import CLUSTERS, JUDGES
@@ -126,7 +127,7 @@ def recount_of(config: RunConfig) -> Recount:
     recounts = config.judge.kind == "generative"
     return Recount(
         ks=tuple(config.evaluate.ks) if recounts else (),
-        vote=VOTES.get(config.judge.vote, mean),
+        vote=mean if config.judge.vote in VOTES_WITH_META_RM else vote_named(config.judge.vote),
         most=config.evaluate.max_subsets,
         seed=config.seed,
         pairwise=config.judge.protocol_kind.about == "pair",

@@ -47,7 +47,7 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
     weighted = here and config.meta_rm.path is not None  # measured beside the plain vote, whatever judge.vote is
     with section(""):
         needed = ("grm", "meta_rm") if weighted else ("grm",) if here else ()
-        placement = place(replace(config.placement, pools=pools), needed, config.served)
+        placement = place(replace(config.placement, pools=pools), needed, config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_machine(config, placement)
     check_installed(roles, config)

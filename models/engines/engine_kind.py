@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -11,7 +11,6 @@ from models.settings import EngineConfig, LoraConfig, ModelConfig
 from models.types import ChatEngine, Engine, SendLimits
 
 UNBOUNDED_ROWS = 1 << 30
-WIDE_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 OptionKey = Callable[[str], str]  # an option of a role's engine -> the key that a user sets
 
 
@@ -206,9 +205,3 @@ class EngineKind(ABC, Generic[Options]):
 
 
 AnyEngine = EngineKind[EngineOptions]
-
-
-def coarser_than_sent(options: Mapping[str, object]) -> bool:
-    """By the arguments that vLLM and SGLang both have."""
-    named = {name.replace("-", "_"): value for name, value in options.items()}
-    return bool(named.get("quantization")) or named.get("kv_cache_dtype", "auto") not in WIDE_CACHES

@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.labels import JudgingTasks, LabelReward, label_rule
-from grmpipe.judge.parse import PARSERS
+from grmpipe.judge.parse import parser_named
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.rule import RULES
+from grmpipe.judge.rule import rule_named
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.counters import batch_metrics
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, Trainer
@@ -75,7 +75,7 @@ class CoTraining:
         self._pacer.grm_stepped(self._pipeline_state.version)
         self._judging_tasks = JudgingTaskStream(
             JudgingTasks.under(config.judge, config.labels),
-            RULES[config.judge.rule],
+            rule_named(config.judge.rule),
             prepared.judging_tasks,
             rollout_share=config.cotrain.rollout_share,
             window=config.cotrain.rollout_window,
@@ -158,7 +158,7 @@ class CoTraining:
             prompts=self._judging_tasks,
             too_long=grm_too_long(config, self._grm.model),
             play=grm_play(config, self._grm),
-            judge=PointwiseAdapter(LabelReward(label_rule(PARSERS[judge.parser], judge.scale))),
+            judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser), judge.scale))),
             judge_guard=GrmStepGate(self._pacer, self._judging_tasks),
             trainer=BatchTrainer(self._grm.learner, grm_train(config), grm_algorithm(config)),
             push_weights=lambda version: policy.producer.change_judge(version, lambda: self.push(version)),

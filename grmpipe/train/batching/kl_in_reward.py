@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from grmpipe.algorithm.losses import KL_ESTIMATORS
+from grmpipe.algorithm.losses import kl
 from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.types import MicroBatch, Rollout, TrainingSample
 
@@ -51,6 +51,6 @@ def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: 
     """[N], of its sampled tokens. The first token of a sample costs nothing: nothing predicts it."""
     sampled_T = torch.tensor(sample.loss_mask, dtype=torch.bool)
     sampler_T = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
-    kl_T = KL_ESTIMATORS[kl_estimator](sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
+    kl_T = kl(kl_estimator, sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
     kl_T[0] = 0.0
     return kl_T[sampled_T].numpy()

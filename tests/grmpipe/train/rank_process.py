@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.losses import Aggregation
+from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.batching.packer import MicroBatchRound, Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.train.learner.learner import Learner, LearnerSpec
@@ -48,7 +49,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
         learner._spec = replace(spec, algorithm=algorithm)
         for round_ in rounds_as_they_come(samples, one_cut, world_size):
             learner.accumulate(round_.micro_batches[rank])
-        denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, spec.max_new_tokens)
+        denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(totals, spec.max_new_tokens)
         out["by_algorithm"][one_cut, name] = gradients(learner, world_size / denominator)
         learner.discard()
     learner._spec = spec

@@ -14,8 +14,7 @@ import torch
 from forks import Forked
 from transformers import AutoModelForCausalLM
 
-from grmpipe.algorithm.losses import AGGREGATIONS
-from grmpipe.config.algorithm_tables import LOSSES
+from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
