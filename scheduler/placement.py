@@ -1,4 +1,4 @@
-"""Which role sits on which slots, and whether the machines have them. Pure: starts nothing, asks no machine."""
+"""Places roles on slots, and checks that the machines have them. Pure: starts nothing, asks no machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Slots that share a purpose. A slot is one core or one GPU."""
+    """A pool: slots that share a purpose. A slot is one core or one GPU."""
 
     slots: int = 1  # [slots] Number of cores or GPUs.
     resource: str = "cpu"  # What a slot is.
-    strategy: str = "PACK"  # How slots are spread over machines, in Ray's words.
-    # Memory of a slot; what can't fit is refused, what may not fit is a warning of task=plan; null: the device's.
+    strategy: str = "PACK"  # How slots are spread over machines: a strategy of Ray's placement groups.
+    # Memory of a slot; a run whose parts can't fit is refused, task=plan warns if they may not fit; null: the device's.
     memory_gb: float | None = None
     elastic: bool = False  # Each slot has an engine of every served role here, and serves the one that has the backlog.
     time_shared: bool = False  # A learner and the engines use the slots in turn; engines sleep while it updates.
@@ -45,7 +45,7 @@ class PoolConfig:
 class RoleConfig:
     """Where a role runs. A replica is one process."""
 
-    pool: str  # Pool whose slots the role runs on.
+    pool: str  # Pool with the slots of the role.
     replicas: int = 1  # [processes] Engines of the role, or ranks of a learner.
     slots_per_replica: int = 1  # [slots] Slots of each process; on GPUs an engine is then tensor-parallel.
 
@@ -58,29 +58,29 @@ class RoleConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """What runs where: pools of slots, and roles on them. Roles of one pool share its slots."""
+    """The placement of processes: pools of slots, and roles on them. Roles in one pool share its slots."""
 
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     roles: dict[str, RoleConfig] = field(default_factory=dict)
 
 
-LEAST_CALL_TIMEOUT_S = 60.0  # an engine that has no news says so every COLLECT_S (engine_host.py)
+LEAST_CALL_TIMEOUT_S = 60.0  # an engine without news reports every COLLECT_S (engine_host.py)
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What the processes run on."""
+    """The cluster that processes run on."""
 
-    # Where processes run: as actors of Ray, or all in the driver's process, for a debugger.
+    # Where processes run: as actors of Ray (ray), or all in the driver's process, for a debugger (inprocess).
     kind: str = "ray"
     address: str | None = None  # Address of a Ray cluster to join; null: Ray is started on this machine.
-    start_timeout_s: float = 60.0  # Limit for slots to be reserved and processes to start, without their models.
-    # Limit of a call to a process; 6 times that where the process works, 12 times where it loads or saves.
+    start_timeout_s: float = 60.0  # Limit for reserving slots and starting processes, without their models.
+    # Limit of a call to a process; 6 times that for calls that compute, 12 times for calls that load or save.
     call_timeout_s: float = 300.0
     object_store_mb: int = 256  # Size of the object store of a Ray that is started here.
     packages: list[str] = field(default_factory=list)  # Python packages sent to the workers of a joined cluster.
-    # Names of environment variables of the driver that the processes of a joined cluster get too, such as HF_HOME, or
-    # NCCL_* for all that begin so. Their values are in no file of the run.
+    # Names of the driver's environment variables that the processes of a joined cluster also get, such as HF_HOME, or
+    # NCCL_* for all with that prefix. Their values are in no file of the run.
     env_vars: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where one process of a role runs. `share` is its fraction of each of its slots."""
+    """The place of one process of a role. `share`: its fraction of each of its slots."""
 
     role: str
     rank: int
@@ -117,7 +117,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Every process with its seat. Only pools that seat somebody are kept."""
+    """Every process with its seat. Pools without a seat are left out."""
 
     pools: Mapping[str, PoolConfig]
     seats: Mapping[str, tuple[Seat, ...]]  # role -> its seats by rank
@@ -128,15 +128,17 @@ class Placement:
         return "cuda" if self.pools[self.seats[role][0].pool].resource == "gpu" else "cpu"
 
     def gpus_per_process(self, role: str) -> int:
-        """GPUs that share one model. On a CPU a process of several cores has threads instead, and this is 1."""
+        """GPUs over which one model is sharded. On a CPU a process of several cores has threads instead, and this is
+        1.
+        """
         return len(self.seats[role][0].slots) if self.device_of(role) == "cuda" else 1
 
     def is_elastic(self, role: str) -> bool:
-        """Do its slots move?"""
+        """Whether the role's slots are elastic."""
         return bool(self.elastic_slots(self.seats[role][0].pool))
 
     def elastic_slots(self, pool: str) -> dict[str, dict[str, str]]:
-        """slot -> role -> its engine there, of a pool whose slots move; empty for any other, or with a single role."""
+        """Slot -> role -> its engine there, for an elastic pool; empty for any other pool, or with a single role."""
         roles = self._served_in(pool)
         if not self.pools[pool].elastic or len(roles) < 2:
             return {}
@@ -152,7 +154,7 @@ class Placement:
         return tuple(role for role in self.served if self.seats[role][0].pool == pool)
 
     def bundles(self, pool: str) -> tuple[tuple[int, ...], ...]:
-        """The slots of a pool in the pieces that must lie on one node."""
+        """The slots of a pool in the pieces that must be on one node."""
         blocks = {seat.slots for seats in self.seats.values() for seat in seats if seat.pool == pool}
         seated = {slot for block in blocks for slot in block}
         blocks |= {(slot,) for slot in range(self.pools[pool].slots) if slot not in seated}
@@ -161,7 +163,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCapacity:
-    """What one machine has."""
+    """The resources of one machine."""
 
     name: str
     cpus: int
@@ -182,7 +184,7 @@ def place(
     served:   roles that engines serve. Only these move between slots of an elastic pool, or take turns with a learner.
     learners: served roles whose weights learn, and who trains each.
 
-    Raises ValueError naming the key: a role without place, an unknown pool, too few slots.
+    Raises ValueError that names the key: a role without a place, an unknown pool, too few slots.
     """
     blocks: dict[str, list[tuple[int, ...]]] = {}
     for role in required_roles:
@@ -213,12 +215,13 @@ def place(
 
 
 def check_capacity(placement: Placement, nodes: Sequence[NodeCapacity]) -> None:
-    """Can the nodes hold all pools at once? Strict pools first, else first fit: an odd mix may need `strategy` set.
+    """Check that the nodes can hold all pools at once. Strict pools first, then first fit: an unusual mix may need
+    `strategy`.
 
-    Raises ValueError naming the pool, the resource, what each node has and what to type.
+    Raises ValueError that names the pool, the resource, what each node has and what to type.
     """
     left = {resource: {node.name: node.units(resource) for node in nodes} for resource in RESOURCES}
-    held: dict[str, str] = {}  # pool -> resource, of the pools that fit
+    held: dict[str, str] = {}  # pool -> resource, of pools that fit
     for name in sorted(placement.pools, key=lambda pool: not placement.pools[pool].strategy.startswith("STRICT")):
         pool = placement.pools[name]
         pieces = sorted((len(bundle) for bundle in placement.bundles(name)), reverse=True)
@@ -338,7 +341,7 @@ def _refuse_lone_time_sharing(placement: Placement, learners: Mapping[str, str])
 
 
 def _take(left: dict[str, int], pieces: Sequence[int], strategy: str) -> bool:
-    """Subtract the pieces from what the nodes have left; False if they don't fit."""
+    """Subtract the pieces from what the nodes have left. False if they don't fit."""
     if strategy == "STRICT_PACK":
         pieces = [sum(pieces)]
     used: set[str] = set()
@@ -381,7 +384,7 @@ def _shortage(placement: Placement, name: str, nodes: Sequence[NodeCapacity], he
 
 
 def _add_role(config: PlacementConfig, role: str) -> str:
-    """What to type: a value for a member that isn't there yet needs the section around it."""
+    """What to type: a value for a new member needs the section around it."""
     if not config.pools:
         return "define pools, as placement=laptop does"
     first, *others = config.pools

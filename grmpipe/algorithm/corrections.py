@@ -1,7 +1,7 @@
-"""Sampler and trainer don't agree to the last bit: weights that correct for it, figures that watch it. Pure.
+"""Corrections for the difference between sampler and trainer: weights, rejections, metrics of the mismatch. Pure.
 
 mu: the engine's distribution when it sampled. pi_old: the trainer's, of the weights that the update starts from.
-pi_prox: whom the loss's ratio is measured against. w = pi_prox / mu. T: packed tokens, S: samples.
+pi_prox: the policy that the loss's ratio is taken against. w = pi_prox / mu. T: packed tokens, S: samples.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
 from grmpipe.config.algorithm_tables import CORRECTIONS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
 
-MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a ratio beyond that is a fault, and must not become inf
+MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a larger ratio is a fault, and must not become inf
 BAND_LOG_RATIO = 0.0953  # ln 1.1: a token's probability differs by more than a tenth
-OLDEST_AGE = 5  # and more, under one name
+OLDEST_AGE = 5  # this age and all older ones share a name
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
@@ -32,8 +32,9 @@ def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
 
 @torch.no_grad()
 def interpolated(logprobs_T: Tensor, sampler_logprobs_T: Tensor, ages_T: Tensor) -> Tensor:
-    """log pi_prox between the sampler's and the current, as far as versions have gone but for the last one:
-    log mu + (d - 1) / d (log pi_theta - log mu) at age d, log mu at age 0 (AReaL's log-linear approximation)."""
+    """log pi_prox between the sampler's and the current policy, one version before the current one: log mu + (d - 1) /
+    d (log pi_theta - log mu) at age d, log mu at age 0 (AReaL's log-linear approximation).
+    """
     share_T = (ages_T - 1).clamp(min=0).to(logprobs_T.dtype) / ages_T.clamp(min=1)
     return sampler_logprobs_T + share_T * (logprobs_T - sampler_logprobs_T)
 
@@ -43,16 +44,18 @@ def interpolated(logprobs_T: Tensor, sampler_logprobs_T: Tensor, ages_T: Tensor)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyDrift:
-    """How far the policy is from who sampled. No gradient goes through it."""
+    """How far the policy is from the policy that sampled. No gradient goes through it."""
 
-    log_weights_T: Tensor  # log w, within +-20, 0 where nothing is trained
-    log_behind_T: Tensor  # log mu - log pi_theta, 0 where nothing is trained
+    log_weights_T: Tensor  # log w, within +-20, 0 for untrained tokens
+    log_behind_T: Tensor  # log mu - log pi_theta, 0 for untrained tokens
     advantages_T: Tensor
     loss_mask_T: Tensor
     sample_lengths_S: Tensor
 
     def product_S(self) -> Tensor:
-        """log of a sample's product of w, within +-20. Beware of lengths: 1.1 a token is 13 780 at 100 tokens."""
+        """log of the product of w over each sample, within +-20. It grows with the length: 1.1 a token is 13 780 at 100
+        tokens.
+        """
         return sum_by_sample(self.log_weights_T, self.sample_lengths_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -150,14 +153,14 @@ def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     return to_tokens(kept_S, drift.sample_lengths_S).to(drift.log_weights_T.dtype)
 
 
-# -- figures ---------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------------------------
 
 
 def mismatch(abs_log_ratios_N: Tensor, area: str = "mismatch") -> dict[str, float]:
-    """|log pi_old - log mu| over N trained tokens: mean, 95th percentile, maximum, share beyond 10 %.
+    """Metrics of |log pi_old - log mu| over N trained tokens: mean, 95th percentile, maximum, share above 10 %.
 
-    A mean that grows is numerics or staleness; a maximum alone is one unlucky token; a share near 1 means that the
-    engine has other weights than the learner.
+    A growing mean points to numerics or staleness; a high maximum alone is one unlikely token; a share near 1 means
+    that the engine's weights differ from the learner's.
     """
     ordered_N = abs_log_ratios_N.double().sort().values
     if len(ordered_N) == 0:
@@ -171,10 +174,10 @@ def mismatch(abs_log_ratios_N: Tensor, area: str = "mismatch") -> dict[str, floa
 
 
 def mismatch_by_age(abs_log_ratios_N: Tensor, ages_N: Tensor) -> dict[str, float]:
-    """The same for the tokens of each age: batches trained since they were sampled. And the share that an age has.
+    """The same metrics for the tokens of each age (batches trained since they were sampled), and the share of that age.
 
-    Age 0 is numerics, and keys and values of older weights where an engine keeps them over a push: a mismatch that is
-    large there means that the engine computes something else than the learner. What grows with age is staleness.
+    Age 0 shows numerics, and keys and values of older weights if an engine keeps them over a push: a large mismatch
+    there means that the engine computes something else than the learner. A mismatch that grows with age is staleness.
     """
     figures: dict[str, float] = {}
     ages_N = ages_N.clamp(0, OLDEST_AGE)

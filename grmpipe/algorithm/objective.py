@@ -1,4 +1,4 @@
-"""From the log-probs of a micro-batch to the one number that is back-propagated. Pure."""
+"""From the log-probs of a micro-batch to the number that is back-propagated. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from grmpipe.config.train import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """What each distribution says of each token. T: packed tokens."""
+    """The log-probs of each token under each policy. T: packed tokens."""
 
     current_T: Tensor  # with gradient
     entropy_T: Tensor
-    old_T: Tensor  # of the weights that the update starts from
+    old_T: Tensor  # of the weights at the start of the update
     sampler_T: Tensor  # as the engine reported them
     reference_T: Tensor | None  # of the frozen reference, if there is one
     ages_T: Tensor  # batches trained since the token was sampled
@@ -45,7 +45,9 @@ def sampler(logprobs: TokenLogprobs) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummedLoss:
-    """`total` is weighed for the batch's denominator; `sums` are over trained tokens, one each, for people to read."""
+    """The loss of a micro-batch. `total` is weighted for the batch's denominator; `sums` are plain sums over trained
+    tokens, for metrics.
+    """
 
     total: Tensor
     sums: dict[str, Tensor]
@@ -61,7 +63,7 @@ def summed_loss(
 ) -> SummedLoss:
     """sum of weight_t (w_t policy_t + beta kl_t - eta entropy_t); w_t corrects for the sampler and has no gradient.
 
-    What is rejected has w_t = 0, and keeps its place in the batch's denominator.
+    Rejected tokens have w_t = 0 and still count in the batch's denominator.
     """
     current_T = logprobs.current_T
     mask_T = loss_mask_T.to(current_T.dtype)

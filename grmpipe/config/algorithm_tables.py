@@ -20,7 +20,7 @@ class LossKind:
     """A loss of the policy.
 
     function:  dotted path of (Scored, AlgorithmConfig) -> PolicyLoss, see grmpipe/algorithm/losses.py.
-    has_ratio: it weighs tokens by r = pi_theta / pi_prox. Without r it fits no policy but the one that pi_prox is.
+    has_ratio: it weights tokens by r = pi_theta / pi_prox. Without r it is right only while the policy is pi_prox.
     """
 
     function: str
@@ -33,12 +33,12 @@ class EstimatorKind:
 
     function:     dotted path. need=group: (Group, AlgorithmConfig) -> [N] for each sibling; need=batch: (list of
                   groups, AlgorithmConfig) -> the same for each group, see grmpipe/algorithm/advantages.py.
-    need:         what must be there before it can be asked. One that needs a group is asked group by group, and its
-                  samples are trained while the rest of the batch still rolls out.
-    compares:     what of siblings must differ for them to teach anything.
-    by_token:     a KL in the reward is paid token by token, so that no token pays for an earlier one; else by step.
-    needs_critic: it estimates from a critic's values.
-    uses_pass_k:  it compares choices of `algorithm.pass_k` siblings, of which a group must have several.
+    need:         what it needs at once. If it needs a group, it is called group by group, and the samples are trained
+                  while the rest of the batch is still rolling out.
+    compares:     which values of siblings must differ for a group to have a gradient.
+    by_token:     a KL in the reward is charged per token, so that no token pays for an earlier one; otherwise per step.
+    needs_critic: it uses a critic's values.
+    uses_pass_k:  it compares subsets of `algorithm.pass_k` siblings, so a group must have several.
     """
 
     function: str
@@ -104,18 +104,18 @@ Kind = TypeVar("Kind", LossKind, EstimatorKind)
 
 @functools.cache
 def loss_named(name: str, key: str = "loss") -> LossKind:
-    """Of a row of LOSSES, or of a dotted path. Raises ValueError that begins with the key."""
+    """A row of LOSSES, or the loss at a dotted path. Raises ValueError that begins with the key."""
     return _named(name, key, LOSSES, LossKind, ("scored", "algorithm"))
 
 
 @functools.cache
 def estimator_named(name: str, key: str = "estimator") -> EstimatorKind:
-    """Of a row of ESTIMATORS, or of a dotted path. Raises ValueError that begins with the key."""
+    """A row of ESTIMATORS, or the estimator at a dotted path. Raises ValueError that begins with the key."""
     return _named(name, key, ESTIMATORS, EstimatorKind, ("group", "algorithm"))
 
 
 def _named(name: str, key: str, table: Mapping[str, Kind], make: type[Kind], arguments: tuple[str, ...]) -> Kind:
-    """What is the user's own is imported and looked at here, before anything starts."""
+    """A row of a table, or the user's own at a dotted path, imported and checked before anything starts."""
     if name in table:
         return table[name]
     if not is_dotted(name):

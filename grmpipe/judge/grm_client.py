@@ -1,4 +1,4 @@
-"""Asks a GRM: single answers, re-asks, failures by cause. Knows no protocol and no vote; never invents a score."""
+"""Requests to a GRM: single answers, retries, failures by cause. Knows no protocol or vote; never invents a score."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from models.types import Completion, EngineDied, EngineRefused, RequestContext, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmQuestion:
-    """What the GRM is asked by one judgement. Its request ids are `<name>/j<index>.<attempt>`.
+    """The question for one judgement. Its request ids are `<name>/j<index>.<attempt>`.
 
     siblings:   in the order shown.
-    num_scores: that it must give: one a sibling, or several of one sibling.
+    num_scores: scores that the judgement must give: one per sibling, or several of one sibling.
     """
 
     group_id: str
@@ -32,7 +32,7 @@ class GrmQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmRequest:
-    """One call. A repeated id repeats its draw."""
+    """One call. A repeated id samples the same answer."""
 
     request_id: str
     group_id: str
@@ -43,7 +43,8 @@ class GrmRequest:
 
 
 class GrmClient:
-    """At most `judge.max_concurrency` answers at once; the lowest priority number goes first, here and in the engine.
+    """Sends at most `judge.max_concurrency` requests at once. The lowest priority number goes first, here and in the
+    engine.
 
     seed: makes every answer repeatable by its request_id.
     """
@@ -57,7 +58,7 @@ class GrmClient:
         self._places = PrioritySemaphore(config.max_concurrency)
 
     def room_for(self, new_tokens: int) -> int | None:
-        """Tokens that a prompt may have; None where the window isn't known."""
+        """The tokens that a prompt may have. None if the context window is unknown."""
         return self.grm.context_tokens - new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
@@ -81,7 +82,7 @@ class GrmClient:
         return results
 
     async def text(self, request_id: str, group_id: str, prompt: GrmPrompt, priority: int) -> Completion | Failed:
-        """Free text that isn't cut: the principles of a group. Asked again like a judgement."""
+        """A free text that isn't truncated: the principles of a group. Retried like a judgement."""
         result: Completion | Failed
         for attempt in range(1 + self._config.max_retries):
             request = GrmRequest(
@@ -138,7 +139,7 @@ class GrmClient:
         )
 
 
-QuestionOf = Callable[[int], GrmQuestion]  # of the judgement with this index
+QuestionOf = Callable[[int], GrmQuestion]  # index of a judgement -> its question
 
 
 def failed(cause: Cause, attempt: int, detail: str) -> Failed:

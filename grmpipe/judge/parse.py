@@ -1,8 +1,8 @@
-r"""Scores out of what a judge wrote, or the cause why there are none. Pure; never a default, never a guess.
+r"""Scores parsed from a judgement, or the cause why there are none. Pure; never a default, never a guess.
 
-The verdict is the last line that isn't blank, and nothing else: whatever stands elsewhere, a draft, the score of a
-criterion, a quotation of the work under judgement, is no verdict and never steps in. It isn't part of what a judge
-thinks: a thought that begins a judgement must end, in a line that is no quotation, before the verdict's line.
+The verdict is the last line that isn't blank, and nothing else. Text elsewhere (a draft, the score of a criterion, a
+quotation of the work under judgement) is never used instead. The verdict is not part of the judge's thinking: thinking
+that begins a judgement must end, in a line that isn't a quotation, before the verdict's line.
 
 A line ends at "\n" only: other line breaks may stand within a quotation.
 """
@@ -35,7 +35,9 @@ def parser_named(name: str) -> Parser:
 
 
 def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
-    """A cut judgement is `truncated`, whatever verdict stands in it: it may have been about to say otherwise."""
+    """The scores of a judgement, or why there are none. A truncated one is `truncated`, even with a verdict in it,
+    which may have been a draft.
+    """
     if completion.finish_reason == "length":
         return "truncated"
     return parser(completion.text, num_scores, scale)
@@ -57,7 +59,7 @@ def line_of(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
 
 
 def verdict_line(text: str, form: Form) -> str:
-    """The line where the verdict must stand; empty where there is none: nothing is written, or only thoughts are."""
+    """The line where the verdict must be. Empty if there is none: the judge wrote nothing, or only thinking."""
     lines = [line.strip(BLANK) for line in text.split("\n")]
     last = last_filled(lines)
     if last >= 0 and lines[last] in form.closings:
@@ -66,12 +68,14 @@ def verdict_line(text: str, form: Form) -> str:
 
 
 def last_filled(lines: Sequence[str]) -> int:
-    """The index of the last line that isn't blank; -1 where all are."""
+    """The index of the last line that isn't blank; -1 if all are blank."""
     return next((index for index in range(len(lines) - 1, -1, -1) if lines[index]), -1)
 
 
 def is_still_thinking(text: str, lines_before: Sequence[str]) -> bool:
-    """Does a judgement begin with a thought that doesn't end in these of its lines? One in a quotation is no end."""
+    """Whether a judgement begins with thinking that doesn't end within these lines. An end inside a quotation doesn't
+    count.
+    """
     if not text.lstrip(BLANK + "\n").startswith(THOUGHT_BEGINS):
         return False
     return not any(THOUGHT_ENDS in line and not line.startswith(">") for line in lines_before)

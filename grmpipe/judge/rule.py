@@ -1,4 +1,4 @@
-"""Judges by a rule: does the text give the reference answer? Asks no model, reads no critique."""
+"""Judges by a rule: whether a text gives the reference answer. Asks no model, reads no critique."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Rule = Callable[[str, str], bool]
 
 
 def is_right(text: str, reference: str) -> bool:
-    """The number that the text gives as its answer is that of the reference, however they are written.
+    """Whether the text's answer is the same number as the reference, however they are written.
 
-    ValueError for a reference that isn't one number.
+    Raises ValueError for a reference that isn't one number.
     """
     return answer_of(text) == reference_answer(reference)
 
 
 def contains_reference(text: str, reference: str) -> bool:
-    """The reference stands in the text as whole words, whatever the case and the spacing: no "no" in "nothing"."""
+    """Whether the reference occurs in the text as whole words, ignoring case and spacing: no "no" in "nothing"."""
     words = words_of(reference)
     if not words:
         raise ValueError("reference is empty")
@@ -43,8 +43,9 @@ def rule_named(name: str) -> Rule:
 
 
 class RuleJudge:
-    """The highest score and reward 1 for right, the lowest and reward 0 for wrong; a prompt that can't be ruled on is
-    Failed."""
+    """Gives right answers the highest score and reward 1, wrong ones the lowest and reward 0. A prompt that the rule
+    can't decide is Failed.
+    """
 
     def __init__(self, rule: str, scale: Scale | None = None) -> None:
         self._rule = rule_named(rule)

@@ -1,4 +1,4 @@
-"""Every role on its slots, with an engine and a way for weights that work there. Starts nothing."""
+"""Assigns every role its slots, engine and transport, and checks that they work together. Starts nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler.placement import Placement
 
 
 def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
-    """Every role on its slots, whatever this machine has, and what follows for each."""
+    """Assign every role its slots, whatever this machine has, and resolve the roles."""
     placement = seats_of(config)
     with section(""):
         roles = resolve_roles(config, placement)
@@ -26,7 +26,7 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     with section(""):
         wanted_transport(config.sync.transport)
     for role in (role for role in roles.seated if role.learner is not None):
-        if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
+        if config.cluster.address is None:  # the machines of a joined cluster are known only after joining
             with section(""):
                 transport_of(role, config, placement, same_machine=True)
         if role.learner != "learner":

@@ -38,14 +38,14 @@ from models.weights.weight_stream import WeightStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpec:
-    """All that a rank needs to build its learner.
+    """What a rank needs to build its learner.
 
-    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
+    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's must be too.
     transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
-    sync_dir: for a transport that needs a folder; every engine can read it.
-    checkpoint_names: weights travel under the names of the model's checkpoints, not under its own.
-    first_version: of the batch that it learns from first; those before are the critic's alone.
-    lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
+    sync_dir: folder for a transport that needs one; every engine must be able to read it.
+    checkpoint_names: whether weights are sent under the names in the model's checkpoints instead of the module's names.
+    first_version: version of the first batch that it trains on; earlier ones train only the critic.
+    lora: adapters that are trained instead of the model's weights; adapter_dir: where they are exported.
     seed: of new adapters; the same on all ranks.
     """
 
@@ -53,9 +53,9 @@ class LearnerSpec:
     train: TrainConfig
     algorithm: AlgorithmConfig
     max_new_tokens: int
-    device: str = ""  # "cpu" or "cuda"; empty: what torch finds
+    device: str = ""  # "cpu" or "cuda"; empty: chosen by torch
     sync_dtype: str = "float32"  # of the weights that engines get
-    bucket_bytes: int = 0  # of weights that travel at once; 0: by the size of the model
+    bucket_bytes: int = 0  # of weights sent at once; 0: chosen by the size of the model
     checkpoint_names: bool = False
     transport: str = "object_store"
     sync_dir: str = ""
@@ -68,13 +68,13 @@ class LearnerSpec:
 
     @property
     def frozen_dtype(self) -> str:
-        """Of weights that nothing updates: they are held in the type they compute in."""
+        """The dtype of weights that are never updated: the one they compute in."""
         return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
-    """A MicroBatch where the model is."""
+    """A MicroBatch on the model's device."""
 
     token_ids_T: Tensor
     position_ids_T: Tensor
@@ -106,7 +106,7 @@ class DeviceBatch:
 class Learner(TrainingRank):
     """One rank.
 
-    accumulate() goes forward and backward on a micro-batch; step() ends the batch they make up, discard() drops it.
+    accumulate() runs forward and backward on a micro-batch; step() ends their batch, discard() drops it.
     """
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
@@ -127,7 +127,7 @@ class Learner(TrainingRank):
         )
         with without_gradient(self._model):
             probe_logprobs(self._model, self._device, train.dtype)
-        # Without its adapters the model is the reference itself.
+        # Without its adapters the model itself is the reference.
         needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
         self._reference = self._load_reference() if needs_reference else None
         self._routers = Routers.of(self._model) if spec.algorithm.router_replay != "none" else None
@@ -144,7 +144,7 @@ class Learner(TrainingRank):
 
     @property
     def policy_version(self) -> int:
-        """Completed batches: what engines call a version. Every batch has the same number of optimizer steps."""
+        """Completed batches: the version that engines see. Every batch has the same number of optimizer steps."""
         return self._spec.first_version + self._version // self._updates_per_batch
 
     @property
@@ -152,18 +152,19 @@ class Learner(TrainingRank):
         return min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
 
     def expect(self, num_steps: int) -> None:
-        """The run makes so many steps, where that isn't known from train.num_steps: the learning rate decays by it."""
+        """Set the number of steps of the run if train.num_steps doesn't give it: the learning rate decays by it."""
         self._train = replace(self._train, num_steps=num_steps)
 
     def accumulate(self, micro_batch: MicroBatch, old: OldPass | None = None) -> Metrics:
         """Add the gradient of this micro-batch's summed loss; return its sums.
 
-        pi_old is the pass's own detached log-prob, unless an earlier pass is given: right for one update per batch,
-        where the weights are still those that pi_old means.
+        pi_old is the detached log-prob of this pass, unless an earlier pass is given. That is right for one update per
+        batch, because the weights are still those of pi_old.
         """
         algorithm = self._spec.algorithm
         batch = DeviceBatch.of(micro_batch, self._device)
-        # First: where the reference is the model without its adapters, its pass must not come between the two of ours.
+        # First: if the reference is the model without its adapters, its pass must not come between two passes of the
+        # policy.
         reference_T = self._reference_logprobs(batch) if algorithm.kl_in_reward is False else None
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
         with self._routed(experts_TLK) as replay:
@@ -185,7 +186,7 @@ class Learner(TrainingRank):
         return self._meter.add(loss, ages_T[batch.loss_mask_T > 0])
 
     def old_pass(self, micro_batch: MicroBatch) -> OldPass:
-        """pi_old for batches that are updated on more than once, and where its tokens went if that is replayed."""
+        """pi_old for batches with several updates, and the experts of the tokens if they are replayed."""
         batch = DeviceBatch.of(micro_batch, self._device)
         with without_gradient(self._model), self._routed(micro_batch.experts_TLK):
             if self._routers is None or self._spec.algorithm.router_replay != "old_logprobs":
@@ -196,13 +197,14 @@ class Learner(TrainingRank):
             return OldPass(logprobs_T=logprobs_T, experts_TLK=experts_TLK)
 
     def reference_logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
-        """log pi_ref for a KL that is taken off the rewards: [T] float32, 0 where nothing is trained."""
+        """log pi_ref for a KL that is subtracted from the rewards: [T] float32, 0 for untrained tokens."""
         reference_T = self._reference_logprobs(DeviceBatch.of(micro_batch, self._device))
         assert reference_T is not None, "kl_coefficient is above 0"
         return _to_host(reference_T)
 
     def step(self, totals: BatchTotals) -> Metrics:
-        """Divide what was accumulated by the size of the batch, clip, update. Returns means over all ranks' tokens.
+        """Divide the accumulated gradients by the size of the batch, clip, update. Returns means over all ranks'
+        tokens.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
@@ -223,7 +225,7 @@ class Learner(TrainingRank):
         return {**metrics, **told, **self._reset_if_due()}
 
     def _reset_if_due(self) -> Metrics:
-        """At the end of a batch, before its weights are pushed or saved."""
+        """Reset at the end of a batch, before its weights are pushed or saved."""
         if self._reset is None:
             return {}
         ends_batch = self._version % self._updates_per_batch == 0
@@ -241,34 +243,34 @@ class Learner(TrainingRank):
         return self._stream.num_buckets
 
     def num_fixed_buckets(self) -> int:
-        """The first so many never change: an engine needs them once."""
+        """The number of leading buckets that never change: an engine needs them only once."""
         return self._stream.num_fixed_buckets
 
     def connect(self, link: GroupLink | None) -> None:
-        """Rank 0 alone: join the engines' group as its sender, leave an older one. Nothing, but for broadcasts."""
+        """On rank 0: join the engines' group as its sender, and leave an older one. Does nothing without broadcasts."""
         assert self._transport is not None, "rank 0 sends"
         self._transport.connect(link)
 
     def bucket(self, index: int) -> WeightBucket | None:
-        """Unshard a piece of the weights that engines get, and post it; None on a rank that doesn't send."""
+        """Unshard one bucket of the weights and post it. None on a rank that doesn't send."""
         bucket = self._stream.unsharded(index)
         try:
             return self._transport.post(index, bucket) if self._transport is not None else None
         finally:
-            bucket.drain()  # also where rank 0 failed: the others would wait for it
+            bucket.drain()  # also if rank 0 failed: the others would wait for it
 
     def deliver(self, index: int) -> None:
-        """Rank 0 alone: send a posted piece while the engines load it. Nothing, but for broadcasts."""
+        """On rank 0: send a posted bucket while the engines load it. Does nothing without broadcasts."""
         assert self._transport is not None, "rank 0 sends"
         self._transport.deliver(index)
 
     def close(self) -> None:
-        """Give back the files and connections of the transport."""
+        """Close the files and connections of the transport."""
         if self._transport is not None:
             self._transport.close()
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs (temperature 1) of all tokens but the first: what an engine with these weights must also say."""
+        """Log-probs (temperature 1) of all tokens except the first. An engine with these weights must give the same."""
         ids_T = torch.tensor(token_ids, device=self._device)
         lengths_S = torch.tensor([len(token_ids)], device=self._device)
         positions_T = torch.arange(len(token_ids), device=self._device)
@@ -276,8 +278,9 @@ class Learner(TrainingRank):
             return tuple(packed_logprobs(self._model, ids_T, positions_T, lengths_S).logprobs_T[1:].tolist())
 
     def export(self, directory: str) -> None:
-        """A Hugging Face directory that any engine can serve, by itself what the engines of the run had; the adapters
-        by themselves too, where those learn."""
+        """Export a Hugging Face directory that any engine can serve, with the weights as the engines of the run had
+        them; also the adapters separately, if they are trained.
+        """
         spec = self._spec
         dtype = spec.train.export_dtype or spec.sync_dtype
         export_hf(directory, self._model, self._files, spec.lora, spec.adapter_dir, dtype=dtype)
@@ -297,7 +300,7 @@ class Learner(TrainingRank):
 
     @contextmanager
     def _routed(self, experts_TLK: np.ndarray | None) -> Iterator[RouterReplay | None]:
-        """Passes of the policy in here go to these experts; None: to those that its routers choose."""
+        """Context: passes of the policy use these experts; None: those that its routers choose."""
         if self._routers is None or experts_TLK is None:
             yield None
             return
@@ -323,7 +326,7 @@ def _to_host(logprobs_T: Tensor) -> np.ndarray:
 
 
 def _rerouted(replay: RouterReplay | None, loss_mask_T: Tensor) -> Tensor:
-    """Of each trained token the share of layers whose router would have sent it elsewhere, summed up."""
+    """The sum, over trained tokens, of the share of layers whose router would have chosen other experts."""
     if replay is None:
         return loss_mask_T.new_zeros(())
     return (replay.rerouted_TL.float().mean(1) * loss_mask_T).sum()

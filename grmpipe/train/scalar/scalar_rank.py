@@ -24,17 +24,17 @@ from models.settings import AUTO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarSpec:
-    """All that a rank needs to build its model.
+    """What a rank needs to build its model.
 
     model_path: a causal language model, which gets a new head, or a model that has one.
-    tokenizer_path: of the directory that the export gets its tokenizer from.
+    tokenizer_path: directory from which the export takes its tokenizer.
     updates_per_batch: optimizer steps in each of train.num_steps.
     """
 
     model_path: str
     tokenizer_path: str
     train: TrainConfig
-    device: str = ""  # "cpu" or "cuda"; empty: what torch finds
+    device: str = ""  # "cpu" or "cuda"; empty: chosen by torch
     master_dtype: str = "float32"
     updates_per_batch: int = 1
 
@@ -60,7 +60,7 @@ class ScalarRank(TrainingRank):
         self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
 
     def scores(self, batch: PackedSequences) -> np.ndarray:
-        """[T] float32: what the head says at each token."""
+        """The head's output at each token, [T] float32."""
         with without_gradient(self._model):
             return self._forward(batch).float().cpu().numpy()
 
@@ -70,7 +70,7 @@ class ScalarRank(TrainingRank):
         self._sums = {}
 
     def export(self, directory: str) -> None:
-        """A Hugging Face directory that a scorer can serve."""
+        """Export a Hugging Face directory that a scorer can serve."""
         train = self._scalar_spec.train
         dtype = train.export_dtype or (train.dtype if train.dtype != AUTO else None)
         export_hf(directory, self._model, self._tokenizer_files, dtype=dtype, exact=SCALAR_HEAD.exact)
@@ -89,8 +89,8 @@ class ScalarRank(TrainingRank):
             self._sums[name] = self._sums.get(name, torch.zeros_like(value)) + value.detach()
 
     def _update(self) -> tuple[Metrics, Metrics]:
-        """End the batch: a step on its gradients divided by its `weight`, over all ranks. Returns the means of the
-        other sums by name, and what the update tells.
+        """End the batch: a step on its gradients divided by its `weight` over all ranks. Returns the means of the other
+        sums by name, and the metrics of the update.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
