@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Words between two processes, and waits that are asked for anew all the time.
-CONTROL = frozenset({"deliver", "collect", "pressure", "pause", "resume", "node_address", "free_port", "open_line"})
+CONTROL = frozenset({"deliver", "collect", "pressure", "pause", "resume", "node_address", "free_port", "open_rpc"})
 # What reads or writes whole models, or waits for a process to come up.
 LOAD = frozenset({"process_id", "start", "make", "load", "save", "begin_save", "export"})
 WORK_FACTOR, LOAD_FACTOR = 6, 12  # of the limit of control calls; work queues behind other work

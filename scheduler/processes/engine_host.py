@@ -80,7 +80,7 @@ class EngineHost:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._notices: list[Notice] = []
         self._news = asyncio.Event()
-        self._dialect = Dialect.of(EngineHost, but=("start", "open_line"))
+        self._dialect = Dialect.of(EngineHost, but=("start", "open_rpc"))
         self._line = RpcServer(lambda method, *args: getattr(self, method)(*args), self._dialect)
 
     async def process_id(self) -> int:

@@ -107,7 +107,7 @@ class RayActor:
     async def open_rpc(self) -> None:
         """Calls take a socket from now on instead of Ray. Only to a process of this machine."""
         try:
-            opened = cast("tuple[str, Dialect] | None", await self._call_by_ray("open_line"))
+            opened = cast("tuple[str, Dialect] | None", await self._call_by_ray("open_rpc"))
             if opened is not None:
                 path, dialect = opened
                 self._line = await RpcClient.connect(path, self.name, dialect)
