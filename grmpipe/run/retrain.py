@@ -30,8 +30,8 @@ from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import make_learner
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.retraining import PreparedRetraining
 from grmpipe.validate.shared_folder import check_shared
@@ -116,7 +116,7 @@ class RetrainRun:
         prepared = self._prepared
         # Its weights go nowhere.
         spec = learner_spec(self._config, prepared.policy.path, prepared.roles, "object_store", self._run_dir)
-        learner = LearnerGroup(await cluster.start_group("learner", functools.partial(Learner, spec)))
+        learner = LearnerGroup(await cluster.start_group("learner", functools.partial(make_learner, spec)))
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
         return learner
 

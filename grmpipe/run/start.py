@@ -21,9 +21,8 @@ from grmpipe.run.start_critic import start_critic
 from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
 from grmpipe.run.start_time_share import time_share_of
 from grmpipe.train.critic.critic import Critic
-from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.offload import OffloadingLearner
+from grmpipe.train.learner.learner_spec import LearnerSpec, make_learner, make_offloading_learner
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.types import Judge
 from grmpipe.validate.engines import context_limit_of
@@ -128,7 +127,7 @@ async def start_together(
 ) -> tuple[LearnerGroup, ServingEngines]:
     """Learner and engines, all at the same time; on a GPU that they share the learner first."""
     ranks, served = await asyncio.gather(
-        cluster.start_group("learner", functools.partial(Learner, spec)), start_routers(cluster, prepared, events)
+        cluster.start_group("learner", functools.partial(make_learner, spec)), start_routers(cluster, prepared, events)
     )
     return LearnerGroup(ranks), served
 
@@ -137,7 +136,9 @@ async def start_time_shared(
     cluster: Cluster, prepared: Prepared, spec: LearnerSpec, events: EventSink
 ) -> tuple[LearnerGroup, ServingEngines]:
     """The learner first, which then makes room for the engines."""
-    learner = TimeSharedLearnerGroup(await cluster.start_group("learner", functools.partial(OffloadingLearner, spec)))
+    learner = TimeSharedLearnerGroup(
+        await cluster.start_group("learner", functools.partial(make_offloading_learner, spec))
+    )
     await learner.keep_on_device("nothing")
     return learner, await start_routers(cluster, prepared, events)
 

@@ -9,7 +9,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
 from models.hub import find_files, is_hub_name
-from models.lm.packed_check import check_trainable
+from models.lm.packable_configs import is_known_to_pack
 from models.renderer import Renderer
 from models.settings import ModelConfig
 from models.tiny.resolve import resolve_model
@@ -35,6 +35,10 @@ def find_model(role: ServedRole, config: RunConfig, progress: Progress, *, weigh
 
 def check_learns(model: Model) -> None:
     """Can it be trained on packed samples? By its config and its outline; the learner asks its weights too."""
+    if is_known_to_pack(model.path):
+        return
+    from models.lm.packed_check import check_trainable  # late: an outline takes torch and transformers' models, seconds
+
     with section(f"{model.name}."):
         check_trainable(model.path)
 

@@ -18,8 +18,8 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.envs.play import Play, RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.pipeline.interfaces import FlowConfig
-from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec, make_learner
 from grmpipe.types import Prompt, Rollout
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.weight_route import transport_of
@@ -50,7 +50,7 @@ async def start_grm_learner(cluster: Cluster, prepared: Prepared, run_dir: Path)
     role = prepared.roles.served["grm"]
     transport = transport_of(role, prepared.config, prepared.placement, same_machine=same_machine)
     spec = grm_learner_spec(prepared, transport, run_dir)
-    ranks = await cluster.start_group(LEARNER, functools.partial(Learner, spec))
+    ranks = await cluster.start_group(LEARNER, functools.partial(make_learner, spec))
     return LearnerGroup(ranks), transport
 
 

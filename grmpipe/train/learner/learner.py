@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from grmpipe.algorithm.losses import AGGREGATIONS, loss_of
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner.batch_metrics import BatchMetrics
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import Reset, reset_is_due
-from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
+from grmpipe.train.optimizer import learning_rate, make_optimizer, update
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
@@ -29,48 +30,11 @@ from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
 from models.lm.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
-from models.settings import LoraConfig
 from models.stored_files import StoredFile
 from models.types import GroupLink, WeightBucket
 from models.weights.sending import open_transport
 from models.weights.transports import transport_kind
 from models.weights.weight_stream import WeightStream
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSpec:
-    """All that a rank needs to build its learner.
-
-    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
-    transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
-    sync_dir: for a transport that needs a folder; every engine can read it.
-    checkpoint_names: weights travel under the names of the model's checkpoints, not under its own.
-    first_version: of the batch that it learns from first; those before are the critic's alone.
-    lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
-    seed: of new adapters; the same on all ranks.
-    """
-
-    model_path: str
-    train: TrainConfig
-    algorithm: AlgorithmConfig
-    max_new_tokens: int
-    device: str = ""  # "cpu" or "cuda"; empty: what torch finds
-    sync_dtype: str = "float32"  # of the weights that engines get
-    bucket_bytes: int = 0  # of weights that travel at once; 0: by the size of the model
-    checkpoint_names: bool = False
-    transport: str = "object_store"
-    sync_dir: str = ""
-    temperature: float = 1.0
-    first_version: int = 0
-    master_dtype: str = "float32"
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    adapter_dir: str = ""
-    seed: int = 0
-
-    @property
-    def frozen_dtype(self) -> str:
-        """Of weights that nothing updates: they are held in the type they compute in."""
-        return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

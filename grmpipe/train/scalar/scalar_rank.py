@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
+from grmpipe.train.optimizer import learning_rate, make_optimizer, update
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import Metrics
 from models.hub import find_files

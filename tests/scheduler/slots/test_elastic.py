@@ -14,6 +14,7 @@ import looptime
 import numpy as np
 import pytest
 
+from models.checksum import checksum as checksum_of
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.renderer import Renderer
@@ -32,7 +33,6 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.checksums import checksum as checksum_of
 from scheduler.clock import ActiveClock
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router

@@ -15,6 +15,7 @@ import looptime
 import numpy as np
 import pytest
 
+from models.checksum import checksum as checksum_of
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Completion,
@@ -28,7 +29,6 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.checksums import checksum as checksum_of
 from scheduler.clock import ActiveClock
 from scheduler.routing.router import RequestKillsEngines, Router
 from scheduler.slots.health import EngineState, HealthConfig, RoleHealth, need_no_weights, push_to_living
