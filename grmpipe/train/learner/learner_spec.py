@@ -1,4 +1,4 @@
-"""What the driver knows of a learner: its spec, and how one is made where it will live. Imports no torch before that."""
+"""The spec of a learner, and how the driver has one made elsewhere. Imports no torch itself."""
 
 from __future__ import annotations
 
