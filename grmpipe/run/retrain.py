@@ -26,8 +26,8 @@ from grmpipe.run.start_learner import learner_spec, policy_learning
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import make_learner
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.retraining import PreparedRetraining
 from grmpipe.validate.shared_folder import check_shared
@@ -75,7 +75,7 @@ class RetrainRun(Run[PreparedRetraining]):
         learning = policy_learning(self._config, prepared.policy, prepared.roles)
         # Its weights go nowhere.
         spec = learner_spec(learning, prepared.roles, self._config.seed, "object_store", self._run_dir)
-        learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(Learner, spec)))
+        learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(make_learner, spec)))
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
         return learner
 

@@ -26,9 +26,8 @@ from grmpipe.run.start_learner import (
 from grmpipe.run.start_meta_rm import meta_rm_of, start_scorers
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.learner.learner import Learner, LearnerSpec
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.offload import OffloadingLearner
+from grmpipe.train.learner.learner_spec import LearnerSpec, make_learner, make_offloading_learner
 from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
@@ -146,7 +145,7 @@ async def start_together(
 ) -> tuple[LearnerGroup, ServingEngines]:
     """Learner and engines, all at the same time; on a GPU that they share the learner first."""
     ranks, served = await asyncio.gather(
-        cluster.start_group(learning.learner, functools.partial(Learner, spec)),
+        cluster.start_group(learning.learner, functools.partial(make_learner, spec)),
         start_routers(cluster, prepared, events),
     )
     return LearnerGroup(ranks), served
@@ -156,7 +155,7 @@ async def start_time_shared(
     cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
 ) -> tuple[LearnerGroup, ServingEngines]:
     """The learner first, which then makes room for the engines."""
-    ranks = await cluster.start_group(learning.learner, functools.partial(OffloadingLearner, spec))
+    ranks = await cluster.start_group(learning.learner, functools.partial(make_offloading_learner, spec))
     learner = TimeSharedLearnerGroup(ranks)
     await learner.keep_on_device("nothing")
     return learner, await start_routers(cluster, prepared, events)
@@ -173,6 +172,6 @@ async def start_trainable_grm(
     learning = grm_learning(prepared.config, grm, prepared.roles)
     transport = transport_between(cluster, prepared, learning)
     spec = learner_spec(learning, prepared.roles, prepared.config.seed, transport, run_dir)
-    learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(Learner, spec)))
+    learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(make_learner, spec)))
     sync = weight_sync(cluster, prepared, grm, learning, learner, transport)
     return TrainableGrm(model=grm, engines=served.routers[grm.name], learner=learner, sync=sync)

@@ -14,8 +14,8 @@ from grmpipe.config.roles import Model, Roles, ServedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.run.cotrain.grm_settings import grm_algorithm, grm_train
-from grmpipe.train.learner.learner import LearnerSpec
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.weight_route import transport_of
 from models.weights.transports import transport_kind

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from models.lm.checkpoint import ShardedSave, load_sharded
 from models.lm.parallelize import choose_device, join_ranks
 from models.stored_files import StoredFile

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -112,6 +110,8 @@ def find_devices(config: RunConfig) -> dict[str, DeviceSpec | None]:
 
 
 def device_here() -> str | None:
+    import torch  # late: a run on cores has no GPU to ask for
+
     return device_called(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from grmpipe.algorithm.losses import Aggregation, loss_of
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.learner.batch_metrics import BatchMetrics
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import Reset, reset_is_due
 from grmpipe.train.optimizer import learning_rate, make_optimizer, update
 from grmpipe.train.training_rank import TrainingRank
@@ -29,47 +29,10 @@ from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
 from models.lm.parallelize import CAUSAL_LM, load_parallel, without_gradient
-from models.settings import LoraConfig
 from models.types import GroupLink, WeightBucket
 from models.weights.sending import open_transport
 from models.weights.transports import transport_kind
 from models.weights.weight_stream import WeightStream
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSpec:
-    """What a rank needs to build its learner.
-
-    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's must be too.
-    transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
-    sync_dir: folder for a transport that needs one; every engine must be able to read it.
-    checkpoint_names: whether weights are sent under the names in the model's checkpoints instead of the module's names.
-    first_version: version of the first batch that it trains on; earlier ones train only the critic.
-    lora: adapters that are trained instead of the model's weights; adapter_dir: where they are exported.
-    seed: of new adapters; the same on all ranks.
-    """
-
-    model_path: str
-    train: TrainConfig
-    algorithm: AlgorithmConfig
-    max_new_tokens: int
-    device: str = ""  # "cpu" or "cuda"; empty: chosen by torch
-    sync_dtype: str = "float32"  # of the weights that engines get
-    bucket_bytes: int = 0  # of weights sent at once; 0: chosen by the size of the model
-    checkpoint_names: bool = False
-    transport: str = "object_store"
-    sync_dir: str = ""
-    temperature: float = 1.0
-    first_version: int = 0
-    master_dtype: str = "float32"
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    adapter_dir: str = ""
-    seed: int = 0
-
-    @property
-    def frozen_dtype(self) -> str:
-        """The dtype of weights that are never updated: the one they compute in."""
-        return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,9 @@ from grmpipe.algorithm.losses import Aggregation
 from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.batching.packer import MicroBatchRound, Packer
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.types import CudaHandle, CudaHandles, InlineBytes, WeightBucket
 from models.weights.sending import UnshardedBucket, WeightTransport

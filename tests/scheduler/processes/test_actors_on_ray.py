@@ -22,6 +22,7 @@ import pytest
 import ray
 import torch
 
+from models.checksum import checksum as checksum_of
 from models.types import (
     Broadcast,
     Completion,
@@ -34,7 +35,6 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.checksums import checksum as checksum_of
 from models.weights.process_group import BroadcastGroup
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, free_port
@@ -344,9 +344,9 @@ def receivers() -> EngineFactory:
     def make(rank: int) -> Engine:
         import torch
 
+        from models.checksum import checksum
         from models.engines.simulated.simulated_engine import Script, SimulatedEngine
         from models.types import WeightReceipt
-        from models.weights.checksums import checksum
         from models.weights.process_group import BroadcastGroup
 
         class Receiver(SimulatedEngine):
