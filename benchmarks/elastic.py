@@ -33,6 +33,7 @@ from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
+from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.engines.simulated.simulated_rate import SharedDevice
 from models.types import (
@@ -46,7 +47,6 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.checksums import checksum
 from scheduler.events import NoEvents
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router

@@ -20,8 +20,9 @@ import torch
 import trl
 from torch import Tensor
 
-from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -96,7 +97,7 @@ def ours(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
     totals = BatchTotals(
         num_loss_tokens=int(lengths_B.sum()), num_sequences=len(lengths_B), num_groups=1, oldest_version=0
     )
-    value = loss.total / AGGREGATIONS[algorithm.aggregation].denominator(totals, MAX_NEW_TOKENS)
+    value = loss.total / AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(totals, MAX_NEW_TOKENS)
     value.backward()
     assert current_BL.grad is not None
     return value.detach(), current_BL.grad

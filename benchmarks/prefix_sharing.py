@@ -27,8 +27,9 @@ from grmpipe.train.batching.packer import num_tokens
 from grmpipe.train.batching.samples import judged_siblings, split_rollout
 from grmpipe.train.batching.shared_prefix import prefix_groups_of
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.retraining import PreparedRetraining, prepare_retraining
 from scheduler.processes.actors import InProcessGroup

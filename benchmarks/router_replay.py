@@ -22,7 +22,8 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.data.prompts import load_prompts
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count, split_rollout
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.renderer import Renderer

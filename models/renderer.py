@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from models.model_files import PlainConfig, is_plain_tokenizer, read_json
 from models.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,9 @@ class Renderer:
         chat_template: a Jinja file, for a tokenizer without a template. Raises ValueError for what can't be read.
         chat_template_kwargs: one that the template never uses has no effect, and is logged.
         """
-        config, tokenizer = _load_config(path), _load_tokenizer(path)
+        config = PlainConfig.read(path)
+        context_tokens, vocab_size = _sizes(path) if config is None else (config.context_tokens, config.vocab_size)
+        tokenizer = _load_tokenizer(path, plain=config is not None and is_plain_tokenizer(path))
         if chat_template is not None:
             tokenizer.chat_template = _read_template(chat_template)
         if tokenizer.chat_template is None:
@@ -73,14 +78,10 @@ class Renderer:
                 "or policy.chat_template (or grm.chat_template) to a Jinja file"
             )
         _tell_unknown_kwargs(path, tokenizer, chat_template_kwargs)
-        text_config = config.get_text_config()
-        window = getattr(text_config, "max_position_embeddings", None)  # not every architecture has it
-        if window is None:
-            raise ValueError(f"path: the config in {path!r} gives no context window (max_position_embeddings)")
         return Renderer(
             tokenizer,
-            context_tokens=int(window),
-            vocab_size=int(text_config.vocab_size),
+            context_tokens=context_tokens,
+            vocab_size=vocab_size,
             stop_token_ids=_stop_token_ids(path, tokenizer),
             chat_template_kwargs=chat_template_kwargs,
         )
@@ -157,22 +158,43 @@ def _markup_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(token_id for token_id, token in added.items() if len(token.content) > 1 and token.content.strip())
 
 
-def _load_config(path: str) -> PretrainedConfig:
+def _sizes(path: str) -> tuple[int, int]:
+    """Context window and vocabulary, by transformers' class of the model's family."""
+    from transformers import AutoConfig  # late: seconds, which the usual families do without
+
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"path: {path!r} is not a Hugging Face model (a directory with config.json): {error}"
         ) from error
+    window = getattr(config, "max_position_embeddings", None)  # not every architecture has one
+    if window is None:
+        raise ValueError(f"path: the config in {path!r} gives no context window (max_position_embeddings)")
+    return int(window), int(config.vocab_size)
 
 
-def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: str, *, plain: bool) -> PreTrainedTokenizerBase:
+    """plain: it needs no class of the model's family, whose lookup imports all of torch and transformers' models."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = _plain_tokenizer(path) if plain else _tokenizer_of_family(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"path: no tokenizer could be loaded from {path!r}: {error}") from error
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    tokenizer.model_max_length = sys.maxsize  # callers check the window; a warning to stderr helps no one
+    tokenizer.model_max_length = sys.maxsize  # who renders looks to the window; a warning to stderr helps nobody
+    return tokenizer
+
+
+def _plain_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(path)
+    return tokenizer
+
+
+def _tokenizer_of_family(path: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
     return tokenizer
 
 
@@ -192,10 +214,20 @@ def _tell_unknown_kwargs(path: str, tokenizer: PreTrainedTokenizerBase, kwargs: 
 
 def _stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     token_ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    try:
-        generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        generation_eos = None  # the file is optional
+    generation_eos = _generation_eos(path)
     if generation_eos is not None:
         token_ids |= {generation_eos} if isinstance(generation_eos, int) else set(generation_eos)
     return tuple(sorted(token_ids))
+
+
+def _generation_eos(path: str) -> int | list[int] | None:
+    """A model need not have the file."""
+    if Path(path).is_dir():
+        return read_json(path, "generation_config.json").get("eos_token_id")
+    from transformers import GenerationConfig
+
+    try:
+        told: int | list[int] | None = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        return None
+    return told

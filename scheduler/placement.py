@@ -19,9 +19,9 @@ class PoolConfig:
     strategy: str = "PACK"  # How slots are spread over machines: a strategy of Ray's placement groups.
     # Memory of a slot; a run whose parts can't fit is refused, task=plan warns if they may not fit; null: the device's.
     memory_gb: float | None = None
-    elastic: bool = False  # Each slot has an engine of policy and one of GRM, and serves the one with more backlog.
-    time_shared: bool = False  # Learner and engines use the slots in alternation; engines sleep while it trains.
-    # Kind of GPU of a slot, for task=plan and task=simulate: h100, a100_80, ..., or a name in plan.devices; null: that
+    elastic: bool = False  # Each slot has an engine of every served role here, and serves the one that has the backlog.
+    time_shared: bool = False  # A learner and the engines use the slots in turn; engines sleep while it updates.
+    # GPU that a slot is, for task=plan and task=simulate: h100, a100_80, ..., or a name of plan.devices; null: the one
     # of this machine.
     device: str | None = None
 
@@ -43,7 +43,7 @@ class PoolConfig:
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """Where a role runs: policy, learner, grm, grm_learner, meta_rm or critic. A replica is one process."""
+    """Where a role runs. A replica is one process."""
 
     pool: str  # Pool with the slots of the role.
     replicas: int = 1  # [processes] Engines of the role, or ranks of a learner.
@@ -147,11 +147,8 @@ class Placement:
 
     @property
     def time_sharing_roles(self) -> tuple[str, ...]:
-        """Roles whose engines sleep while the learner trains: those in its pool, if it is time-shared."""
-        pool = self.seats["learner"][0].pool if "learner" in self.seats else None
-        if pool is None or not self.pools[pool].time_shared:
-            return ()
-        return self._served_in(pool)
+        """Roles whose engines sleep while the learner of their pool updates: that pool is time-shared."""
+        return tuple(role for role in self.served if self.pools[self.seats[role][0].pool].time_shared)
 
     def _served_in(self, pool: str) -> tuple[str, ...]:
         return tuple(role for role in self.served if self.seats[role][0].pool == pool)
@@ -176,10 +173,16 @@ class NodeCapacity:
         return self.cpus if resource == "cpu" else self.gpus
 
 
-def place(config: PlacementConfig, required_roles: Sequence[str], served: Sequence[str] = ()) -> Placement:
-    """Place every required role; others are left out. Replicas go to the emptiest slots first.
+def place(
+    config: PlacementConfig,
+    required_roles: Sequence[str],
+    served: Sequence[str] = (),
+    learners: Mapping[str, str] | None = None,
+) -> Placement:
+    """Seat every required role; roles that the run doesn't need stay out. Replicas go to the emptiest slots first.
 
-    served: roles that engines serve. Only these move between slots of an elastic pool, or share time with a learner.
+    served:   roles that engines serve. Only these move between slots of an elastic pool, or take turns with a learner.
+    learners: served roles whose weights learn, and who trains each.
 
     Raises ValueError that names the key: a role without a place, an unknown pool, too few slots.
     """
@@ -207,7 +210,7 @@ def place(config: PlacementConfig, required_roles: Sequence[str], served: Sequen
         seats=seats,
         served=tuple(role for role in served if role in seats),
     )
-    _refuse_lone_time_sharing(placement)
+    _refuse_lone_time_sharing(placement, learners or {})
     return placement
 
 
@@ -308,31 +311,33 @@ def _refuse_shared_blocks(
                 )
 
 
-def _refuse_lone_time_sharing(placement: Placement) -> None:
-    """Raise ValueError for a role that shares a time-shared pool without being the policy's learner or an engine: it
-    would never run.
-    """
-    for name, pool in placement.pools.items():
+def _refuse_lone_time_sharing(placement: Placement, learners: Mapping[str, str]) -> None:
+    """Turns are between engines and the learner that trains one of them; who else sat there would have no turn."""
+    for name in (name for name, pool in placement.pools.items() if pool.time_shared):
         here = [role for role, seats in placement.seats.items() if seats[0].pool == name]
-        strangers = [role for role in here if role not in ("learner", *placement.served)]
-        if pool.time_shared and strangers:
+        trained = [role for role in here if role in placement.served and learners.get(role) in here]
+        apart = f"placement.pools.{name}.time_shared=false"
+        if not trained:
+            pair = next(iter(learners.items()), ())
+            both = [f"placement.roles.{role}.pool={name}" for role in reversed(pair)]
             raise ValueError(
-                f"placement.roles.{strangers[0]}.pool: only the learner, policy and grm can alternate on the "
-                f"time-shared pool {name}; set placement.roles.{strangers[0]}.pool to another one, or "
-                f"placement.pools.{name}.time_shared=false"
+                f"placement.pools.{name}.time_shared: a learner and engines that it trains must alternate, but only "
+                f"{', '.join(here)} uses it; set {' and '.join(both)}{', or ' if both else ''}{apart}"
             )
-        if pool.time_shared and "grm" in here and "grm_learner" in placement.seats:
+        learner = learners[trained[0]]
+        strangers = [role for role in here if role not in (learner, *placement.served)]
+        if strangers:
             raise ValueError(
-                f"placement.roles.grm.pool: a GRM that learns gets its weights at any time, also when engines of "
-                f"the time-shared pool {name} may sleep; set placement.roles.grm.pool to another one, or "
-                f"placement.pools.{name}.time_shared=false"
+                f"placement.roles.{strangers[0]}.pool: only {learner} and engines can alternate on the time-shared "
+                f"pool {name}; set placement.roles.{strangers[0]}.pool to another one, or {apart}"
             )
-        if pool.time_shared and not ("learner" in here and placement.time_sharing_roles):
-            raise ValueError(
-                f"placement.pools.{name}.time_shared: the learner and engines must alternate, but only "
-                f"{', '.join(here)} uses it; set placement.roles.learner.pool={name} and "
-                f"placement.roles.policy.pool={name}, or placement.pools.{name}.time_shared=false"
-            )
+        for role in here:
+            if (other := learners.get(role, learner)) != learner and other in placement.seats:
+                raise ValueError(
+                    f"placement.roles.{role}.pool: {role} gets its weights from {other} at any time, also when engines "
+                    f"of the time-shared pool {name} may sleep; set placement.roles.{role}.pool to another one, or "
+                    f"{apart}"
+                )
 
 
 def _take(left: dict[str, int], pieces: Sequence[int], strategy: str) -> bool:

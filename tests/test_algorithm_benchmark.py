@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.algorithm import advantages, losses
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.algorithm_tables import ESTIMATORS, LOSSES
-from grmpipe.config.train import CORRECTIONS, REJECTIONS, AlgorithmConfig
+from grmpipe.config.algorithm_tables import CORRECTIONS, ESTIMATORS, LOSSES, REJECTIONS
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[1]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
+from grmpipe.config.algorithm_tables import CORRECTIONS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a larger ratio is a fault, and must not become inf
@@ -75,73 +77,70 @@ def measure_drift(
     )
 
 
-def truncated_importance(drift: OffPolicyDrift, cap: float) -> Tensor:
+def uncorrected(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    return torch.ones_like(drift.log_weights_T)
+
+
+def truncated_importance(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """TIS: min(w, cap) per token."""
-    return drift.log_weights_T.exp().clamp(max=cap)
+    return drift.log_weights_T.exp().clamp(max=algorithm.tis_cap)
 
 
-def truncated_sequence(drift: OffPolicyDrift, cap: float) -> Tensor:
-    """Sequence TIS: min(product of w, cap), the same for all tokens of a sample."""
-    return to_tokens(drift.product_S().exp().clamp(max=cap), drift.sample_lengths_S)
+def truncated_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """Sequence TIS: min(product of w, cap), for all tokens of a sample."""
+    return to_tokens(drift.product_S().exp().clamp(max=algorithm.sequence_cap), drift.sample_lengths_S)
 
 
-def masked_sequence(drift: OffPolicyDrift, cap: float) -> Tensor:
-    """Sequence MIS: the product of w if it is at most the cap, otherwise 0."""
+def masked_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """Sequence MIS: the product of w up to the cap, 0 above it."""
     weights_S = drift.product_S().exp()
-    return to_tokens(weights_S * (weights_S <= cap), drift.sample_lengths_S)
+    return to_tokens(weights_S * (weights_S <= algorithm.sequence_cap), drift.sample_lengths_S)
 
 
-def banded(drift: OffPolicyDrift, low: float, high: float) -> Tensor:
-    """w within the band, 0 outside, per token. IcePop uses both ends; decoupled PPO (arXiv 2505.24298) only the upper
-    one.
-    """
+def icepop(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """w within the band, 0 outside, per token."""
     weights_T = drift.log_weights_T.exp()
-    return weights_T * ((weights_T >= low) & (weights_T <= high))
+    return weights_T * ((weights_T >= algorithm.icepop_low) & (weights_T <= algorithm.icepop_high))
+
+
+def decoupled(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """Decoupled PPO (arXiv 2505.24298): w up to the cap, 0 above it, per token."""
+    weights_T = drift.log_weights_T.exp()
+    return weights_T * (weights_T <= algorithm.decoupled_cap)
 
 
 Correction = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]
 
-CORRECTIONS: dict[str, Correction] = {
-    "none": lambda drift, algorithm: torch.ones_like(drift.log_weights_T),
-    "tis": lambda drift, algorithm: truncated_importance(drift, algorithm.tis_cap),
-    "sequence_tis": lambda drift, algorithm: truncated_sequence(drift, algorithm.sequence_cap),
-    "sequence_mis": lambda drift, algorithm: masked_sequence(drift, algorithm.sequence_cap),
-    "icepop": lambda drift, algorithm: banded(drift, algorithm.icepop_low, algorithm.icepop_high),
-    "decoupled": lambda drift, algorithm: banded(drift, 0.0, algorithm.decoupled_cap),
-}
+
+def correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """[T]: what weighs the policy loss of each token, by `algorithm.correction`."""
+    return cast(Correction, CORRECTIONS.found(algorithm.correction))(drift, algorithm)
 
 
 # -- samples that are not trained ------------------------------------------------------------------------------------
 
 
-def geometric(drift: OffPolicyDrift, low: float, high: float) -> Tensor:
-    """Keep a sample iff low <= exp(mean log w) <= high: a test that doesn't depend on the length."""
+def geometric(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """Keep a sample iff low <= exp(mean log w) <= high: a test that doesn't grow with the length."""
     mean_S = mean_by_sample(drift.log_weights_T, drift.loss_mask_T, drift.sample_lengths_S).exp()
-    return (mean_S >= low) & (mean_S <= high)
+    return (mean_S >= algorithm.geometric_low) & (mean_S <= algorithm.geometric_high)
 
 
-def veto(drift: OffPolicyDrift, below: float) -> Tensor:
-    """Keep a sample iff none of its tokens has w below the limit: the trainer would never sample such a token."""
-    hits_S = sum_by_sample((drift.log_weights_T.exp() < below).to(drift.loss_mask_T.dtype), drift.sample_lengths_S)
-    return hits_S == 0
+def veto(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """Keep a sample iff no token of it has a w below: the trainer would never have said that."""
+    hits_T = (drift.log_weights_T.exp() < algorithm.veto_below).to(drift.loss_mask_T.dtype)
+    return sum_by_sample(hits_T, drift.sample_lengths_S) == 0
 
 
-def off_policy(drift: OffPolicyDrift, delta: float) -> Tensor:
-    """Keep a sample unless A < 0 and mean(log mu - log pi_theta) > delta: a bad sample that is unlikely by now teaches
-    nothing more (DeepSeek-V3.2, arXiv 2512.02556). A is the mean over the sample.
-    """
+def off_policy(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """Keep a sample unless A < 0 and mean(log mu - log pi_theta) > delta: what was bad and is unlikely by now teaches
+    nothing more (DeepSeek-V3.2, arXiv 2512.02556). A is the mean over the sample."""
     behind_S = mean_by_sample(drift.log_behind_T, drift.loss_mask_T, drift.sample_lengths_S)
     advantage_S = mean_by_sample(drift.advantages_T, drift.loss_mask_T, drift.sample_lengths_S)
-    return ~((advantage_S < 0) & (behind_S > delta))
+    return ~((advantage_S < 0) & (behind_S > algorithm.off_policy_delta))
 
 
 Rejection = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]  # -> [S] bool: kept
-
-REJECTIONS: dict[str, Rejection] = {
-    "geometric": lambda drift, algorithm: geometric(drift, algorithm.geometric_low, algorithm.geometric_high),
-    "veto": lambda drift, algorithm: veto(drift, algorithm.veto_below),
-    "off_policy": lambda drift, algorithm: off_policy(drift, algorithm.off_policy_delta),
-}
 
 
 def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
@@ -150,7 +149,7 @@ def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
         return torch.ones_like(drift.log_weights_T)
     kept_S = torch.ones_like(drift.sample_lengths_S, dtype=torch.bool)
     for name in algorithm.rejections:
-        kept_S &= REJECTIONS[name](drift, algorithm)
+        kept_S &= cast(Rejection, REJECTIONS.found(name))(drift, algorithm)
     return to_tokens(kept_S, drift.sample_lengths_S).to(drift.log_weights_T.dtype)
 
 

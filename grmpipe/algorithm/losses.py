@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grmpipe.algorithm.corrections import log_ratio
 from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
-from grmpipe.config.algorithm_tables import loss_named
+from grmpipe.config.algorithm_tables import KL_ESTIMATORS, loss_named
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
@@ -144,7 +144,9 @@ def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
     return x_T.exp() - x_T - 1
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Estimated for each token by what `algorithm.kl_estimator` names."""
+    return cast(Callable[[Tensor, Tensor], Tensor], KL_ESTIMATORS.found(name))(logprobs_T, reference_logprobs_T)
 
 
 # -- from tokens to a batch ------------------------------------------------------------------------------------------
@@ -170,11 +172,7 @@ class Aggregation:
     denominator: Callable[[BatchTotals, int], float]
 
 
-AGGREGATIONS: dict[str, Aggregation] = {
-    "token_mean": Aggregation(weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_loss_tokens),
-    "sequence_mean": Aggregation(weigh=by_sequence, denominator=lambda totals, max_new_tokens: totals.num_sequences),
-    # Dr.GRPO: a constant, so that tokens of long answers don't weigh less.
-    "constant": Aggregation(
-        weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_sequences * max_new_tokens
-    ),
-}
+TOKEN_MEAN = Aggregation(weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_loss_tokens)
+SEQUENCE_MEAN = Aggregation(weigh=by_sequence, denominator=lambda totals, max_new_tokens: totals.num_sequences)
+# Dr.GRPO: a constant, so that long answers aren't weighed down.
+CONSTANT = Aggregation(weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_sequences * max_new_tokens)

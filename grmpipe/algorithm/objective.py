@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.corrections import CORRECTIONS, interpolated, kept, log_ratio, measure_drift
-from grmpipe.algorithm.losses import AGGREGATIONS, KL_ESTIMATORS, Scored, policy_loss
+from grmpipe.algorithm.corrections import correction, interpolated, kept, log_ratio, measure_drift
+from grmpipe.algorithm.losses import Aggregation, Scored, kl, policy_loss
+from grmpipe.config.algorithm_tables import AGGREGATIONS, PROXIMALS
 from grmpipe.config.train import AlgorithmConfig
 
 
@@ -25,12 +27,20 @@ class TokenLogprobs:
     ages_T: Tensor  # batches trained since the token was sampled
 
 
-# log pi_prox, the policy that the loss's ratio is taken against, without gradient.
-PROXIMALS: dict[str, Callable[[TokenLogprobs], Tensor]] = {
-    "recomputed": lambda logprobs: logprobs.old_T,
-    "interpolated": lambda logprobs: interpolated(logprobs.current_T, logprobs.sampler_T, logprobs.ages_T),
-    "sampler": lambda logprobs: logprobs.sampler_T,
-}
+# Whom the ratio of the loss is measured against: log pi_prox, without gradient.
+Proximal = Callable[[TokenLogprobs], Tensor]
+
+
+def recomputed(logprobs: TokenLogprobs) -> Tensor:
+    return logprobs.old_T
+
+
+def interpolated_by_age(logprobs: TokenLogprobs) -> Tensor:
+    return interpolated(logprobs.current_T, logprobs.sampler_T, logprobs.ages_T)
+
+
+def sampler(logprobs: TokenLogprobs) -> Tensor:
+    return logprobs.sampler_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +67,7 @@ def summed_loss(
     """
     current_T = logprobs.current_T
     mask_T = loss_mask_T.to(current_T.dtype)
-    proximal_T = PROXIMALS[algorithm.proximal](logprobs)
+    proximal_T = cast(Proximal, PROXIMALS.found(algorithm.proximal))(logprobs)
     scored = Scored(
         logprobs_T=current_T,
         proximal_T=proximal_T,
@@ -68,7 +78,7 @@ def summed_loss(
     policy = policy_loss(scored, algorithm)
     drift = measure_drift(proximal_T, current_T, logprobs.sampler_T, advantages_T, mask_T, sample_lengths_S)
     kept_T = kept(drift, algorithm)
-    correction_T = CORRECTIONS[algorithm.correction](drift, algorithm)
+    correction_T = correction(drift, algorithm)
     loss_T = kept_T * correction_T * policy.loss_T
     watched = {
         "tokens": torch.ones_like(mask_T),
@@ -78,12 +88,12 @@ def summed_loss(
         "entropy_nats": logprobs.entropy_T,
     }
     if logprobs.reference_T is not None:
-        kl_T = KL_ESTIMATORS[algorithm.kl_estimator](current_T, logprobs.reference_T)
+        kl_T = kl(algorithm.kl_estimator, current_T, logprobs.reference_T)
         loss_T = loss_T + algorithm.kl_coefficient * kl_T
         watched["kl_nats"] = kl_T
     if algorithm.entropy_coefficient > 0:
         loss_T = loss_T - algorithm.entropy_coefficient * logprobs.entropy_T
-    weights_T = AGGREGATIONS[algorithm.aggregation].weigh(mask_T, sample_lengths_S)
+    weights_T = AGGREGATIONS.found(algorithm.aggregation, Aggregation).weigh(mask_T, sample_lengths_S)
     return SummedLoss(
         total=(weights_T * loss_T).sum(),
         sums={name: (value_T.detach() * mask_T).sum() for name, value_T in watched.items()},

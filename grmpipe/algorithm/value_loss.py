@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from grmpipe.types import Metrics
+
+if TYPE_CHECKING:  # the driver needs value_quality alone
+    from torch import Tensor
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
@@ -17,10 +20,10 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: 
     """
     plain_T = (values_T - returns_T).square()
     if clip is None:
-        return 0.5 * plain_T, torch.zeros_like(plain_T)
-    held_T = torch.clamp(values_T, old_values_T - clip, old_values_T + clip)
+        return 0.5 * plain_T, plain_T.new_zeros(plain_T.shape)
+    held_T = values_T.clamp(old_values_T - clip, old_values_T + clip)
     clipped_T = (held_T - returns_T).square()
-    return 0.5 * torch.maximum(plain_T, clipped_T), (clipped_T > plain_T).to(plain_T.dtype)
+    return 0.5 * plain_T.maximum(clipped_T), (clipped_T > plain_T).to(plain_T.dtype)
 
 
 def value_quality(values_N: np.ndarray, returns_N: np.ndarray) -> Metrics:

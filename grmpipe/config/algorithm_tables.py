@@ -1,7 +1,7 @@
-"""Losses and estimators by name: the function of each and what other modules must know. Imports none of them.
+"""The parts of an algorithm by name: where the function of each is, what others must know of it. Imports none of them.
 
-A new one is a function, a row here, a YAML in conf/algorithm/ and a test. A user's own is named by the dotted path of a
-function, or of a LossKind or EstimatorKind if the defaults below don't fit it.
+A new one is a function, a row here, a YAML in conf/algorithm/ and a test. One of the user's own is named by its dotted
+path: that of a function; of a LossKind or an EstimatorKind where the defaults below don't fit it; of an Aggregation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from grmpipe.config.dotted_path import check_takes, found_at, is_dotted
+from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.path_table import PathTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,32 @@ ESTIMATORS: dict[str, EstimatorKind] = {
     "gae_raw": EstimatorKind(function="grmpipe.algorithm.advantages.gae_raw", by_token=True, needs_critic=True),
 }
 
+# Whom the ratio of the loss is measured against: TokenLogprobs -> log pi_prox.
+PROXIMALS = PathTable(
+    "algorithm.proximal", ("logprobs",), "grmpipe.algorithm.objective",
+    {"recomputed": "recomputed", "interpolated": "interpolated_by_age", "sampler": "sampler"},
+)  # fmt: skip
+CORRECTIONS = PathTable(
+    "algorithm.correction", ("drift", "algorithm"), "grmpipe.algorithm.corrections",
+    {
+        "none": "uncorrected", "tis": "truncated_importance", "sequence_tis": "truncated_sequence",
+        "sequence_mis": "masked_sequence", "icepop": "icepop", "decoupled": "decoupled",
+    },
+)  # fmt: skip
+REJECTIONS = PathTable(
+    "algorithm.rejections", ("drift", "algorithm"), "grmpipe.algorithm.corrections",
+    {"geometric": "geometric", "veto": "veto", "off_policy": "off_policy"},
+)  # fmt: skip
+KL_ESTIMATORS = PathTable(
+    "algorithm.kl_estimator", ("logprobs_T", "reference_logprobs_T"), "grmpipe.algorithm.losses",
+    {"k1": "k1_kl", "k2": "k2_kl", "k3": "k3_kl"},
+)  # fmt: skip
+AGGREGATIONS = PathTable(
+    "algorithm.aggregation", (), "grmpipe.algorithm.losses",
+    {"token_mean": "TOKEN_MEAN", "sequence_mean": "SEQUENCE_MEAN", "constant": "CONSTANT"},
+)  # fmt: skip
+ONE_OF_EACH = (AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, PROXIMALS)  # an algorithm names one
+
 Kind = TypeVar("Kind", LossKind, EstimatorKind)
 
 
@@ -92,8 +119,7 @@ def _named(name: str, key: str, table: Mapping[str, Kind], make: type[Kind], arg
     if name in table:
         return table[name]
     if not is_dotted(name):
-        known = f"{', '.join(table)}, and the dotted path of a function of yours, as my_module.my_function"
-        raise ValueError(f"{key}: unknown value {name!r}; known: {known}")
+        raise unknown_value(name, key, table)
     found = found_at(name, key)
     kind = found if isinstance(found, make) else make(function=name)
     check_takes(kind.function, key, arguments)

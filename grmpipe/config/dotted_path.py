@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable
 
 
 def is_dotted(path: str) -> bool:
@@ -26,6 +27,12 @@ def found_at(path: str, key: str) -> object:
     if name not in names:
         raise ValueError(f"{key}: the module {module_name} has no {name}")
     return names[name]
+
+
+def unknown_value(name: str, key: str, known: Iterable[str]) -> ValueError:
+    """For what is neither a row of a table nor a dotted path."""
+    own = "or the dotted path of one of yours, as my_module.my_name"
+    return ValueError(f"{key}: unknown value {name!r}; known: {', '.join(known)}; {own}")
 
 
 def check_takes(path: str, key: str, arguments: tuple[str, ...]) -> None:

@@ -13,16 +13,13 @@ from grmpipe.config.judge_protocols import (
     JudgeProtocol,
     protocol_named,
 )
+from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
 
 KINDS = ("generative", "rule", "mixed", "label", "custom")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
 TRUNCATIONS = ("error", "middle")
 EARLY_STOPS = ("none", "exact", "relaxed")
-PARSERS = ("score_line", "boxed")
-VOTES = ("mean", "sum", "median", "majority", "weighted", "best")
-VOTES_WITH_META_RM = ("weighted", "best")
-RULES = ("exact_answer", "contains_reference", "math_verify")
 COMPONENTS = ("generative", "rule")
 
 
@@ -72,12 +69,14 @@ class JudgeConfig:
     # Prompt of the judge: tiny, pointwise, boxed, reference, listwise, pairwise, rubric, steps, shared_principles,
     # listwise_shared_principles, or the path of a Jinja file.
     template: str = "tiny"
-    # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed).
+    # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed); or
+    # the dotted path of a Form of your own (grmpipe/judge/forms.py).
     parser: str = "score_line"
     structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
     score_min: int = 1  # [score] Lowest score of the scale.
     score_max: int = 10  # [score] Highest score of the scale.
-    # How the scores of several judgements become one; weighted and best need a meta-RM.
+    # How the scores of several judgements become one, or the dotted path of a function of your own; weighted and best
+    # ask a meta-RM.
     vote: str = "mean"
     k_meta: int = 0  # [judgements] For best: judgements that the meta-RM keeps; 0: half of num_judgements.
     # [score] Standard deviation of the judgements above which there is no verdict; null: no limit.
@@ -103,7 +102,8 @@ class JudgeConfig:
     failure_window: int = 256  # [verdicts] Latest verdicts that max_failure_rate is measured over.
     pause_s: float = 30.0  # Length of a pause of judging.
     max_concurrency: int = 1024  # [judgements] Most judgements in flight.
-    rule: str = "exact_answer"  # Rule that compares a response with the prompt's reference.
+    # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.
+    rule: str = "exact_answer"
     # For mixed: component (generative, rule) to its weight in the reward; weights are normalised.
     mix: dict[str, float] = field(default_factory=dict)
     target: str = ""  # For your own judge: dotted path of its class.
@@ -148,14 +148,13 @@ class JudgeConfig:
 
     def _check_choices(self) -> None:
         protocol_named(self.protocol)
+        for table in (PARSERS, VOTES, RULES):
+            table.check(getattr(self, table.name))
         for key, value, known in (
             ("kind", self.kind, KINDS),
-            ("parser", self.parser, PARSERS),
-            ("vote", self.vote, VOTES),
             ("pairs", self.pairs, PAIRS),
             ("principles", self.principles, PRINCIPLES),
             ("truncation", self.truncation, TRUNCATIONS),
-            ("rule", self.rule, RULES),
         ):
             if value not in known:
                 raise ValueError(f"{key}: unknown value {value!r}; known: {', '.join(known)}")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grmpipe.config.dotted_path import check_takes, found_at, is_dotted
+from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +115,7 @@ def protocol_named(name: str) -> JudgeProtocol:
     if name in PROTOCOLS:
         return PROTOCOLS[name]
     if not is_dotted(name):
-        known = f"{', '.join(PROTOCOLS)}, and the dotted path of one of yours, as my_module.MyProtocol"
-        raise ValueError(f"protocol: unknown value {name!r}; known: {known}")
+        raise unknown_value(name, "protocol", PROTOCOLS)
     found = found_at(name, "protocol")
     protocol = found if isinstance(found, JudgeProtocol) else JudgeProtocol(session=name)
     check_takes(protocol.session, "protocol", ("context", "prompt", "group_id", "size"))

@@ -13,8 +13,9 @@ from grmpipe.config.data import DataConfig, RolloutConfig
 from grmpipe.config.engine_kinds import engine_kind, engines_that
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.evaluation import EvaluateConfig, MetaRmConfig, RftConfig
-from grmpipe.config.judge import VOTES_WITH_META_RM, JudgeConfig, LabelConfig
+from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import (
     AlgorithmConfig,

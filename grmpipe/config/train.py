@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from grmpipe.config.algorithm_tables import EstimatorKind, LossKind, estimator_named, loss_named
+from grmpipe.config.algorithm_tables import (
+    ONE_OF_EACH,
+    REJECTIONS,
+    EstimatorKind,
+    LossKind,
+    estimator_named,
+    loss_named,
+)
 from models.settings import AUTO, DTYPES
 
-PROXIMALS = ("recomputed", "interpolated", "sampler")
-CORRECTIONS = ("none", "tis", "sequence_tis", "sequence_mis", "icepop", "decoupled")
-REJECTIONS = ("geometric", "veto", "off_policy")
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 STD_KINDS = ("population", "sample")
-KL_ESTIMATORS = ("k1", "k2", "k3")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
 SCHEDULES = ("constant", "cosine", "linear")
 
@@ -62,22 +64,25 @@ class AlgorithmConfig:
     # For dual_clip: largest ratio with which a token of negative advantage counts (arXiv 1912.09729).
     dual_clip_ratio: float = 3.0
     # What token losses are divided by: trained tokens; samples, after a mean over each; samples times
-    # rollout.max_new_tokens.
+    # rollout.max_new_tokens; or the dotted path of an Aggregation of your own.
     aggregation: str = "token_mean"
     # Policy pi_prox of the ratio: the learner's before the first update, one between the sampler and the current policy
-    # by a token's age, or the sampler.
+    # by a token's age, or the sampler; or the dotted path of a function of your own.
     proximal: str = "recomputed"
 
     # The correction for the sampling policy.
 
-    correction: str = "tis"  # How the policy loss is weighted by w = pi_prox / mu, where mu sampled the token.
+    # How the policy loss is weighted by w = pi_prox / mu, where mu sampled the token; or the dotted path of a function
+    # of your own.
+    correction: str = "tis"
     tis_cap: float = 2.0  # For tis: largest weight of a token.
     # For sequence_tis and sequence_mis: cap on the product of w over a sample; 2 to 10 are in use.
     sequence_cap: float = 3.0
     icepop_low: float = 0.5  # For icepop: a token whose w is below has weight 0.
     icepop_high: float = 5.0  # For icepop: a token whose w is above has weight 0.
     decoupled_cap: float = 5.0  # For decoupled: a token whose w is above has weight 0.
-    # Tests that a sample must pass to be trained; one that fails still counts in the denominator of the batch.
+    # Tests that a sample must pass to be trained, or dotted paths of functions of your own; a sample that fails still
+    # counts in the batch's denominator.
     rejections: list[str] = field(default_factory=list)
     geometric_low: float = 0.99  # For geometric: smallest exp(mean log w) of a sample that is trained.
     geometric_high: float = 1.01  # For geometric: largest exp(mean log w) of a sample that is trained.
@@ -91,7 +96,8 @@ class AlgorithmConfig:
     # Regularisation.
 
     kl_coefficient: float = 0.0  # Weight of the KL to the frozen reference; 0: no reference is loaded.
-    # Estimator of the KL per token; in the loss the gradient of k1 has mean 0, so use k1 only in the reward.
+    # Estimator of the KL per token, or the dotted path of a function of your own; in the loss the gradient of k1 has
+    # mean 0, so k1 is for the reward.
     kl_estimator: str = "k3"
     kl_in_reward: bool = (
         False  # Subtract the KL (of the sampler's log-probs) from the rewards; false: add it to the loss.
@@ -130,15 +136,13 @@ class AlgorithmConfig:
     def _check_names(self) -> None:
         estimator_named(self.estimator)
         loss_named(self.loss)
-        for key, known in (
-            ("std", STD_KINDS), ("aggregation", AGGREGATIONS), ("proximal", PROXIMALS), ("correction", CORRECTIONS),
-            ("kl_estimator", KL_ESTIMATORS), ("router_replay", ROUTER_REPLAYS),
-        ):  # fmt: skip
+        for table in ONE_OF_EACH:
+            table.check(getattr(self, table.name))
+        for name in self.rejections:
+            REJECTIONS.check(name)
+        for key, known in (("std", STD_KINDS), ("router_replay", ROUTER_REPLAYS)):
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}: unknown value {getattr(self, key)!r}; known: {', '.join(known)}")
-        for name in self.rejections:
-            if name not in REJECTIONS:
-                raise ValueError(f"rejections: unknown value {name!r}; known: {', '.join(REJECTIONS)}")
 
     def _check_numbers(self) -> None:
         above_0 = (

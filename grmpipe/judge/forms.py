@@ -24,14 +24,14 @@ MATH_CLOSES = r"(?:[ \t]*(?:\$|\$\$|\\\)|\\\]))?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A form of the verdict's line.
-
-    line:     makes its pattern from the pattern of one number, the scale, and the number of scores.
-    closings: what may stand alone in one more line without a meaning: the end of displayed mathematics.
+    """line:     its pattern, of the pattern of one number, the scale, and how many scores are wanted.
+    closings: what may stand alone in one more line, without a meaning: the end of displayed mathematics.
+    one_score: it can't hold several.
     """
 
     line: Callable[[str, Scale, int], str]
     closings: tuple[str, ...] = ()
+    one_score: bool = False
 
 
 def score_line(number: str, scale: Scale, num_scores: int) -> str:
@@ -59,7 +59,5 @@ def any_case(word: str) -> str:
     return "".join(f"[{letter.upper()}{letter}]" for letter in word)
 
 
-FORMS: dict[str, Form] = {
-    "score_line": Form(line=score_line),
-    "boxed": Form(line=boxed, closings=("$$", "\\]")),
-}
+SCORE_LINE = Form(line=score_line, one_score=True)
+BOXED = Form(line=boxed, closings=("$$", "\\]"))

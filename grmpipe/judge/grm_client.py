@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.grm import Grm, GrmPrompt
-from grmpipe.judge.parse import PARSERS, scores_of
-from grmpipe.judge.pattern import PATTERNS
+from grmpipe.judge.parse import parser_named, scores_of
+from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
 from models.engines.request_gates import PrioritySemaphore
 from models.seeds import derive_seed
@@ -54,7 +54,7 @@ class GrmClient:
         self._config = config
         self._seed = seed
         self._scale = config.scale
-        self._parser = PARSERS[config.parser]
+        self._parser = parser_named(config.parser)
         self._places = PrioritySemaphore(config.max_concurrency)
 
     def room_for(self, new_tokens: int) -> int | None:
@@ -62,8 +62,9 @@ class GrmClient:
         return self.grm.context_tokens - new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
-        """One judgement, with retries while the answer is unusable. The router retries a dead engine."""
-        pattern = PATTERNS[self._config.parser](self._scale, question.num_scores) if self._config.structured else None
+        """One judgement, asked again while what comes back is no use. A dead engine is the router's to retry."""
+        config = self._config
+        pattern = judgement_pattern(config.parser, self._scale, question.num_scores) if config.structured else None
         results: list[Judgement | Failed] = []
         for attempt in range(1 + self._config.max_retries):
             request = GrmRequest(

@@ -14,9 +14,9 @@ from typing import Literal
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
 from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
-from grmpipe.judge.parse import PARSERS, Parser
+from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.rule import RULES, Rule
+from grmpipe.judge.rule import Rule, rule_named
 from grmpipe.judge.verdict import outcome
 from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse, Verdict
 from models.types import Message
@@ -129,8 +129,8 @@ def label_rule(parser: Parser, scale: Scale) -> Rule:
 def rule_of(judge: JudgeConfig) -> Rule:
     """The rule that decides right and wrong in a run: of answers, or of judgements if a judge is in training."""
     if judge.kind != "label":
-        return RULES[judge.rule]
-    return label_rule(PARSERS[judge.parser], judge.scale)
+        return rule_named(judge.rule)
+    return label_rule(parser_named(judge.parser), judge.scale)
 
 
 class LabelReward:

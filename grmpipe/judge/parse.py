@@ -9,13 +9,14 @@ A line ends at "\n" only: other line breaks may stand within a quotation.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Literal
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.forms import FORMS, Form
+from grmpipe.config.judge_tables import PARSERS
+from grmpipe.judge.forms import Form
 from grmpipe.types import DataCause
 from models.types import Completion
 
@@ -28,17 +29,9 @@ BLANK = " \t\r"
 THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 
 
-def parse_score_line(text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    """Parse the last line, which must be a form of `Score: N`."""
-    return scores_in("score_line", text, num_scores, scale) if num_scores == 1 else "unparseable"
-
-
-def parse_boxed(text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    r"""Parse the last line's \boxed{s_1, ..., s_n}: exactly `num_scores` integers (SPCT, arXiv 2504.02495)."""
-    return scores_in("boxed", text, num_scores, scale)
-
-
-PARSERS: dict[str, Parser] = {"score_line": parse_score_line, "boxed": parse_boxed}
+def parser_named(name: str) -> Parser:
+    """Reads the last line, which must be of the form that `judge.parser` names: exactly `num_scores` integers."""
+    return functools.partial(scores_in, PARSERS.found(name, Form))
 
 
 def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
@@ -50,17 +43,19 @@ def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Sc
     return parser(completion.text, num_scores, scale)
 
 
-def scores_in(name: str, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    match = line_of(name, scale, num_scores).fullmatch(verdict_line(text, FORMS[name]))
+def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
+    if form.one_score and num_scores != 1:
+        return "unparseable"
+    match = line_of(form, scale, num_scores).fullmatch(verdict_line(text, form))
     if match is None:
         return "unparseable"
     scores = tuple(map(int, match.groups()))
     return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
 
 
-@lru_cache(maxsize=256)
-def line_of(name: str, scale: Scale, num_scores: int) -> re.Pattern[str]:
-    return re.compile(FORMS[name].line(NUMBER, scale, num_scores))
+@functools.lru_cache(maxsize=256)
+def line_of(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
+    return re.compile(form.line(NUMBER, scale, num_scores))
 
 
 def verdict_line(text: str, form: Form) -> str:

@@ -6,11 +6,9 @@ have no leading zeros.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from grmpipe.config.judge import Scale
-from grmpipe.judge.forms import FORMS
+from grmpipe.config.judge_tables import PARSERS
+from grmpipe.judge.forms import Form
 from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
 
 MAX_SCORES = 1001  # alternatives in one pattern
@@ -21,15 +19,12 @@ LINES = r"(?:[^\n]*\n)*"
 OWN = rf"{BLANK}(?:[^ \t\r\n>][^\n]*)?"  # the beginning of a line that isn't a quotation
 
 
-def judgement(name: str, scale: Scale, num_scores: int = 1) -> str:
-    """The pattern of a judgement: any text, or thinking and any text; then the verdict's line."""
-    form = FORMS[name]
+def judgement_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
+    """Whatever, or a thought and whatever; then the verdict's line, as `judge.parser` names it."""
+    form = PARSERS.found(name, Form)
     closing = rf"(?:{BLANK}\n{BLANK_LINES}(?:{'|'.join(map(literal, form.closings))}))?" if form.closings else ""
     line = form.line(scores(scale), scale, num_scores)
     return rf"{BLANK_LINES}(?:{thought()}|{no_thought()})?{BLANK}{line}{closing}{BLANK_LINES}"
-
-
-PATTERNS: dict[str, Callable[[Scale, int], str]] = {name: functools.partial(judgement, name) for name in FORMS}
 
 
 def thought() -> str:

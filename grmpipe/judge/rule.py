@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import cast
 
 from grmpipe.config.judge import Scale
+from grmpipe.config.judge_tables import RULES
 from grmpipe.judge.answer import answer_of, reference_answer
-from grmpipe.judge.math_rule import means_the_same
+from grmpipe.judge.math_rule import means_the_same as means_the_same
 from grmpipe.judge.pointwise_adapter import refused
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import JudgeReport, Prompt, Rollout
@@ -35,11 +37,9 @@ def words_of(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-RULES: dict[str, Rule] = {
-    "exact_answer": is_right,
-    "contains_reference": contains_reference,
-    "math_verify": means_the_same,
-}
+def rule_named(name: str) -> Rule:
+    """What `judge.rule` names."""
+    return cast(Rule, RULES.found(name))
 
 
 class RuleJudge:
@@ -48,7 +48,7 @@ class RuleJudge:
     """
 
     def __init__(self, rule: str, scale: Scale | None = None) -> None:
-        self._rule = RULES[rule]
+        self._rule = rule_named(rule)
         self._scale = scale or Scale()
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:

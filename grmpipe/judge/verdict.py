@@ -7,8 +7,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import cast
 
 from grmpipe.config.judge import Scale
+from grmpipe.config.judge_tables import VOTES
 from grmpipe.types import Cause, Failed, JudgeReport, RewardSpan, Rollout, Verdict
 
 COMPONENT = "generative"  # the name of a GRM's reward in a breakdown
@@ -139,9 +141,9 @@ def score_std(scores: Sequence[float]) -> float:
     return statistics.pstdev(scores)
 
 
-# `sum` is computed as the mean, which gives the same order, and shown as k times it: a failed judgement lowers no
-# score.
-VOTES: dict[str, Vote] = {"mean": mean, "sum": mean, "median": median, "majority": majority}
+def vote_named(name: str) -> Vote:
+    """What `judge.vote` names, where no meta-RM guides it."""
+    return cast(Vote, VOTES.found(name))
 
 
 def pair_result(*orders: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.plain_json import json_bytes
-from models.weights.checksums import checksum
+from models.checksum import checksum
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from grmpipe.config.roles import ResolvedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.validate.meta_rm_model import MetaRmModel
-from models.engines.scorer import ScalarScorer, ScorerSpec
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
 from scheduler.routing.scorers import ScorerPool
@@ -27,6 +26,8 @@ async def start_scorers(
     """A process on each seat of the role, seen as one scorer; None where no meta-RM guides the vote."""
     if meta_rm is None:
         return None
+    from models.engines.scorer import ScalarScorer, ScorerSpec  # late: it imports torch
+
     spec = ScorerSpec(
         path=meta_rm.path,
         dtype=config.meta_rm.dtype,

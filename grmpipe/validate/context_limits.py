@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.judge.forms import Form
 from grmpipe.judge.grm import estimated_tokens
-from grmpipe.judge.pattern import PATTERNS
+from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
@@ -75,8 +77,9 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
                 principles.render(prompt)
         if judge.protocol_kind.scores == "criteria":
             check_rubrics(judge.protocol, prompts)
+        PARSERS.found(judge.parser, Form)
         if judge.structured:
-            PATTERNS[judge.parser](judge.scale, 1)
+            judgement_pattern(judge.parser, judge.scale)
     return template
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from models.hub import find_files
-from models.lm.packed_check import check_packable
-from models.lm.scalar_head import outline_scalar_head
 from models.renderer import Renderer
 from models.tiny.resolve import resolve_model
 
@@ -26,6 +24,9 @@ def find_critic(config: RunConfig, policy: Model, progress: Callable[[str, float
     """Find the critic's model. Raises ValueError (`path: ...`) if it can't have a scalar head, has another tokenizer or
     a smaller window.
     """
+    from models.lm.packed_check import check_packable  # late: seconds, which few runs need
+    from models.lm.scalar_head import outline_scalar_head
+
     path = config.critic.path
     if path is None:
         check_packable(outline_scalar_head(policy.path), policy.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
-from models.lm.lora import check_targets, peft_missing
+from models.lm.installed_peft import peft_missing
 
 
 def check_peft(config: RunConfig) -> None:
@@ -18,6 +18,8 @@ def check_lora_targets(model: Model, config: RunConfig) -> None:
     """Check that the model has the layers that are to get adapters."""
     lora = config.models[model.name].lora
     if lora.learns:
+        from models.lm.lora import check_targets  # late: seconds, which few runs need
+
         try:
             check_targets(model.path, lora)
         except ValueError as error:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from models.hub import find_files
-from models.lm.packed_check import check_packable
-from models.lm.scalar_head import outline_scalar_head, scalar_config
 from models.renderer import Renderer
 from models.tiny.resolve import resolve_model
 
@@ -26,6 +24,9 @@ def find_meta_rm(config: RunConfig, grm: Model, progress: Callable[[str, float],
     """Find the meta-RM. Raises ValueError (`path: ...`) if it has no scalar head, or another tokenizer."""
     assert config.meta_rm.path is not None
     directory = find_files(resolve_model(config.meta_rm.path, progress), weights=True)
+    from models.lm.packed_check import check_packable  # late: seconds, which few runs need
+    from models.lm.scalar_head import outline_scalar_head, scalar_config
+
     scalar_config(directory)
     check_packable(outline_scalar_head(directory), directory)
     return MetaRmModel(path=directory, context_tokens=shared_context_limit(directory, config, grm))

@@ -60,7 +60,7 @@ def check_task(config: RunConfig) -> None:
 
 def seat(config: RunConfig, role: str) -> Placement:
     with section(""):
-        placement = place(config.placement, (role,), config.served)
+        placement = place(config.placement, (role,), config.served, config.learners)
     check_machine(config, placement)
     return placement
 

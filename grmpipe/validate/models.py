@@ -9,7 +9,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.engines import context_limit_of
 from grmpipe.validate.sections import section
 from models.hub import find_files, is_hub_name
-from models.lm.packed_check import check_trainable
+from models.lm.packable_configs import is_known_to_pack
 from models.renderer import Renderer
 from models.settings import ModelConfig
 from models.tiny.resolve import resolve_model
@@ -37,6 +37,10 @@ def check_learns(model: Model) -> None:
     """Check that the model can be trained on packed samples, by its config and outline; the learner also checks its
     weights.
     """
+    if is_known_to_pack(model.path):
+        return
+    from models.lm.packed_check import check_trainable  # late: an outline takes torch and transformers' models, seconds
+
     with section(f"{model.name}."):
         check_trainable(model.path)
 

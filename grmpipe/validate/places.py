@@ -30,7 +30,7 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
             with section(""):
                 transport_of(role, config, placement, same_machine=True)
         if role.learner != "learner":
-            check_stays_awake(role)
+            check_stays_awake(role, placement)
     if config.task == "train_judge_rft" and placement.time_sharing_roles:
         pool = placement.seats["learner"][0].pool
         raise ConfigError(
@@ -40,8 +40,13 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     return placement, roles
 
 
-def check_stays_awake(role: ServedRole) -> None:
-    """Check that a GRM in training isn't in an elastic pool: sleeping engines take no weights."""
+def check_stays_awake(role: ServedRole, placement: Placement) -> None:
+    """The weights of a judge that learns are pushed between any two moments."""
+    if role.name in placement.time_sharing_roles:
+        raise ConfigError(
+            f"placement.roles.{role.learner}.pool: only the policy's learner can alternate with engines; set "
+            f"placement.pools.{role.pool}.time_shared=false, or placement.roles.{role.name}.pool to another one"
+        )
     if role.is_elastic and not role.shares_with:
         raise ConfigError(
             f"cotrain.enabled: the pool {role.pool} is elastic, and a sleeping engine takes no weights of a GRM that "

@@ -32,7 +32,7 @@ class PreparedRetraining:
 def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetraining:
     """Assign the learner's slots, open the recorded run, find the policy, and check that they fit each other."""
     with section(""):
-        placement = place(without_time_sharing(config.placement), config.roles, config.served)
+        placement = place(without_time_sharing(config.placement), config.roles, config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_slots(roles["learner"])
     check_machine(config, placement)

@@ -24,7 +24,7 @@ def check_seats(config: RunConfig) -> None:
 
 def seats_of(config: RunConfig) -> Placement:
     with section(""):
-        return place(config.placement, config.roles, config.served)
+        return place(config.placement, config.roles, config.served, config.learners)
 
 
 def check_machine(config: RunConfig, placement: Placement) -> None:

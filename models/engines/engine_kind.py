@@ -5,7 +5,7 @@ engine's library.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -13,8 +13,7 @@ from models.settings import EngineConfig, LoraConfig, ModelConfig
 from models.types import ChatEngine, Engine, SendLimits
 
 UNBOUNDED_ROWS = 1 << 30
-WIDE_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
-OptionKey = Callable[[str], str]  # option of a role's engine -> the key that sets it
+OptionKey = Callable[[str], str]  # an option of a role's engine -> the key that a user sets
 
 
 class EngineOptions(Protocol):
@@ -213,9 +212,3 @@ class EngineKind(ABC, Generic[Options]):
 
 
 AnyEngine = EngineKind[EngineOptions]
-
-
-def coarser_than_sent(options: Mapping[str, object]) -> bool:
-    """Whether options quantize, by the arguments that vLLM and SGLang have in common."""
-    named = {name.replace("-", "_"): value for name, value in options.items()}
-    return bool(named.get("quantization")) or named.get("kv_cache_dtype", "auto") not in WIDE_CACHES

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from models.lm.logprobs import CHUNK_LOGITS
-from models.lm.parallelize import decoder_layers
-from models.settings import ModelShape
+from models.settings import CHUNK_LOGITS, ModelShape
 
 LIVE_PIECES = 3  # float32 pieces of the logits during a backward pass: the logits, their softmax, their gradient
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -123,7 +117,9 @@ class Heads:
 
 
 def heads_of(path: str) -> Heads:
-    """The heads of the model in a directory."""
+    """Of a model directory."""
+    from transformers import AutoConfig  # late: seconds, which a checked run without GPUs does without
+
     text = AutoConfig.from_pretrained(path).get_text_config()
     return Heads(
         query=text.num_attention_heads, key=getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -131,7 +127,13 @@ def heads_of(path: str) -> Heads:
 
 
 def footprint_of(path: str) -> Footprint:
-    """The footprint of the model in a directory. Raises OSError if there is no config at `path`."""
+    """Of a model directory. Raises OSError when there is no config at `path`."""
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from models.lm.parallelize import decoder_layers
+
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()
     with torch.device("meta"):

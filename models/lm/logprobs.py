@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_LOGITS = 1 << 26  # 256 MiB in float32
+from models.settings import CHUNK_LOGITS
 
 
 def chosen_logprobs(

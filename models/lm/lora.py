@@ -7,7 +7,6 @@ B begins at 0, so a model with new adapters gives the same outputs. Frozen weigh
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.pieces import Outgoing, Piece, pieces_of, unshard
-from models.settings import INSTALL_PEFT, LoraConfig
+from models.settings import LoraConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -48,15 +47,6 @@ class LowRank:
         if isinstance(a_RI, DTensor):
             a_RI = a_RI.redistribute(placements=[Replicate()] * a_RI.device_mesh.ndim)
         return self.scale * (b_OR @ a_RI)
-
-
-def peft_missing() -> str | None:
-    """What to type if peft isn't installed; None if it is."""
-    try:
-        importlib.metadata.version("peft")
-    except importlib.metadata.PackageNotFoundError:
-        return f"peft is not installed; type `{INSTALL_PEFT}`"
-    return None
 
 
 def targets_of(model: PreTrainedModel, lora: LoraConfig) -> list[str]:

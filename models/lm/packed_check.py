@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm, packed_logprobs
+from models.lm.packable_configs import unpackable_config
 from models.lm.packing import Prefixes
 from models.lm.scalar_head import HEAD, packed_scores
 
 WORKS = "models of full and sliding attention can be trained: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, ..."
-ATTENTIONS = ("full_attention", "sliding_attention")
-# Settings that limit the keys of a query further, only in the mask or the kernel.
-SPARSE = ("attention_chunk_size", "index_topk", "index_topk_blocks", "keep_window_size", "attn_logit_softcapping")
-WINDOW_IN_MASK_ALONE = ("phimoe", "qwen2_moe")
-LAYERS_KEEP_OPTIONS = ("moshi", "nemotron", "stablelm")  # models whose attention isn't passed the packing
 
 PREFIX, FIRST, SECOND = (5, 3, 8, 2, 9), (4, 6, 3, 7, 5, 8), (7, 1, 3, 6, 2, 9, 4)
 PROBE_TOLERANCE, PROBE_TOLERANCE_16BIT = 1e-3, 0.1  # mean nats, or share of a hidden state's norm
@@ -49,7 +45,7 @@ def _refused(path: str, why: str) -> ValueError:
 def unpackable(model: PreTrainedModel) -> str | None:
     """Why its samples can't be packed. None if no reason is known."""
     config = model.config.get_text_config()
-    if (why := _unpackable_config(config)) is not None:
+    if (why := unpackable_config(config)) is not None:
         return why
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
@@ -57,28 +53,6 @@ def unpackable(model: PreTrainedModel) -> str | None:
         if getattr(module, "is_causal", True) is False:
             return f"{name} ({type(module).__name__}) isn't causal"
     return None
-
-
-def _unpackable_config(config: PreTrainedConfig) -> str | None:
-    kind = config.model_type
-    others = sorted({str(one) for one in getattr(config, "layer_types", None) or ()} - {*ATTENTIONS})
-    if others:
-        return f"{kind!r} models have layers of {', '.join(others)}, through which packed samples leak"
-    for key in SPARSE:
-        if getattr(config, key, None) is not None:
-            return f"packed attention has no {key} ({getattr(config, key)} in its config.json)"
-    if kind in LAYERS_KEEP_OPTIONS:
-        return f"the layers of {kind!r} models don't pass the ends of packed samples to their attention"
-    if kind in WINDOW_IN_MASK_ALONE and window_of_layers(config) is not None:
-        return f"{kind!r} models don't pass their sliding_window to packed attention"
-    return None
-
-
-def window_of_layers(config: PreTrainedConfig) -> int | None:
-    """The window of the layers that have one. None if no layer hides a token of the model's context."""
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-    return window if slides and window is not None and window < config.max_position_embeddings else None
 
 
 # -- with its weights ------------------------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
-"""Checksums that prove that weights arrived: 64 bits of a tensor's bytes, computed where they are. Imports nothing of
-ours.
-"""
+"""What proves that weights arrived: 64 bits of tensors' bytes, where they are. Sends nothing."""
 
 from __future__ import annotations
 
@@ -11,24 +9,15 @@ from functools import cache
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-ON_DEVICE = "device-"  # prefix of a sum that isn't xxh3
+from models.checksum import checksum
+
+ON_DEVICE = "device-"  # before a sum that xxh3 didn't make
 WORD_BYTES, WORD_MASK = 8, (1 << 64) - 1
 PIECE_WORDS = 1 << 22
 # Odd, so that no bit is lost; from splitmix64, as signed numbers.
 PLACE_FACTOR, MIX_FACTOR, LAST_FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-
-
-def checksum(data: np.ndarray | bytes) -> str:
-    """xxh3 with 64 bits, in hex, of bytes or a contiguous numpy array.
-
-    Detects accidents, not forgery: a cryptographic hash would take ten times as long as the push itself.
-    """
-    # As bytes: an empty array of any other type is refused.
-    raw = data.view(np.uint8).data if isinstance(data, np.ndarray) and data.size else bytes(data)
-    return xxhash.xxh3_64_hexdigest(raw)
 
 
 def tensor_checksums(tensors: Sequence[Tensor]) -> list[str]:

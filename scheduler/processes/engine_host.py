@@ -26,10 +26,12 @@ from models.types import (
     WeightReceipt,
 )
 from scheduler.processes.actors import Closable, EngineFactory
+from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.unix_rpc import RpcServer
 from scheduler.processes.wire_types import KNOWN_ERRORS, Dialect, RemoteError, told
 
 T = TypeVar("T")
+NOT_BY_SOCKET = ("start", "open_rpc", "call_in_order")
 COLLECT_S = 20.0  # without news; a caller that hears nothing for longer knows that this process hangs
 
 
@@ -72,17 +74,16 @@ Message = EngineRequest | Cancel | Abort
 Notice = FirstToken | Finished | Failure
 
 
-class EngineHost:
-    """An async actor around an engine: all methods run on one event loop, so no control call queues behind
-    `collect`.
-    """
+class EngineHost(OrderedHost):
+    """An async actor: every method runs on one event loop, so that no control call queues behind `collect`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._engine: Engine | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._notices: list[Notice] = []
         self._news = asyncio.Event()
-        self._dialect = Dialect.of(EngineHost, but=("start", "open_line"))
+        self._dialect = Dialect.of(EngineHost, but=NOT_BY_SOCKET)
         self._line = RpcServer(lambda method, *args: getattr(self, method)(*args), self._dialect)
 
     async def process_id(self) -> int:

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import operator
 import os
-import threading
-from collections.abc import Awaitable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, cast
@@ -21,6 +20,7 @@ from models.types import WeightBucket
 from scheduler.placement import Seat
 from scheduler.processes.actors import ActorDied, Closable, MemberFactory, free_port
 from scheduler.processes.call_limits import MEMBER_CALL, CallLimits
+from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer
 from scheduler.processes.wire_types import Dialect, RemoteTraceback, Unspeakable
 
@@ -33,53 +33,47 @@ ENDED = "the run ended its process"
 CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started, before they are killed
 
 
-class MemberHost:
-    """An actor that holds one member of a group. All calls of the member run on one thread, in their order, so that
-    ranks with the same calls meet in the same collectives.
-    """
+class MemberHost(OrderedHost):
+    """An actor that holds one member of a group. All that is asked of the member is done on one thread, in the order of
+    asking: ranks that are asked the same things meet in the same collectives."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._member: object = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="member")
 
-    def process_id(self) -> int:
+    async def process_id(self) -> int:
         return os.getpid()
 
-    def open_rpc(self) -> tuple[str, Dialect] | None:
-        """Like EngineHost.open_rpc, for calls of the member, on its own loop. None if the types of a method are
-        unknown: then calls go over Ray, which orders only calls that wait for one another.
-        """
+    async def open_rpc(self) -> tuple[str, Dialect] | None:
+        """As of an EngineHost, for what is asked of the member. None where the types of a method can't be told: then
+        calls go by Ray."""
         try:
             dialect = Dialect.of(type(self._member)).under(MEMBER_CALL)
         except Unspeakable as error:
             log.warning("calls go by Ray: %s", error)
             return None
-        self._line = RpcServer(self._answer, dialect)
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="line", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(self._line.listen(), loop).result(), dialect
+        self._line = RpcServer(lambda method, *args: self.ask(method.removeprefix(f"{MEMBER_CALL}."), *args), dialect)
+        return await self._line.listen(), dialect
 
-    def node_address(self) -> str:
+    async def node_address(self) -> str:
         return ray.util.get_node_ip_address()
 
-    def free_port(self, host: str) -> int:
+    async def free_port(self, host: str) -> int:
         return free_port(host)
 
-    def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
-        self._member = self._thread.submit(make_member, rank, world_size, init_method).result()
+    async def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
+        self._member = await self._on_thread(lambda: make_member(rank, world_size, init_method))
 
-    def ask(self, method: str, *args: object) -> object:
-        return self._asked(method, *args).result()
+    async def ask(self, method: str, *args: object) -> object:
+        return await self._on_thread(lambda: operator.methodcaller(method, *args)(self._member))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if isinstance(self._member, Closable):
-            self._thread.submit(self._member.close).result()
+            await self._on_thread(self._member.close)
 
-    def _asked(self, method: str, *args: object) -> Future[object]:
-        return self._thread.submit(lambda: operator.methodcaller(method, *args)(self._member))
-
-    async def _answer(self, method: str, *args: object) -> object:
-        return await asyncio.wrap_future(self._asked(method.removeprefix(f"{MEMBER_CALL}."), *args))
+    async def _on_thread(self, work: Callable[[], object]) -> object:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 class BucketStore:
@@ -104,12 +98,13 @@ class RayActor:
         self._handle = handle
         self._store = store
         self._line: RpcClient | None = None
-        self._death: str | None = None  # cause of death; afterwards Ray isn't called, because it may be gone itself
+        self._num_asked = 0  # by Ray
+        self._death: str | None = None  # why; from then on Ray is asked nothing of it, for Ray itself may be gone
 
     async def open_rpc(self) -> None:
         """Use a socket instead of Ray for further calls. Only for a process on this machine."""
         try:
-            opened = cast("tuple[str, Dialect] | None", await self._call_by_ray("open_line"))
+            opened = cast("tuple[str, Dialect] | None", await self._call_by_ray("open_rpc"))
             if opened is not None:
                 path, dialect = opened
                 self._line = await RpcClient.connect(path, self.name, dialect)
@@ -147,7 +142,9 @@ class RayActor:
 
     async def _call_by_ray(self, method: str, *args: object) -> object:
         try:
-            return await getattr(self._handle, method).remote(*args)
+            answer: Awaitable[object] = self._handle.call_in_order.remote(self._num_asked, method, *args)
+            self._num_asked += 1  # not where the arguments can't travel: the process never hears of that call
+            return await answer
         except RayTaskError as error:
             raise error.cause from RemoteTraceback(f"in {self.name}:\n{error}")
         except RayActorError as error:

@@ -24,10 +24,13 @@ from models.types import Engine
 from scheduler.placement import ClusterConfig, Placement, Seat, check_capacity
 from scheduler.processes.actors import LOOPBACK, ActorGroup, EngineFactory, MemberFactory
 from scheduler.processes.call_limits import CallLimits
+from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.engine_host import EngineHost
 from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, first_cause
 from scheduler.processes.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of
 from scheduler.processes.remote_engine import RemoteEngine
+
+MAX_CALLS = 1000  # of a process at once: a control call must find its way past `collect`, and wait for an earlier one
 
 
 class RayGroup:
@@ -93,7 +96,7 @@ class RayCluster:
 
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
         seats = self._placement.seats[role]
-        actors = [self._create(seat, MemberHost, max_concurrency=1) for seat in seats]
+        actors = [self._create(seat, MemberHost) for seat in seats]
         self._groups[role] = actors
         self._member_factories[role] = make_member
         await self._until_up(actors)
@@ -110,7 +113,7 @@ class RayCluster:
         members[rank].kill()
         self._num_restarts += 1
         seat = self._placement.seats[role][rank]
-        actor = members[rank] = self._create(seat, MemberHost, max_concurrency=1)
+        actor = members[rank] = self._create(seat, MemberHost)
         await self._until_up([actor])
         await actor.call("make", self._member_factories[role], rank, len(members), None)
         await self._open_rpc(seat, actor)
@@ -177,8 +180,7 @@ class RayCluster:
                 )
 
     async def _start_engine(self, seat: Seat) -> Engine:
-        # Many concurrent calls: a control call must get past `collect`.
-        actor = self._engines[seat.name] = self._create(seat, EngineHost, max_concurrency=1000)
+        actor = self._engines[seat.name] = self._create(seat, EngineHost)
         await self._until_up([actor])
         await actor.call("start", self._factories[seat.role], seat.rank)
         await self._open_rpc(seat, actor)
@@ -202,11 +204,10 @@ class RayCluster:
         name, given = "OMP_NUM_THREADS", passed_on(self._config.env_vars, os.environ)
         return {"env_vars": {name: given.get(name) or str(threads_of(nodes_of_ray(), gpus))}}
 
-    def _create(self, seat: Seat, host: type, max_concurrency: int) -> RayActor:
-        """Start a process on its seat. Ray limits the threads of a process with at most one core; a process on a GPU
-        gets its share of the cores.
-        """
-        amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # in Ray's units of 1e-4
+    def _create(self, seat: Seat, host: type[OrderedHost]) -> RayActor:
+        """A process on its seat. Ray itself caps the threads of one that has a core or less: on a GPU, where it has
+        none of its own, it gets its share."""
+        amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # Ray counts in 1e-4
         on_gpu = self._placement.pools[seat.pool].resource == "gpu"
         # The name of a process killed just now may still be taken.
         name = f"{seat.name} ({self._num_restarts})" if self._num_restarts else seat.name
@@ -218,8 +219,8 @@ class RayCluster:
                 num_cpus=0 if on_gpu else amount,
                 num_gpus=amount if on_gpu else 0,
                 runtime_env=self._threads(amount) if on_gpu else None,
-                max_restarts=0,  # a restarted process would have lost its state
-                max_concurrency=max_concurrency,
+                max_restarts=0,  # a restarted process would have forgotten its state
+                max_concurrency=MAX_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._pools[seat.pool],
                     placement_group_bundle_index=self._bundle(seat),

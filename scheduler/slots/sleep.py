@@ -18,8 +18,8 @@ class SleepingEngine(Engine, Sleeper, Protocol):
 
 
 async def sleep_engine(name: str, engine: SleepingEngine, *, lends: bool = True) -> int:
-    """Put an engine to sleep. Returns the bytes freed. `lends`: whether another process relies on them, so that too few
-    are an error.
+    """Put an engine to sleep. Returns the bytes freed. `lends`: whether another process relies on them: then none
+    is a warning.
     """
     await engine.pause()
     if (num_bytes := await engine.sleep()) == 0 and lends:

@@ -81,6 +81,10 @@ class TimeShare:
         self._standstill = ExitStack()
         self._began_s: float | None = None  # start of the learner's phase
 
+    def serves(self, role: str) -> bool:
+        """Are the engines of this role in the pool?"""
+        return role in self._roles
+
     def stops(self, clock: ActiveClock) -> None:
         """Let this clock stand still during the learner's phase."""
         self._clocks.append(clock)

@@ -82,7 +82,7 @@ def test_several_updates_and_unwhitened_advantages_train(small_run: Callable, al
         ((*PPO, "critic.path=tiny://nothing"), r"critic\.path"),
         ((*PPO, "~placement.roles.critic"), r"placement\.roles\.critic: has no pool"),
         ((*PPO, "placement.roles.critic.pool=nowhere"), r"placement\.roles\.critic\.pool: unknown pool"),
-        ((*PPO, "placement=time_shared"), r"placement\.roles\.critic\.pool: only the learner"),
+        ((*PPO, "placement=time_shared"), r"placement\.roles\.critic\.pool: only learner"),
         ((*PPO, "placement.roles.critic.replicas=2"), r"placement\.roles\.critic"),
         ((*PPO, "cotrain.enabled=true"), r"cotrain\.enabled"),
         ((*PPO, "algorithm.gae_lambda=1.1"), r"algorithm\.gae_lambda"),

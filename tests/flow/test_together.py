@@ -27,6 +27,7 @@ from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepRepo
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
+from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Completion,
@@ -42,7 +43,6 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.checksums import checksum
 from scheduler.events import NoEvents
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router

@@ -10,7 +10,8 @@ import torch
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack, pack_prefix_groups
 from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, TrainingSample
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm.causal_lm import load_causal_lm, packed_logprobs

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.learner.learner import LearnerSpec
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.offload import OffloadingLearner
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig

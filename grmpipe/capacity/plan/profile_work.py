@@ -51,7 +51,7 @@ def driver_of(steps: Sequence[StepSeconds], config: RunConfig) -> DriverUse | No
 def measured_in_work(
     spans: Sequence[Span], config: RunConfig, cores: int, driver: DriverUse | None, steps: Sequence[StepSeconds]
 ) -> Work:
-    placement = place(config.placement, config.roles, config.served)
+    placement = place(config.placement, config.roles, config.served, config.learners)
     busy = busy_intervals(spans)
     clocks: dict[str, WorkClock] = {}
     cpu_s: dict[str, float] = {}

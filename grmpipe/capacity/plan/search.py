@@ -56,7 +56,8 @@ def find_plans(survey: Survey, profile: Profile | None, simulate: Simulate | Non
 
     def try_out(candidate: Candidate) -> Predicted:
         assert simulate is not None
-        placement = place(placement_of(candidate, kinds), survey.config.roles, survey.config.served)
+        run = survey.config
+        placement = place(placement_of(candidate, kinds), run.roles, run.served, run.learners)
         return simulate(placement, question.costs(candidate))
 
     try:

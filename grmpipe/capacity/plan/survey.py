@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
@@ -14,7 +12,7 @@ from grmpipe.validate.context_limits import check_judge, check_policy
 from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
 from grmpipe.validate.engines import check_installed, check_tensor_parallel, context_limit_of
-from grmpipe.validate.models import Progress, find_model
+from grmpipe.validate.models import Progress, check_learns, find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.seats import check_machine
@@ -77,6 +75,8 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         models[role.name], lacking = size_model(role, config, progress)
         unchecked += lacking
         check_heads(models[role.name], role)
+        if role.learner is not None and (learning := models[role.name].model) is not None:
+            check_learns(learning)
     if "critic" in config.roles:
         models["critic"] = size_critic(config, models["policy"], progress)
     if (policy := models["policy"].model) is not None:
@@ -110,6 +110,8 @@ def find_devices(config: RunConfig) -> dict[str, DeviceSpec | None]:
 
 
 def device_here() -> str | None:
+    import torch  # late: a run on cores has no GPU to ask for
+
     return device_called(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
@@ -131,7 +133,8 @@ def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple
     try:
         model = find_model(role, config, progress, weights=False)
     except ModelNotHere as error:
-        lacking = [f"{error} (its chat template, and whether prompts fit its window)"]
+        learns = ", whether it can be trained" if role.learner is not None else ""
+        lacking = [f"{error} (its chat template, whether prompts fit its window{learns})"]
         if not shape.declared:
             lacking.append(f"memory of {name}: declare {name}.shape, as in conf/policy/qwen3_8b.yaml")
             return Sized(role=name, model=None, footprint=None, context_tokens=0), lacking

@@ -10,9 +10,9 @@ import numpy as np
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import MicroBatch
+from models.checksum import checksum
 from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
 from models.types import InlineBytes, WeightBucket, WeightTensor
-from models.weights.checksums import checksum
 
 FORWARD_SHARE = 1 / 3  # of forward and backward
 

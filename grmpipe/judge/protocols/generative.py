@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import cast
 
 from grmpipe.config.dotted_path import found_at
-from grmpipe.config.judge import VOTES_WITH_META_RM, JudgeConfig
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import MetaRmScorer

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grmpipe.config.judge import JudgeConfig, Scale
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
@@ -16,7 +17,7 @@ from grmpipe.judge.protocols.early_stop import Noise
 from grmpipe.judge.protocols.principles import InlinePrinciples, Principles, SharedPrinciples
 from grmpipe.judge.protocols.steps import Decode
 from grmpipe.judge.protocols.truncation import truncated_to_fit
-from grmpipe.judge.verdict import VOTES, Vote, best_indices, unasked, weighted
+from grmpipe.judge.verdict import Vote, best_indices, mean, unasked, vote_named, weighted
 from grmpipe.types import Cause, Failed, Judgement, Prompt
 from models.types import EngineDied, EngineRefused
 
@@ -63,8 +64,8 @@ class JudgeContext:
     async def counted(self, judged: Sequence[JudgedResponses], priority: int) -> tuple[list[Judgement], Vote] | Failed:
         """The judgements that enter the vote, and the vote over the scores that they give to one response."""
         judgements = [one.judgement for one in judged]
-        if self.config.vote in VOTES:
-            return judgements, VOTES[self.config.vote]
+        if self.config.vote not in VOTES_WITH_META_RM:
+            return judgements, vote_named(self.config.vote)
         assert self.meta_rm is not None
         try:
             weights = await self.meta_rm.scores(judged, priority)
@@ -74,7 +75,7 @@ class JudgeContext:
         if self.config.vote == "weighted":
             return judgements, lambda scores: weighted(scores, weights)
         count = self.config.k_meta or max(1, self.config.num_judgements // 2)
-        return [judgements[index] for index in best_indices(weights, count)], VOTES["mean"]
+        return [judgements[index] for index in best_indices(weights, count)], mean
 
     def abstention(self, spread: float) -> Failed | None:
         """The failure to return if judgements disagree too much (`judge.abstain_above_std`), else None."""

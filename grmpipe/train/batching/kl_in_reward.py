@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import torch
 
-from grmpipe.algorithm.losses import KL_ESTIMATORS
 from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.types import MicroBatch, Rollout, TrainingSample
 
@@ -50,8 +48,12 @@ def unpacked(
 
 def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: str) -> np.ndarray:
     """The KL of a sample's sampled tokens, [N]. Its first token costs nothing: nothing predicts it."""
+    import torch  # late: every driver packs samples, few ask a reference
+
+    from grmpipe.algorithm.losses import kl
+
     sampled_T = torch.tensor(sample.loss_mask, dtype=torch.bool)
     sampler_T = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
-    kl_T = KL_ESTIMATORS[kl_estimator](sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
+    kl_T = kl(kl_estimator, sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
     kl_T[0] = 0.0
     return kl_T[sampled_T].numpy()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grmpipe.algorithm.value_loss import value_loss
 from grmpipe.train.critic.value_samples import ValueBatch
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_rank import ScalarRank, ScalarSpec
 from grmpipe.types import Metrics
 

@@ -15,7 +15,7 @@ from grmpipe.train.batching.splitting import shuffled_parts
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.replay_buffer import ReplayBuffer
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import JudgedGroup, Metrics, OldPass, TrainingSample
 
 

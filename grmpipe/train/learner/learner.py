@@ -4,73 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from grmpipe.algorithm.losses import AGGREGATIONS, loss_of
+from grmpipe.algorithm.losses import Aggregation, loss_of
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.learner.batch_metrics import BatchMetrics
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import Reset, reset_is_due
-from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import learning_rate, make_optimizer, update
+from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
-from models.lm.checkpoint import ShardedSave, export_hf, load_sharded
+from models.lm.checkpoint import export_hf
 from models.lm.checkpoint_names import CheckpointNames
 from models.lm.expert_routing import RouterReplay, Routers
 from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
-from models.lm.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
-from models.settings import LoraConfig
-from models.stored_files import StoredFile
+from models.lm.parallelize import CAUSAL_LM, load_parallel, without_gradient
 from models.types import GroupLink, WeightBucket
 from models.weights.sending import open_transport
 from models.weights.transports import transport_kind
 from models.weights.weight_stream import WeightStream
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSpec:
-    """What a rank needs to build its learner.
-
-    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's must be too.
-    transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
-    sync_dir: folder for a transport that needs one; every engine must be able to read it.
-    checkpoint_names: whether weights are sent under the names in the model's checkpoints instead of the module's names.
-    first_version: version of the first batch that it trains on; earlier ones train only the critic.
-    lora: adapters that are trained instead of the model's weights; adapter_dir: where they are exported.
-    seed: of new adapters; the same on all ranks.
-    """
-
-    model_path: str
-    train: TrainConfig
-    algorithm: AlgorithmConfig
-    max_new_tokens: int
-    device: str = ""  # "cpu" or "cuda"; empty: chosen by torch
-    sync_dtype: str = "float32"  # of the weights that engines get
-    bucket_bytes: int = 0  # of weights sent at once; 0: chosen by the size of the model
-    checkpoint_names: bool = False
-    transport: str = "object_store"
-    sync_dir: str = ""
-    temperature: float = 1.0
-    first_version: int = 0
-    master_dtype: str = "float32"
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    adapter_dir: str = ""
-    seed: int = 0
-
-    @property
-    def frozen_dtype(self) -> str:
-        """The dtype of weights that are never updated: the one they compute in."""
-        return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,31 +66,22 @@ class DeviceBatch:
         )
 
 
-class Learner:
-    """One rank of the learner. Its methods are collectives: all ranks call the same ones in the same order.
+class Learner(TrainingRank):
+    """One rank.
 
     accumulate() runs forward and backward on a micro-batch; step() ends their batch, discard() drops it.
     """
 
-    own_errors: ClassVar = (NonFiniteGradients,)
-
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
-        loss_of(spec.algorithm.loss)  # refuse a loss that this machine can't import before loading anything
+        loss_of(spec.algorithm.loss)  # one that can't be imported on this machine is refused before anything is loaded
+        super().__init__(spec.device, rank, world_size, init_method)
         self._spec = spec
-        self._rank = rank
-        self._device = choose_device(spec.device, rank)
-        if self._device.type == "cpu":
-            torch.set_num_threads(1)  # several learners and engines share the cores
-        else:
-            torch.cuda.set_device(self._device)
-        mesh = join_ranks(rank, world_size, init_method, self._device)
-        self._world_size = world_size
         self._train = train = spec.train
         lora = spec.lora
         self._files = find_files(spec.model_path, weights=rank == 0)  # on this machine
         self._model = load_parallel(
             self._files,
-            mesh,
+            self._mesh,
             self._device,
             spec.master_dtype,
             train.dtype,
@@ -139,7 +92,7 @@ class Learner:
             probe_logprobs(self._model, self._device, train.dtype)
         # Without its adapters the model itself is the reference.
         needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
-        self._reference = self._load_reference(mesh) if needs_reference else None
+        self._reference = self._load_reference() if needs_reference else None
         self._routers = Routers.of(self._model) if spec.algorithm.router_replay != "none" else None
         self._optimizer = make_optimizer(self._model, train)
         self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
@@ -151,13 +104,6 @@ class Learner:
             open_transport(spec.transport, spec.sync_dtype, self._device, spec.sync_dir) if sends else None
         )
         self._meter = BatchMetrics(self._device)
-        self._save = ShardedSave()
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Completed optimizer steps."""
-        return self._version
 
     @property
     def policy_version(self) -> int:
@@ -226,7 +172,9 @@ class Learner:
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
         algorithm = self._spec.algorithm
-        denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, self._spec.max_new_tokens)
+        denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(
+            totals, self._spec.max_new_tokens
+        )
         if not denominator > 0:
             raise ValueError("a batch without trained tokens allows no step; discard it")
         metrics = self._meter.read(totals, denominator)
@@ -292,24 +240,6 @@ class Learner:
         with without_gradient(self._model):
             return tuple(packed_logprobs(self._model, ids_T, positions_T, lengths_S).logprobs_T[1:].tolist())
 
-    def save(self, directory: str) -> None:
-        """Model, optimizer and version, for `load` on any number of ranks."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
-
-    def begin_save(self, directory: str) -> None:
-        """Like save, from a copy in host memory: training may continue when this returns."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
-
-    def saved(self) -> tuple[StoredFile, ...] | None:
-        """The files that this rank wrote. None while it is writing."""
-        return self._save.files()
-
-    def load(self, directory: str) -> int:
-        """Load a saved state; returns its version."""
-        self.discard()
-        self._version = load_sharded(directory, self._model, self._optimizer)
-        return self._version
-
     def export(self, directory: str) -> None:
         """Export a Hugging Face directory that any engine can serve, with the weights as the engines of the run had
         them; also the adapters separately, if they are trained.
@@ -340,10 +270,10 @@ class Learner:
         with self._routers.replayed(torch.tensor(experts_TLK, device=self._device)) as replay:
             yield replay
 
-    def _load_reference(self, mesh: DeviceMesh) -> PreTrainedModel:
-        """Load the model that training started from."""
+    def _load_reference(self) -> PreTrainedModel:
+        """The model that training started from."""
         spec = self._spec
-        reference = load_parallel(self._files, mesh, self._device, spec.frozen_dtype, spec.train.dtype, False)
+        reference = load_parallel(self._files, self._mesh, self._device, spec.frozen_dtype, spec.train.dtype, False)
         return reference.requires_grad_(False)
 
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:

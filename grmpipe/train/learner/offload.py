@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.types import OnDevice, WeightBucket

@@ -20,7 +20,7 @@ class TimeSharedLearnerGroup(LearnerGroup):
     it.
     """
 
-    learner_phase: LearnerPhase | None = None  # None until the engines exist: the state is still on the device
+    learner_phase: LearnerPhase | None = None  # until it is set, the state is where it was made
 
     async def keep_on_device(self, on_device: OnDevice) -> int:
         """Call it on all ranks. Returns the sum of the bytes that became free."""

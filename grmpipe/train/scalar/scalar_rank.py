@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -11,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import learning_rate, make_optimizer, update
 from grmpipe.train.scalar.scalar_batch import PackedSequences
+from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import Metrics
 from models.hub import find_files
-from models.lm.checkpoint import ShardedSave, export_hf, load_sharded
+from models.lm.checkpoint import export_hf
 from models.lm.packed_check import probe_scores
-from models.lm.parallelize import SCALAR_HEAD, choose_device, join_ranks, load_parallel, without_gradient
+from models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
 from models.lm.scalar_head import packed_scores
 from models.settings import AUTO
-from models.stored_files import StoredFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,25 +39,15 @@ class ScalarSpec:
     updates_per_batch: int = 1
 
 
-class ScalarRank:
-    """One rank of a scalar model. Its methods are collectives: all ranks call the same ones in the same order."""
-
-    own_errors: ClassVar = (NonFiniteGradients,)
-
+class ScalarRank(TrainingRank):
     def __init__(self, spec: ScalarSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        super().__init__(spec.device, rank, world_size, init_method)
         self._scalar_spec = spec
-        self._device = choose_device(spec.device, rank)
-        if self._device.type == "cpu":
-            torch.set_num_threads(1)  # learners and engines share the cores
-        else:
-            torch.cuda.set_device(self._device)
-        mesh = join_ranks(rank, world_size, init_method, self._device)
-        self._world_size = world_size
         train = spec.train
         self._tokenizer_files = find_files(spec.tokenizer_path, weights=False)  # on this machine
         self._model = load_parallel(
             find_files(spec.model_path, weights=rank == 0),
-            mesh,
+            self._mesh,
             self._device,
             spec.master_dtype,
             train.dtype,
@@ -69,13 +58,6 @@ class ScalarRank:
             probe_scores(self._model, self._device, train.dtype)
         self._optimizer = make_optimizer(self._model, train)
         self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
-        self._save = ShardedSave()
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Completed optimizer steps."""
-        return self._version
 
     def scores(self, batch: PackedSequences) -> np.ndarray:
         """The head's output at each token, [T] float32."""
@@ -86,24 +68,6 @@ class ScalarRank:
         """Drop the open batch."""
         self._optimizer.zero_grad()
         self._sums = {}
-
-    def save(self, directory: str) -> None:
-        """Model, optimizer and version, for `load` on any number of ranks."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
-
-    def begin_save(self, directory: str) -> None:
-        """Like save, from a copy in host memory: training may continue when this returns."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
-
-    def saved(self) -> tuple[StoredFile, ...] | None:
-        """The files that this rank wrote. None while it is writing."""
-        return self._save.files()
-
-    def load(self, directory: str) -> int:
-        """Load a saved state; returns its version."""
-        self.discard()
-        self._version = load_sharded(directory, self._model, self._optimizer)
-        return self._version
 
     def export(self, directory: str) -> None:
         """Export a Hugging Face directory that a scorer can serve."""

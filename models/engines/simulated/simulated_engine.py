@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from models.checksum import checksum
 from models.engines.simulated.simulated_batch import SimulatedBatch, SimulatedRow
 from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
 from models.types import (
@@ -29,7 +30,6 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from models.weights.checksums import checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config.algorithm_tables import ESTIMATORS, LOSSES
+from grmpipe.config.algorithm_tables import CORRECTIONS, ESTIMATORS, LOSSES, PROXIMALS, REJECTIONS
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.train import (
-    CORRECTIONS,
-    PROXIMALS,
-    REJECTIONS,
-    ROUTER_REPLAYS,
-    AlgorithmConfig,
-)
+from grmpipe.config.train import ROUTER_REPLAYS, AlgorithmConfig
 from grmpipe.config.yaml_io import build
 
 CONF = Path(__file__).parents[3] / "conf"

@@ -49,7 +49,7 @@ def roles_of(run: RunConfig) -> Roles:
 
 
 def seats(run: RunConfig) -> Placement:
-    return place(run.placement, run.roles, run.served)
+    return place(run.placement, run.roles, run.served, run.learners)
 
 
 def served(role: str, run: RunConfig) -> ServedRole:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
-from grmpipe.judge.parse import PARSERS
+from grmpipe.judge.parse import parser_named
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, fenced
 from grmpipe.types import Criterion, Prompt
 from models.tiny.problems import judge_prompt
@@ -64,7 +64,7 @@ def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench:
     last = re.sub(r"s_1, .*s_2|N", lambda asked: "7" if asked[0] == "N" else "7, 7", shown.rstrip().split("\n")[-1])
     num_scores = last.count("7")
     assert num_scores == max(len(texts), 2 if protocol == "rubric" else 1)
-    assert PARSERS[SHIPPED_TEMPLATES[name][0]](last, num_scores, Scale()) == (7,) * num_scores
+    assert parser_named(SHIPPED_TEMPLATES[name][0])(last, num_scores, Scale()) == (7,) * num_scores
     assert "End with one line, and nothing after it" in shown
 
 

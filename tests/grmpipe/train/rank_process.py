@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.losses import Aggregation
+from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.batching.packer import MicroBatchRound, Packer
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.types import CudaHandle, CudaHandles, InlineBytes, WeightBucket
 from models.weights.sending import UnshardedBucket, WeightTransport
@@ -48,7 +50,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
         learner._spec = replace(spec, algorithm=algorithm)
         for round_ in rounds_as_they_come(samples, one_cut, world_size):
             learner.accumulate(round_.micro_batches[rank])
-        denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, spec.max_new_tokens)
+        denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(totals, spec.max_new_tokens)
         out["by_algorithm"][one_cut, name] = gradients(learner, world_size / denominator)
         learner.discard()
     learner._spec = spec

@@ -13,8 +13,9 @@ from torch import Tensor
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm import pieces
 from models.settings import EmbeddedConfig

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, Starcoder2Config, Starcoder2ForCa
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.settings import LoraConfig
 
 SCRIPT = Path(__file__).with_name("lora_rank_process.py")

@@ -14,7 +14,8 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.kl_in_reward import kl_of_rollouts, rollout_key, unpacked
 from grmpipe.train.batching.packer import MicroBatchRound, rounds_of
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
 from models.tiny.resolve import resolve_model
 

@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
-from grmpipe.config.algorithm_tables import LOSSES
-from grmpipe.config.train import (
+from grmpipe.config.algorithm_tables import (
+    AGGREGATIONS,
     CORRECTIONS,
     KL_ESTIMATORS,
+    LOSSES,
     PROXIMALS,
     REJECTIONS,
-    AlgorithmConfig,
 )
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.packer import Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
@@ -99,7 +100,7 @@ def gradient(
         )
         loss.total.backward()
     assert table.grad is not None
-    denominator = AGGREGATIONS[algorithm.aggregation].denominator(count(samples, 0), MAX_NEW_TOKENS)
+    denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(count(samples, 0), MAX_NEW_TOKENS)
     return (table.grad / denominator).numpy(), len(rounds)
 
 

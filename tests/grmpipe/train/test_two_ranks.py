@@ -14,13 +14,13 @@ import torch
 from forks import Forked
 from transformers import AutoModelForCausalLM
 
-from grmpipe.algorithm.losses import AGGREGATIONS
-from grmpipe.config.algorithm_tables import LOSSES
+from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
 from models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from models.stored_files import first_difference

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from grmpipe.capacity.plan.survey import survey_run
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.validate.data import read_data, stored_judging_tasks
-from grmpipe.validate.models import find_model
+from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.sections import section
 from models.tiny.resolve import SHIPPED
@@ -138,12 +140,15 @@ def hybrid(directory: Path) -> str:
     return str(directory)
 
 
-def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", [prepare, survey_run], ids=["train", "plan and simulate"])
+def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(
+    tmp_path: Path, check: Callable[[RunConfig, Progress], object]
+) -> None:
     path = hybrid(tmp_path / "hybrid")
     data = {"num_prompts": 20, "num_eval_prompts": 5}
     with pytest.raises(ConfigError, match=r"^policy\.path: .*conv.*can be trained"):
-        prepare(config(data=data, policy={"path": path}, judge={"kind": "rule"}), no_progress)
-    prepare(config(data=data, grm={"path": path}), no_progress)  # it judges, and isn't trained
+        check(config(data=data, policy={"path": path}, judge={"kind": "rule"}), no_progress)
+    check(config(data=data, grm={"path": path}), no_progress)  # it judges, and doesn't learn
     learns = {"enabled": True, "data_path": "tiny://judgements"}
     with pytest.raises(ConfigError, match=r"^grm\.path: .*conv.*can be trained"):
-        prepare(config(data=data, grm={"path": path}, cotrain=learns, placement=WITH_GRM_LEARNER), no_progress)
+        check(config(data=data, grm={"path": path}, cotrain=learns, placement=WITH_GRM_LEARNER), no_progress)

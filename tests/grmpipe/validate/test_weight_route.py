@@ -43,7 +43,7 @@ def chosen(config: RunConfig, same_machine: bool = True) -> str:
 
 
 def seats(config: RunConfig) -> Placement:
-    return place(config.placement, config.roles, config.served)
+    return place(config.placement, config.roles, config.served, config.learners)
 
 
 def gpus_of(placement: Placement, role: str) -> list[tuple[str, int]]:

@@ -22,7 +22,8 @@ from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.fused_decoder import FusedDecoder
 from models.lm.causal_lm import load_causal_lm
 from models.lm.checkpoint import export_hf
-from models.lm.lora import adapters, add_adapters, check_targets, outgoing, peft_missing, without_adapters
+from models.lm.installed_peft import peft_missing
+from models.lm.lora import adapters, add_adapters, check_targets, outgoing, without_adapters
 from models.settings import LoraConfig
 from models.types import WeightBucket
 from models.weights.inbox import WeightInbox

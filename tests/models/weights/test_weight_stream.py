@@ -11,8 +11,9 @@ import torch
 import xxhash
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from models.checksum import checksum
 from models.types import InlineBytes, WeightBucket
-from models.weights.checksums import checksum, tensor_checksums
+from models.weights.checksums import tensor_checksums
 from models.weights.object_store import ObjectStore
 from models.weights.opening import num_bytes
 from models.weights.receiving import checksums_of, received

@@ -22,6 +22,7 @@ import pytest
 import ray
 import torch
 
+from models.checksum import checksum as checksum_of
 from models.types import (
     Broadcast,
     Completion,
@@ -34,7 +35,6 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.checksums import checksum as checksum_of
 from models.weights.process_group import BroadcastGroup
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, free_port
@@ -344,9 +344,9 @@ def receivers() -> EngineFactory:
     def make(rank: int) -> Engine:
         import torch
 
+        from models.checksum import checksum
         from models.engines.simulated.simulated_engine import Script, SimulatedEngine
         from models.types import WeightReceipt
-        from models.weights.checksums import checksum
         from models.weights.process_group import BroadcastGroup
 
         class Receiver(SimulatedEngine):
@@ -432,14 +432,35 @@ def test_members_are_asked_in_order_and_all_on_one_thread() -> None:
     on_cluster(seats(learner=1), scene)
 
 
-def test_a_process_without_a_socket_is_called_by_ray() -> None:
+def test_without_a_socket_calls_of_a_process_begin_in_the_order_of_asking() -> None:
+    """By Ray, then. An engine generates meanwhile, and its control calls don't wait for that."""
+
+    def counting(rank: int) -> Engine:
+        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+
+        class Counting(SimulatedEngine):
+            num_scored = 0
+
+            async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+                self.num_scored += 1
+                return (float(self.num_scored),)
+
+        return Counting("policy", lambda ids, params, context: Script(token_ids=(1,) * 8, text="x"), tokens_per_s=0.01)
+
     async def scene(cluster: RayCluster) -> None:
         group = await cluster.start_group("learner", members())
-        assert await group.call_all("add", 1) == [1]
+        assert group._actors[0]._line is None  # type: ignore[attr-defined]
+        assert await asyncio.gather(*(group.call(0, "add", 1) for _ in range(50))) == [*range(1, 51)]
+        engine = (await cluster.start_engines("policy", counting))["policy-0"]
+        generating = ask(engine, 1)
+        scored = await asyncio.gather(*(engine.score([1, 2]) for _ in range(50)))
+        assert scored == [(float(number),) for number in range(1, 51)]
+        assert not generating.done()
+        generating.cancel()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scheduler.processes.unix_rpc.asyncio.open_unix_connection", refused)
-        on_cluster(seats(learner=1), scene)
+        on_cluster(seats(learner=1, policy=1), scene)
 
 
 async def refused(path: str) -> None:

@@ -8,11 +8,11 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import looptime
-import numpy as np
 import pytest
+from weight_source import CountingLearner, Spans
 
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
@@ -24,15 +24,12 @@ from models.types import (
     Engine,
     EngineDied,
     GroupLink,
-    InlineBytes,
     ModelFiles,
     RequestContext,
     SamplingParams,
     WeightBucket,
     WeightReceipt,
-    WeightTensor,
 )
-from models.weights.checksums import checksum as checksum_of
 from scheduler.clock import ActiveClock
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
@@ -133,54 +130,6 @@ class Changing(Spoken):
         return await super().commit_weights(version)
 
 
-class Learner:
-    """A learner whose weights are its number of steps, under the name of its role."""
-
-    def __init__(self, role: str = "policy") -> None:
-        self.steps, self._role = 0, role
-        self._hold = asyncio.Lock()
-
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[int]:
-        async with self._hold:
-            yield self.steps
-
-    async def step(self) -> None:
-        async with self._hold:
-            await asyncio.sleep(0.5)
-            self.steps += 1
-
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
-
-    async def connect(self, link: GroupLink | None) -> None:
-        return None
-
-    async def num_buckets(self) -> int:
-        return 1
-
-    async def num_fixed_buckets(self) -> int:
-        return 0
-
-    async def bucket(self, index: int) -> WeightBucket:
-        await asyncio.sleep(0.3)
-        data = np.full(8, self.steps % 256, dtype=np.uint8)
-        tensor = WeightTensor(name=self._role, dtype="float32", shape=(2,), checksum=checksum_of(data))
-        return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
-
-    async def deliver(self, index: int) -> None:
-        raise AssertionError("nothing is broadcast")
-
-
-@dataclass
-class Spans:
-    seen: list[tuple[str, str]] = field(default_factory=list)
-
-    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
-        assert end_s >= start_s
-        self.seen.append((lane, name))
-
-
 class Bench:
     """An elastic pool with all its parts."""
 
@@ -206,7 +155,8 @@ class Bench:
             for role in ROLES
         }
         config = SyncConfig(deadline_s=20)
-        self.learners = {role: Learner(role) for role in (ROLES if grm_learns else ("policy",))}
+        learning = ROLES if grm_learns else ("policy",)
+        self.learners = {role: CountingLearner(role, step_s=0.5, bucket_s=0.3) for role in learning}
         self.syncs = {role: WeightSync(learner, PROBE, config) for role, learner in self.learners.items()}
         brings: dict[str, BringCurrent] = {
             role: functools.partial(sync.catch_up, anew=swaps) for role, sync in self.syncs.items()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import pairwise
 from typing import cast
 
 import looptime
-import numpy as np
 import pytest
+from weight_source import CountingLearner, Spans
 
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
@@ -21,14 +19,11 @@ from models.types import (
     Engine,
     EngineDied,
     GroupLink,
-    InlineBytes,
     RequestContext,
     SamplingParams,
     WeightBucket,
     WeightReceipt,
-    WeightTensor,
 )
-from models.weights.checksums import checksum as checksum_of
 from scheduler.clock import ActiveClock
 from scheduler.routing.router import RequestKillsEngines, Router
 from scheduler.slots.health import EngineState, HealthConfig, RoleHealth, need_no_weights, push_to_living
@@ -95,54 +90,6 @@ class Fragile(SimulatedEngine):
         return tuple(logprob + self.score_error for logprob in await super().score(token_ids))
 
 
-class Learner:
-    """A weight source of two buckets; its weights are its number of steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._hold = asyncio.Lock()
-
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[int]:
-        async with self._hold:
-            yield self.steps
-
-    async def step(self, seconds: float = 0.0) -> None:
-        async with self._hold:
-            await asyncio.sleep(seconds)
-            self.steps += 1
-
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
-
-    async def connect(self, link: GroupLink | None) -> None:
-        return None
-
-    async def num_buckets(self) -> int:
-        return 2
-
-    async def num_fixed_buckets(self) -> int:
-        return 0
-
-    async def bucket(self, index: int) -> WeightBucket:
-        data = np.full(8, self.steps % 256, dtype=np.uint8)
-        checksum = checksum_of(data)
-        tensor = WeightTensor(name=f"layers.{index}", dtype="float32", shape=(2,), checksum=checksum)
-        return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
-
-    async def deliver(self, index: int) -> None:
-        raise AssertionError("nothing is broadcast")
-
-
-@dataclass
-class Spans:
-    seen: list[tuple[str, str]] = field(default_factory=list)
-
-    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
-        assert end_s >= start_s
-        self.seen.append((lane, name))
-
-
 class Role:
     """A role with its engines, its health and, for a policy, its learner; starting an engine takes 5 s."""
 
@@ -159,7 +106,7 @@ class Role:
         self.engines = {f"policy-{n}": make() for n in range(engines)}
         self.spans = Spans()
         self.router = Router("policy", self.engines, self.spans)
-        self.learner = Learner()
+        self.learner = CountingLearner("layers.0", "layers.1")
         self.sync = WeightSync(self.learner, PROBE, SyncConfig(deadline_s=20))
         self.start_s = start_s
         self.next_fault: list[Exception | Callable[[Fragile], None]] = []

@@ -11,6 +11,7 @@ import looptime
 import numpy as np
 import pytest
 
+from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Broadcast,
@@ -25,7 +26,6 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.checksums import checksum
 from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite, tensor_groups
 from scheduler.weights.weight_push import EngineLost, SyncConfig, SyncReport, WeightSyncTimeout
 from scheduler.weights.weight_sync import NoEngines, WeightSync

@@ -31,7 +31,8 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack_prefix_groups
 from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
 from grmpipe.train.learner import learner as learner_module
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, TrainingSample
 from models.lm import packed_attention
 from models.lm.causal_lm import outline_causal_lm

@@ -268,7 +268,7 @@ def test_a_search_ranks_placements_and_writes_one_that_is_the_very_same_when_rea
     assert "python launch.py --config-dir found +experiment=qwen3_8b placement=planned" in text
 
     again = read_again(tmp_path / "found", *big_run, "engine=vllm")
-    written = place(again.placement, again.roles, again.served)
+    written = place(again.placement, again.roles, again.served, again.learners)
     assert written in tried
     assert len(written.seats["grm"]) == 3
     assert sum(pool.slots for pool in written.pools.values()) == 8

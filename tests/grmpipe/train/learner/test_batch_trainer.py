@@ -17,7 +17,7 @@ from grmpipe.train.batching.samples import count
 from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, TrainingSample, Turn, Verdict
 from models.types import Completion, VersionSpan
 

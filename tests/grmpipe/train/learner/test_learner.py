@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.stored_files import first_difference
 from models.types import InlineBytes

@@ -11,8 +11,9 @@ import pytest
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import MicroBatchRound, Packer, idle
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, OldPass
 from models.types import GroupLink
 

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import reset_is_due
 from grmpipe.types import Metrics, TrainingSample
 from models.types import InlineBytes

@@ -15,7 +15,7 @@ from forks import Forked
 from transformers import AutoModelForTokenClassification
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar.scalar_learner import ScalarLearner, ScalarLearnerSpec
 from models.engines.scorer import ScalarScorer, ScorerSpec

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.checksum import checksum
 from models.lm.causal_lm import load_causal_lm
 from models.types import (
     Broadcast,
@@ -27,7 +28,7 @@ from models.types import (
     WeightTensor,
 )
 from models.weights.broadcast import GlooBroadcasts
-from models.weights.checksums import checksum, tensor_checksums
+from models.weights.checksums import tensor_checksums
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from models.checksum import checksum
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm.causal_lm import load_causal_lm
 from models.types import Completion, GroupLink, InlineBytes, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
-from models.weights.checksums import checksum
 from models.weights.object_store import ObjectStore
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.checksum import checksum
 from models.engines.vllm.vllm_weights import (
     Applied,
     PlainBucket,
@@ -28,7 +29,6 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.checksums import checksum
 from models.weights.receiving import checksums_of, received
 from models.weights.weight_files import SharedArena
 
