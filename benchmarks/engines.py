@@ -7,9 +7,9 @@ temperature 1, and lengths from a long-tailed distribution, enforced per request
 tokens. The ways alternate, so that a busy machine slows all of them.
 
 - embedded, vllm: through their async interface, with log-probs. embedded also with the plain module instead of the
-fused decoder; both also with prompts shared by 8 siblings. - generate: transformers' `model.generate` on one
-left-padded batch, each row stopped at its length; no log-probs. - continuous batching: transformers' own manager, kept
-alive between runs (on the CPU it needs psutil); no log-probs.
+  fused decoder; both also with prompts shared by 8 siblings.
+- generate: transformers' `model.generate` on one left-padded batch, each row stopped at its length; no log-probs.
+- continuous batching: transformers' own manager, kept alive between runs (on the CPU it needs psutil); no log-probs.
 
 Pause: 32 requests are in flight; a push of all weights through shared memory stops them, with their keys and values
 kept or recomputed. The pause lasts from when the last engine stops until all continue, without the probe.

@@ -2,9 +2,9 @@
 
     python benchmarks/quickstart.py runs/benchmark
 
-1. Seeds 0, 1 and 2 of `launch.py +experiment=quickstart`, one after another, into runs/benchmark/seed<N>; finished runs
-are reused (delete the folder to measure again). 2. The same parts on the same placement, in alternating blocks of
-steps: the pipeline, and its stages in sequence.
+1. Seeds 0, 1 and 2 of `launch.py +experiment=quickstart`, one after another, into runs/benchmark/seed<N>; finished
+   runs are reused (delete the folder to measure again).
+2. The same parts on the same placement, in alternating blocks of steps: the pipeline, and its stages in sequence.
 
 Writes benchmarks/quickstart.md and docs/learning_curve.png.
 """

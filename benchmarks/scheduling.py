@@ -1,8 +1,8 @@
 """The scheduler in figures: overlap against its lower bound, and the cost of the pipeline itself.
 
     python benchmarks/scheduling.py overlap     # real time, emulated service times; four minutes
-    python benchmarks/scheduling.py overhead    # engines without cost: rollouts per second, bytes in flight python
-    benchmarks/scheduling.py simulator   # duration of a simulation: 64 slots, 100 steps; --slots for more
+    python benchmarks/scheduling.py overhead    # engines without cost: rollouts per second, bytes in flight
+    python benchmarks/scheduling.py simulator   # duration of a simulation: 64 slots, 100 steps; --slots for more
 
 Real parts throughout: pipeline, admission, groups, routers, judge with its parser, packer, weight sync. Only engines
 and learner take time instead of working.

@@ -1,8 +1,8 @@
 """Accuracy of the simulator: steps of the quickstart on this machine, compared with predictions from profiles of other
 placements.
 
-    python benchmarks/simulator.py runs/simulator            # 3 rounds of 5 short runs on Ray, then the report python
-    benchmarks/simulator.py runs/simulator --rounds 0 # only the report, from existing runs
+    python benchmarks/simulator.py runs/simulator            # 3 rounds of 5 short runs on Ray, then the report
+    python benchmarks/simulator.py runs/simulator --rounds 0 # only the report, from existing runs
 
 --profiled names the placements whose profiles predict the others; by default all measured ones.
 

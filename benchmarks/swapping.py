@@ -4,9 +4,9 @@ Two random models of one architecture (Qwen3, float32) on vLLM for CPUs: `policy
 
 - started: a separate engine, from the first import to the first token; and its memory (proportional share).
 - read: the other model's files by vLLM's loader, as for a frozen GRM; they are in the page cache.
-- pushed: the other model's tensors from shared memory in buckets of 64 MB, hashed on both ends, as for a policy. -
-copied: the same bytes, host to host, by one thread: the least cost of waking a sleeping engine if its bus is as fast as
-this memory. vLLM for CPUs can't sleep.
+- pushed: the other model's tensors from shared memory in buckets of 64 MB, hashed on both ends, as for a policy.
+- copied: the same bytes, host to host, by one thread: the least cost of waking a sleeping engine if its bus is as
+  fast as this memory. vLLM for CPUs can't sleep.
 
 Each is the median of --repeats, paused to resumed. Writes benchmarks/swapping.md.
 """

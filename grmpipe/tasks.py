@@ -40,8 +40,8 @@ class RunTask(Generic[P]):
 
     prepare:   refuses what can't run, with a ConfigError.
     make_run:  what runs in the session.
-    notes:     what is allowed, and maybe not meant.
-    continued: how a run that was interrupted is continued; `{run_dir}` stands for its directory.
+    notes:     notes on settings that are allowed but may not be meant.
+    continued: how a run that was interrupted is continued; `{run_dir}` is replaced by its directory.
     """
 
     prepare: Callable[[RunConfig, Progress], P]

@@ -180,7 +180,7 @@ def _load_tokenizer(path: str, *, plain: bool) -> PreTrainedTokenizerBase:
         tokenizer = _plain_tokenizer(path) if plain else _tokenizer_of_family(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"path: no tokenizer could be loaded from {path!r}: {error}") from error
-    tokenizer.model_max_length = sys.maxsize  # who renders looks to the window; a warning to stderr helps nobody
+    tokenizer.model_max_length = sys.maxsize  # callers check the window; a warning to stderr helps no one
     return tokenizer
 
 

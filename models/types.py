@@ -52,9 +52,9 @@ class Completion:
     text:      the decoded ids without special tokens. For reading and judging; never tokenized again.
     versions:  spans that cover token_ids without gaps.
     unseen_tokens: number of tokens sampled by a model that returns no ids (a remote judge); token_ids and logprobs are
-    then empty. experts_TLK: uint8 or int16, for a mixture of experts whose engine records them: the experts of each of
-    the first T tokens of prompt and answer, per layer with experts, when it was first fed. The last sampled token never
-    is.
+        then empty.
+    experts_TLK: uint8 or int16, for a mixture of experts whose engine records them: the experts of each of the first T
+        tokens of prompt and answer, per layer with experts, when it was first fed. The last sampled token never is.
     """
 
     token_ids: tuple[int, ...]

@@ -19,9 +19,9 @@ class PoolConfig:
     strategy: str = "PACK"  # How slots are spread over machines: a strategy of Ray's placement groups.
     # Memory of a slot; a run whose parts can't fit is refused, task=plan warns if they may not fit; null: the device's.
     memory_gb: float | None = None
-    elastic: bool = False  # Each slot has an engine of every served role here, and serves the one that has the backlog.
-    time_shared: bool = False  # A learner and the engines use the slots in turn; engines sleep while it updates.
-    # GPU that a slot is, for task=plan and task=simulate: h100, a100_80, ..., or a name of plan.devices; null: the one
+    elastic: bool = False  # Each slot has an engine of every served role, and serves the one with the most backlog.
+    time_shared: bool = False  # A learner and the engines use the slots in alternation; engines sleep while it trains.
+    # Kind of GPU of a slot, for task=plan and task=simulate: h100, a100_80, ..., or a name in plan.devices; null: that
     # of this machine.
     device: str | None = None
 

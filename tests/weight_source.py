@@ -14,7 +14,7 @@ from models.weights.checksums import checksum as checksum_of
 
 
 class CountingLearner:
-    """Its weights are its number of steps: a bucket for each of these tensors, which takes `bucket_s`."""
+    """A learner whose weights are its number of steps: one bucket for each of these tensors, which takes `bucket_s`."""
 
     def __init__(self, *tensors: str, step_s: float = 0.0, bucket_s: float = 0.0) -> None:
         self.steps, self._tensors, self._step_s, self._bucket_s = 0, tensors, step_s, bucket_s

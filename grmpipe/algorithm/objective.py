@@ -27,7 +27,7 @@ class TokenLogprobs:
     ages_T: Tensor  # batches trained since the token was sampled
 
 
-# Whom the ratio of the loss is measured against: log pi_prox, without gradient.
+# log pi_prox, the policy that the loss's ratio is taken against, without gradient.
 Proximal = Callable[[TokenLogprobs], Tensor]
 
 

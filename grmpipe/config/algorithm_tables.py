@@ -73,7 +73,7 @@ ESTIMATORS: dict[str, EstimatorKind] = {
     "gae_raw": EstimatorKind(function="grmpipe.algorithm.advantages.gae_raw", by_token=True, needs_critic=True),
 }
 
-# Whom the ratio of the loss is measured against: TokenLogprobs -> log pi_prox.
+# The policy that the ratio of the loss is taken against: TokenLogprobs -> log pi_prox.
 PROXIMALS = PathTable(
     "algorithm.proximal", ("logprobs",), "grmpipe.algorithm.objective",
     {"recomputed": "recomputed", "interpolated": "interpolated_by_age", "sampler": "sampler"},

@@ -1,4 +1,4 @@
-"""Votes, parsers and rules by name: where each is. Imports none of them.
+"""Votes, parsers and rules by name, with their dotted paths. Imports none of them.
 
 A new one is a function, or for a parser a Form, a row here and a test.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from grmpipe.config.path_table import PathTable
 
 VOTES_WITH_META_RM = ("weighted", "best")
-# `sum` ranks as its mean does, and is shown as k times it: so a judgement that failed makes no score smaller.
+# `sum` is computed as the mean, which gives the same order, and shown as k times it: a failed judgement lowers no
+# score.
 VOTES = PathTable(
     "judge.vote", ("scores",), "grmpipe.judge.verdict",
     {"mean": "mean", "sum": "mean", "median": "median", "majority": "majority"}, VOTES_WITH_META_RM,

@@ -1,4 +1,4 @@
-"""What the values of a key name: a table from names to dotted paths. Imports nothing before it is asked for."""
+"""A table from the values of a key to dotted paths. Imports an object only when it is used."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ T = TypeVar("T")
 
 
 class PathTable(dict[str, str]):
-    """Name -> dotted path. A user names his own by its path."""
+    """Name -> dotted path. A user's own value is a dotted path."""
 
     def __init__(
         self, key: str, arguments: tuple[str, ...], module: str, rows: Mapping[str, str], others: tuple[str, ...] = ()
     ) -> None:
-        """key: as algorithm.correction. arguments: that the functions take; empty: the paths name no functions.
-        rows: name -> its name in the module. others: values of the key that name nothing."""
+        """key: for example algorithm.correction. arguments: of the functions; empty: the objects are no functions.
+        rows: name -> its name in the module. others: further values of the key, without an object.
+        """
         super().__init__({name: f"{module}.{place}" for name, place in rows.items()})
         self.key, self.arguments, self._others = key, arguments, others
         self.name = key.rpartition(".")[2]
 
     def check(self, name: str) -> None:
-        """What is the user's own is imported and looked at. Raises ValueError that begins with the key's last part."""
+        """Check a value; a user's own is imported. Raises ValueError that begins with the key's last part."""
         if name in self or name in self._others:
             return
         if not is_dotted(name):
@@ -37,7 +38,7 @@ class PathTable(dict[str, str]):
             found_at(path, self.name)
 
     def found(self, name: str, kind: type[T] = object) -> T:  # type: ignore[assignment]
-        """What the name, or the dotted path, stands for. Raises ValueError where that isn't here, or is no `kind`."""
+        """The object of a name or dotted path. Raises ValueError if it can't be imported, or isn't a `kind`."""
         found = found_at(self.get(name, name), self.key)
         if not isinstance(found, kind):
             raise ValueError(f"{self.key}: {name} is no {kind.__name__} (see {kind.__module__})")

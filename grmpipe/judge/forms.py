@@ -24,9 +24,11 @@ MATH_CLOSES = r"(?:[ \t]*(?:\$|\$\$|\\\)|\\\]))?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """line:     its pattern, of the pattern of one number, the scale, and how many scores are wanted.
-    closings: what may stand alone in one more line, without a meaning: the end of displayed mathematics.
-    one_score: it can't hold several.
+    """A form of the verdict's line.
+
+    line:     makes its pattern from the pattern of one number, the scale, and the number of scores.
+    closings: what may stand alone in one more line without a meaning: the end of displayed mathematics.
+    one_score: whether it holds only one score.
     """
 
     line: Callable[[str, Scale, int], str]

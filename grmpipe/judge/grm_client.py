@@ -62,7 +62,7 @@ class GrmClient:
         return self.grm.context_tokens - new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
-        """One judgement, asked again while what comes back is no use. A dead engine is the router's to retry."""
+        """One judgement, with retries while the answer is unusable. The router retries a dead engine."""
         config = self._config
         pattern = judgement_pattern(config.parser, self._scale, question.num_scores) if config.structured else None
         results: list[Judgement | Failed] = []

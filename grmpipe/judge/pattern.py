@@ -1,4 +1,4 @@
-r"""What a judgement may look like, as regular expressions that an engine's grammar holds it to. Pure.
+r"""The patterns of judgements: regular expressions for an engine's grammar. Pure.
 
 A pattern and its parser accept the same language: what the pattern matches parses, and what parses is matched. Numbers
 have no leading zeros.

@@ -142,7 +142,7 @@ def score_std(scores: Sequence[float]) -> float:
 
 
 def vote_named(name: str) -> Vote:
-    """What `judge.vote` names, where no meta-RM guides it."""
+    """The vote that `judge.vote` names, if it uses no meta-RM."""
     return cast(Vote, VOTES.found(name))
 
 

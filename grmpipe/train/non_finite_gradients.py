@@ -1,4 +1,4 @@
-"""The error of a step whose gradients are inf or nan, as every process knows it. Needs no torch."""
+"""The error of a step whose gradients are inf or nan, known in every process. Needs no torch."""
 
 from __future__ import annotations
 

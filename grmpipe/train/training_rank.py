@@ -1,4 +1,4 @@
-"""One rank of any model that learns: its device and ranks, its version, its saved state. Knows no loss."""
+"""One rank of any trained model: its device and ranks, its version, its saved state. Knows no loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from models.stored_files import StoredFile
 
 
 class TrainingRank(ABC):
-    """Its methods are collectives: all ranks call the same ones in the same order."""
+    """A rank. Its methods are collectives: all ranks call the same ones in the same order."""
 
     own_errors: ClassVar = (NonFiniteGradients,)
     _model: PreTrainedModel
     _optimizer: Optimizer
 
     def __init__(self, device: str, rank: int, world_size: int, init_method: str | None) -> None:
-        """device: "cpu" or "cuda"; empty: what torch finds."""
+        """device: "cpu" or "cuda"; empty: chosen by torch."""
         self._device = choose_device(device, rank)
         if self._device.type == "cpu":
             torch.set_num_threads(1)  # several learners and engines share the cores
@@ -48,15 +48,15 @@ class TrainingRank(ABC):
         self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
 
     def begin_save(self, directory: str) -> None:
-        """As save, from a copy in host memory: training may go on when this returns."""
+        """Like save, from a copy in host memory: training may continue when this returns."""
         self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
 
     def saved(self) -> tuple[StoredFile, ...] | None:
-        """What this rank wrote; None while it writes."""
+        """The files that this rank wrote. None while it is writing."""
         return self._save.files()
 
     def load(self, directory: str) -> int:
-        """Go on from a saved state; returns its version."""
+        """Load a saved state; returns its version."""
         self.discard()
         self._version = load_sharded(directory, self._model, self._optimizer)
         return self._version

@@ -1,4 +1,4 @@
-"""Checks that deadlines can be told apart: which silence ended a group. Refuses, measures nothing."""
+"""Checks that deadlines can be distinguished: which silence ended a group. Refuses, measures nothing."""
 
 from __future__ import annotations
 

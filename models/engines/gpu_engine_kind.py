@@ -1,4 +1,4 @@
-"""What kinds of engines for GPUs have in common: rows, sleep, what they quantise, the room for keys and values."""
+"""What engine kinds for GPUs have in common: rows, sleep, quantization, memory for keys and values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDE_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 
 
 class GpuEngineOptions(EngineOptions, Protocol):
-    """options: other arguments of the library's own."""
+    """options: other arguments of the library."""
 
     @property
     def max_batch_rows(self) -> int: ...
@@ -27,7 +27,7 @@ Options = TypeVar("Options", bound=GpuEngineOptions, covariant=True)
 
 
 class GpuEngineKind(EngineKind[Options]):
-    """It reserves a share of a GPU's memory, for weights and for keys and values: `share_option`."""
+    """An engine kind that reserves a share of a GPU's memory for weights, keys and values: `share_option`."""
 
     tensor_parallel = True
     grammar = True
@@ -47,6 +47,6 @@ class GpuEngineKind(EngineKind[Options]):
         return bool(named.get("quantization")) or named.get("kv_cache_dtype", "auto") not in WIDE_CACHES
 
     def rest_of_share(self, share: float, weight_bytes: float, device_bytes: float) -> CacheRoom:
-        """For keys and values, beside the weights."""
+        """The memory for keys and values, after the weights."""
         decided_by = f"the rest of engine.{self.section}.{self.share_option}={share:g}"
         return CacheRoom(num_bytes=max(0.0, share * device_bytes - weight_bytes), decided_by=decided_by)

@@ -117,7 +117,7 @@ class Heads:
 
 
 def heads_of(path: str) -> Heads:
-    """Of a model directory."""
+    """The heads of the model in a directory."""
     from transformers import AutoConfig  # late: seconds, which a checked run without GPUs does without
 
     text = AutoConfig.from_pretrained(path).get_text_config()
@@ -127,7 +127,7 @@ def heads_of(path: str) -> Heads:
 
 
 def footprint_of(path: str) -> Footprint:
-    """Of a model directory. Raises OSError when there is no config at `path`."""
+    """The footprint of the model in a directory. Raises OSError if there is no config at `path`."""
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM

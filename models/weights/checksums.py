@@ -1,4 +1,4 @@
-"""What proves that weights arrived: 64 bits of tensors' bytes, where they are. Sends nothing."""
+"""Checksums that prove that weights arrived: 64 bits of tensors' bytes, computed where they are. Sends nothing."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Words between two processes, and waits that are asked for anew all the time.
+# Short calls, and waits that are repeated all the time.
 CONTROL = frozenset({"deliver", "collect", "pressure", "pause", "resume", "node_address", "free_port", "open_rpc"})
 # What reads or writes whole models, or waits for a process to come up.
 LOAD = frozenset({"process_id", "start", "make", "load", "save", "begin_save", "export"})

@@ -1,4 +1,4 @@
-"""Calls of a process begin in the order of asking, in whatever order they arrive. Knows no Ray."""
+"""Begins the calls of a process in the order in which they were made, in any order of arrival. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 
 
 class OrderedHost:
-    """An async actor whose calls carry numbers. Calls that were begun may overlap; no number may be left out."""
+    """An async actor whose calls have numbers. Calls in progress may overlap; no number may be left out."""
 
     def __init__(self) -> None:
         self._next_number = 0
-        self._early: dict[int, asyncio.Future[None]] = {}  # calls that arrived before their turn, by number
+        self._early: dict[int, asyncio.Future[None]] = {}  # number -> call that arrived early
 
     async def call_in_order(self, number: int, method: str, *args: object) -> object:
         """number: counts all calls of one caller, from 0."""

@@ -46,8 +46,9 @@ class MemberHost(OrderedHost):
         return os.getpid()
 
     async def open_rpc(self) -> tuple[str, Dialect] | None:
-        """As of an EngineHost, for what is asked of the member. None where the types of a method can't be told: then
-        calls go by Ray."""
+        """Like EngineHost.open_rpc, for calls of the member. None if the types of a method are unknown: then calls go
+        over Ray.
+        """
         try:
             dialect = Dialect.of(type(self._member)).under(MEMBER_CALL)
         except Unspeakable as error:
@@ -143,7 +144,7 @@ class RayActor:
     async def _call_by_ray(self, method: str, *args: object) -> object:
         try:
             answer: Awaitable[object] = self._handle.call_in_order.remote(self._num_asked, method, *args)
-            self._num_asked += 1  # not where the arguments can't travel: the process never hears of that call
+            self._num_asked += 1  # not if the arguments can't be sent: that call never reaches the process
             return await answer
         except RayTaskError as error:
             raise error.cause from RemoteTraceback(f"in {self.name}:\n{error}")

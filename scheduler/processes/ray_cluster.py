@@ -205,8 +205,9 @@ class RayCluster:
         return {"env_vars": {name: given.get(name) or str(threads_of(nodes_of_ray(), gpus))}}
 
     def _create(self, seat: Seat, host: type[OrderedHost]) -> RayActor:
-        """A process on its seat. Ray itself caps the threads of one that has a core or less: on a GPU, where it has
-        none of its own, it gets its share."""
+        """Start a process on its seat. Ray limits the threads of a process with at most one core; a process on a GPU
+        gets its share of the cores.
+        """
         amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # Ray counts in 1e-4
         on_gpu = self._placement.pools[seat.pool].resource == "gpu"
         # The name of a process killed just now may still be taken.

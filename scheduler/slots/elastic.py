@@ -2,8 +2,8 @@
 
 A slot holds an engine for each role of its pool and serves one of them. A move from A to B:
 
-    A takes no new requests on it -> its requests migrate to A's other engines, or end here -> A sleeps, if it can -> B
-    wakes -> B is brought to the weights that its role serves -> B takes requests, and its share of those in flight
+    A takes no new requests on it -> its requests migrate to A's other engines, or end here -> A sleeps, if it can
+    -> B wakes -> B is brought to the weights that its role serves -> B takes requests, and its share of those in flight
 
 Or A and B are views of one engine (shared_engine.py): then none sleeps, and B's weights replace A's.
 

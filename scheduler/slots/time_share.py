@@ -1,8 +1,8 @@
 """A time-shared pool of a learner and engines: which of them uses the memory now. Makes no step, moves no weights.
 
     the batch is full -> the engines take no new requests, theirs are suspended -> they sleep
-    -> the learner loads its whole state, steps, keeps only its weights -> the engines that it pushes to wake, paused ->
-    the push -> the learner offloads its weights -> the other engines wake -> requests continue
+    -> the learner loads its whole state, steps, keeps only its weights -> the engines that it pushes to wake, paused
+    -> the push -> the learner offloads its weights -> the other engines wake -> requests continue
 
 During the learner's phase, the clocks given to `stops` stand still. On the event loop's clock.
 """

@@ -1,12 +1,12 @@
-"""A GRM that learns beside the policy: its flow is a second pipeline, whose policy is the judge of the first.
+"""A GRM trained next to the policy: its flow is a second pipeline, whose policy is the judge of the first.
 
     policy's flow:  prompts -> play -> judge -> train -> push to the policy's engines
                                 |        ^
-                       (own rollouts)    |  a new version: what is judged is broken off, incomplete groups anew
-                                v        |
+                       (own rollouts)    |  a new version: judge tasks are aborted, incomplete groups judged again v
+                                |
     GRM's flow:     judging tasks -> judge -> rule -> train -> push to the GRM's engines
 
-Holds neither: it ties the two together, and keeps them in step.
+Owns neither flow: it connects the two, and keeps them in step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ T = TypeVar("T")
 
 
 class CoTraining:
-    """Use: compose the policy's pipeline with it, then run both by `run_alongside`."""
+    """The GRM's training in a run of the policy. Compose the policy's pipeline with it, then run both by
+    `run_alongside`.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class CoTraining:
         health: Sequence[RoleHealth],
         pipeline_state: PipelineState | None,
     ) -> None:
-        """health: of all engines. pipeline_state: where a resume continues; the learner is loaded already."""
+        """health: of all engines. pipeline_state: state to continue from; the learner is loaded already."""
         config = prepared.config
         self.learner_busy_s = 0.0
         self._health = health
@@ -86,11 +88,11 @@ class CoTraining:
 
     @property
     def version(self) -> int:
-        """Of the GRM that judges: its completed optimizer steps."""
+        """The version of the GRM that judges: its completed optimizer steps."""
         return self._flow.version if self._flow is not None else self._pipeline_state.version
 
     def recorded(self, play: Play) -> Play:
-        """The policy's episodes, which become judging tasks when they end."""
+        """The policy's episodes, whose ends become judging tasks."""
 
         async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
             rollout = await play(request, prompt, on_first_token)
@@ -100,15 +102,15 @@ class CoTraining:
         return played
 
     def in_lockstep(self, trainer: Trainer) -> Trainer:
-        """The policy's trainer, whose steps wait for those of the GRM that are due before them."""
+        """The policy's trainer, whose steps wait for the GRM's steps that are due before them."""
         return LockstepTrainer(trainer, self._pacer)
 
     async def push(self, version: int) -> SyncReport:
-        """The GRM's weights to all its engines that live, confirmed."""
+        """Push the GRM's weights to all its living engines, with confirmation."""
         return await push_to_living(self._grm.sync, self._grm.engines, version)
 
     async def run_alongside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:
-        """Run the GRM's flow until `work`, which runs the policy's, is over. Both stand between two steps then."""
+        """Run the GRM's flow until `work`, which runs the policy's, ends. Both are then between two steps."""
         self._pacer.policy_stepped(policy.version)
         self._flow = flow = self._make_flow(policy)
         ended = asyncio.Event()
@@ -134,12 +136,12 @@ class CoTraining:
             self._recorder.close()
 
     def after_policy_step(self, version: int) -> Metrics:
-        """To be called after each step of the policy. What its line of metrics gains."""
+        """Call after each step of the policy. Returns further metrics of the step."""
         self._pacer.policy_stepped(version)
         return {**self._metrics, "grm/version": float(self.version)}
 
     async def begin_save(self, directory: Path, *, aside: bool) -> PipelineState:
-        """The GRM's learner, and where its flow stands: between two of its steps, whatever it is doing."""
+        """Save the GRM's learner, and return the state of its flow, between two of its steps."""
         flow = self._flow
         async with self._grm.learner.held() as version:
             await self._grm.learner.begin_save(str(directory), aside=aside)
@@ -148,7 +150,7 @@ class CoTraining:
             )
 
     async def _warm_up(self, policy: Pipeline) -> None:
-        """Until then the policy rolls out, and nothing is judged for it."""
+        """Train the GRM before it judges: the policy rolls out meanwhile, and nothing is judged for it."""
         with policy.producer.judging_gate.held():
             await self._pacer.until_warm()
 
@@ -206,7 +208,7 @@ class LockstepTrainer:
 
 @dataclass(frozen=True, slots=True)
 class GrmStepGate:
-    """Lets judging tasks in when the GRM may step. A rule that judges is always fit."""
+    """Admits judging tasks when the GRM may step. The rule that judges is always fit."""
 
     pacer: StepPacer
     judging_tasks: JudgingTaskStream
@@ -222,7 +224,7 @@ class GrmStepGate:
 
 @dataclass(frozen=True, slots=True)
 class GrmLanes:
-    """The GRM's learner and weight sync have lanes of their own."""
+    """Puts events of the GRM's learner and weight sync on their own lanes."""
 
     events: EventSink
 

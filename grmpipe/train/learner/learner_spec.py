@@ -1,4 +1,4 @@
-"""The spec of a learner, and how the driver has one made elsewhere. Imports no torch itself."""
+"""The spec of a learner, and how the driver has one made in another process. Imports no torch itself."""
 
 from __future__ import annotations
 

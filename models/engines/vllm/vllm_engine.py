@@ -1,8 +1,8 @@
 """vLLM's AsyncLLM as an Engine: async calls on one event loop; vLLM's core has its own process with the model.
 
     generate, abort    -> a ticket per request_id -> AsyncLLM.generate, first and last output -> Completion
-    pause .. commit    -> pause_generation(keep), the weight-transfer calls, the version of every token from vLLM a dead
-    core        -> EngineDied, for waiting and later calls
+    pause .. commit    -> pause_generation(keep), the weight-transfer calls, the version of every token from vLLM
+    a dead core        -> EngineDied, for waiting and later calls
 
 New weights during requests: with `recompute_kv_on_sync` all cached keys and values are dropped when a push begins.
 Without it kept requests continue with theirs, and a new salt of the prefix cache keeps new requests from using them;

@@ -1,4 +1,4 @@
-"""Tables of names: each row leads to what is there, and a user's own is taken by its dotted path."""
+"""Tables of names: each row leads to an existing object, and a user's own value is a dotted path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbered calls of a host, which arrive in any order."""
+"""Numbered calls of a host, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scheduler.processes.call_order import OrderedHost
 
 
 class Noting(OrderedHost):
-    """Notes when its calls begin and end; they end when they are let go."""
+    """Records when its calls begin and end; they end when the test releases them."""
 
     def __init__(self) -> None:
         super().__init__()
