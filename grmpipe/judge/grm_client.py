@@ -102,7 +102,7 @@ class GrmClient:
 
     async def _answer(self, request: GrmRequest, attempt: int) -> Completion | Failed:
         context = RequestContext(
-            request_id=request.request_id, group_id=request.group_id, role="grm", priority=request.priority
+            request_id=request.request_id, group_id=request.group_id, role=self.grm.name, priority=request.priority
         )
         params = SamplingParams(
             max_new_tokens=request.max_new_tokens,

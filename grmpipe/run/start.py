@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from grmpipe.run.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.engines import ServingEngines, start_routers
 from grmpipe.run.maintenance import make_maintenance
 from grmpipe.run.registry import CLUSTERS, JUDGES
+from grmpipe.run.start_critic import ROLE as CRITIC
 from grmpipe.run.start_critic import start_critic
 from grmpipe.run.start_grm import connect_remote_judge, find_grm
 from grmpipe.run.start_learner import (
@@ -32,6 +33,7 @@ from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.shared_folder import check_shared
+from models.settings import ModelConfig
 from models.types import ChatEngine
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
@@ -48,6 +50,16 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A model that this run trains. learner_role: the role of its ranks, and its folder in a checkpoint."""
+
+    name: str
+    settings: ModelConfig
+    ranks: LearnerGroup | CriticGroup
+    learner_role: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunComponents:
     """The started components of a run."""
 
@@ -61,18 +73,9 @@ class RunComponents:
     share: TimeShare | None  # the time-shared pool of the learner
     remote_judge: ChatEngine | None
     scorers: ScorerPool | None  # the meta-RM
-    trainable_grm: TrainableGrm | None  # if the GRM is trained
-    critic: Critic | None  # for estimators that need values
-
-    @property
-    def ranks(self) -> dict[str, LearnerGroup | CriticGroup]:
-        """Folder in a checkpoint -> ranks, for every trained model."""
-        ranks: dict[str, LearnerGroup | CriticGroup] = {"learner": self.learner}
-        if self.critic is not None:
-            ranks["critic"] = self.critic.ranks
-        if self.trainable_grm is not None:
-            ranks["grm_learner"] = self.trainable_grm.learner
-        return ranks
+    trainable_grm: TrainableGrm | None  # the GRM, where it learns too
+    critic: Critic | None  # where advantages ask one
+    trained: tuple[TrainedModel, ...]
 
     def background(self) -> dict[str, Coroutine[object, object, object]]:
         """Name in errors -> what runs next to the flow."""
@@ -136,7 +139,20 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
         scorers=scorers,
         trainable_grm=grm,
         critic=critic,
+        trained=tuple(trained_models(learning, learner, grm, critic)),
     )
+
+
+def trained_models(
+    learning: Learning, learner: LearnerGroup, grm: TrainableGrm | None, critic: Critic | None
+) -> Iterator[TrainedModel]:
+    """The policy, and what learns beside it."""
+    policy = learning.role
+    yield TrainedModel(name=policy.name, settings=policy.model, ranks=learner, learner_role=learning.learner)
+    if critic is not None:
+        yield TrainedModel(name=CRITIC, settings=policy.model, ranks=critic.ranks, learner_role=CRITIC)
+    if grm is not None:
+        yield TrainedModel(name=grm.model.name, settings=grm.settings, ranks=grm.learner, learner_role=grm.learner_role)
 
 
 async def start_together(
@@ -173,4 +189,11 @@ async def start_trainable_grm(
     spec = learner_spec(learning, prepared.roles, prepared.config.seed, transport, run_dir)
     learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(make_learner, spec)))
     sync = weight_sync(cluster, prepared, grm, learning, learner, transport)
-    return TrainableGrm(model=grm, engines=served.routers[grm.name], learner=learner, sync=sync)
+    return TrainableGrm(
+        model=grm,
+        settings=learning.role.model,
+        engines=served.routers[grm.name],
+        learner=learner,
+        learner_role=learning.learner,
+        sync=sync,
+    )

@@ -36,8 +36,6 @@ from scheduler.supervise import run_until
 
 log = logging.getLogger(__name__)
 
-EXPORTS = {"learner": "policy", "critic": "critic", "grm_learner": "grm"}  # folder in a checkpoint -> export
-
 
 class TrainingRun(Run[Prepared]):
     """A policy that learns from a judge: held-out evaluations, the flow between them, checkpoints, the export."""
@@ -61,8 +59,8 @@ class TrainingRun(Run[Prepared]):
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
         self._running = running = await start(self._prepared, self._observers.timeline, self._run_dir)
         if (resumed := self._session.resumed) is not None:
-            for folder, ranks in running.ranks.items():
-                await ranks.load(str(resumed / folder))
+            for model in running.trained:
+                await model.ranks.load(str(resumed / model.learner_role))
         self._observers.note(f"ready after {self._stats.since_start_s:.0f} s; files in {self._run_dir}")
         self._stats.watch(running)
         return await run_until(self._train(running), **running.background())
@@ -220,10 +218,9 @@ class TrainingRun(Run[Prepared]):
         return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.tell)
 
     async def _export(self, running: RunComponents) -> None:
-        """Export every trained model as a Hugging Face directory with the chat template that it was trained with."""
-        models = {"learner": self._config.policy, "critic": self._config.policy, "grm_learner": self._config.grm}
-        for folder, ranks in running.ranks.items():
-            await export(ranks, self._run_dir / EXPORTS[folder], models[folder])
+        """Every trained model, as a Hugging Face directory with the chat template that it was trained under."""
+        for model in running.trained:
+            await export(model.ranks, self._run_dir / model.name, model.settings)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -249,12 +246,11 @@ class TrainingRun(Run[Prepared]):
         """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
         await self._writer.settled()
         draft, aside = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
-        cotraining, ranks = self._stats.cotraining, running.ranks
-        grm = draft / "grm_learner"
+        cotraining, grm = self._stats.cotraining, running.trainable_grm
         state = RunState(
             pipeline_state=pipeline.state(),
-            journal_marks=self._observers.recorder.marks(),  # taken at the same moment as the pipeline's state
-            grm_pipeline_state=await cotraining.begin_save(grm, aside=aside) if cotraining is not None else None,
+            journal_marks=self._observers.recorder.marks(),  # of the same moment as the pipeline's state
+            grm_pipeline_state=await cotraining.begin_save(draft, aside=aside) if cotraining is not None else None,
             wall_s=self._stats.wall_s,
             eval_initial=periodic_eval.initial,
             totals=pipeline.counters.saved(),
@@ -265,9 +261,10 @@ class TrainingRun(Run[Prepared]):
             engines_replaced=self._stats.engines_replaced,
             moves=self._stats.moves,
         )
-        for folder, learner in ranks.items():
-            if folder != grm.name:  # its own flow has begun that save
-                await learner.begin_save(str(draft / folder), aside=aside)
+        ranks = {model.learner_role: model.ranks for model in running.trained}
+        for role, learner in ranks.items():
+            if grm is None or learner is not grm.learner:  # its flow has begun that one
+                await learner.begin_save(str(draft / role), aside=aside)
         self._writer.publish_when_written(draft, state, ranks)
         if not aside:
             await self._writer.settled()

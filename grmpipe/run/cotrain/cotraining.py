@@ -140,11 +140,11 @@ class CoTraining:
         self._pacer.policy_stepped(version)
         return {**self._metrics, "grm/version": float(self.version)}
 
-    async def begin_save(self, directory: Path, *, aside: bool) -> PipelineState:
-        """Save the GRM's learner, and return the state of its flow, between two of its steps."""
+    async def begin_save(self, checkpoint: Path, *, aside: bool) -> PipelineState:
+        """The GRM's learner, and where its flow stands: between two of its steps, whatever it is doing."""
         flow = self._flow
         async with self._grm.learner.held() as version:
-            await self._grm.learner.begin_save(str(directory), aside=aside)
+            await self._grm.learner.begin_save(str(checkpoint / self._grm.learner_role), aside=aside)
             return dataclasses.replace(
                 flow.state() if flow is not None else self._pipeline_state, version=version, in_flight={}
             )

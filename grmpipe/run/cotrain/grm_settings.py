@@ -17,6 +17,7 @@ from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Prompt, Rollout
+from models.settings import ModelConfig
 from models.types import SamplingParams
 from scheduler.routing.router import Router
 from scheduler.weights.weight_sync import WeightSync
@@ -27,8 +28,10 @@ class TrainableGrm:
     """A GRM with its own optimizer: its learner, its engines, and the weight sync between them."""
 
     model: Model
+    settings: ModelConfig
     engines: Router
     learner: LearnerGroup
+    learner_role: str
     sync: WeightSync
 
 
