@@ -49,7 +49,7 @@ class GroupsSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The fields of summary.json, in this order."""
+    """The content of summary.json, with its fields in this order."""
 
     status: Status
     steps: int

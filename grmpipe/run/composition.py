@@ -3,7 +3,7 @@
 play:         the episode                   <- its end becomes a judging task          (a GRM in training)
 trainer:      batches on the learner        <- has its device for the step             (time-shared pool)
                                             <- waits for the GRM's steps               (a GRM in training)
-push_weights: to the living engines        <- ends the learner's phase                (time-shared pool)
+push_weights: to the living engines         <- ends the learner's phase                (time-shared pool)
 journal:      the run's files               <- a finished rollout asks for its values  (critic)
 """
 

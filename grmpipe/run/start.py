@@ -73,8 +73,8 @@ class RunComponents:
     share: TimeShare | None  # the time-shared pool of the learner
     remote_judge: ChatEngine | None
     scorers: ScorerPool | None  # the meta-RM
-    trainable_grm: TrainableGrm | None  # the GRM, where it learns too
-    critic: Critic | None  # where advantages ask one
+    trainable_grm: TrainableGrm | None  # if the GRM is trained
+    critic: Critic | None  # for estimators that need values
     trained: tuple[TrainedModel, ...]
 
     def background(self) -> dict[str, Coroutine[object, object, object]]:
@@ -146,7 +146,7 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
 def trained_models(
     learning: Learning, learner: LearnerGroup, grm: TrainableGrm | None, critic: Critic | None
 ) -> Iterator[TrainedModel]:
-    """The policy, and what learns beside it."""
+    """The policy, and the models that are trained next to it."""
     policy = learning.role
     yield TrainedModel(name=policy.name, settings=policy.model, ranks=learner, learner_role=learning.learner)
     if critic is not None:

@@ -218,7 +218,7 @@ class TrainingRun(Run[Prepared]):
         return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.tell)
 
     async def _export(self, running: RunComponents) -> None:
-        """Every trained model, as a Hugging Face directory with the chat template that it was trained under."""
+        """Export every trained model as a Hugging Face directory with the chat template that it was trained with."""
         for model in running.trained:
             await export(model.ranks, self._run_dir / model.name, model.settings)
 
@@ -249,7 +249,7 @@ class TrainingRun(Run[Prepared]):
         cotraining, grm = self._stats.cotraining, running.trainable_grm
         state = RunState(
             pipeline_state=pipeline.state(),
-            journal_marks=self._observers.recorder.marks(),  # of the same moment as the pipeline's state
+            journal_marks=self._observers.recorder.marks(),  # taken at the same moment as the pipeline's state
             grm_pipeline_state=await cotraining.begin_save(draft, aside=aside) if cotraining is not None else None,
             wall_s=self._stats.wall_s,
             eval_initial=periodic_eval.initial,
@@ -263,7 +263,7 @@ class TrainingRun(Run[Prepared]):
         )
         ranks = {model.learner_role: model.ranks for model in running.trained}
         for role, learner in ranks.items():
-            if grm is None or learner is not grm.learner:  # its flow has begun that one
+            if grm is None or learner is not grm.learner:  # its own flow has begun that save
                 await learner.begin_save(str(draft / role), aside=aside)
         self._writer.publish_when_written(draft, state, ranks)
         if not aside:

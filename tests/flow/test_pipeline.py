@@ -613,7 +613,7 @@ def test_the_only_engine_is_replaced_and_no_sample_is_altered_or_doubled() -> No
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_deadline_stands_still_while_the_only_engine_is_replaced(stopped: bool) -> None:
-    """And passes if no clock stands still."""
+    """The deadline passes only if no clock stands still."""
     struck = Bench(flow(num_steps=6, max_staleness=0, group_deadline_s=3.0))
 
     async def strike(report: StepReport) -> None:

@@ -2,8 +2,8 @@
 
     policy's flow:  prompts -> play -> judge -> train -> push to the policy's engines
                                 |        ^
-                       (own rollouts)    |  a new version: judge tasks are aborted, incomplete groups judged again v
-                                |
+                       (own rollouts)    |  a new version: judge tasks are aborted, incomplete groups judged again
+                                v        |
     GRM's flow:     judging tasks -> judge -> rule -> train -> push to the GRM's engines
 
 Owns neither flow: it connects the two, and keeps them in step.
@@ -141,7 +141,7 @@ class CoTraining:
         return {**self._metrics, "grm/version": float(self.version)}
 
     async def begin_save(self, checkpoint: Path, *, aside: bool) -> PipelineState:
-        """The GRM's learner, and where its flow stands: between two of its steps, whatever it is doing."""
+        """Save the GRM's learner, and return the state of its flow, between two of its steps."""
         flow = self._flow
         async with self._grm.learner.held() as version:
             await self._grm.learner.begin_save(str(checkpoint / self._grm.learner_role), aside=aside)

@@ -32,7 +32,7 @@ class MicroBatchRound:
 class Packer:
     """Collects samples until every rank has a micro-batch's worth. All ranks always take part in a round.
 
-    max_tokens: packed tokens per micro-batch. A longer sample gets a micro-batch of its own.
+    max_tokens: packed tokens per micro-batch. A longer sample gets its own micro-batch.
     shared: siblings stay together, and their common prefix is packed once.
     """
 
