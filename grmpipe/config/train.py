@@ -99,9 +99,8 @@ class AlgorithmConfig:
     # Estimator of the KL per token, or the dotted path of a function of your own; in the loss the gradient of k1 has
     # mean 0, so k1 is for the reward.
     kl_estimator: str = "k3"
-    kl_in_reward: bool = (
-        False  # Subtract the KL (of the sampler's log-probs) from the rewards; false: add it to the loss.
-    )
+    # Subtract the KL (of the sampler's log-probs) from the rewards; false: add it to the loss.
+    kl_in_reward: bool = False
     entropy_coefficient: float = 0.0  # Weight of an entropy bonus in the loss; 0: none.
 
     # Reuse.
