@@ -10,7 +10,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
 DEFAULT_MEMORY_SHARE = 0.85  # of a GPU that an engine of vLLM has alone
-CHUNK_LOGITS = 1 << 26  # of which a float32 copy exists at a time: 256 MiB
+CHUNK_LOGITS = 1 << 26  # logits that are copied to float32 at a time: 256 MiB
 LORA_SYNCS = ("merged", "adapters")
 # The markup of known chat templates, as regular expressions: ChatML and Llama 3; DeepSeek; Llama 2 and
 # Mistral; Gemma; Nemotron and T5; EXAONE; GLM.
