@@ -196,7 +196,7 @@ def _peft_config(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -
 
     return PeftConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # any number works
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works
         lora_dropout=0.0,
         target_modules=targets,
         task_type=TaskType.CAUSAL_LM,
