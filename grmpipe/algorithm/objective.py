@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grmpipe.algorithm.corrections import correction, interpolated, kept, log_ratio, measure_drift
-from grmpipe.algorithm.losses import Aggregation, Scored, kl, policy_loss
-from grmpipe.config.algorithm_tables import AGGREGATIONS, PROXIMALS
+from grmpipe.algorithm.losses import Aggregation, Scored, kl, loss_of, policy_loss
+from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, PROXIMALS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
 
 
@@ -41,6 +41,15 @@ def interpolated_by_age(logprobs: TokenLogprobs) -> Tensor:
 
 def sampler(logprobs: TokenLogprobs) -> Tensor:
     return logprobs.sampler_T
+
+
+def find_parts(algorithm: AlgorithmConfig) -> None:
+    """Raises ValueError, which begins with the key, for a part that can't be imported on this machine."""
+    loss_of(algorithm.loss)
+    for table in ONE_OF_EACH:
+        table.found(getattr(algorithm, table.name))
+    for name in algorithm.rejections:
+        REJECTIONS.found(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grmpipe.algorithm.losses import Aggregation, loss_of
-from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.algorithm.losses import Aggregation
+from grmpipe.algorithm.objective import TokenLogprobs, find_parts, summed_loss
 from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.learner.batch_metrics import BatchMetrics
 from grmpipe.train.learner.learner_spec import LearnerSpec
@@ -73,7 +73,7 @@ class Learner(TrainingRank):
     """
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
-        loss_of(spec.algorithm.loss)  # one that can't be imported on this machine is refused before anything is loaded
+        find_parts(spec.algorithm)  # before anything is loaded
         super().__init__(spec.device, rank, world_size, init_method)
         self._spec = spec
         self._train = train = spec.train

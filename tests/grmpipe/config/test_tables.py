@@ -7,6 +7,7 @@ import torch
 
 from grmpipe.algorithm.corrections import OffPolicyDrift, correction
 from grmpipe.algorithm.losses import Aggregation
+from grmpipe.algorithm.objective import find_parts
 from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, REJECTIONS
 from grmpipe.config.judge import JudgeConfig, Scale
 from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
@@ -20,6 +21,10 @@ from grmpipe.judge.verdict import vote_named
 
 def halved(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> torch.Tensor:
     return torch.full_like(drift.log_weights_T, 0.5)
+
+
+def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> torch.Tensor:
+    return torch.ones_like(drift.sample_lengths_S, dtype=torch.bool)
 
 
 def always(text: str, reference: str) -> bool:
@@ -60,6 +65,17 @@ def test_ones_own_is_found_by_its_dotted_path() -> None:
     )
     assert rule_named(judge.rule)("no", "yes") and vote_named(judge.vote)([1, 2]) == 1.5
     assert parser_named(judge.parser)("a thought\n=> 7", 1, Scale()) == (7,)
+
+
+def test_a_part_that_another_machine_lacks_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = AlgorithmConfig(correction=f"{__name__}.halved", rejections=[f"{__name__}.kept"])
+    find_parts(algorithm)
+    monkeypatch.delitem(globals(), "kept")
+    with pytest.raises(ValueError, match=r"^algorithm\.rejections: .* has no kept"):
+        find_parts(algorithm)
+    monkeypatch.delitem(globals(), "halved")
+    with pytest.raises(ValueError, match=r"^algorithm\.correction: .* has no halved"):
+        find_parts(algorithm)
 
 
 @pytest.mark.parametrize(
