@@ -18,20 +18,12 @@ from grmpipe.types import Failed
 NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
 
 
-def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale) -> dict[str, str]:
-    """name -> what it is."""
+def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale) -> bool:
+    """Whether a picture could be drawn, too."""
     (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(plain(line_of(one, scale)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / "judged.jsonl").write_text("".join(lines), "utf-8")
-    files = {
-        "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
-        "judged.jsonl": "every item with its scores and critiques",
-        "summary.json": "the same, summarized",
-        "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
-    }
-    if draw(result, run_dir / "accuracy.png"):
-        files["accuracy.png"] = "accuracy over k"
-    return files
+    return draw(result, run_dir / "accuracy.png")
 
 
 def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
@@ -53,18 +45,15 @@ def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
-def show(result: JudgeEvaluation, max_subsets: int, files: Mapping[str, str], run_dir: Path) -> None:
-    """max_subsets: of judgements that were drawn for each smaller k."""
+def show(result: JudgeEvaluation, max_subsets: int, *, is_drawn: bool) -> None:
+    """max_subsets: of judgements that were drawn for each smaller k. is_drawn: there is a picture."""
     console = Console()
     console.print(table_of(result))
     if result.overall.with_meta_rm:
         console.print(meta_rm_table_of(result))
     for line in notes_on(result, max_subsets):
         console.print(line, highlight=False, markup=False)
-    console.print(f"files in {run_dir}:", highlight=False)
-    for name, what in files.items():
-        console.print(f"  {name:<16} {what}", highlight=False)
-    if "accuracy.png" not in files and result.overall.by_k:
+    if result.overall.by_k and not is_drawn:
         console.print(NO_PICTURE, highlight=False)
 
 

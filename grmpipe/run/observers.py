@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 FILES = {
     REPORT: "the run on one page: open it in a browser",
     "summary.json": "the result of the run",
+    "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
+    "judged.jsonl": "every item with its scores and critiques",
+    "accuracy.png": "accuracy over k",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",

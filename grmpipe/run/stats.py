@@ -16,6 +16,7 @@ from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.cotrain.cotraining import CoTraining
+from grmpipe.run.start import RunComponents
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.critic.critic import Critic
 from grmpipe.types import Metrics
@@ -58,6 +59,11 @@ class RunStats:
         self.cluster: Cluster | None = None
         self._roles = config.roles
         self._cpu_s_at_begin = self._cpu_s()
+
+    def watch(self, running: RunComponents) -> None:
+        """Take figures from what was started, from now on."""
+        self.cluster, self.health, self.elastic = running.cluster, running.health, running.elastic
+        self.scorers, self.critic = running.scorers, running.critic
 
     @property
     def since_start_s(self) -> float:

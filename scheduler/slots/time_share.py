@@ -79,6 +79,10 @@ class TimeShare:
         self._standstill = ExitStack()
         self._began_s: float | None = None  # the learner's phase
 
+    def serves(self, role: str) -> bool:
+        """Are the engines of this role in the pool?"""
+        return role in self._roles
+
     def stops(self, clock: ActiveClock) -> None:
         """From now on this clock stands still during the learner's phase."""
         self._clocks.append(clock)

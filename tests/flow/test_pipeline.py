@@ -254,7 +254,7 @@ def on_virtual_clock(go: Callable):
 def flow(**changes) -> FlowConfig:
     values = {
         "num_steps": 6, "groups_per_batch": 4, "group_size": 4, "min_valid_siblings": 2, "max_staleness": 1,
-        "group_deadline_s": 10.0, "play_width": 64, "judge_width": 64, "seed": 0,
+        "group_deadline_s": 10.0, "rollout_concurrency": 64, "judge_concurrency": 64, "seed": 0,
     }  # fmt: skip
     return FlowConfig(**{**values, **changes})
 

@@ -18,16 +18,14 @@ from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play
 from grmpipe.capacity.simulate.step_bound import GRM, Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
-from grmpipe.pipeline.interfaces import PipelineComponents, StepReport, Trainer
+from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
+from grmpipe.run.composition import Learners, compose
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.critic.valued_journal import ValuedJournal
-from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup, TimeSharedTrainer, begin_learner_phase
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from models.engines.simulated.simulated_engine import SimulatedEngine
 from models.engines.simulated.simulated_rate import SharedDevice
 from models.types import Engine
@@ -37,10 +35,9 @@ from scheduler.placement import Placement
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
 from scheduler.slots.elastic import ElasticPool, ElasticRole
-from scheduler.slots.health import push_to_living
 from scheduler.slots.time_share import SharedRole, TimeShare
 from scheduler.supervise import run_until
-from scheduler.weights.weight_sync import SyncReport, WeightSync
+from scheduler.weights.weight_sync import WeightSync
 
 PROBE = (1, 2)
 PRINCIPLES = "principles"  # of a workload's lengths: what a GRM writes ahead of its judgements
@@ -219,31 +216,17 @@ class Simulation:
         return Needs(self.costs, rows, train.group_size, judge.num_judgements)
 
     def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> PipelineComponents:
-        config = self.workload.config
-        breaker = CircuitBreaker(
-            max_failure_rate=config.judge.max_failure_rate,
-            window=config.judge.failure_window,
-            pause_s=config.judge.pause_s,
-        )
-        max_new_tokens, critic = config.rollout.max_new_tokens, self.critic
-        trainer: Trainer = BatchTrainer(learner, config.train, config.algorithm, max_new_tokens, critic)
-        if self.share is not None:
-            trainer = TimeSharedTrainer(trainer, begin_learner_phase(self.share))
-        return PipelineComponents(
+        config, policy = self.workload.config, routers[POLICY]
+        return compose(
+            config,
+            Learners(policy=learner, sync=sync, engines=policy, critic=self.critic, share=self.share),
             prompts=self.workload.prompts,
             too_long=lambda prompt: False,
-            play=make_play(self.workload, routers[POLICY], self.driver),
+            play=make_play(self.workload, policy, self.driver),
             judge=make_judge(self.workload, routers.get(GRM), config.judge.kind, self.driver),
-            judge_guard=JudgeFitness(breaker),
-            trainer=trainer,
-            push_weights=functools.partial(self._push, sync, routers[POLICY]),
-            journal=self.needs if critic is None else ValuedJournal(self.needs, critic.value_cache),
+            journal=self.needs,
             events=self.events,
         )
-
-    async def _push(self, sync: WeightSync, policy: Router, version: int) -> SyncReport:
-        push = functools.partial(push_to_living, sync, policy, version)
-        return await (push() if self.share is None else self.share.push(push))
 
     # -- counting ------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from grmpipe.pipeline.counters import batch_metrics
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, Trainer
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
-from grmpipe.run.cotrain.cotrain_parts import TrainableGrm, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
+from grmpipe.run.cotrain.grm_settings import TrainableGrm, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
 from grmpipe.run.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.run.cotrain.pacing import StepPacer
 from grmpipe.train.learner.batch_trainer import BatchTrainer
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class CoTraining:
-    """Use: make the policy's pipeline of what `joined` gives, then run it `beside` the GRM's."""
+    """Use: compose the policy's pipeline with it, then run both by `run_alongside`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CoTraining:
         health: Sequence[RoleHealth],
         pipeline_state: PipelineState | None,
     ) -> None:
-        """`health`: of all engines. `cut`: where a resume goes on from; the learner is loaded already."""
+        """health: of all engines. pipeline_state: where a resume continues; the learner is loaded already."""
         config = prepared.config
         self.learner_busy_s = 0.0
         self._health = health
@@ -89,13 +89,19 @@ class CoTraining:
         """Of the GRM that judges: its completed optimizer steps."""
         return self._flow.version if self._flow is not None else self._pipeline_state.version
 
-    def with_cotraining(self, parts: PipelineComponents) -> PipelineComponents:
-        """The policy's parts, so that its rollouts are judging tasks as well, and its steps wait for the GRM's."""
-        return dataclasses.replace(
-            parts,
-            play=recorded_play(parts.play, self._judging_tasks),
-            trainer=LockstepTrainer(parts.trainer, self._pacer),
-        )
+    def recorded(self, play: Play) -> Play:
+        """The policy's episodes, which become judging tasks when they end."""
+
+        async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+            rollout = await play(request, prompt, on_first_token)
+            self._judging_tasks.add(prompt, rollout)
+            return rollout
+
+        return played
+
+    def in_lockstep(self, trainer: Trainer) -> Trainer:
+        """The policy's trainer, whose steps wait for those of the GRM that are due before them."""
+        return LockstepTrainer(trainer, self._pacer)
 
     async def push(self, version: int) -> SyncReport:
         """The GRM's weights to all its engines that live, confirmed."""
@@ -175,17 +181,6 @@ class CoTraining:
             "grm/step_s": report.stalls.steps_s,
             "grm/push_s": report.sync.seconds,
         }
-
-
-def recorded_play(play: Play, judging_tasks: JudgingTaskStream) -> Play:
-    """An episode whose end the GRM's judging tasks hear of."""
-
-    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        rollout = await play(request, prompt, on_first_token)
-        judging_tasks.add(prompt, rollout)
-        return rollout
-
-    return played
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ LearnerPhase = Callable[[], AbstractAsyncContextManager[object]]
 class TimeSharedLearnerGroup(LearnerGroup):
     """All ranks of a learner that lends its device. What needs its whole state between steps takes a phase for it."""
 
-    learner_phase: LearnerPhase | None = None  # None: nobody else is there, the state is where it was made
+    learner_phase: LearnerPhase | None = None  # until it is set, the state is where it was made
 
     async def keep_on_device(self, on_device: OnDevice) -> int:
         """On all ranks; the sum of what became free."""

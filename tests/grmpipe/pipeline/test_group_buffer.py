@@ -47,7 +47,7 @@ class Bench:
     groups_per_batch: int = 2
     group_size: int = 2
     max_zero_advantage_groups: int = 0
-    cut: PipelineState = field(default_factory=PipelineState)
+    pipeline_state: PipelineState = field(default_factory=PipelineState)
     kept: dict[int, RecoveredGroup] = field(default_factory=dict)
     now_s: float = 100.0
     journal: Journal = field(default_factory=Journal)
@@ -60,7 +60,12 @@ class Bench:
             max_zero_advantage_groups=self.max_zero_advantage_groups,
         )  # fmt: skip
         self.buffer = GroupBuffer(
-            config, self.journal, now=lambda: self.now_s, on_change=self.supplies.append, cut=self.cut, kept=self.kept
+            config,
+            self.journal,
+            now=lambda: self.now_s,
+            on_change=self.supplies.append,
+            pipeline_state=self.pipeline_state,
+            kept=self.kept,
         )
 
     def open(self) -> Group:
@@ -308,21 +313,21 @@ def test_a_stale_group_says_so_until_the_next_take_drops_it() -> None:
 
 
 def test_a_group_of_a_resume_waits_to_be_opened_again_and_comes_with_its_work() -> None:
-    cut = PipelineState(version=1, next_prompt_index=3, in_flight={2: "g000002"}, dropped={"stale": 1})
+    pipeline_state = PipelineState(version=1, next_prompt_index=3, in_flight={2: "g000002"}, dropped={"stale": 1})
     kept = RecoveredGroup(group_id="g000002~1", rollouts=(rollout("g000002~1", 0, version=1),))
-    bench = Bench(cut=cut, kept={2: kept})
+    bench = Bench(pipeline_state=pipeline_state, kept={2: kept})
     assert bench.buffer.prompts_to_reopen == [2]
     assert bench.buffer.why_waiting("g000002~1") == "not opened again since the resume"
     assert bench.buffer.state(0).in_flight == {2: "g000002~1"}
     group, found = bench.buffer.open(2, Prompt(prompt_id="p2", messages=()))
     assert (group.group_id, found, group.opened_at) == ("g000002~1", kept, 1)
     assert (bench.buffer.next_prompt_index, bench.buffer.prompts_to_reopen) == (3, [])
-    assert bench.buffer.state(7) == replace(cut, in_flight={2: "g000002~1"}, judge_version=7)
+    assert bench.buffer.state(7) == replace(pipeline_state, in_flight={2: "g000002~1"}, judge_version=7)
     assert (bench.buffer.ledger.submitted, bench.buffer.ledger.trained) == (4, 2)
 
 
 def test_after_a_recovery_there_is_no_burst() -> None:
-    bench = Bench(max_staleness=1, cut=PipelineState(version=10, next_prompt_index=24, dropped={"stale": 4}))
+    bench = Bench(max_staleness=1, pipeline_state=PipelineState(version=10, next_prompt_index=24, dropped={"stale": 4}))
     assert (bench.buffer.ledger.trained, bench.buffer.ledger.submitted, bench.buffer.capacity) == (20, 24, 4)
 
 

@@ -182,7 +182,7 @@ def test_death_fails_all_in_flight_and_all_that_come_after() -> None:
         engine, wire, _ = await connect(tokens_per_s=1)
         answers = [ask(engine, number) for number in range(3)]
         await until(lambda: wire.calls["collect"] > 0)
-        wire.state()
+        wire.cut()
         for outcome in await asyncio.gather(*answers, return_exceptions=True):
             assert isinstance(outcome, EngineDied)
             assert "the wire was cut" in str(outcome)

@@ -45,7 +45,7 @@ def test_what_waited_on_the_host_trains_on_as_if_it_had_never_left(qwen_path: st
     assert all(sent == kept for sent, kept in pushed)
 
 
-@pytest.mark.parametrize("residence", ["weights", "nothing"])
+@pytest.mark.parametrize("on_device", ["weights", "nothing"])
 def test_what_a_learner_lent_it_cannot_work_with(qwen_path: str, make_samples: Callable, on_device: OnDevice) -> None:
     learner = make(qwen_path)
     micro_batch = pack(make_samples())

@@ -1,16 +1,13 @@
-"""The second learner of a co-training run, put together: the GRM's ranks, its weight sync, what its flow runs on.
-
-Starts processes where it is told to; runs no loop.
+"""The second learner of a co-training run: its settings, derived from `cotrain`, and what its flow samples by. Starts
+nothing, runs no loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
@@ -19,59 +16,20 @@ from grmpipe.envs.play import Play, RolloutRequest, play
 from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.learner_spec import LearnerSpec, make_learner
 from grmpipe.types import Prompt, Rollout
-from grmpipe.validate.prepare import Prepared
-from grmpipe.validate.weight_route import transport_of
 from models.types import SamplingParams
-from models.weights.transports import transport_kind
-from scheduler.processes.actors import Cluster
 from scheduler.routing.router import Router
 from scheduler.weights.weight_sync import WeightSync
-
-LEARNER = "grm_learner"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainableGrm:
-    """A GRM with an optimizer of its own: what learns, what serves it, and the way between them."""
+    """A GRM with its own optimizer: its learner, its engines, and the weight sync between them."""
 
     model: Model
     engines: Router
     learner: LearnerGroup
     sync: WeightSync
-
-
-async def start_grm_learner(cluster: Cluster, prepared: Prepared, run_dir: Path) -> tuple[LearnerGroup, str] | None:
-    """Its ranks, and how its weights will travel; None where the GRM doesn't learn."""
-    if not prepared.config.cotrain.enabled:
-        return None
-    same_machine = len(cluster.machines(LEARNER) | cluster.machines("grm")) == 1
-    role = prepared.roles.served["grm"]
-    transport = transport_of(role, prepared.config, prepared.placement, same_machine=same_machine)
-    spec = grm_learner_spec(prepared, transport, run_dir)
-    ranks = await cluster.start_group(LEARNER, functools.partial(make_learner, spec))
-    return LearnerGroup(ranks), transport
-
-
-def trainable_grm(
-    prepared: Prepared, cluster: Cluster, started: tuple[LearnerGroup, str] | None, engines: Router | None
-) -> TrainableGrm | None:
-    """With the probe of its weight sync: the beginning of a question that the GRM is asked."""
-    if started is None:
-        return None
-    assert prepared.grm is not None and engines is not None, "a GRM that learns has local engines"
-    (learner, transport), role = started, prepared.roles.served[prepared.grm.name]
-    sync = WeightSync(
-        learner,
-        prepared.grm.renderer.render(prepared.prompts.at(0).messages)[: role.sync.probe_tokens],
-        role.sync,
-        transport=transport,
-        group=transport_kind(transport).group,
-        ranks_per_engine=role.num_gpus,
-        new_address=functools.partial(cluster.free_address, LEARNER),
-    )
-    return TrainableGrm(model=prepared.grm, engines=engines, learner=learner, sync=sync)
 
 
 def grm_train(config: RunConfig) -> TrainConfig:
@@ -96,28 +54,6 @@ def num_grm_steps(config: RunConfig) -> int:
 def grm_algorithm(config: RunConfig) -> AlgorithmConfig:
     """GRPO, as SPCT trains a GRM by rule."""
     return AlgorithmConfig(kl_coefficient=config.cotrain.kl_coefficient)
-
-
-def grm_learner_spec(prepared: Prepared, transport: str, run_dir: Path) -> LearnerSpec:
-    config = prepared.config
-    assert prepared.grm is not None
-    role = prepared.roles.served[prepared.grm.name]
-    return LearnerSpec(
-        model_path=prepared.grm.path,
-        train=grm_train(config),
-        algorithm=grm_algorithm(config),
-        max_new_tokens=config.judge.max_new_tokens,
-        device=prepared.roles[LEARNER].device,
-        sync_dtype=role.dtype,
-        bucket_bytes=config.sync.bucket_mb << 20,
-        checkpoint_names=role.engine.checkpoint_names,
-        transport=transport,
-        sync_dir=str(run_dir.absolute() / "grm_weights") if transport_kind(transport).folder else "",
-        temperature=config.judge.temperature,
-        lora=role.model.lora,
-        adapter_dir=str(run_dir.absolute() / "grm_adapter"),
-        seed=config.seed,
-    )
 
 
 def grm_flow(config: RunConfig) -> FlowConfig:
