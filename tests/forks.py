@@ -17,7 +17,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-IMPORTED = ["pytest", "hydra", "grmpipe.tasks", "models.engines.embedded.embedded_engine"]
+# grmpipe.tasks by itself imports little: what a run of it imports, and its learner and engines, are named too.
+IMPORTED = [
+    "pytest",
+    "hydra",
+    "grmpipe.tasks",
+    "grmpipe.run.train",
+    "grmpipe.train.learner.learner",
+    "grmpipe.train.critic.critic_learner",
+    "models.engines.embedded.embedded_engine",
+]
 FORKS = multiprocessing.get_context("forkserver")
 
 
