@@ -1,4 +1,4 @@
-"""The tasks of launch.py that need torch: train, evaluate, plan and others. Each runs to its end, says how it ended."""
+"""The tasks of launch.py that need torch: train, evaluate, plan and others. Each runs to its end and reports it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class RunTask(Generic[P]):
 
     prepare:   refuses what can't run, with a ConfigError.
     make_run:  what runs in the session.
-    notes:     what is allowed, and maybe not meant.
-    continued: how a run that was interrupted is continued; `{run_dir}` stands for its directory.
+    notes:     notes on settings that are allowed but may not be meant.
+    continued: how a run that was interrupted is continued; `{run_dir}` is replaced by its directory.
     """
 
     prepare: Callable[[RunConfig, Progress], P]
@@ -170,7 +170,7 @@ def objective_of(run_dir: Path) -> float | None:
 
 
 def notes(prepared: Prepared) -> list[str]:
-    """What is allowed, and maybe not meant."""
+    """Notes on settings that are allowed but may not be meant."""
     config, objective, said = prepared.config, prepared.config.objective, []
     if objective.startswith("eval.") and not prepared.held_out:
         said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
@@ -182,7 +182,7 @@ def notes(prepared: Prepared) -> list[str]:
 
 @contextmanager
 def model_progress() -> Iterator[Progress]:
-    """A bar for each model that has to be made; nothing where all are at hand."""
+    """Context: a progress bar for each model that has to be made; none if all exist."""
     bars = ProgressBars(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True, console=Console(stderr=True)
     )
@@ -197,5 +197,5 @@ def model_progress() -> Iterator[Progress]:
     try:
         yield advance
     finally:
-        if tasks:  # stopping what never started prints an empty line
+        if tasks:  # stopping without a start prints an empty line
             bars.stop()

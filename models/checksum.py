@@ -1,4 +1,4 @@
-"""The checksum of bytes: of weights on their way, of lines in journals. Needs no torch."""
+"""The checksum of bytes: of weights that are sent, and of lines in journals. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import xxhash
 def checksum(data: np.ndarray | bytes) -> str:
     """xxh3 with 64 bits, in hex, of bytes or a contiguous numpy array.
 
-    Against accidents, not against forgers: a cryptographic hash takes ten times as long as the push itself.
+    Detects accidents, not forgery: a cryptographic hash would take ten times as long as the push itself.
     """
     # As bytes: an empty array of any other type is refused.
     raw = data.view(np.uint8).data if isinstance(data, np.ndarray) and data.size else bytes(data)

@@ -1,4 +1,4 @@
-"""What the small files of a model directory say as JSON. Imports no library of models: transformers takes seconds."""
+"""Reads the small JSON files of a model directory. Imports no library of models: transformers takes seconds."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TOKENIZER_CLASS = "TokenizersBackend"  # of tokenizers that transformers 5 saved; it needs no class of the family
-# Decoders whose config.json means what it says: no default, alias or nested config comes between. Their layers are full
-# or sliding attention, so that their samples can be packed.
+TOKENIZER_CLASS = "TokenizersBackend"  # of tokenizers saved by transformers 5; it needs no class of the family
+# Decoders whose config.json can be read directly: without defaults, aliases or nested configs. Their layers are full or
+# sliding attention, so their samples can be packed.
 PLAIN_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 
 
 @dataclass(frozen=True, slots=True)
 class PlainConfig:
-    """config.json of one of PLAIN_FAMILIES."""
+    """The config.json of one of PLAIN_FAMILIES."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def read(directory: str) -> PlainConfig | None:
-        """None: transformers must read it. So it is for a hub name, and for files that are missing or broken."""
+        """None if transformers must read it: for a hub name, and for missing or broken files."""
         values = read_json(directory, "config.json")
         plain = values.get("model_type") in PLAIN_FAMILIES and "auto_map" not in values
         complete = all(isinstance(values.get(key), int) for key in ("max_position_embeddings", "vocab_size"))
@@ -38,14 +38,14 @@ class PlainConfig:
 
 
 def is_plain_tokenizer(directory: str) -> bool:
-    """Can the tokenizer be loaded without looking up its family's class?"""
+    """Whether the tokenizer can be loaded without looking up its family's class."""
     values = read_json(directory, "tokenizer_config.json")
     saved = Path(directory, "tokenizer.json").is_file()
     return saved and values.get("tokenizer_class") == TOKENIZER_CLASS and "auto_map" not in values
 
 
 def read_json(directory: str, name: str) -> Mapping[str, Any]:
-    """Empty where there is no such file, or it holds something else."""
+    """The JSON object in a file. Empty if there is no such file, or it holds something else."""
     try:
         values = json.loads(Path(directory, name).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Messages to token ids and sampled ids to text. Holds no weights; text inside a message stays text."""
+"""Renders messages to token ids, and sampled ids to text. Holds no weights; text inside a message stays text."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
-REMEMBERED_CONTENTS = 256  # siblings are asked the same, and a later turn repeats the earlier ones
+REMEMBERED_CONTENTS = 256  # siblings share a prompt, and a later turn repeats the earlier ones
 
 
 class Renderer:
-    """A tokenizer with a chat template, and what its model's config says about windows and ends.
+    """A tokenizer with a chat template, and the window and stop tokens of its model.
 
     The ids of a conversation are encode(markup) + encode(content) + encode(markup) + ...: the template is rendered
-    around placeholders, so that no content is ever seen by the template, or by a tokenizer that knows markup. A
-    template that would edit contents (trim them, drop earlier thoughts) leaves them as they are.
+    around placeholders, so that no content is ever seen by the template, or by a tokenizer that knows markup. So a
+    template that would edit contents (trim them, drop earlier thoughts) can't.
 
-    stop_token_ids: what ends a turn, of the tokenizer and of generation_config.json.
-    vocab_size:     rows of the model's embedding; num_token_ids: what the tokenizer may give, its highest id plus one.
+    stop_token_ids: tokens that end a turn, from the tokenizer and generation_config.json.
+    vocab_size:     rows of the model's embedding; num_token_ids: the tokenizer's highest id plus one.
     context_tokens: the model's window, prompt and new tokens together.
-    chat_template_kwargs: what the template branches on beside the messages, as enable_thinking.
+    chat_template_kwargs: further variables of the template, such as enable_thinking.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Renderer:
     def load(
         path: str, chat_template: str | None = None, chat_template_kwargs: Mapping[str, object] = NOTHING
     ) -> Renderer:
-        """Of a Hugging Face directory or hub name (HF_HUB_OFFLINE is respected).
+        """Load the renderer of a Hugging Face directory or hub name (HF_HUB_OFFLINE is respected).
 
         chat_template: a Jinja file, for a tokenizer without a template. Raises ValueError for what can't be read.
-        chat_template_kwargs: one that the template never names changes nothing, and is told in the log.
+        chat_template_kwargs: one that the template never uses has no effect, and is logged.
         """
         config = PlainConfig.read(path)
         context_tokens, vocab_size = _sizes(path) if config is None else (config.context_tokens, config.vocab_size)
@@ -87,25 +87,25 @@ class Renderer:
         )
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The conversation up to where the assistant speaks."""
+        """The token ids of a conversation, up to the assistant's turn."""
         before, *rest = self._markup_of(tuple(message.role for message in messages))
         return before + self._filled(messages, rest)
 
     def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
-        """What follows the stop token that ended the assistant's turn: the replies, up to where it speaks again."""
+        """The token ids after the stop token of the assistant's turn: the replies, up to its next turn."""
         roles = ("user", "assistant", *(message.role for message in replies))
         _, _, after_turn, *rest = self._markup_of(roles)
         ends = [place for place, token_id in enumerate(after_turn) if token_id in self.stop_token_ids]
         return after_turn[ends[0] + 1 if ends else 0 :] + self._filled(replies, rest)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids, special tokens left out."""
+        """The text of sampled ids, without special tokens."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
     def means_the_same(self, other: Renderer) -> bool:
-        """Does every token id stand for the same text in both?"""
+        """Whether every token id has the same text in both."""
         return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
 
     def _filled(self, messages: Sequence[Message], markup: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class Renderer:
         return tuple(token_ids)
 
     def _markup_of(self, roles: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """What the template writes before, between and after the contents, encoded: len(roles) + 1 pieces."""
+        """The template's text before, between and after the contents, encoded: len(roles) + 1 pieces."""
         if roles not in self._markup:
             pieces = self._split_template(roles)
             self._markup[roles] = tuple(
@@ -144,7 +144,7 @@ class Renderer:
         return [*pieces, rest]
 
     def _encode_content(self, content: str) -> list[int]:
-        """Plain text, whatever it spells. Cutting a marker in two is what keeps an added token from matching."""
+        """Encode content as plain text. Cutting it within a marker keeps an added token from matching."""
         token_ids = self._tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
         if self._markup_ids.isdisjoint(token_ids):
             return token_ids
@@ -153,7 +153,7 @@ class Renderer:
 
 
 def _markup_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that only a template or the model may write: special and added tokens, but for runs of whitespace."""
+    """Ids that only a template or the model may write: special and added tokens, except runs of whitespace."""
     added = tokenizer.added_tokens_decoder
     return frozenset(token_id for token_id, token in added.items() if len(token.content) > 1 and token.content.strip())
 
@@ -180,7 +180,7 @@ def _load_tokenizer(path: str, *, plain: bool) -> PreTrainedTokenizerBase:
         tokenizer = _plain_tokenizer(path) if plain else _tokenizer_of_family(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"path: no tokenizer could be loaded from {path!r}: {error}") from error
-    tokenizer.model_max_length = sys.maxsize  # who renders looks to the window; a warning to stderr helps nobody
+    tokenizer.model_max_length = sys.maxsize  # callers check the window; a warning to stderr helps no one
     return tokenizer
 
 

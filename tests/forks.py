@@ -1,7 +1,7 @@
-"""Scripts in forks of a process that has made their imports: a start takes no seconds of them. Used by conftest.py.
+"""Runs scripts in forks of a process that has made their imports, which saves seconds per start. Used by conftest.py.
 
-What runs is the script itself, as `__main__`, in a process of its own that can be killed. How a user starts one is
-test_quickstart.py's and test_tasks.py's to try.
+The script itself runs as `__main__`, in its own process that can be killed. test_quickstart.py and test_tasks.py start
+scripts as a user does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORKS = multiprocessing.get_context("forkserver")
 
 
 def serve() -> None:
-    """Import it all in a process that forks from now on. Its environment is the one of this moment."""
+    """Import everything in a process that forks from now on, with the present environment."""
     FORKS.set_forkserver_preload(IMPORTED)
     multiprocessing.forkserver.ensure_running()
 
@@ -39,7 +39,7 @@ def serve() -> None:
 def run(
     script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[str, str], output: str, errors: str
 ) -> None:
-    """As `python script ...` runs there; what it prints goes to the files `output` and `errors`."""
+    """Run a script like `python script ...` there; it prints to the files `output` and `errors`."""
     for number, file in ((1, output), (2, errors)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)
@@ -49,7 +49,7 @@ def run(
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # a process of multiprocessing ends without
+        atexit._run_exitfuncs()  # a process of multiprocessing ends without them
 
 
 class Forked:
@@ -58,16 +58,10 @@ class Forked:
     def __init__(self, script: Path, *arguments: object, cwd: Path | None = None, **environment: str) -> None:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  as long as this is kept
         self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        files = (self._output.name, self._errors.name)
         self._process = FORKS.Process(
             target=run,
-            args=(
-                str(script),
-                tuple(map(str, arguments)),
-                str(cwd or Path.cwd()),
-                environment,
-                self._output.name,
-                self._errors.name,
-            ),  # fmt: skip
+            args=(str(script), tuple(map(str, arguments)), str(cwd or Path.cwd()), environment, *files),
             daemon=True,  # ends with the tests
         )
         self._process.start()
@@ -90,7 +84,7 @@ class Forked:
         os.kill(self._process.pid, number)
 
     def wait(self, timeout_s: float = 240.0) -> int:
-        """The exit code; below 0 the signal that ended it."""
+        """Return the exit code; below 0 the signal that ended it."""
         self._process.join(timeout_s)
         if self._process.exitcode is None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""What task=evaluate shows and leaves behind: a table, evaluation.json, judged.jsonl, a picture. Measures nothing."""
+"""The output of task=evaluate: a table, evaluation.json, judged.jsonl, a plot. Measures nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def table_of(result: JudgeEvaluation) -> Table:
 
 
 def meta_rm_table_of(result: JudgeEvaluation) -> Table:
-    """Beside the other one it would not fit 80 columns."""
+    """The table with the meta-RM, separate because both together don't fit 80 columns."""
     heads = ("items", *(f"meta_rm@{k}" for k in result.overall.with_meta_rm))
     return by_subset(result, "the same, by the better half of each vote", heads, meta_rm_cells_of)
 
@@ -97,7 +97,7 @@ def percent(share: float) -> str:
 
 
 def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
-    """What the table can't hold, a line each."""
+    """Notes on what the table leaves out, one per line."""
     yield "judged: by the judge's own verdicts, +- its standard error; a single response must get its label"
     num_failed = sum(result.failed_judgements.values())
     if result.num_judgements:
@@ -129,11 +129,11 @@ def causes(counts: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{count} {cause}' for cause, count in sorted(counts.items()))})" if counts else ""
 
 
-# -- the picture ---------------------------------------------------------------------------------------------------
+# -- the plot ------------------------------------------------------------------------------------------------------
 
 
 def draw(result: JudgeEvaluation, path: Path) -> bool:
-    """Accuracy over k, overall and by subset. False where there is nothing to draw, or nothing to draw with."""
+    """Plot accuracy over k, overall and by subset. False if there is nothing to plot, or no matplotlib."""
     if not result.overall.by_k:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Started components -> what the pipeline and the evaluations run on. Starts nothing, runs no loop."""
+"""Started components -> the components of the pipeline and the evaluations. Starts nothing, runs no loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scheduler.clock import ActiveClock
 def make_parts(
     prepared: Prepared, running: RunComponents, observers: Observers, cotraining: CoTraining | None = None
 ) -> PipelineComponents:
-    """What the policy's pipeline runs on."""
+    """The components of the policy's pipeline."""
     learners = Learners(
         policy=running.learner,
         sync=running.sync,
@@ -44,7 +44,7 @@ def make_parts(
 
 
 def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
-    """An episode, with everything but the request and the prompt filled in."""
+    """An episode without its request and prompt."""
     rollout, make_env = prepared.config.rollout, env_factory(prepared.config.env)
     params = SamplingParams(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
 
@@ -73,14 +73,14 @@ def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
 
 
 def pass_score_of(config: RunConfig) -> float | None:
-    """From which score on a GRM calls an answer right; None where no GRM judges, or not on such a scale."""
+    """The lowest score with which the GRM passes an answer. None if no GRM judges, or its scale has no such score."""
     judge, pass_score = config.judge, config.labels.pass_score
     on_scale = config.judged_by_model and judge.score_min < pass_score <= judge.score_max
     return judge.shown_score(pass_score) if on_scale else None
 
 
 def too_long(prepared: Prepared) -> Callable[[Prompt], bool]:
-    """Whether a prompt leaves no room for an answer in the policy's context."""
+    """A function: whether a prompt leaves no room for an answer in the policy's context window."""
     policy, max_new_tokens = prepared.policy, prepared.config.rollout.max_new_tokens
 
     def check(prompt: Prompt) -> bool:

@@ -1,9 +1,9 @@
-"""The policy's flow put together: every part with what wraps it, from the inside out. Starts nothing, runs nothing.
+"""Composes the policy's pipeline: every part with its wrappers, from the inside out. Starts nothing, runs nothing.
 
-play:         the episode                   <- its end becomes a judging task          (a GRM that learns)
+play:         the episode                   <- its end becomes a judging task          (a GRM in training)
 trainer:      batches on the learner        <- has its device for the step             (time-shared pool)
-                                            <- waits for the GRM's steps               (a GRM that learns)
-push_weights: to the engines that live      <- ends the learner's phase                (time-shared pool)
+                                            <- waits for the GRM's steps               (a GRM in training)
+push_weights: to the living engines         <- ends the learner's phase                (time-shared pool)
 journal:      the run's files               <- a finished rollout asks for its values  (critic)
 """
 
@@ -35,11 +35,11 @@ PushWeights = Callable[[int], Awaitable[SyncReport]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learners:
-    """Who trains the policy, and the way of its weights.
+    """The trainers of the policy, and the sync of its weights.
 
-    critic:     what advantages ask, if they do.
-    share:      the pool that the learner and engines share in time, if they do.
-    cotraining: the GRM's flow, where the GRM learns too.
+    critic:     for estimators that need values, or None.
+    share:      the time-shared pool of learner and engines, or None.
+    cotraining: the GRM's flow, if the GRM is trained, or None.
     """
 
     policy: LearnerGroup
@@ -61,7 +61,7 @@ def compose(
     journal: GroupJournal,
     events: EventSink,
 ) -> PipelineComponents:
-    """What the policy's pipeline runs on, in a real run and in a simulated one."""
+    """The components of the policy's pipeline, in a real run and in a simulated one."""
     critic, cotraining = learners.critic, learners.cotraining
     return PipelineComponents(
         prompts=prompts,
@@ -92,6 +92,6 @@ def compose_trainer(config: RunConfig, learners: Learners) -> Trainer:
 
 
 def compose_push(sync: WeightSync, engines: Router, share: TimeShare | None) -> PushWeights:
-    """Weights of the learner to every engine of the policy that lives, confirmed."""
+    """A push of the learner's weights to every living engine of the policy, with confirmation."""
     push = functools.partial(push_to_living, sync, engines)
     return push if share is None else lambda version: share.push(lambda: push(version))

@@ -1,4 +1,4 @@
-"""task=evaluate: the judge against labelled work. Starts the judge's engines alone; trains nothing, plays nothing."""
+"""task=evaluate: the judge against labelled work. Starts only the judge's engines; trains nothing, plays nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.run_config import RunConfig
 from grmpipe.evaluation.against_labels import Accuracy, JudgedItem, JudgeEvaluation, Recount, evaluate
 from grmpipe.evaluation.evaluation_files import show, write_files
 from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
 from grmpipe.judge.pointwise_adapter import judge_together
-from grmpipe.judge.verdict import VOTES, mean
+from grmpipe.judge.verdict import mean, vote_named
 from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.run.engines import start_engines
 from grmpipe.run.registry import CLUSTERS, JUDGES
@@ -87,7 +88,7 @@ async def judge_all(ready: PreparedEvaluation, events: EventSink) -> list[Judged
 async def judge_items(
     judge: Judge, meta_rm: MetaRmScorer | None, items: Sequence[Labelled], config: RunConfig
 ) -> list[JudgedItem]:
-    """In the items' order, evaluate.max_concurrency at a time: what is begun first ends first."""
+    """Judge items in their order, evaluate.max_concurrency at a time: those begun first end first."""
     places = asyncio.Semaphore(config.evaluate.max_concurrency)
 
     async def judged(index: int, item: Labelled) -> JudgedItem:
@@ -102,7 +103,7 @@ async def judge_items(
 
 
 async def weights_of(meta_rm: MetaRmScorer, one: JudgedItem, priority: int) -> tuple[float, ...]:
-    """The meta-RM's, of each judgement; none where it could not read them."""
+    """The meta-RM's weight of each judgement; empty if it could not read them."""
     responses = responses_of(one.item)
     judged = [
         JudgedResponses(
@@ -122,11 +123,11 @@ def responses_of(item: Labelled) -> tuple[str, ...]:
 
 
 def recount_of(config: RunConfig) -> Recount:
-    """Of a mixture nothing is recounted: a smaller k would change a part of it only."""
+    """How to recount smaller votes. A mixture isn't recounted: a smaller k would change only a part of it."""
     recounts = config.judge.kind == "generative"
     return Recount(
         ks=tuple(config.evaluate.ks) if recounts else (),
-        vote=VOTES.get(config.judge.vote, mean),
+        vote=mean if config.judge.vote in VOTES_WITH_META_RM else vote_named(config.judge.vote),
         most=config.evaluate.max_subsets,
         seed=config.seed,
         pairwise=config.judge.protocol_kind.about == "pair",
@@ -146,7 +147,7 @@ def judging_of(result: JudgeEvaluation) -> JudgingSummary:
 
 
 def metrics_of(result: JudgeEvaluation) -> Metrics:
-    """By their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8, ..."""
+    """Metrics by their names in summary.json: accuracy, accuracy_at_4, accuracy_with_meta_at_8, ..."""
     overall = result.overall
     metrics = {
         "accuracy": overall.judged.accuracy,

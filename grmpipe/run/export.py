@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face directory that others can serve."""
+"""Exports a trained model as a Hugging Face directory that engines can serve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models.settings import ModelConfig
 
 
 class Exports(Protocol):
-    """The ranks of a model that learns."""
+    """The ranks of a trained model."""
 
     async def export(self, path: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What keeps a run's engines alive, current and where they are needed: health, elastic pools, the time-shared pool."""
+"""Keeps a run's engines alive, up to date and where they are needed: health, elastic pools, the time-shared pool."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from scheduler.weights.weight_sync import WeightSync
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maintenance:
-    """health: of the roles that have engines here. share: the time-shared pool of the learner."""
+    """The maintenance of a run's engines. health: of roles with engines here. share: the time-shared pool of the
+    learner.
+    """
 
     health: tuple[RoleHealth, ...]
     elastic: tuple[ElasticPool, ...]
     share: TimeShare | None
 
     def stops(self, role: str, clock: ActiveClock) -> None:
-        """From now on this clock stands still while engines of a role could not answer."""
+        """Let this clock stand still while engines of a role can't answer."""
         for health in self.health:
             if health.role == role:
                 health.stops(clock)
@@ -46,7 +48,7 @@ def make_maintenance(
     syncs: Mapping[str, WeightSync],
     events: EventSink,
 ) -> Maintenance:
-    """syncs: of the roles that learn."""
+    """syncs: of trained roles."""
     bring_current = served.bring_current(syncs)
     elastic = elastic_pools(prepared, served, bring_current, syncs, events, learner.still)
     for pool in elastic:

@@ -1,8 +1,8 @@
-"""A recorded run, trained again: its batches in its order, by the learner alone. No engine, no judge, no waiting.
+"""Trains a recorded run again: its batches in its order, with only the learner. No engine, no judge, no waiting.
 
     rollouts.jsonl, judgements.jsonl, groups.jsonl -> batch of step n -> train: take .. take, step -> step n + 1
 
-The same configuration comes to the same weights, to the bit; another algorithm to what it makes of the same data.
+The same configuration gives bit-identical weights; another algorithm trains on the same data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class RetrainRun(Run[PreparedRetraining]):
-    """A learner that makes the steps of a recorded run."""
+    """Makes the steps of a recorded run with a learner."""
 
     def __init__(self, prepared: PreparedRetraining, session: Session) -> None:
         super().__init__(prepared, session)
@@ -73,7 +73,7 @@ class RetrainRun(Run[PreparedRetraining]):
     async def _start_learner(self, cluster: Cluster) -> LearnerGroup:
         prepared = self._prepared
         learning = policy_learning(self._config, prepared.policy, prepared.roles)
-        # Its weights go nowhere.
+        # Its weights aren't sent anywhere.
         spec = learner_spec(learning, prepared.roles, self._config.seed, "object_store", self._run_dir)
         learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(make_learner, spec)))
         self._observers.note(f"{self._num_steps} steps of {self._recorded.rollouts}; files in {self._run_dir}")
@@ -118,7 +118,7 @@ class RetrainRun(Run[PreparedRetraining]):
         self._record(groups, learnt | times)
 
     def _record(self, groups: Sequence[JudgedGroup], metrics: Metrics) -> None:
-        """Everything that the step is told by, and how its groups ended."""
+        """Write the metrics of a step, and how its groups ended."""
         step = self._steps_done
         told = batch_metrics(groups, step - 1, self._config.algorithm)
         self._oldest = max(self._oldest, int(told["staleness/max"]))

@@ -1,4 +1,4 @@
-"""task=train_judge_rft: rejective fine-tuning of a GRM, which imitates those of its critiques that judged right.
+"""task=train_judge_rft: rejection-sampling fine-tuning of a GRM, which imitates its right critiques.
 
     judging tasks -> [3 samples each] -> rule -> keep | drop | [one hinted sample] -> critiques.jsonl -> fine-tuning
     steps
@@ -43,12 +43,12 @@ from scheduler.supervise import raising_first, run_until
 log = logging.getLogger(__name__)
 
 CRITIQUES = "critiques.jsonl"
-# With advantage 1 on every token it is the plain negative log-likelihood.
+# With advantage 1 on every token the loss is the plain negative log-likelihood.
 IMITATION = AlgorithmConfig(loss="policy_gradient", correction="none")
 
 
 class RftRun(Run[Prepared]):
-    """A GRM that learns from its own right judgements."""
+    """A GRM that imitates its own right critiques."""
 
     is_policy_run = False
 
@@ -122,7 +122,7 @@ class RftRun(Run[Prepared]):
 
 
 class Sampling:
-    """Every judging task, once, with what is kept of it in a journal."""
+    """Samples every judging task once, and journals what is kept of it."""
 
     def __init__(self, prepared: Prepared, running: RunComponents, path: Path, note: Callable[[str], None]) -> None:
         self._prepared = prepared
@@ -193,14 +193,14 @@ def imitated(critique: Rollout) -> Sequence[TrainingSample]:
 
 
 def num_batches(num_samples: int, size: int) -> int:
-    """Of an epoch."""
+    """The number of batches of an epoch."""
     return max(1, num_samples // size)
 
 
 def batches(
     samples: Sequence[TrainingSample], size: int, epochs: Iterable[random.Random]
 ) -> Iterable[list[TrainingSample]]:
-    """Each epoch in an order of its own; what fills no batch joins the epoch's last one."""
+    """The batches of all epochs, each in its own order; a rest that fills no batch joins the last one."""
     for order in epochs:
         shuffled = order.sample(samples, len(samples))
         starts = [size * number for number in range(num_batches(len(shuffled), size))]

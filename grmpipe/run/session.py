@@ -1,5 +1,5 @@
-"""The shell around every task that starts processes: its files are opened, signals end it in order, and any end of it
-is in summary.json. Knows no task.
+"""The shell of every task that starts processes: opens its files, ends it in order on signals, and writes any end to
+summary.json. Knows no task.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUMMARY = "summary.json"
 
 
 class HasConfig(Protocol):
-    """What a task prepared before anything started."""
+    """The preparation of a task, before anything started."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -39,9 +39,9 @@ P = TypeVar("P", bound=HasConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Where a run writes, who observes it, and where a resume continues.
+    """The session of a run: its directory, its observers, and where a resume continues.
 
-    resumed: the checkpoint that a resume continues from, with its state; None at the beginning of a run.
+    resumed: the checkpoint that a resume continues from, with its state; None for a new run.
     """
 
     run_dir: Path
@@ -52,7 +52,7 @@ class Session:
 
 
 class Run(ABC, Generic[P]):
-    """What one task does within a session."""
+    """The work of one task within a session."""
 
     is_policy_run: ClassVar[bool] = True  # the console shows the metrics of a policy's steps
 
@@ -70,15 +70,16 @@ class Run(ABC, Generic[P]):
 
     @abstractmethod
     async def run(self) -> Status:
-        """Run to the end, or to where a signal stopped it. What it raises ends the run as failed, except a ConfigError,
-        which a task raises before it changed anything."""
+        """Run to the end, or to where a signal stopped it. An error ends the run as failed, except a ConfigError, which
+        a task raises before it changes anything.
+        """
 
     @abstractmethod
     def summary(self, status: Status, failure: str | None) -> Summary:
-        """What was done so far. The session adds the objective, changes and failures of journals."""
+        """The results so far. The session adds the objective, changes and failures of journals."""
 
     async def after_failure(self, error: Exception) -> str:
-        """Save what can be saved. Returns what is added to the failure in the summary."""
+        """Save what can be saved. Returns a text for the failure in the summary."""
         return ""
 
     async def close(self) -> None:
@@ -88,7 +89,7 @@ class Run(ABC, Generic[P]):
 async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resumed: Path | None = None) -> Summary:
     """Run a task to an end of any kind, write its summary, show where its files are.
 
-    resumed: the checkpoint to continue from. Raises ConfigError; what else goes wrong within is in the summary.
+    resumed: the checkpoint to continue from. Raises ConfigError; other errors of the task are in the summary.
     """
     config = prepared.config
     with ended_by_signals():
@@ -113,7 +114,7 @@ async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resume
 
 
 async def run_to_end(run: Run[P], run_dir: Path, *, is_new: bool) -> Summary:
-    """Of the run's end, whichever it is. Raises ConfigError alone."""
+    """The summary of the run's end, whatever it is. Raises only ConfigError."""
     try:
         return run.summary(await run.run(), None)
     except asyncio.CancelledError:
@@ -131,7 +132,7 @@ async def run_to_end(run: Run[P], run_dir: Path, *, is_new: bool) -> Summary:
 
 
 def with_objective(summary: Summary, path: str) -> Summary:
-    """With the number that a sweeper asks for; null where the run has none."""
+    """The summary with the number that a sweeper needs; null if the run has none."""
     try:
         return summary.with_objective(path)
     except ValueError as error:

@@ -1,11 +1,11 @@
-"""Prepared run -> started components: processes, loaded models, what keeps engines alive and current. Runs no loop."""
+"""Prepared run -> started components: processes, loaded models, maintenance of engines. Runs no loop."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from grmpipe.run.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.engines import ServingEngines, start_routers
 from grmpipe.run.maintenance import make_maintenance
 from grmpipe.run.registry import CLUSTERS, JUDGES
+from grmpipe.run.start_critic import ROLE as CRITIC
 from grmpipe.run.start_critic import start_critic
 from grmpipe.run.start_grm import connect_remote_judge, find_grm
 from grmpipe.run.start_learner import (
@@ -32,6 +33,7 @@ from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from grmpipe.types import Judge
 from grmpipe.validate.prepare import Prepared
 from grmpipe.validate.shared_folder import check_shared
+from models.settings import ModelConfig
 from models.types import ChatEngine
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
@@ -48,42 +50,42 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A model that this run trains. learner_role: the role of its ranks, and its folder in a checkpoint."""
+
+    name: str
+    settings: ModelConfig
+    ranks: LearnerGroup | CriticGroup
+    learner_role: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunComponents:
-    """The started parts."""
+    """The started components of a run."""
 
     cluster: Cluster
     policy: Router
     learner: LearnerGroup
     judge: Judge
     sync: WeightSync
-    health: tuple[RoleHealth, ...]  # of the roles that have engines here
+    health: tuple[RoleHealth, ...]  # of roles with engines here
     elastic: tuple[ElasticPool, ...]
     share: TimeShare | None  # the time-shared pool of the learner
     remote_judge: ChatEngine | None
     scorers: ScorerPool | None  # the meta-RM
-    trainable_grm: TrainableGrm | None  # the GRM, where it learns too
-    critic: Critic | None  # where advantages ask one
-
-    @property
-    def ranks(self) -> dict[str, LearnerGroup | CriticGroup]:
-        """Those of every model that learns, by their folder in a checkpoint."""
-        ranks: dict[str, LearnerGroup | CriticGroup] = {"learner": self.learner}
-        if self.critic is not None:
-            ranks["critic"] = self.critic.ranks
-        if self.trainable_grm is not None:
-            ranks["grm_learner"] = self.trainable_grm.learner
-        return ranks
+    trainable_grm: TrainableGrm | None  # if the GRM is trained
+    critic: Critic | None  # for estimators that need values
+    trained: tuple[TrainedModel, ...]
 
     def background(self) -> dict[str, Coroutine[object, object, object]]:
-        """What runs beside the flow, by its name in an error."""
+        """Name in errors -> what runs next to the flow."""
         loops: dict[str, Coroutine[object, object, object]] = {}
         loops |= {f"the health of {health.role}": health.run() for health in self.health}
         loops |= {f"the balance of {pool.name}": pool.run() for pool in self.elastic}
         return loops if self.critic is None else loops | {"the values of the critic": self.critic.value_cache.run()}
 
     def stops(self, clock: ActiveClock) -> None:
-        """From now on this clock stands still while nobody could answer: a role is out, or it is the learner's
-        phase."""
+        """Let this clock stand still while engines can't answer: a role has none, or it is the learner's phase."""
         for health in self.health:
             health.stops(clock)
         if self.share is not None:
@@ -96,7 +98,7 @@ class RunComponents:
 
 
 async def start(prepared: Prepared, events: EventSink, run_dir: Path) -> RunComponents:
-    """Bring up all processes, those on GPUs of their own at the same time. On failure what was started is ended."""
+    """Start all processes, those on different GPUs at the same time. On failure ends what was started."""
     made = await CLUSTERS[prepared.config.cluster.kind](prepared.config, prepared.placement)
     cluster = SerialStarts(made, prepared.placement)
     try:
@@ -137,13 +139,26 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
         scorers=scorers,
         trainable_grm=grm,
         critic=critic,
+        trained=tuple(trained_models(learning, learner, grm, critic)),
     )
+
+
+def trained_models(
+    learning: Learning, learner: LearnerGroup, grm: TrainableGrm | None, critic: Critic | None
+) -> Iterator[TrainedModel]:
+    """The policy, and the models that are trained next to it."""
+    policy = learning.role
+    yield TrainedModel(name=policy.name, settings=policy.model, ranks=learner, learner_role=learning.learner)
+    if critic is not None:
+        yield TrainedModel(name=CRITIC, settings=policy.model, ranks=critic.ranks, learner_role=CRITIC)
+    if grm is not None:
+        yield TrainedModel(name=grm.model.name, settings=grm.settings, ranks=grm.learner, learner_role=grm.learner_role)
 
 
 async def start_together(
     cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
 ) -> tuple[LearnerGroup, ServingEngines]:
-    """Learner and engines, all at the same time; on a GPU that they share the learner first."""
+    """Start learner and engines at the same time; on a shared GPU the learner first."""
     ranks, served = await asyncio.gather(
         cluster.start_group(learning.learner, functools.partial(make_learner, spec)),
         start_routers(cluster, prepared, events),
@@ -154,7 +169,7 @@ async def start_together(
 async def start_time_shared(
     cluster: Cluster, prepared: Prepared, learning: Learning, spec: LearnerSpec, events: EventSink
 ) -> tuple[LearnerGroup, ServingEngines]:
-    """The learner first, which then makes room for the engines."""
+    """Start the learner first, which then frees the device for the engines."""
     ranks = await cluster.start_group(learning.learner, functools.partial(make_offloading_learner, spec))
     learner = TimeSharedLearnerGroup(ranks)
     await learner.keep_on_device("nothing")
@@ -164,7 +179,7 @@ async def start_time_shared(
 async def start_trainable_grm(
     cluster: Cluster, prepared: Prepared, served: ServingEngines, run_dir: Path
 ) -> TrainableGrm | None:
-    """The ranks of a GRM that learns beside the policy; None where it doesn't learn."""
+    """Start the ranks of a GRM that is trained next to the policy. None if it isn't trained."""
     if not prepared.config.cotrain.enabled:
         return None
     grm = prepared.grm
@@ -174,4 +189,11 @@ async def start_trainable_grm(
     spec = learner_spec(learning, prepared.roles, prepared.config.seed, transport, run_dir)
     learner = LearnerGroup(await cluster.start_group(learning.learner, functools.partial(make_learner, spec)))
     sync = weight_sync(cluster, prepared, grm, learning, learner, transport)
-    return TrainableGrm(model=grm, engines=served.routers[grm.name], learner=learner, sync=sync)
+    return TrainableGrm(
+        model=grm,
+        settings=learning.role.model,
+        engines=served.routers[grm.name],
+        learner=learner,
+        learner_role=learning.learner,
+        sync=sync,
+    )

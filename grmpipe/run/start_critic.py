@@ -20,7 +20,7 @@ ROLE = "critic"
 async def start_critic(
     cluster: Cluster, model: CriticModel | None, config: RunConfig, roles: Mapping[str, ResolvedRole], events: EventSink
 ) -> Critic | None:
-    """Its ranks; None where no advantage asks one."""
+    """Start the critic. None if no estimator needs one."""
     if model is None:
         return None
     from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec  # late: it imports torch

@@ -21,7 +21,7 @@ def remote_role(roles: Roles) -> ServedRole | None:
 
 
 def connect_remote_judge(roles: Roles) -> ChatEngine | None:
-    """The client of a judge behind an endpoint; None where there is none."""
+    """The client of a judge behind an endpoint. None if there is none."""
     role = remote_role(roles)
     if role is None or (endpoint := role.engine.endpoint) is None:
         return None
@@ -36,7 +36,7 @@ def find_grm(
     events: EventSink,
     answering: ActiveClock,
 ) -> Grm | None:
-    """What a generative judge asks; None where no model judges.
+    """The GRM of a generative judge. None if no model judges.
 
     local: routers by role. answering: the clock that times the answers of local engines.
     """

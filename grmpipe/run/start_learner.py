@@ -1,5 +1,5 @@
-"""Starts the ranks of a model that learns, and makes the way of its weights to the engines that serve it. Runs no
-loop, trains nothing.
+"""Starts the ranks of a trained model, and makes the sync of its weights to its engines. Runs no loop, trains
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """A served role that learns: how it is trained, and on what its engines sample.
+    """A served role that is trained: the settings of its training, and the device of its engines.
 
     prefix: of its folders in the run's directory.
     """
@@ -94,7 +94,7 @@ def learner_spec(learning: Learning, roles: Roles, seed: int, transport: str, ru
 
 
 def transport_between(cluster: Cluster, prepared: Prepared, learning: Learning) -> str:
-    """How the weights of a model that learns travel, now that its machines are known."""
+    """The transport of a trained model's weights, now that its machines are known."""
     same_machine = len(cluster.machines(learning.learner) | cluster.machines(learning.role.name)) == 1
     transport = transport_of(learning.role, prepared.config, prepared.placement, same_machine=same_machine)
     log.info("weights are sent to the engines of %s by %s", learning.role.name, transport)
@@ -104,7 +104,7 @@ def transport_between(cluster: Cluster, prepared: Prepared, learning: Learning) 
 def weight_sync(
     cluster: Cluster, prepared: Prepared, model: Model, learning: Learning, ranks: LearnerGroup, transport: str
 ) -> WeightSync:
-    """Its probe is the beginning of a prompt of the data."""
+    """The weight sync of a trained model. Its probe is the beginning of a prompt of the data."""
     role = learning.role
     return WeightSync(
         ranks,

@@ -36,8 +36,6 @@ from scheduler.supervise import run_until
 
 log = logging.getLogger(__name__)
 
-EXPORTS = {"learner": "policy", "critic": "critic", "grm_learner": "grm"}  # by the folder in a checkpoint
-
 
 class TrainingRun(Run[Prepared]):
     """A policy that learns from a judge: held-out evaluations, the flow between them, checkpoints, the export."""
@@ -61,8 +59,8 @@ class TrainingRun(Run[Prepared]):
         self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
         self._running = running = await start(self._prepared, self._observers.timeline, self._run_dir)
         if (resumed := self._session.resumed) is not None:
-            for folder, ranks in running.ranks.items():
-                await ranks.load(str(resumed / folder))
+            for model in running.trained:
+                await model.ranks.load(str(resumed / model.learner_role))
         self._observers.note(f"ready after {self._stats.since_start_s:.0f} s; files in {self._run_dir}")
         self._stats.watch(running)
         return await run_until(self._train(running), **running.background())
@@ -77,7 +75,7 @@ class TrainingRun(Run[Prepared]):
             await self._running.close()
 
     async def _train(self, running: RunComponents) -> Status:
-        """All steps, between two held-out evaluations."""
+        """Make all steps, between two held-out evaluations."""
         if self._state is None and self._config.judged_by_model:
             await self._try_judge(running)
         pipeline_state, kept = self._restore()
@@ -114,7 +112,7 @@ class TrainingRun(Run[Prepared]):
         periodic_eval: PeriodicEval,
         cotraining: CoTraining | None,
     ) -> Status:
-        """To the last step, or to the step in which a signal came; both end in a checkpoint."""
+        """Run to the last step, or to the step in which a signal came; both end with a checkpoint."""
 
         async def flow() -> None:
             await pipeline.run()
@@ -166,7 +164,7 @@ class TrainingRun(Run[Prepared]):
         self._stats.step_begins()
 
     def _make_cotraining(self, running: RunComponents) -> CoTraining | None:
-        """Of a GRM that learns beside the policy."""
+        """The training of a GRM next to the policy, if there is one."""
         if running.trainable_grm is None:
             return None
         self._stats.cotraining = CoTraining(
@@ -206,7 +204,7 @@ class TrainingRun(Run[Prepared]):
     def _make_judge_monitor(
         self, running: RunComponents, parts: PipelineComponents, periodic_eval: PeriodicEval
     ) -> JudgeMonitor:
-        """After `_restore`: it goes on from what the metrics' file holds."""
+        """Call after `_restore`: it continues from the file of metrics."""
         config, judge = self._config, self._config.judge
         assert isinstance(parts.judge_guard, JudgeFitness)
         monitored = MonitoredJudge(
@@ -220,15 +218,14 @@ class TrainingRun(Run[Prepared]):
         return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.tell)
 
     async def _export(self, running: RunComponents) -> None:
-        """Every trained model, as a Hugging Face directory with the chat template that it was trained under."""
-        models = {"learner": self._config.policy, "critic": self._config.policy, "grm_learner": self._config.grm}
-        for folder, ranks in running.ranks.items():
-            await export(ranks, self._run_dir / EXPORTS[folder], models[folder])
+        """Export every trained model as a Hugging Face directory with the chat template that it was trained with."""
+        for model in running.trained:
+            await export(model.ranks, self._run_dir / model.name, model.settings)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _restore(self) -> tuple[PipelineState, dict[int, RecoveredGroup]]:
-        """Where to go on: a checkpoint, or the beginning; in both cases with what the journals hold beyond it."""
+        """Where to continue: from a checkpoint, or from the beginning; with what the journals have after it."""
         pipeline_state = self._state.pipeline_state if self._state else PipelineState()
         run_id, marks = run_id_of(self._run_dir), self._state.journal_marks if self._state else {}
         kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks)
@@ -246,15 +243,14 @@ class TrainingRun(Run[Prepared]):
         return pipeline_state, kept
 
     async def _checkpoint(self, running: RunComponents, pipeline: Pipeline, periodic_eval: PeriodicEval) -> None:
-        """Begin one; with train.async_checkpoints=false it is there at the end, else soon."""
+        """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
         await self._writer.settled()
         draft, aside = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
-        cotraining, ranks = self._stats.cotraining, running.ranks
-        grm = draft / "grm_learner"
+        cotraining, grm = self._stats.cotraining, running.trainable_grm
         state = RunState(
             pipeline_state=pipeline.state(),
-            journal_marks=self._observers.recorder.marks(),  # of the same moment as the pipeline's state
-            grm_pipeline_state=await cotraining.begin_save(grm, aside=aside) if cotraining is not None else None,
+            journal_marks=self._observers.recorder.marks(),  # taken at the same moment as the pipeline's state
+            grm_pipeline_state=await cotraining.begin_save(draft, aside=aside) if cotraining is not None else None,
             wall_s=self._stats.wall_s,
             eval_initial=periodic_eval.initial,
             totals=pipeline.counters.saved(),
@@ -265,15 +261,16 @@ class TrainingRun(Run[Prepared]):
             engines_replaced=self._stats.engines_replaced,
             moves=self._stats.moves,
         )
-        for folder, learner in ranks.items():
-            if folder != grm.name:  # its flow has begun that one
-                await learner.begin_save(str(draft / folder), aside=aside)
+        ranks = {model.learner_role: model.ranks for model in running.trained}
+        for role, learner in ranks.items():
+            if grm is None or learner is not grm.learner:  # its own flow has begun that save
+                await learner.begin_save(str(draft / role), aside=aside)
         self._writer.publish_when_written(draft, state, ranks)
         if not aside:
             await self._writer.settled()
 
     def _save_failed_batch(self, error: Exception) -> str:
-        """The batch of a step that came to no number, to be replayed. Returns a line for the user."""
+        """Save the batch of a step with non-finite numbers, to replay it. Returns a line for the user."""
         if not isinstance(error, ArithmeticError) or self._pipeline is None:
             return ""
         path = self._run_dir / "failed_batch.jsonl"

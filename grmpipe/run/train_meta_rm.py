@@ -1,8 +1,8 @@
-"""task=train_meta_rm: a meta-RM learns from labelled judgements which to trust. Samples, trains, measures, exports.
+"""task=train_meta_rm: a meta-RM learns from labelled judgements which are right. Samples, trains, measures, exports.
 
     labelled work -> GRM, k judgements each -> right or wrong by the label -> BCE on a scalar head -> <run_dir>/meta_rm
 
-First the GRM has its slots, then the learner has its own: never both at once.
+First the GRM uses its slots, then the learner its own: never both at the same time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS_PER_NOTE = 20
 
 
 class MetaRmRun(Run[MetaRmTraining]):
-    """A scalar model that learns which judgements to trust."""
+    """A scalar model that learns which judgements are right."""
 
     is_policy_run = False
 
@@ -97,7 +97,7 @@ class MetaRmRun(Run[MetaRmTraining]):
             await learner.call_all("export", str(self._run_dir / "meta_rm"))
 
     async def _evaluate(self, learner: ActorGroup) -> None:
-        """At the held-out judgements, before the first step and after the last."""
+        """Evaluate on the held-out judgements, before the first step and after the last."""
         examples = self._of("held_out")
         probabilities = [0.0] * len(examples)
         for indices in self._rounds(examples, learner.size):

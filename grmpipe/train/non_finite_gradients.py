@@ -1,13 +1,13 @@
-"""The error of a step whose gradients are inf or nan, as every process knows it. Needs no torch."""
+"""The error of a step whose gradients are inf or nan, known in every process. Needs no torch."""
 
 from __future__ import annotations
 
 
 class NonFiniteGradients(ArithmeticError):
-    """The gradient norm is inf or nan. The batch was discarded, the weights are as they were."""
+    """The gradient norm is inf or nan. The batch was discarded; the weights are unchanged."""
 
     def __init__(self, norm: float, lr_key: str = "train.lr", group_ids: tuple[str, ...] = ()) -> None:
-        """`group_ids`: of groups whose advantages aren't finite, where that is the cause."""
+        """`group_ids`: groups whose advantages aren't finite, if that is the cause."""
         super().__init__(norm, lr_key, group_ids)
         self.norm = norm
         self.lr_key = lr_key

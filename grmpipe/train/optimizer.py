@@ -1,4 +1,4 @@
-"""An optimizer step on a sharded model: learning rate, gradients divided, checked, clipped, applied. Knows no loss."""
+"""An optimizer step on a sharded model: divides, checks and clips gradients, sets the learning rate. Knows no loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grmpipe.types import Metrics
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """Of what learns: frozen parameters have no moments."""
+    """The optimizer of the trained parameters: frozen ones have no moments."""
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=train.lr,
@@ -53,10 +53,10 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(step: float, config: TrainConfig) -> float:
-    """The rate after `step` of num_steps steps: linear warm-up, then the decay over what is left of the run.
+    """The rate after `step` of num_steps steps: linear warm-up, then the decay over the rest of the run.
 
-    With several optimizer steps on a batch each is its share of a step: the second of four on the first batch is made
-    at 0.25. Neither end is 0: a step that learns nothing would still be paid for.
+    With several optimizer steps per batch each counts as a fraction: the second of four on the first batch is made at
+    0.25. The rate is 0 at neither end: such a step would cost time and learn nothing.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)

@@ -1,4 +1,4 @@
-"""All that can be known of task=evaluate, and refused, before anything starts. Writes nothing, starts nothing."""
+"""Checks of task=evaluate before anything starts. Writes nothing, starts nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scheduler.placement import place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedEvaluation:
-    """A measurement that may start. Its judge asks for the largest k."""
+    """A checked evaluation, ready to start. Its judge has the largest k."""
 
     prepared: Prepared
     items: tuple[Labelled, ...]
@@ -33,7 +33,7 @@ class PreparedEvaluation:
 
 
 def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluation:
-    """Find data and models, and see that the judge can be measured. Raises ConfigError."""
+    """Find data and models, and check that the judge can be measured. Raises ConfigError."""
     config = replace(config, judge=measured(config))
     judge = config.judge
     with section("evaluate.path: "):
@@ -44,10 +44,10 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
         check_template(judge, [item.prompt for item in items])
     pools = {name: replace(pool, time_shared=False) for name, pool in config.placement.pools.items()}
     here = "grm" in config.roles
-    weighted = here and config.meta_rm.path is not None  # measured beside the plain vote, whatever judge.vote is
+    weighted = here and config.meta_rm.path is not None  # measured next to the plain vote, for any judge.vote
     with section(""):
         needed = ("grm", "meta_rm") if weighted else ("grm",) if here else ()
-        placement = place(replace(config.placement, pools=pools), needed, config.served)
+        placement = place(replace(config.placement, pools=pools), needed, config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_machine(config, placement)
     check_installed(roles, config)
@@ -68,7 +68,7 @@ def prepare_evaluation(config: RunConfig, progress: Progress) -> PreparedEvaluat
 
 
 def measured(config: RunConfig) -> JudgeConfig:
-    """The judge as it is measured: with the most judgements, all of them asked for."""
+    """The judge as it is measured: with the most judgements, and all of them requested."""
     judge, largest = config.judge, max(config.evaluate.ks)
     if judge.kind == "label":
         raise ConfigError("judge.kind: label rules on a judge in training by what it wrote; type judge=generative")

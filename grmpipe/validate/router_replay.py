@@ -1,4 +1,4 @@
-"""What can be known, and refused, of a mixture's replayed experts before anything starts. Loads no weights."""
+"""Checks of router replay before anything starts. Loads no weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grmpipe.validate.sections import section
 
 
 def check_routing(config: RunConfig, policy: Model, role: ServedRole) -> None:
-    """Where experts are replayed the policy has some, and whoever chooses them notes them. role: the policy's."""
+    """Check that the policy has experts to replay, and that its engines can record them. role: the policy's."""
     if config.algorithm.router_replay == "none":
         return
     try:

@@ -8,7 +8,7 @@ from models.settings import INSTALL_PEFT
 
 
 def peft_missing() -> str | None:
-    """What to type where peft isn't installed; None: it is."""
+    """What to type if peft isn't installed. None if it is."""
     try:
         importlib.metadata.version("peft")
     except importlib.metadata.PackageNotFoundError:

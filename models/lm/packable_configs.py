@@ -1,4 +1,4 @@
-"""Whether the samples of a model can be packed, as far as its config tells. Imports neither torch nor transformers."""
+"""Whether the samples of a model can be packed, as far as its config shows. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ATTENTIONS = ("full_attention", "sliding_attention")
-# Settings under which a query sees other keys than its sample's, or its window's: of the mask or the kernel alone.
+# Settings that limit the keys of a query further, only in the mask or the kernel.
 SPARSE = ("attention_chunk_size", "index_topk", "index_topk_blocks", "keep_window_size", "attn_logit_softcapping")
 WINDOW_IN_MASK_ALONE = ("phimoe", "qwen2_moe")
-LAYERS_KEEP_OPTIONS = ("moshi", "nemotron", "stablelm")  # to themselves: their attention is told nothing of packing
+LAYERS_KEEP_OPTIONS = ("moshi", "nemotron", "stablelm")  # models whose attention isn't passed the packing
 
 
 def is_known_to_pack(directory: str) -> bool:
-    """A model of a plain family whose config hides no key from a query: there is nothing to look up in its layers."""
+    """Whether a model is of a plain family and its config hides no key from a query, so that its layers need no
+    check.
+    """
     config = PlainConfig.read(directory)
     return config is not None and unpackable_config(SimpleNamespace(**config.values)) is None
 
 
 def unpackable_config(config: PreTrainedConfig | SimpleNamespace) -> str | None:
-    """Why samples of such a model can't be packed; None where its config doesn't say so."""
+    """Why samples of such a model can't be packed. None if its config gives no reason."""
     kind = config.model_type
     others = sorted({str(one) for one in getattr(config, "layer_types", None) or ()} - {*ATTENTIONS})
     if others:
@@ -40,7 +42,7 @@ def unpackable_config(config: PreTrainedConfig | SimpleNamespace) -> str | None:
 
 
 def window_of_layers(config: PreTrainedConfig | SimpleNamespace) -> int | None:
-    """That of its layers which have one; None where none hides a token of the model's context."""
+    """The window of the layers that have one. None if no layer hides a token of the model's context."""
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
     return window if slides and window is not None and window < config.max_position_embeddings else None

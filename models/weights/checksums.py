@@ -1,4 +1,4 @@
-"""What proves that weights arrived: 64 bits of tensors' bytes, where they are. Sends nothing."""
+"""Checksums that prove that weights arrived: 64 bits of tensors' bytes, computed where they are. Sends nothing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ PLACE_FACTOR, MIX_FACTOR, LAST_FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 
 def tensor_checksums(tensors: Sequence[Tensor]) -> list[str]:
-    """Of each tensor's raw bytes: xxh3 on the host; on a device another sum, which is computed there, with a prefix.
+    """The checksum of each tensor's raw bytes: xxh3 on the host; on a device another sum, computed there, with a
+    prefix.
 
-    In threads: xxhash lets go of the GIL while it hashes. A device is waited for once.
+    Uses threads, because xxhash releases the GIL. Synchronizes with a device once.
     """
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(_threads().map(_tensor_checksum, tensors))
@@ -32,8 +33,9 @@ def tensor_checksums(tensors: Sequence[Tensor]) -> list[str]:
 
 @torch.no_grad()
 def device_checksums(tensors: Sequence[Tensor]) -> list[str]:
-    """By torch alone, on the tensors' device: the same on any. A sum of mixed words, each with its place in the mix, so
-    that a changed bit, a swap and a shift all show."""
+    """Checksums computed by torch on the tensors' device, the same on any device. A sum of mixed words, each with its
+    place in the mix, so that a changed bit, a swap and a shift all change it.
+    """
     if not tensors:
         return []
     sums = torch.stack([_mixed_sum(tensor).to(tensors[0].device) for tensor in tensors])
@@ -41,7 +43,7 @@ def device_checksums(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    """A CPU tensor's bytes, uint8 and 1-D. A view, where the tensor is contiguous."""
+    """A CPU tensor's bytes, uint8 and 1-D. A view if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -50,7 +52,7 @@ def _tensor_checksum(tensor: Tensor) -> str:
 
 
 def _mixed_sum(tensor: Tensor) -> Tensor:
-    """int64, and wraps. In pieces: what it needs besides the tensor is bounded."""
+    """The sum, int64 with wraparound. Computed in pieces, so that its extra memory is bounded."""
     raw_B = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = raw_B.numel() // WORD_BYTES * WORD_BYTES
     words_W = _words(raw_B[:whole])

@@ -1,4 +1,4 @@
-"""What each engine of a role is expected to have in hand, in tokens to prefill and to sample. It sends nothing."""
+"""The expected load of each engine of a role, in tokens to prefill and to sample. Sends nothing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Collection, Iterable, Iterator
 
 from models.types import SamplingParams
 
-SIBLINGS_AHEAD = 16  # answers that one waits behind for the sake of a prefix that it shares with its siblings
+SIBLINGS_AHEAD = 16  # answers that a request waits behind to share a cached prefix with its siblings
 GROUPS_REMEMBERED = 4096
 WEIGHT_OF_LATEST = 1 / 64  # in the running mean of lengths
 
 
 class LoadEstimate:
-    """Places requests where the least is to do, those of one group together. Lengths are learned as answers come.
+    """Places requests on the engine with the least load, those of a group together. Lengths are learned from answers.
 
-    names: of the engines that serve, which `came` and `went` change. Where few of them may be asked, `among` are these.
+    names: engines that serve, which `came` and `went` change. `among`: the engines that may take the request, if not
+           all.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -33,11 +34,11 @@ class LoadEstimate:
         return self._in_hand[name]
 
     def came(self, name: str) -> None:
-        """An engine serves from now on."""
+        """An engine starts to serve."""
         self._serving.add(name, self._in_hand[name])
 
     def went(self, name: str) -> None:
-        """No request goes to this one any more; those that it has may end."""
+        """An engine gets no more requests; those that it has may end."""
         self._serving.discard(name)
 
     def place(
@@ -47,8 +48,9 @@ class LoadEstimate:
         params: SamplingParams,
         among: Collection[str] | None = None,
     ) -> tuple[str, float]:
-        """The engine of its siblings, unless that has far more to do than the one with the least; and the tokens that
-        `give_back` is to be told when the request has left: its answer, and its prompt unless that is cached there."""
+        """The engine of its siblings, unless that has far more load than the least loaded one; and the tokens to
+        `give_back` when the request has left: those of its answer, and of its prompt unless it is cached there.
+        """
         name, new = self.least(among), self.new_tokens(params)
         home, last_prompt = self._home.get(group_id, ("", 0))
         prompt = hash(prompt_ids)
@@ -62,7 +64,7 @@ class LoadEstimate:
     def place_anywhere(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, among: Collection[str] | None = None
     ) -> tuple[str, float]:
-        """For one that comes from another engine: its siblings aren't its concern."""
+        """An engine for a request that comes from another engine: siblings don't matter."""
         name = self.least(among)
         return name, self._take(name, self.new_tokens(params) + len(prompt_ids))
 
@@ -70,7 +72,7 @@ class LoadEstimate:
         return self._serving.first() if among is None else min(among, key=self._in_hand.__getitem__)
 
     def new_tokens(self, params: SamplingParams) -> float:
-        """That an answer is expected to have."""
+        """The expected number of tokens of an answer."""
         limit = float(params.max_new_tokens)
         return limit if self._mean_new is None else min(self._mean_new, limit)
 
@@ -78,7 +80,7 @@ class LoadEstimate:
         self._take(name, -tokens)
 
     def ended(self, num_new: int) -> None:
-        """A request came to its end with so many tokens."""
+        """A request ended with `num_new` tokens."""
         mean = float(num_new) if self._mean_new is None else self._mean_new
         self._mean_new = mean + WEIGHT_OF_LATEST * (num_new - mean)
 
@@ -95,16 +97,16 @@ class LoadEstimate:
 
 
 class IndexedHeap:
-    """Names and their amounts. Of those that have equally little the one that came first is chosen.
+    """A heap of names by amount. Of equal amounts the name that came first is chosen.
 
-    The heap has one entry that counts for each name, which is its amount or less: amounts that grow are corrected once
-    their entry comes to the top, those that shrink get a new one. So each change costs the logarithm of the names.
+    Each name has one valid entry, with its amount or less: an amount that grew is corrected when its entry reaches the
+    top, one that shrank gets a new entry. So each change costs the logarithm of the number of names.
     """
 
     def __init__(self) -> None:
         self._amounts: dict[str, float] = {}
         self._places: dict[str, int] = {}  # in order of arrival
-        self._lower: dict[str, float] = {}  # of the entry that counts
+        self._lower: dict[str, float] = {}  # of the valid entry
         self._entries: list[tuple[float, int, str]] = []
         self._arrivals = itertools.count()
 
@@ -112,11 +114,11 @@ class IndexedHeap:
         return name in self._amounts
 
     def __iter__(self) -> Iterator[str]:
-        """In order of arrival."""
+        """Names in order of arrival."""
         return iter(self._amounts)
 
     def add(self, name: str, amount: float) -> None:
-        """One more to choose from, behind those that have as little; nothing changes for one that is there."""
+        """Add a name, after those with the same amount. Does nothing if it is there."""
         if name not in self._amounts:
             self._places[name] = next(self._arrivals)
             self._amounts[name] = amount
@@ -127,14 +129,14 @@ class IndexedHeap:
             table.pop(name, None)
 
     def set(self, name: str, amount: float) -> None:
-        """Of a name that is there; nothing happens for any other."""
+        """Set the amount of a name. Does nothing if it isn't there."""
         if name in self._amounts:
             self._amounts[name] = amount
             if amount < self._lower[name]:
                 self._enter(name)
 
     def first(self) -> str:
-        """Raises IndexError where there is none."""
+        """The name with the least amount. Raises IndexError if there is none."""
         while True:
             lower, place, name = self._entries[0]
             if self._places.get(name) != place or self._lower[name] != lower:

@@ -28,7 +28,7 @@ TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 def sampled(dtype: str) -> tuple[tuple[int, ...], list[Completion]]:
-    """The prompt and eight completions, drawn on the GPU."""
+    """The prompt and eight completions, sampled on the GPU."""
 
     async def go() -> tuple[tuple[int, ...], list[Completion]]:
         engine = EmbeddedEngine(POLICY, "policy", EmbeddedConfig(), dtype, "cuda")

@@ -1,4 +1,4 @@
-"""Engine and learner lend a GPU's memory to each other. Marked gpu, as all of this folder."""
+"""Engine and learner share a GPU's memory in time. Marked gpu, like all of this folder."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ texts = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(max_size=8)), max_s
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The tiny one, with added tokens that aren't special (like Qwen3's thoughts) and a run of spaces."""
+    """The tiny one, with added tokens that aren't special (like Qwen3's thinking tags) and a run of spaces."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>", "  ")])
     return tokenizer
@@ -95,7 +95,7 @@ def test_decoding_leaves_special_tokens_out(renderer: Renderer) -> None:
 def test_extending_a_conversation_equals_rendering_the_whole(
     renderer: Renderer, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """What was sampled stands between, its stop token included."""
+    """Between them is what was sampled, including its stop token."""
     prompt, reply = user("2 + 2"), user("wrong <|im_end|>")
     sampled = (*tokenizer.encode("5", add_special_tokens=False), *renderer.stop_token_ids)
     whole = renderer.render([prompt, Message(role="assistant", content="5"), reply])
@@ -193,7 +193,7 @@ def test_what_is_missing_is_named(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_short_prompt_is_rendered_in_a_third_of_a_millisecond(renderer: Renderer) -> None:
-    """The fastest of many, so that a busy machine doesn't count."""
+    """The fastest of many, so that a busy machine doesn't matter."""
     durations_s = []
     for won in range(200):
         message = user(f"Q: Ida has 6 coins. She gives 4 to Max. She wins {won}. How many coins does Ida have?")

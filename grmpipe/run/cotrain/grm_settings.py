@@ -1,5 +1,5 @@
-"""The second learner of a co-training run: its settings, derived from `cotrain`, and what its flow samples by. Starts
-nothing, runs no loop.
+"""The second learner of a co-training run: its settings, derived from `cotrain`, and the parts that its flow samples
+with. Starts nothing, runs no loop.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from grmpipe.envs.single_turn import SingleTurn
 from grmpipe.pipeline.interfaces import FlowConfig
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Prompt, Rollout
+from models.settings import ModelConfig
 from models.types import SamplingParams
 from scheduler.routing.router import Router
 from scheduler.weights.weight_sync import WeightSync
@@ -27,13 +28,15 @@ class TrainableGrm:
     """A GRM with its own optimizer: its learner, its engines, and the weight sync between them."""
 
     model: Model
+    settings: ModelConfig
     engines: Router
     learner: LearnerGroup
+    learner_role: str
     sync: WeightSync
 
 
 def grm_train(config: RunConfig) -> TrainConfig:
-    """`train`, with what `cotrain` says instead."""
+    """`train`, with the settings of `cotrain` instead."""
     cotrain = config.cotrain
     return dataclasses.replace(
         config.train,
@@ -57,7 +60,9 @@ def grm_algorithm(config: RunConfig) -> AlgorithmConfig:
 
 
 def grm_flow(config: RunConfig) -> FlowConfig:
-    """Synchronous: judging tasks are judged by the weights that learn from them."""
+    """The settings of the GRM's flow. It is synchronous: judging tasks are judged by the weights that learn from
+    them.
+    """
     train = grm_train(config)
     return FlowConfig(
         num_steps=train.num_steps,
@@ -89,7 +94,7 @@ def grm_play(config: RunConfig, grm: TrainableGrm) -> Play:
 
 
 def grm_too_long(config: RunConfig, grm: Model) -> Callable[[Prompt], bool]:
-    """Whether a judging task leaves no room for a critique in the GRM's window."""
+    """A function: whether a judging task leaves no room for a critique in the GRM's window."""
 
     def check(judging_task: Prompt) -> bool:
         return len(grm.renderer.render(judging_task.messages)) + config.judge.max_new_tokens > grm.context_tokens

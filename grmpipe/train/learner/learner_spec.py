@@ -1,4 +1,4 @@
-"""The spec of a learner, and how the driver has one made elsewhere. Imports no torch itself."""
+"""The spec of a learner, and how the driver has one made in another process. Imports no torch itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpec:
-    """All that a rank needs to build its learner.
+    """What a rank needs to build its learner.
 
-    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
+    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's must be too.
     transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
-    sync_dir: for a transport that needs a folder; every engine can read it.
-    checkpoint_names: weights travel under the names of the model's checkpoints, not under its own.
-    first_version: of the batch that it learns from first; those before are the critic's alone.
-    lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
+    sync_dir: folder for a transport that needs one; every engine must be able to read it.
+    checkpoint_names: whether weights are sent under the names in the model's checkpoints instead of the module's names.
+    first_version: version of the first batch that it trains on; earlier ones train only the critic.
+    lora: adapters that are trained instead of the model's weights; adapter_dir: where they are exported.
     seed: of new adapters; the same on all ranks.
     """
 
@@ -30,9 +30,9 @@ class LearnerSpec:
     train: TrainConfig
     algorithm: AlgorithmConfig
     max_new_tokens: int
-    device: str = ""  # "cpu" or "cuda"; empty: what torch finds
+    device: str = ""  # "cpu" or "cuda"; empty: chosen by torch
     sync_dtype: str = "float32"  # of the weights that engines get
-    bucket_bytes: int = 0  # of weights that travel at once; 0: by the size of the model
+    bucket_bytes: int = 0  # of weights sent at once; 0: chosen by the size of the model
     checkpoint_names: bool = False
     transport: str = "object_store"
     sync_dir: str = ""
@@ -45,7 +45,7 @@ class LearnerSpec:
 
     @property
     def frozen_dtype(self) -> str:
-        """Of weights that nothing updates: they are held in the type they compute in."""
+        """The dtype of weights that are never updated: the one they compute in."""
         return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
 
 

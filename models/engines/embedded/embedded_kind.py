@@ -1,4 +1,4 @@
-"""The embedded engine as a run sees it. Imports torch only to make one."""
+"""The embedded engine's kind. Imports torch only to make an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     in_process = True
     grammar = True
     applies_adapters = True
-    checkpoint_names = False  # its model is transformers' own
+    checkpoint_names = False  # its model has transformers' names
     seeds_by_position = True
     frees_cache = True
     grows_cache = True

@@ -1,4 +1,4 @@
-"""What the thread of an embedded engine owns: model, batch, tickets, inbox. Called from that thread alone."""
+"""The state of an embedded engine's thread: model, batch, tickets, inbox. Called from that thread only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from models.weights.inbox import WeightInbox
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine did since it started. Waiting and running are of the moment."""
+    """What an engine did since it started. Waiting and running are numbers of the moment."""
 
     busy_s: float  # in steps: prefilling and decoding
     sampled_tokens: int
@@ -36,9 +36,9 @@ class EngineStats:
 
 
 class EmbeddedWorker:
-    """Batches requests over steps; between two of them it takes weights, scores, sleeps. See EmbeddedEngine, its door.
+    """Batches requests over steps; between two steps it takes weights, scores, sleeps. EmbeddedEngine is its interface.
 
-    Only `version` and `stats` may be read from elsewhere.
+    Other threads may read only `version` and `stats`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EmbeddedWorker:
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """The version of the weights."""
         return self._batch.version
 
     def stats(self) -> EngineStats:
@@ -99,7 +99,7 @@ class EmbeddedWorker:
         return not self.paused and self._batch.num_waiting + self._batch.num_running > 0
 
     def step(self) -> None:
-        started_s = time.perf_counter()  # a duration: no event loop's clock is at hand here
+        started_s = time.perf_counter()  # a duration: there is no event loop's clock in this thread
         changes = self._batch.step()
         self._busy_s += time.perf_counter() - started_s
         for row in changes.begun:
@@ -184,7 +184,7 @@ class EmbeddedWorker:
         return WeightReceipt(version=version, checksums=self._inbox.collect_checksums())
 
     def _quantize(self) -> None:
-        """Checksums are of what came: only the probe sees what is sampled from."""
+        """Quantize the weights. Checksums are of the received weights: only the probe sees the quantized ones."""
         if self._config.quantize != "none":
             quantize_matrices(self._model, self._config.quantize)
 
@@ -196,7 +196,7 @@ class EmbeddedWorker:
         return tuple(logprobs_T.tolist())
 
     def fail_all(self, death: EngineDied) -> None:
-        """Nobody who waits gets another answer."""
+        """Fail all waiters."""
         for ticket in self._tickets.values():
             for waiter in ticket.waiters:
                 waiter.answer.fail(copy_of(death))

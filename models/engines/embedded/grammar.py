@@ -1,9 +1,8 @@
-r"""Regular expressions that a text is held to while it is sampled: which tokens may come next. Knows no model.
+r"""Structured output by regular expressions: which tokens may come next. Knows no model.
 
 The part of the syntax that structured output needs: characters, escapes, classes, groups `(?:...)`, alternatives, and
-`*`, `+`, `?`. A pattern becomes states of an automaton (Thompson's construction, made deterministic state by state as
-they are met); for each state the vocabulary is walked once, and the tokens that don't leave the pattern are kept
-(Willard and Louf, arXiv 2307.09702).
+`*`, `+`, `?`. A pattern becomes an automaton (Thompson's construction, made deterministic lazily). For each state the
+vocabulary is checked once, and the tokens that stay within the pattern are kept (Willard and Louf, arXiv 2307.09702).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ REPEATS = "*+?"
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character: of these, or of all but these."""
+    """One character: one of these, or any except these."""
 
     members: frozenset[str]
     negated: bool = False
@@ -32,7 +31,7 @@ class Characters:
 
 @dataclass(slots=True)
 class Automaton:
-    """States by number: where one may go for nothing, and where on a character. State 1 is the end."""
+    """The transitions of numbered states: without a character, and with one. State 1 is the end."""
 
     free: list[list[int]] = field(default_factory=lambda: [[], []])
     moves: list[tuple[Characters, int] | None] = field(default_factory=lambda: [None, None])
@@ -57,7 +56,7 @@ class Automaton:
 
 
 class Pattern:
-    """A pattern as an automaton. ValueError for syntax that it doesn't know."""
+    """A pattern as an automaton. Raises ValueError for unsupported syntax."""
 
     def __init__(self, pattern: str) -> None:
         self._text = pattern
@@ -71,7 +70,7 @@ class Pattern:
         self._after: dict[tuple[frozenset[int], str], frozenset[int]] = {}
 
     def after(self, states: frozenset[int], text: str) -> frozenset[int]:
-        """Where a text leads; empty: out of the pattern."""
+        """The states after a text; empty if the text leaves the pattern."""
         for character in text:
             step = (states, character)
             if step not in self._after:
@@ -84,7 +83,7 @@ class Pattern:
     def is_end(self, states: frozenset[int]) -> bool:
         return 1 in states
 
-    # Each returns the (first, last) state of what it read.
+    # Each parser returns the (first, last) state of what it read.
 
     def _alternatives(self) -> tuple[int, int]:
         first, last = self._automaton.new_state(), self._automaton.new_state()
@@ -164,9 +163,9 @@ parsed = lru_cache(maxsize=256)(Pattern)
 
 
 class Grammar:
-    """Patterns over one vocabulary. What the tokens of a state are is found out once for all requests.
+    """Patterns over one vocabulary. The allowed tokens of a state are computed once for all requests.
 
-    decode: ids to text; a token alone must give its own text. A character that is cut in two counts as any other.
+    decode: ids to text; a single token must give its own text. Half a character counts as any other.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class Grammar:
         stop_token_ids: Sequence[int],
         vocab_size: int = 0,
     ) -> None:
-        """vocab_size: rows of the model's head, where they are more than the tokenizer has ids."""
+        """vocab_size: rows of the model's head, if more than the tokenizer's ids."""
         self._decode = decode
         self._num_token_ids = num_token_ids
         self._num_padding = max(0, vocab_size - num_token_ids)
@@ -185,8 +184,9 @@ class Grammar:
         self._allowed: dict[tuple[str, frozenset[int]], Tensor] = {}
 
     def allowed_V(self, pattern: Pattern, name: str, states: frozenset[int]) -> Tensor:
-        """bool [V]: tokens that may come next; those that end a text only where the pattern may end, or where the
-        vocabulary has no way on."""
+        """The tokens that may come next, bool [V]. Tokens that end a text are allowed only if the pattern may end, or
+        if the vocabulary has no other way.
+        """
         key = (name, states)
         if key not in self._allowed:
             pieces = self._all_pieces()
@@ -211,7 +211,7 @@ class Grammar:
 
 @dataclass(slots=True)
 class Held:
-    """A request that is held to a pattern, and how far its text has come."""
+    """The state of a request in its pattern."""
 
     grammar: Grammar
     name: str

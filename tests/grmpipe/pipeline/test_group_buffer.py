@@ -1,4 +1,4 @@
-"""A group has one state at a time and one owner, who can say why it does not train; nothing is lost in any order."""
+"""A group has one state at a time and one owner, which can say why it does not train; nothing is lost in any order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Journal:
 
 @dataclass
 class Bench:
-    """A buffer of groups of two siblings in batches of two, with a clock that stands where it is put."""
+    """A buffer of groups of two siblings in batches of two, with a clock that a test sets."""
 
     max_staleness: int = 0
     groups_per_batch: int = 2
@@ -350,7 +350,7 @@ def test_pending_groups_come_due_first_without_those_of_the_batch_and_not_all() 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 2**32 - 1))
 def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, staleness: int, seed: int) -> None:
-    """Groups end in any order, some are dropped; training takes what a look at all that are ready would give."""
+    """Groups end in any order, some are dropped; training takes the group that a search over all ready ones gives."""
     rng = random.Random(seed)
     bench = Bench(max_staleness=staleness, groups_per_batch=batch, group_size=1)
     buffer = bench.buffer
@@ -392,7 +392,7 @@ def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, stalen
 
 
 def most_urgent(bench: Bench, ready: Sequence[Group], taken: Sequence[Group]) -> Group | None:
-    """The rule, looked up group by group."""
+    """The rule, evaluated group by group."""
     first = min(ready, key=lambda group: group.opened_at, default=None)
     if first is None:
         return None

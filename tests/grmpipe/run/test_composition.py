@@ -1,4 +1,4 @@
-"""What the policy's flow runs on: each part is wrapped by what the run has, and by nothing else."""
+"""The components of the policy's pipeline: each part has the wrappers of its run, and no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler.events import NoEvents
 
 
 class Part:
-    """Stands for what a composition only passes on."""
+    """Takes the place of a part that a composition only passes on."""
 
     size, value_cache = 1, object()
 

@@ -27,7 +27,7 @@ class Prepared:
 
 
 class Task(Run[Prepared]):
-    """Two steps, then whatever the test wants."""
+    """Two steps, then what the test sets."""
 
     async def run(self) -> Status:
         self._steps = 2

@@ -1,4 +1,4 @@
-"""What the driver asks of a rank in another process is plain data, and the errors that it tells apart are known."""
+"""The driver's calls of a rank in another process have plain data, and known errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner's end of a push: every way of weights to an engine, and a bucket that can't be posted."""
+"""The learner's end of a push: every transport to an engine, and a bucket that can't be posted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places that can't be had, told before the slow imports."""
+"""Impossible placements are reported before the slow imports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_only_the_machine_of_the_run_lacks_is_no_matter_of_a_plan() -> None
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_seats_a_run_with_every_role(placement: str) -> None:
-    """But where a learner that isn't the policy's would have no turn."""
+    """Except for a learner that isn't the policy's in a time-shared pool."""
     shared = "time_shared" in placement
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         roles = build(compose("config", [f"placement={placement}"])).placement.roles
@@ -60,7 +60,7 @@ def test_every_placement_seats_a_run_with_every_role(placement: str) -> None:
 
 
 def test_places_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
-    """Under load its import alone takes most of what a refusal may take."""
+    """On a busy machine the import alone takes most of the time allowed for a refusal."""
     script = (
         "import runpy, sys\n"
         "sys.argv = ['launch.py', '+experiment=quickstart', 'placement.roles.grm.pool=nowhere']\n"

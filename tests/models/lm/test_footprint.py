@@ -1,4 +1,4 @@
-"""Sizes that a plan reckons with, against real models: their parameters, and what autograd keeps of a forward pass."""
+"""The sizes in a plan, against real models: their parameters, and what autograd keeps of a forward pass."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_a_shape_is_declared_whole_or_not_at_all() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_are_what_autograd_keeps(dtype: str, checkpointing: bool) -> None:
-    """Kept bytes are counted by hooks. A pass with checkpointing keeps the layers' inputs; one layer comes on top."""
+    """Kept bytes are counted by hooks. A pass with checkpointing keeps the layers' inputs; one layer is added."""
     model = AutoModelForCausalLM.from_config(
         qwen_config(WIDE), dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
     )
     footprint = footprint_of_shape(WIDE)
     per_token = footprint.activation_bytes_per_token(dtype, checkpointing=checkpointing)
-    # Not kept at once by a forward pass: the logits' gradient, and the layer that is computed again.
+    # Not kept at the same time by a forward pass: the logits' gradient, and the recomputed layer.
     value_bytes = getattr(torch, dtype).itemsize
     later = footprint.vocab_size * value_bytes
     if checkpointing:
@@ -114,7 +114,7 @@ def one_layer(footprint: Footprint, dtype: str) -> int:
 
 
 def kept_bytes(model: PreTrainedModel, num_tokens: int) -> int:
-    """Bytes that backward waits for, weights aside."""
+    """Bytes kept for backward, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Models that would leak through packed samples are refused by their config, or by the probe; others are not."""
+"""Models that leak between packed samples are refused by their config, or by the probe; others are not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def config_of(kind: str, options: dict[str, Any]) -> PreTrainedConfig:
 
 
 def saved(directory: Path, kind: str, options: dict[str, Any]) -> str:
-    """With random weights, large enough for what leaks to be seen."""
+    """With random weights, large enough for a leak to show."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(kind, options))
     with torch.no_grad():

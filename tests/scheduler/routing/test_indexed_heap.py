@@ -1,4 +1,4 @@
-"""The choice by heap is the choice by `min`, whatever changes; and it stays small."""
+"""The heap chooses like `min`, whatever changes; and it stays small."""
 
 from __future__ import annotations
 

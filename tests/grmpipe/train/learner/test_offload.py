@@ -1,4 +1,4 @@
-"""A learner whose state waits on the host between its turns steps as one that never gave anything away."""
+"""A learner whose state waits on the host between its phases steps like one that never offloads."""
 
 from __future__ import annotations
 

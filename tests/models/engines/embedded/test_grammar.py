@@ -1,4 +1,4 @@
-"""A pattern read by the engine's own grammar lets through what Python's `re` does, token by token."""
+"""The engine's own grammar accepts for a pattern exactly what Python's `re` does, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server's checksums of its own parameters prove of a push."""
+"""What a server's checksums of its own parameters prove about a push."""
 
 from __future__ import annotations
 
