@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+# Before torch is imported. The tests' processes share few cores: their threads would wait for each other, and spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings

@@ -17,7 +17,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-IMPORTED = ["pytest", "hydra", "grmpipe.tasks", "models.engines.embedded.embedded_engine"]
+# grmpipe.tasks by itself imports little: what a run of it imports, and its learner and engines, are named too.
+IMPORTED = [
+    "pytest",
+    "hydra",
+    "grmpipe.tasks",
+    "grmpipe.run.train",
+    "grmpipe.train.learner.learner",
+    "grmpipe.train.critic.critic_learner",
+    "models.engines.embedded.embedded_engine",
+]
 FORKS = multiprocessing.get_context("forkserver")
 
 
@@ -27,11 +36,12 @@ def serve() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-def run(script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[str, str], output: str) -> None:
-    """Run a script like `python script ...` there; its output goes to the file `output`."""
-    told = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(told, 1)
-    os.dup2(told, 2)
+def run(
+    script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[str, str], output: str, errors: str
+) -> None:
+    """Run a script like `python script ...` there; it prints to the files `output` and `errors`."""
+    for number, file in ((1, output), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.update(environment)
     sys.path.insert(0, str(Path(script).parent))
@@ -47,9 +57,11 @@ class Forked:
 
     def __init__(self, script: Path, *arguments: object, cwd: Path | None = None, **environment: str) -> None:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  as long as this is kept
+        self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        files = (self._output.name, self._errors.name)
         self._process = FORKS.Process(
             target=run,
-            args=(str(script), tuple(map(str, arguments)), str(cwd or Path.cwd()), environment, self._output.name),
+            args=(str(script), tuple(map(str, arguments)), str(cwd or Path.cwd()), environment, *files),
             daemon=True,  # ends with the tests
         )
         self._process.start()
@@ -60,7 +72,12 @@ class Forked:
 
     @property
     def output(self) -> str:
-        return Path(self._output.name).read_text()
+        """All that it printed: first stderr, then stdout."""
+        return self.errors + Path(self._output.name).read_text()
+
+    @property
+    def errors(self) -> str:
+        return Path(self._errors.name).read_text()
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks import Forked
 
 from grmpipe.config.run_config import ConfigError
 from models.engines.installed import vllm_missing
@@ -198,13 +199,14 @@ def test_a_hub_that_cannot_be_reached_is_noticed_at_once_by_a_user_who_meant_to_
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_fails_within_the_run_exits_1_with_one_message(inputs: Path) -> None:
+def test_what_fails_within_the_run_exits_1_with_one_message(inputs: Path, launched: Callable[..., Forked]) -> None:
     """Invalid weights are found when they are read."""
     shutil.copytree(SHIPPED / "policy", inputs / "torn")
     (inputs / "torn" / "model.safetensors").write_bytes(b"no tensors")
-    result = launch(inputs, "policy.path=torn", "tracking=none", "tracking.console=false")
-    assert result.returncode == 1
-    said = result.stderr.strip().splitlines()
+    quiet = ("cluster=inprocess", "tracking=none", "tracking.console=false")
+    process = launched("+experiment=quickstart", "policy.path=torn", *quiet)
+    assert process.wait() == 1, process.output
+    said = process.errors.strip().splitlines()
     assert said[0].startswith("grmpipe: ")
     assert said[-1].startswith("See runs/quickstart/")
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in process.errors

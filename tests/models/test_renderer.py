@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast, Qwen3Config
 
+from models.model_files import PlainConfig, is_plain_tokenizer
 from models.renderer import Renderer
 from models.settings import ModelConfig
 from models.tiny.tokenizer import build_tokenizer
@@ -147,6 +149,37 @@ def test_a_template_that_loses_or_repeats_a_message_is_an_error(
     renderer = Renderer.load(str(path), str(file))
     with pytest.raises(ValueError, match=complaint):
         renderer.render([user("a"), Message(role="assistant", content="b")])
+
+
+def test_a_tokenizer_that_needs_no_class_of_its_family_is_the_one_that_auto_tokenizer_loads(path: Path) -> None:
+    assert is_plain_tokenizer(str(path))
+    ours, autos = Renderer.load(str(path))._tokenizer, AutoTokenizer.from_pretrained(path)
+    assert type(ours) is type(autos)
+    assert (ours.get_vocab(), ours.chat_template, ours.eos_token_id) == (
+        autos.get_vocab(), autos.chat_template, autos.eos_token_id
+    )  # fmt: skip
+    assert ours.backend_tokenizer.to_str() == autos.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokenizer_class": "GPT2Tokenizer"}, {"auto_map": {"AutoTokenizer": ["a.B", None]}}]
+)
+def test_any_other_tokenizer_is_left_to_auto_tokenizer(path: Path, tmp_path: Path, change: dict[str, object]) -> None:
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    assert not is_plain_tokenizer(str(tmp_path))
+
+
+def test_a_config_that_only_transformers_can_read_is_left_to_it(path: Path, tmp_path: Path) -> None:
+    """GPT-2 calls its window n_positions."""
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    GPT2Config(vocab_size=600, n_positions=256).save_pretrained(tmp_path)
+    assert PlainConfig.read(str(tmp_path)) is None and PlainConfig.read(str(path)) is not None
+    renderer = Renderer.load(str(tmp_path))
+    assert (renderer.context_tokens, renderer.vocab_size) == (256, 600)
 
 
 def test_what_is_missing_is_named(path: Path, tmp_path: Path) -> None:

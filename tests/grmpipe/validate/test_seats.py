@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,24 @@ def test_places_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "unknown pool 'nowhere'" in done.stderr
+
+
+def test_a_run_is_checked_without_torch_and_without_transformers_models(tmp_path: Path) -> None:
+    """The driver holds no tensor: the import of either takes longer than all its checks."""
+    script = (
+        "import sys\n"
+        "from hydra import compose, initialize_config_dir\n"
+        "import launch\n"
+        f"with initialize_config_dir({str(ROOT / 'conf')!r}, version_base='1.3'):\n"
+        "    config = launch.build(compose('config', ['+experiment=quickstart']))\n"
+        "from grmpipe import tasks\n"
+        "import grmpipe.run.train\n"
+        "from grmpipe.validate.prepare import prepare\n"
+        "tasks.check_memory(tasks.divide_gpus(prepare(config, lambda name, done: None)))\n"
+        "print(sorted({'torch', 'transformers.modeling_utils'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout == "[]\n", done.stdout + done.stderr
