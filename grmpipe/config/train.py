@@ -263,6 +263,9 @@ class TrainConfig:
     min_valid_siblings: int = 2  # [verdicts] Fewest verdicts with which a group is trained; with fewer it is dropped.
     # [steps] Most steps between the weights that sampled a group's oldest token and those it trains; 0: synchronous.
     max_staleness: int = 1
+    # Two runs of one configuration are equal bit for bit, on CPUs with the embedded engine: groups are trained in the
+    # order of their prompts, and weights are pushed when every open group is judged.
+    deterministic: bool = False
     micro_batch_tokens: int = 4096  # Most packed tokens of a forward pass on one rank.
     prefix_sharing: bool = True  # Compute the common prefix of siblings once for all of them in the learner.
     lr: float = 3e-4  # Peak learning rate of AdamW.
