@@ -1,9 +1,9 @@
-"""What train.deterministic costs, and how much two runs differ without it: the quickstart in one process.
+"""The cost of train.deterministic, and the difference of two runs without it: the quickstart in one process.
 
     python benchmarks/deterministic.py runs/deterministic
 
 For staleness 0 and 1: two runs without the key and two with it, alternating, of 15 steps (`--steps`). Finished runs in
-the folder are used again. Writes benchmarks/deterministic.md.
+the folder are reused. Writes benchmarks/deterministic.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_RUNS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of one run, in seconds."""
+    """The cost of one run, in seconds."""
 
     cpu_s: float  # of the whole command
     step_s: float  # mean
@@ -47,7 +47,7 @@ class Row:
 
 
 def run_once(run_dir: Path, max_staleness: int, mode: str, steps: int) -> Cost:
-    """Unless a finished run is there. Exits where it fails."""
+    """Run the quickstart, unless a finished run is there. Exits if it fails."""
     notes = run_dir.with_suffix(".process.json")
     if not notes.exists():
         command = [

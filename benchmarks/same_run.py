@@ -1,10 +1,10 @@
-"""Whether this checkout samples and learns what an earlier commit does: whole runs of the quickstart, compared.
+"""Compares what this checkout and an earlier commit sample and learn: whole runs of the quickstart.
 
     python benchmarks/same_run.py b0a4aaf runs/same_run --then watch.every=0 --now judge_monitor.every=0
 
 One process, staleness 0, 20 steps (`--steps`). The commit runs twice: its own two runs differ too, by the order in
 which groups happen to arrive. `--now` and `--then` add overrides to one side, whose keys may have other names. Finished
-runs in the folder are used again. Rollouts are matched by prompt and sibling. Writes benchmarks/same_run.md.
+runs in the folder are reused. Rollouts are matched by prompt and sibling. Writes benchmarks/same_run.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Key = tuple[int, int]  # prompt index, sibling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What the policy said once. step: that trained it."""
+    """One sampled rollout. step: that trained it."""
 
     step: int
     token_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What of a run is compared."""
+    """The compared parts of a run."""
 
     rollouts: dict[Key, Sampled]
     weights: dict[str, Tensor]
@@ -49,7 +49,9 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Of two runs. first_step: the first that trained a rollout of other tokens; None: there is none."""
+    """The difference of two runs. first_step: the first that trained a rollout of other tokens; None if there is
+    none.
+    """
 
     num_rollouts: int
     num_other_tokens: int
@@ -59,7 +61,7 @@ class Difference:
 
 
 def run_once(checkout: Path, run_dir: Path, overrides: Sequence[str]) -> Recorded:
-    """Run the quickstart of that checkout, unless a finished run is there. Exits where it fails."""
+    """Run the quickstart of a checkout, unless a finished run is there. Exits if it fails."""
     if not (run_dir / "summary.json").exists():
         command = [sys.executable, "launch.py", *SHARED, *overrides, f"run_dir={run_dir}"]
         env = os.environ | {"PYTHONPATH": str(checkout)}
@@ -84,7 +86,7 @@ def read_run(run_dir: Path) -> Recorded:
 
 
 def prompt_index_of(line: dict) -> int:
-    """Called `draw` in commits of before."""
+    """The prompt index, which earlier commits call `draw`."""
     return line["prompt_index"] if "prompt_index" in line else line["draw"]
 
 
@@ -98,7 +100,7 @@ def sampled_in(line: dict, step: int) -> Sampled:
 
 
 def difference(one: Recorded, other: Recorded) -> Difference:
-    """Exits where they trained other prompts: then nothing else can be compared."""
+    """The difference of two runs. Exits if they trained other prompts, because nothing else can be compared then."""
     if one.rollouts.keys() != other.rollouts.keys():
         sys.exit(f"{len(one.rollouts.keys() ^ other.rollouts.keys())} rollouts are in one of the runs only")
     pairs = [(sampled, other.rollouts[key]) for key, sampled in one.rollouts.items()]

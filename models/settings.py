@@ -144,8 +144,8 @@ class EmbeddedConfig:
     prefill_tokens_per_step: int = 8192
     # Requests in flight at a push prefill again with the new weights; false: they keep their keys and values.
     recompute_kv_on_sync: bool = False
-    # Tokens and log-probs of a request are the same to the last bit, whatever decodes beside it; train.deterministic
-    # turns it on.
+    # Tokens and log-probs of a request are the same to the last bit, whatever other requests decode; set by
+    # train.deterministic.
     batch_invariant: bool = False
     # Sample from weights rounded to 8 or 4 bits, per row by its largest value; this makes nothing faster.
     quantize: str = "none"

@@ -46,7 +46,7 @@ class GrmClient:
     """Sends at most `judge.max_concurrency` requests at once. The lowest priority number goes first, here and in the
     engine.
 
-    seed: makes every answer repeatable by its request_id, but for the mark of a group that is sampled again.
+    seed: makes every answer repeatable by its request_id, without the suffix of a group that is sampled again.
     """
 
     def __init__(self, grm: Grm, config: JudgeConfig, seed: int) -> None:

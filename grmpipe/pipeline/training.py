@@ -116,7 +116,9 @@ class Consumer:
             await self._until(lambda: self._buffer.is_settled)
 
     async def _until(self, found: Callable[[], T | None]) -> T:
-        """Look at each news of a group, and return what is found. Logs every `report_wait_s` what it waits for."""
+        """Wait until `found` finds something, at each news of a group, and return it. Logs every `report_wait_s` what
+        it waits for.
+        """
         now = asyncio.get_running_loop().time
         report_at = now() + self._config.report_wait_s
         while not (sought := found()):

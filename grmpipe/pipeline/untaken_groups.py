@@ -13,8 +13,8 @@ UNTAKEN = (GroupState.ROLLING_OUT, GroupState.JUDGING, GroupState.READY)
 class UntakenGroups:
     """Groups by state, then by `opened_at`, each in the order in which it entered the state. The buffer updates it.
 
-    The time of a query grows with the number of versions in flight, not with the number of groups; but for
-    `first_of_prompts`, which only a deterministic run asks.
+    The time of a query grows with the number of versions in flight, not with the number of groups, except for
+    `first_of_prompts`, which only a deterministic run uses.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Whether a run can be repeated bit for bit (train.deterministic). Starts nothing.
+"""Checks that a run can be repeated bit for bit (train.deterministic). Starts nothing.
 
-What depends on the order in which answers arrive, or on what an engine decodes beside a request, is refused: every
+Settings that depend on the order in which answers arrive, or on the other requests in an engine, are refused. Every
 refusal is a ConfigError that names the key and what to type.
 """
 
@@ -19,7 +19,7 @@ WAY_OUT = "or train.deterministic=false"
 
 
 def check_deterministic(config: RunConfig, placement: Placement, roles: Roles) -> None:
-    """Raises ConfigError for the first thing that keeps a deterministic run from being one."""
+    """Raises ConfigError for the first setting that prevents a deterministic run."""
     if not config.train.deterministic or config.task not in CHECKED:
         return
     for refusal in (*refused_choices(config), *refused_places(placement), *refused_roles(roles)):
@@ -27,7 +27,7 @@ def check_deterministic(config: RunConfig, placement: Placement, roles: Roles) -
 
 
 def refused_choices(config: RunConfig) -> Iterator[str]:
-    """What of the configuration looks at who came first."""
+    """Settings of the configuration that depend on the order of arrival."""
     if config.task in FINE_TUNING:
         yield f"task={config.task} learns from judgements in the order in which they arrive; type task=train"
     if config.cotrain.enabled:
@@ -46,7 +46,7 @@ def refused_choices(config: RunConfig) -> Iterator[str]:
 
 
 def refused_places(placement: Placement) -> Iterator[str]:
-    """Slots that change what they do by the load."""
+    """Slots whose work depends on the load."""
     for name, pool in placement.pools.items():
         if pool.elastic:
             yield f"slots of the pool {name} move with the backlog; type placement.pools.{name}.elastic=false"
@@ -57,7 +57,7 @@ def refused_places(placement: Placement) -> Iterator[str]:
 
 
 def refused_roles(roles: Roles) -> Iterator[str]:
-    """Engines and devices that promise no order of their sums."""
+    """Engines and devices that don't guarantee an order of their sums."""
     able = " or ".join(engines_that(lambda kind: kind.batch_invariant))
     for served in roles.served.values():
         if not served.engine.batch_invariant:

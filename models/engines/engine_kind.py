@@ -163,7 +163,7 @@ class EngineKind(ABC, Generic[Options]):
         return False
 
     def made_batch_invariant(self) -> EngineKind[Options]:
-        """The kind with options under which a request's tokens don't depend on those beside it."""
+        """The kind with options that make a request's tokens independent of other requests."""
         raise NotImplementedError(f"{type(self).__name__} is not batch-invariant")
 
     # -- memory ----------------------------------------------------------------------------------------------------

@@ -31,14 +31,14 @@ def first_run(run_once: Callable[..., Any]) -> Path:
 
 
 def trained(run_dir: Path) -> list[list[JudgedGroup]]:
-    """What each step trained, in its order: tokens, log-probs, versions and verdicts."""
+    """The groups that each step trained, in its order: tokens, log-probs, versions and verdicts."""
     run = open_recorded(run_dir)
     batches = [run.batch(step) for step in range(1, len(run.steps) + 1)]
     return [[under_first_name(group) for group in batch] for batch in batches]
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Of groups.jsonl."""
+    """The lines of groups.jsonl."""
     return [json.loads(line) for line in (run_dir / "groups.jsonl").read_text().splitlines()]
 
 
@@ -59,7 +59,7 @@ def check_equal(run_dir: Path, other: Path) -> None:
 def test_two_runs_are_equal_bit_for_bit_though_the_second_has_other_rows_side_by_side(
     first_run: Path, run_once: Callable[..., Any]
 ) -> None:
-    """Fewer rollouts, judgements and rows at once: other batches in the engines, and another order of arrival."""
+    """Fewer concurrent rollouts, judgements and rows: other batches in the engines, and another order of arrival."""
     again = run_once(*RUN, *OTHER_LOAD, run_dir="again").run_dir
     check_equal(first_run, again)
     order = [end["prompt_index"] for end in lines_of(first_run) if end["outcome"] == "trained"]
@@ -67,7 +67,7 @@ def test_two_runs_are_equal_bit_for_bit_though_the_second_has_other_rows_side_by
 
 
 def test_a_run_that_was_killed_ends_as_the_one_that_was_not(first_run: Path, run_once: Callable[..., Any]) -> None:
-    """Killed between its last step and the end: the journals hold what later versions sampled, which is void."""
+    """Killed between its last step and the end: the journals have samples of later versions, which are void."""
     killed = first_run.with_name("killed")
     shutil.copytree(first_run, killed)
     (killed / "summary.json").unlink()

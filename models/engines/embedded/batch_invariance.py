@@ -1,8 +1,8 @@
-"""Decoding in which a row's logits don't depend, to the last bit, on the rows beside it. Samples nothing.
+"""Batch-invariant decoding: a row's logits don't depend, to the last bit, on the other rows. Samples nothing.
 
 Matrix products choose their kernels by the number of rows, and attention sums by the number of positions. So both are
-rounded up to whole blocks, within which the kernels add in one order, and prompts go through the model one by one
-(He et al., Defeating Nondeterminism in LLM Inference, 2025). No library promises that order: `is_batch_invariant` tries
+rounded up to whole blocks, within which the kernels add in one order, and prompts go through the model one by one (He
+et al., Defeating Nondeterminism in LLM Inference, 2025). No library guarantees that order: `is_batch_invariant` tests
 it with the model, on the machine.
 
 B: rows that decode, V: vocabulary.
@@ -23,7 +23,7 @@ from models.engines.embedded.kv_slots import KvSlots
 ROW_BLOCK = 8
 TOKEN_BLOCK = 64
 TRIED_ROWS = (1, 7, 20, 64)
-TRIED_TOKENS = (1, 65)  # beyond those that the tried row has
+TRIED_TOKENS = (1, 65)  # in addition to those of the tested row
 TRIED_PROMPT = (5, 3, 8, 2, 9, 4, 6)
 COMPANY = ((7, 1, 3, 3), (2, 2, 8, 1, 6, 5, 4, 9, 3), (4,))
 
@@ -34,7 +34,7 @@ def whole_blocks(count: int, block: int) -> int:
 
 
 class BatchInvariantDecoder:
-    """A decoder whose calls have whole blocks of rows and positions. Rows that are no request's hold nothing of use."""
+    """A decoder whose calls have whole blocks of rows and positions. Rows without a request are padding."""
 
     def __init__(self, decoder: Decoder, slots: KvSlots) -> None:
         self._decoder = decoder
@@ -56,7 +56,7 @@ class BatchInvariantDecoder:
 def open_batch_invariant_decoder(
     model: PreTrainedModel, max_rows: int, max_tokens: int, return_routed_experts: bool = False
 ) -> tuple[Decoder, KvSlots]:
-    """As `open_decoder`. ValueError also where this machine's sums depend on the size of a batch all the same."""
+    """Like `open_decoder`. Also raises ValueError if this machine's sums depend on the size of a batch anyway."""
     rows, tokens = whole_blocks(max_rows, ROW_BLOCK), whole_blocks(max_tokens, TOKEN_BLOCK)
     plain, slots = open_decoder(model, rows, tokens, return_routed_experts)
     decoder = BatchInvariantDecoder(plain, slots)
@@ -82,7 +82,7 @@ def is_batch_invariant(decoder: Decoder, slots: KvSlots, max_rows: int, max_toke
 
 
 def _logits_at(decoder: Decoder, slots: KvSlots, num_rows: int, place: int, num_attended: int) -> Tensor:
-    """[V] of the tried prompt at one place of a batch, whose other rows are company."""
+    """The logits of the tested prompt, [V], at one place of a batch with other rows."""
     prompts: list[Sequence[int]] = [COMPANY[row % len(COMPANY)] for row in range(num_rows)]
     prompts[place] = TRIED_PROMPT
     num_attended = max(num_attended, *map(len, prompts))

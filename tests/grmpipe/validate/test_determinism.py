@@ -1,4 +1,4 @@
-"""A deterministic run refuses what depends on the order of arrival, by its key, and tells the way out."""
+"""A deterministic run refuses settings that depend on the order of arrival; the error names the key and the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With batch_invariant a request's tokens and log-probs are the same bits, whatever decodes beside it."""
+"""With batch_invariant a request's tokens and log-probs are the same bits, whatever other requests decode."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company(open_engine: Any,
 
 
 class Leaky:
-    """A decoder whose logits move with the number of rows, by as little as a product that sums in another order."""
+    """A decoder whose logits change slightly with the number of rows, like a product that sums in another order."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         assert len(prompts) == 1, "prompts go one by one"
