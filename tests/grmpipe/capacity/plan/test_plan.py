@@ -255,7 +255,7 @@ def test_a_search_ranks_placements_and_writes_one_that_is_the_very_same_when_rea
     tried: list[Placement] = []
 
     def simulate(placement: Placement, costs: Costs) -> Predicted:
-        """Of those that fit, the one with three judges is the fastest."""
+        """The fastest of those that fit is the one with three judges."""
         tried.append(placement)
         return Predicted(step_s=50.0 if len(placement.seats["grm"]) == 3 else 90.0, busy={"policy": 0.5, "grm": 0.9})
 

@@ -43,7 +43,7 @@ def test_an_exact_stop_never_changes_the_winner_of_the_full_vote(votes: Sequence
 
 
 def test_an_exact_stop_waits_for_nothing_that_could_not_change_the_winner() -> None:
-    """Of all possible results, including failures, some would change the winner; otherwise it has stopped."""
+    """Some possible results, including failures, would change the winner; otherwise it has stopped."""
     for seen in itertools.product((0.0, 1.0, None), repeat=6):
         results = set()
         for rest in itertools.product((0.0, 1.0, None), repeat=2):
