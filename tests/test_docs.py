@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -45,6 +46,21 @@ def expanded(words: list[str]) -> list[str]:
         if braces := re.fullmatch(r"([\w.]+)\{([\w,]+)\}(\S*)", word):
             words = [w for w in words if w != word] + [f"{braces[1]}{one}{braces[3]}" for one in braces[2].split(",")]
     return words
+
+
+OF_OURS = re.compile(r"^\s*from ((?:grmpipe|scheduler|models)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+
+
+def test_code_of_the_pages_imports_what_there_is() -> None:
+    shown = [found for page in PAGES for found in OF_OURS.findall(page.read_text(encoding="utf-8"))]
+    missing = [
+        f"{module}.{name}"
+        for module, names in shown
+        for name in names.split(", ")
+        if not hasattr(importlib.import_module(module), name)
+    ]
+    assert shown
+    assert not missing
 
 
 def test_links_between_pages_lead_somewhere() -> None:
