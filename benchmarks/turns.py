@@ -32,7 +32,7 @@ HEADING = """# Processes that share cores
 `OMP_NUM_THREADS=1 python benchmarks/turns.py`: embedded engines of the tiny GRM, each in a separate process, on
 {cores} cores: batches of {rows} rows x {new_tokens} tokens, per second, of all engines together. The last columns
 compare that with as many engines as cores, and with the value that simulations and profiles use
-(`grmpipe.capacity.shared_cores.TURN_COST` = {turn_cost}).
+(`grmpipe.capacity.shared_cores.CONTEXT_SWITCH_COST` = {context_switch_cost}).
 
 | engines | batches per second | over {cores} engines | model |
 |---|---|---|---|
