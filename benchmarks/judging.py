@@ -104,7 +104,7 @@ def tokens(groups: Sequence[Group]) -> int:
 
 
 def ranked_right(groups: Sequence[Group]) -> str:
-    """Over pairs of siblings, one right and one wrong by the rule: the share in which the right one scores higher."""
+    """The share of pairs, one sibling right and one wrong by the rule, in which the right one scores higher."""
     points = []
     for group in groups:
         right = [is_right(rollout.text, group.prompt.reference or "") for rollout in group.rollouts]

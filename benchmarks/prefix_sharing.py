@@ -120,7 +120,7 @@ def report(steps: dict[str, list[Step]], busy_share: float) -> list[str]:
 
 
 def sameness(steps: dict[str, list[Step]]) -> list[str]:
-    """In the first step both have the same weights; later they differ by rounding."""
+    """The relative differences of gradient norms. Both begin with the same weights; later these differ by rounding."""
     norms = [[some.metrics["train/grad_norm"] for some in pair] for pair in zip(*steps.values(), strict=True)]
     apart = [abs(shared / copied - 1) for shared, copied in norms]
     return [

@@ -10,7 +10,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
 DEFAULT_MEMORY_SHARE = 0.85  # of a GPU that an engine of vLLM has alone
-CHUNK_LOGITS = 1 << 26  # of which a float32 copy exists at a time: 256 MiB
+CHUNK_LOGITS = 1 << 26  # logits that are copied to float32 at a time: 256 MiB
 LORA_SYNCS = ("merged", "adapters")
 # The markup of known chat templates, as regular expressions: ChatML and Llama 3; DeepSeek; Llama 2 and
 # Mistral; Gemma; Nemotron and T5; EXAONE; GLM.
@@ -144,6 +144,9 @@ class EmbeddedConfig:
     prefill_tokens_per_step: int = 8192
     # Requests in flight at a push prefill again with the new weights; false: they keep their keys and values.
     recompute_kv_on_sync: bool = False
+    # Tokens and log-probs of a request are the same to the last bit, whatever decodes beside it; train.deterministic
+    # turns it on.
+    batch_invariant: bool = False
     # Sample from weights rounded to 8 or 4 bits, per row by its largest value; this makes nothing faster.
     quantize: str = "none"
 

@@ -43,7 +43,7 @@ class PoolConfig:
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """Where a role runs. A replica is one process."""
+    """The place of a role. A replica is one process."""
 
     pool: str  # Pool with the slots of the role.
     replicas: int = 1  # [processes] Engines of the role, or ranks of a learner.

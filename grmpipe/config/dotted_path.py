@@ -30,7 +30,7 @@ def found_at(path: str, key: str) -> object:
 
 
 def unknown_value(name: str, key: str, known: Iterable[str]) -> ValueError:
-    """For what is neither a row of a table nor a dotted path."""
+    """The error for a value that is neither a row of a table nor a dotted path."""
     own = "or the dotted path of one of yours, as my_module.my_name"
     return ValueError(f"{key}: unknown value {name!r}; known: {', '.join(known)}; {own}")
 

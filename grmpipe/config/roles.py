@@ -153,13 +153,15 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
 
 
 def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
-    """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it."""
+    """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it; in a
+    deterministic run it is batch-invariant."""
     model = config.models[role]
     kind = engine_kind(model.engine, f"{role}.engine")
     shared = kind.shared_options(config.engine)
     if not dataclasses.is_dataclass(shared):
         raise ConfigError(f"{role}.engine: the options of {model.engine} are no dataclass")
-    return kind(overlaid(shared, model.engine_options, f"{role}.engine_options."))
+    engine = kind(overlaid(shared, model.engine_options, f"{role}.engine_options."))
+    return engine.made_batch_invariant() if config.train.deterministic and kind.batch_invariant else engine
 
 
 def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement) -> ServedRole:

@@ -99,9 +99,8 @@ class AlgorithmConfig:
     # Estimator of the KL per token, or the dotted path of a function of your own; in the loss the gradient of k1 has
     # mean 0, so k1 is for the reward.
     kl_estimator: str = "k3"
-    kl_in_reward: bool = (
-        False  # Subtract the KL (of the sampler's log-probs) from the rewards; false: add it to the loss.
-    )
+    # Subtract the KL (of the sampler's log-probs) from the rewards; false: add it to the loss.
+    kl_in_reward: bool = False
     entropy_coefficient: float = 0.0  # Weight of an entropy bonus in the loss; 0: none.
 
     # Reuse.
@@ -264,6 +263,9 @@ class TrainConfig:
     min_valid_siblings: int = 2  # [verdicts] Fewest verdicts with which a group is trained; with fewer it is dropped.
     # [steps] Most steps between the weights that sampled a group's oldest token and those it trains; 0: synchronous.
     max_staleness: int = 1
+    # Two runs of one configuration are equal bit for bit, on CPUs with the embedded engine: groups are trained in the
+    # order of their prompts, and weights are pushed when every open group is judged.
+    deterministic: bool = False
     micro_batch_tokens: int = 4096  # Most packed tokens of a forward pass on one rank.
     prefix_sharing: bool = True  # Compute the common prefix of siblings once for all of them in the learner.
     lr: float = 3e-4  # Peak learning rate of AdamW.

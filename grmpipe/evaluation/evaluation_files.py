@@ -19,7 +19,7 @@ NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
 
 
 def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale) -> bool:
-    """Whether a picture could be drawn, too."""
+    """Write the files. Returns whether there is a plot."""
     (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(plain(line_of(one, scale)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / "judged.jsonl").write_text("".join(lines), "utf-8")
@@ -46,7 +46,7 @@ def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
 
 
 def show(result: JudgeEvaluation, max_subsets: int, *, is_drawn: bool) -> None:
-    """max_subsets: of judgements that were drawn for each smaller k. is_drawn: there is a picture."""
+    """Print the results. max_subsets: subsets sampled for each smaller k. is_drawn: whether there is a plot."""
     console = Console()
     console.print(table_of(result))
     if result.overall.with_meta_rm:

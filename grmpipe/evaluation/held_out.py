@@ -163,7 +163,7 @@ def summarise(
 
 
 def agreements(judged: Sequence[JudgedRollout], pass_score: float, scale: Scale | None = None) -> list[bool]:
-    """For answers with known truth and a verdict: whether the verdict passes right answers and fails wrong ones."""
+    """Whether the verdict passes right answers and fails wrong ones, for answers with known truth and a verdict."""
     return [
         (grm_score(one.report.verdict, scale) >= pass_score) == one.right
         for one in judged

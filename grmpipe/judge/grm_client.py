@@ -11,7 +11,7 @@ from grmpipe.judge.parse import parser_named, scores_of
 from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
 from models.engines.request_gates import PrioritySemaphore
-from models.seeds import derive_seed
+from models.seeds import derive_seed, first_name
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
 
@@ -46,7 +46,7 @@ class GrmClient:
     """Sends at most `judge.max_concurrency` requests at once. The lowest priority number goes first, here and in the
     engine.
 
-    seed: makes every answer repeatable by its request_id.
+    seed: makes every answer repeatable by its request_id, but for the mark of a group that is sampled again.
     """
 
     def __init__(self, grm: Grm, config: JudgeConfig, seed: int) -> None:
@@ -107,7 +107,7 @@ class GrmClient:
         params = SamplingParams(
             max_new_tokens=request.max_new_tokens,
             temperature=self._config.temperature,
-            seed=derive_seed(self._seed, request.request_id),
+            seed=derive_seed(self._seed, first_name(request.request_id)),
             pattern=request.pattern,
         )
         try:

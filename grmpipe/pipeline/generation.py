@@ -15,7 +15,7 @@ from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup
 from grmpipe.pipeline.rollout_gate import PolicyFitness
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Verdict
-from models.seeds import derive_seed
+from models.seeds import derive_seed, first_name
 from models.types import EngineRefused
 from scheduler.clock import ActiveClock, PauseGate
 from scheduler.routing.router import RequestKillsEngines
@@ -134,7 +134,7 @@ class Producer:
         group, sibling = item
         if not group.is_open:
             return
-        seed = derive_seed(self._config.seed, f"{group.group_id}/{sibling}")
+        seed = derive_seed(self._config.seed, first_name(f"{group.group_id}/{sibling}"))
         request = RolloutRequest(group_id=group.group_id, sibling=sibling, seed=seed)
         try:
             rollout = await self._parts.play(request, group.prompt, lambda: self._buffer.first_token(group))

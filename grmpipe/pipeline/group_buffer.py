@@ -73,7 +73,7 @@ class GroupBuffer:
         self._trained = pipeline_state.version * config.groups_per_batch
         self._dropped = Counter(pipeline_state.dropped)
         self._submitted = self._trained + self._dropped.total()
-        self._num_resampled = 0  # zero-advantage groups dropped since the last step
+        self._num_resampled = pipeline_state.num_resampled  # zero-advantage groups dropped since the last step
         self._ends: deque[GroupEnd] = deque(maxlen=NUM_ENDS_REMEMBERED)
         self._news = asyncio.Event()  # set when a group leaves OPEN, the prompts are over, or the run is to stop
         self._room = asyncio.Event()
@@ -182,6 +182,11 @@ class GroupBuffer:
         return len(self._batch)
 
     @property
+    def num_untaken(self) -> int:
+        """Groups in flight that the open batch doesn't have."""
+        return len(self._untaken)
+
+    @property
     def places_left(self) -> int:
         """Groups that the open batch still lacks."""
         return self._config.groups_per_batch - len(self._batch)
@@ -194,6 +199,11 @@ class GroupBuffer:
     def is_over(self) -> bool:
         """Whether no group will become ready any more."""
         return self.prompts_over and not self._untaken.count(*OPEN)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no group is open, and none may be opened under this version any more."""
+        return (self.prompts_over or self.capacity <= 0) and not self._untaken.count(*OPEN)
 
     def tell(self) -> None:
         """Wake all who wait for news."""
@@ -208,20 +218,25 @@ class GroupBuffer:
         return self._news.is_set()
 
     def take(self) -> JudgedGroup | None:
-        """Take the ready group that is due first. None if there is none, or the open batch may not have it yet.
+        """Take the ready group that is due first; in a deterministic run the next one in the order of the prompts. None
+        if there is none, or the open batch may not have it yet.
 
-        Drops stale groups that it meets.
+        Drops stale groups that it meets. In a deterministic run it drops zero-advantage groups too, in that order.
         """
         for ready in self._untaken.ready_opened_before(self.version - self._config.max_staleness):
             if self._is_stale(ready):
                 self.drop(ready, "stale")
-        group = self._untaken.first_ready()
-        if group is None or not self._may_take(group):
-            return None
-        with self._moving(group):
-            group.take()
-        self._batch.append(group)
-        return group.judged()
+        while (group := self._next_ready()) is not None and self._may_take(group):
+            with self._moving(group):
+                if not (self._config.deterministic and self._resample(group)):
+                    group.take()
+            if group.state is GroupState.TAKEN:
+                self._batch.append(group)
+                return group.judged()
+        return None
+
+    def _next_ready(self) -> Group | None:
+        return self._untaken.first_of_prompts() if self._config.deterministic else self._untaken.first_ready()
 
     def stepped(self) -> tuple[JudgedGroup, ...]:
         """Close the open batch after its step and push: the version rises by one, and there is room again.
@@ -275,6 +290,7 @@ class GroupBuffer:
             dropped=dict(self._dropped),
             max_staleness_trained=self.max_staleness_trained,
             judge_version=judge_version,
+            num_resampled=self._num_resampled,
         )
 
     def why_waiting(self, group_id: str) -> str:
@@ -331,7 +347,7 @@ class GroupBuffer:
         """The one place where groups change their state: updates the index and notifies everyone concerned."""
         before = group.state
         yield
-        if group.state is GroupState.READY and before in OPEN:
+        if group.state is GroupState.READY and before in OPEN and not self._config.deterministic:
             self._resample(group)
         if group.state is before:
             return
@@ -345,13 +361,15 @@ class GroupBuffer:
             self.tell()
         self._on_change(self._untaken.supply())
 
-    def _resample(self, group: Group) -> None:
-        """Drop a zero-advantage group, up to `max_zero_advantage_groups` in a step."""
+    def _resample(self, group: Group) -> bool:
+        """Drop a zero-advantage group, up to `max_zero_advantage_groups` in a step. Returns whether it did."""
         if self._num_resampled >= self._config.max_zero_advantage_groups:
-            return
-        if has_zero_advantages(group.judged(), self._config.algorithm):
-            self._num_resampled += 1
-            group.drop("zero_advantage")
+            return False
+        if not has_zero_advantages(group.judged(), self._config.algorithm):
+            return False
+        self._num_resampled += 1
+        group.drop("zero_advantage")
+        return True
 
     def _end(self, group: Group) -> None:
         del self.groups[group.group_id]

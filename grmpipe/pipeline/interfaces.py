@@ -96,6 +96,7 @@ class FlowConfig:
     rollout_pause_s: float = 30.0
     max_zero_advantage_groups: int = 0  # at most this many are dropped and replaced in one step
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # decides whether they are alike
+    deterministic: bool = False  # take groups in the order of their prompts; settle all open ones before a push
     report_wait_s: float = 60.0  # log what the learner waits for after this long
 
     @staticmethod
@@ -118,6 +119,7 @@ class FlowConfig:
             rollout_pause_s=rollout.pause_s,
             max_zero_advantage_groups=int(algorithm.dynamic_sampling_batches * train.groups_per_batch),
             algorithm=algorithm,
+            deterministic=train.deterministic,
         )
 
 
@@ -146,6 +148,7 @@ class PipelineState:
     dropped: Mapping[str, int] = field(default_factory=dict)
     max_staleness_trained: int = 0
     judge_version: int = 0  # of a judge that trains in the same run
+    num_resampled: int = 0  # zero-advantage groups dropped since the last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

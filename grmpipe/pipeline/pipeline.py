@@ -31,7 +31,8 @@ expire  consumes      open groups, all at once
         unblocked by  time; the end of the group, which cancels it
 train   consumes      READY groups, those that are due first before the others
         produces      gradients, steps, versions of the policy, room
-        waits for     a group that the open batch may take; `GroupBuffer.why_waiting` gives each group's reason
+        waits for     a group that the open batch may take; `GroupBuffer.why_waiting` gives each group's reason;
+                      in a deterministic run, before a push, the end of every group in ROLLING_OUT or JUDGING
         unblocked by  news: a group left ROLLING_OUT or JUDGING, the prompts are over, or an interrupt
 """
 

@@ -72,12 +72,15 @@ class Consumer:
         with stalls.learning(self._makes_room):
             metrics = await self._parts.trainer.step(self._buffer.batch)
         learned = now()
+        if self._config.deterministic:
+            await self._settle()
+        settled = now()
         with stalls.pushing():
             sync = await self._push()
         groups = self._buffer.stepped()
         ended = now()
         self._parts.events.span("learner", f"step {self.version}", filled, learned)
-        self._parts.events.span("weight sync", f"version {self.version}", learned, ended, bytes=sync.num_bytes)
+        self._parts.events.span("weight sync", f"version {self.version}", settled, ended, bytes=sync.num_bytes)
         step_stalls = stalls.close_step(ended - began)
         return StepReport(
             step=self.version,
@@ -85,7 +88,7 @@ class Consumer:
             learner=metrics,
             sync=sync,
             stalls=step_stalls,
-            learner_busy_s=learned - began - step_stalls.for_groups_s,
+            learner_busy_s=settled - began - step_stalls.for_groups_s,
             policy_idle_s=max(0.0, ended - began - (self._playing.busy_s - played_s)),
         )
 
@@ -95,30 +98,37 @@ class Consumer:
             if (group := self._ready_group()) is None:
                 await self._go_on()
                 with self._waits.wanting(places, self.version):
-                    group = await self._next_group()
+                    group = await self._until(self._ready_group)
             await self._learn(self._parts.trainer.take(group))
 
     def _ready_group(self) -> JudgedGroup | None:
         if self._interrupted:
             raise Interrupted
-        return self._buffer.take()
+        group = self._buffer.take()
+        if group is None and self._buffer.is_over:
+            raise EndOfData("no prompts left, and no group in flight")
+        return group
 
-    async def _next_group(self) -> JudgedGroup:
-        """Wait for a ready group. Logs every `report_wait_s` what it waits for."""
+    async def _settle(self) -> None:
+        """Wait until every group that may be opened under these weights is opened and judged. Then no group has tokens
+        of two versions, and the version that opens a group does not depend on time."""
+        with self._waits.wanting(self._buffer.num_untaken, self.version):
+            await self._until(lambda: self._buffer.is_settled)
+
+    async def _until(self, found: Callable[[], T | None]) -> T:
+        """Look at each news of a group, and return what is found. Logs every `report_wait_s` what it waits for."""
         now = asyncio.get_running_loop().time
         report_at = now() + self._config.report_wait_s
-        while True:
-            if (group := self._ready_group()) is not None:
-                return group
-            if self._buffer.is_over:
-                raise EndOfData("no prompts left, and no group in flight")
+        while not (sought := found()):
             if not await self._buffer.news(within_s=report_at - now()):
                 log.warning("the learner waits for groups; pending: %s", self._buffer.pending())
                 report_at += self._config.report_wait_s
+        return sought
 
     async def _go_on(self) -> None:
-        """Let the learner train on the groups it has, while no group is ready."""
-        if not self._buffer.num_taken:
+        """Let the learner train on the groups it has, while no group is ready. Not in a deterministic run: when that is
+        depends on time."""
+        if self._config.deterministic or not self._buffer.num_taken:
             return
         if await self._learn(self._parts.trainer.while_waiting()):
             self._buffer.last_taken.early = True

@@ -13,7 +13,8 @@ UNTAKEN = (GroupState.ROLLING_OUT, GroupState.JUDGING, GroupState.READY)
 class UntakenGroups:
     """Groups by state, then by `opened_at`, each in the order in which it entered the state. The buffer updates it.
 
-    The time of a query grows with the number of versions in flight, not with the number of groups.
+    The time of a query grows with the number of versions in flight, not with the number of groups; but for
+    `first_of_prompts`, which only a deterministic run asks.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,12 @@ class UntakenGroups:
         """The group opened at the lowest version; among these, the one that became ready first."""
         ready = self._groups[GroupState.READY]
         return next(iter(ready[min(ready)].values())) if ready else None
+
+    def first_of_prompts(self) -> Group | None:
+        """The group of the lowest prompt index, if it is ready. Groups of later prompts wait for it."""
+        groups = (group for state in UNTAKEN for alike in self._groups[state].values() for group in alike.values())
+        first = min(groups, key=lambda group: group.prompt_index, default=None)
+        return first if first is not None and first.state is GroupState.READY else None
 
     def ready_opened_before(self, version: int) -> list[Group]:
         ready = self._groups[GroupState.READY]

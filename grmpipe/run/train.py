@@ -225,7 +225,7 @@ class TrainingRun(Run[Prepared]):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _restore(self) -> tuple[PipelineState, dict[int, RecoveredGroup]]:
-        """Where to continue: from a checkpoint, or from the beginning; with what the journals have after it."""
+        """The state to continue from: a checkpoint, or the beginning; with what the journals have after it."""
         pipeline_state = self._state.pipeline_state if self._state else PipelineState()
         run_id, marks = run_id_of(self._run_dir), self._state.journal_marks if self._state else {}
         kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks)

@@ -22,6 +22,7 @@ from grmpipe.observe.recorder import (
 )
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup
 from grmpipe.types import GroupEnd, JudgeReport, Metrics, Prompt
+from models.seeds import repeated_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,7 @@ def _kept(
             valid.setdefault(line.rollout.sibling, line)
     names = list(dict.fromkeys(line.rollout.group_id for line in lines))
     renamed = len(valid) < len(lines)
-    group_id = f"{names[0].split('~')[0]}~{len(names)}" if renamed else names[0]
+    group_id = repeated_as(names[0], len(names)) if renamed else names[0]
     return RecoveredGroup(
         group_id=group_id,
         renamed=renamed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from grmpipe.config.roles import Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.deadlines import check_deadlines
+from grmpipe.validate.determinism import check_deterministic
 from grmpipe.validate.devices import check_shares
 from grmpipe.validate.engines import check_options
 from grmpipe.validate.seats import seats_of
@@ -23,6 +24,7 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     check_deadlines(config)
     check_shared_engine(roles)
     check_shares(roles, placement)
+    check_deterministic(config, placement, roles)
     with section(""):
         wanted_transport(config.sync.transport)
     for role in (role for role in roles.seated if role.learner is not None):

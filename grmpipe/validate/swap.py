@@ -35,7 +35,7 @@ def check_swap(roles: Roles, models: Sequence[Model]) -> None:
 
 
 def sharing(roles: Roles) -> list[tuple[ServedRole, list[ServedRole]]]:
-    """For each shared engine, its first role and the others."""
+    """The first role and the other roles of each shared engine."""
     seen: set[str] = set()
     found = []
     for role in roles.seated:

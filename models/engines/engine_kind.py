@@ -85,6 +85,7 @@ class EngineKind(ABC, Generic[Options]):
     applies_adapters:  it can receive LoRA adapters alone, and apply them.
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
+    batch_invariant:   it can make a request's tokens independent of those beside it, by `made_batch_invariant`.
     frees_gpu:         it can free a GPU's memory while others need it.
     frees_cache:       it can free its keys and values, on any device.
     swaps_weights:     it can serve several models of one shape, one at a time.
@@ -103,6 +104,7 @@ class EngineKind(ABC, Generic[Options]):
     applies_adapters: ClassVar[bool] = False
     checkpoint_names: ClassVar[bool] = True
     seeds_by_position: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = False
     frees_gpu: ClassVar[bool] = False
     frees_cache: ClassVar[bool] = False
     swaps_weights: ClassVar[bool] = False
@@ -159,6 +161,10 @@ class EngineKind(ABC, Generic[Options]):
     def quantizes(self) -> bool:
         """Whether its options make weights or cache coarser than what it is sent."""
         return False
+
+    def made_batch_invariant(self) -> EngineKind[Options]:
+        """The kind with options under which a request's tokens don't depend on those beside it."""
+        raise NotImplementedError(f"{type(self).__name__} is not batch-invariant")
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

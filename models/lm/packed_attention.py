@@ -55,10 +55,8 @@ def packed_attention(
 
 def _slides(module: nn.Module) -> bool:
     """Whether the layer's window hides some of the model's context, by its config."""
-    config, layer = (
-        getattr(module, "config", None),
-        getattr(module, "layer_idx", None),
-    )  # all of transformers' have them
+    # All of transformers' attention modules have these.
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     window = getattr(config, "sliding_window", None)
     if config is None or window is None or layer is None or window >= config.max_position_embeddings:
         return False

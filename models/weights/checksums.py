@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.checksum import checksum
 
-ON_DEVICE = "device-"  # before a sum that xxh3 didn't make
+ON_DEVICE = "device-"  # prefix of a sum that isn't xxh3
 WORD_BYTES, WORD_MASK = 8, (1 << 64) - 1
 PIECE_WORDS = 1 << 22
 # Odd, so that no bit is lost; from splitmix64, as signed numbers.

@@ -77,7 +77,7 @@ class BroadcastGroup:
             backend.abort()  # not shutdown, which waits for hanging operations
 
     def send(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        """On rank 0: send to all members, in order. Blocks until they have received."""
+        """Send to all members, in order, as rank 0. Blocks until they have received."""
         self._broadcast(names, tensors, "sending")
 
     def receive(

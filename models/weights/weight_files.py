@@ -49,7 +49,7 @@ class SharedArena:
         return str(self._file.path)
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """At least this many bytes of it, uint8. Raises ValueError if no folder has the space."""
+        """Memory of at least `num_bytes`, uint8. Raises ValueError if no folder has the space."""
         if self._file is None or num_bytes > self._memory_B.numel():
             self.close()
             self._file, mapping = _mapped(max(num_bytes, 1))  # an empty file can't be mapped

@@ -44,9 +44,8 @@ class Aimd:
             return
         if thrashed:
             self._settling = True
-            fitting = (
-                pressure.num_running if pressure.num_waiting else self._most_in_flight
-            )  # those waiting were preempted
+            # Waiting requests were preempted.
+            fitting = pressure.num_running if pressure.num_waiting else self._most_in_flight
             self._ceiling = min(self.limit, max(fitting, 1))
             self.limit = max(1.0, self._ceiling / 2)
         elif held_back and pressure.kv_share < HIGH_KV_SHARE:

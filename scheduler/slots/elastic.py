@@ -121,7 +121,7 @@ class ElasticPool:
             raise crashes.exceptions[0] from None
 
     async def bring_current(self, role: str, name: str, engine: Engine, admit: Callable[[], None]) -> None:
-        """For replacements of dead engines: one whose slot serves another role stays inactive."""
+        """Bring a replacement of a dead engine up to date. If its slot serves another role, it stays inactive."""
         slot = next(slot for slot, engines in self._engines.items() if engines[role] == name)
         elastic = self._roles[role]
 

@@ -69,7 +69,7 @@ BringCurrent = Callable[[str, Engine, Callable[[], None]], Awaitable[object]]
 
 
 async def need_no_weights(name: str, engine: Engine, admit: Callable[[], None]) -> None:
-    """For roles that serve the weights of their files."""
+    """Admit an engine at once, for roles that serve the weights of their files."""
     admit()
 
 

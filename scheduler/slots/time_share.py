@@ -82,7 +82,7 @@ class TimeShare:
         self._began_s: float | None = None  # start of the learner's phase
 
     def serves(self, role: str) -> bool:
-        """Are the engines of this role in the pool?"""
+        """Whether the engines of this role are in the pool."""
         return role in self._roles
 
     def stops(self, clock: ActiveClock) -> None:
@@ -128,7 +128,7 @@ class TimeShare:
             await self._end_learner_phase()
 
     async def bring_current(self, role: str, name: str, engine: Engine, admit: Callable[[], None]) -> None:
-        """For replacements of dead engines: one that comes in the learner's phase sleeps until its end."""
+        """Bring a replacement of a dead engine up to date. In the learner's phase it sleeps until its end."""
         shared = self._roles[role]
 
         def admit_and_serve() -> None:

@@ -10,7 +10,7 @@ from models.types import TransportKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """From the learner to the engines of a role.
+    """The places at both ends of a transport: the learner, and the engines of a role.
 
     with_engine:  rank 0, which sends broadcasts, has an engine on its GPU.
     all_shared:   every engine is on the GPU of a learner's rank.

@@ -242,7 +242,7 @@ def fits_memory(candidate: Candidate, question: SearchProblem) -> bool:
 
 
 def memory_of(candidate: Candidate, question: SearchProblem) -> Iterator[tuple[float, float]]:
-    """For each pool with known memory: what its roles need together on a slot, and what the slot has."""
+    """What roles need together on a slot and what the slot has, for each pool with known memory."""
     for one_pool in candidate.candidate_pools:
         limit = question.kinds[one_pool.kind].memory_gb
         if limit is not None:

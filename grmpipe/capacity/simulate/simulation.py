@@ -46,7 +46,7 @@ def run_simulation(config: RunConfig, progress: Progress) -> str:
 
 
 def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, Costs], Predicted] | None:
-    """For a plan: a function that simulates a placement of the same run. None for a remote judge."""
+    """A function that simulates a placement of the same run, for a plan. None for a remote judge."""
     if survey.config.judge_is_remote:
         return None
     workload = workload_of(survey, profile)

@@ -34,7 +34,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.SelectSelector):
-    """Where a loop would sleep until its next timer, the clock jumps there."""
+    """A selector that moves the virtual clock to the next timer instead of sleeping."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()

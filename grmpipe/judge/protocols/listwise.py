@@ -12,7 +12,7 @@ from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import COMPONENT, Vote, all_failed, voted
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, Rollout, Verdict
-from models.seeds import derive_seed
+from models.seeds import derive_seed, first_name
 
 
 class ListwiseSession:
@@ -71,7 +71,7 @@ class ListwiseSession:
 
     def _order(self, members: Sequence[int], index: int) -> tuple[int, ...]:
         shuffled = list(members)
-        random.Random(derive_seed(self._context.seed, f"order {self._group_id}/{index}")).shuffle(shuffled)
+        random.Random(derive_seed(self._context.seed, first_name(f"order {self._group_id}/{index}"))).shuffle(shuffled)
         return tuple(shuffled)
 
     async def _reports(

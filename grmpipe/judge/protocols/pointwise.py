@@ -14,7 +14,7 @@ from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import COMPONENT, all_failed, mean, outcome_place, score_std
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
-from models.seeds import derive_seed
+from models.seeds import derive_seed, first_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class PointwiseSession:
         return Stop(first=rules.first, wave=rules.wave, enough=enough, auditing=self._is_audited(rollout))
 
     def _is_audited(self, rollout: Rollout) -> bool:
-        drawn = derive_seed(self._context.seed, f"audit {rollout.group_id}/{rollout.sibling}")
+        drawn = derive_seed(self._context.seed, first_name(f"audit {rollout.group_id}/{rollout.sibling}"))
         return drawn < self._context.config.early_stop.audit_share * 2**63
 
     def _audit(self, rollout: Rollout, parts: ScoredParts, sampled: SampledJudgements) -> StopAudit | None:

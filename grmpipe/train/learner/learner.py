@@ -210,7 +210,7 @@ class Learner(TrainingRank):
         return self._stream.num_fixed_buckets
 
     def connect(self, link: GroupLink | None) -> None:
-        """On rank 0: join the engines' group as its sender, and leave an older one. Does nothing without broadcasts."""
+        """Join the engines' group as its sender, on rank 0, and leave an older one. Does nothing without broadcasts."""
         assert self._transport is not None, "rank 0 sends"
         self._transport.connect(link)
 
@@ -223,7 +223,7 @@ class Learner(TrainingRank):
             bucket.drain()  # also if rank 0 failed: the others would wait for it
 
     def deliver(self, index: int) -> None:
-        """On rank 0: send a posted bucket while the engines load it. Does nothing without broadcasts."""
+        """Send a posted bucket while the engines load it, on rank 0. Does nothing without broadcasts."""
         assert self._transport is not None, "rank 0 sends"
         self._transport.deliver(index)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from models.engines.embedded.batch import Row, RunningBatch
+from models.engines.embedded.batch_invariance import open_batch_invariant_decoder
 from models.engines.embedded.calls import EmbeddedRequest, Waiter, copy_of
 from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.grammar import Grammar
@@ -61,7 +62,8 @@ class EmbeddedWorker:
         self._model = load_causal_lm(model_path, dtype, device)
         if lora is not None and lora.in_engines:
             add_adapters(self._model, lora, dtype)
-        decoder, slots = open_decoder(self._model, config.max_batch_rows, context_tokens, return_routed_experts)
+        opened = open_batch_invariant_decoder if config.batch_invariant else open_decoder
+        decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, return_routed_experts)
         self._quantize()
         endings = StopConditions(renderer.decode, renderer.stop_token_ids)
         grammar = Grammar(renderer.decode, renderer.num_token_ids, renderer.stop_token_ids, renderer.vocab_size)

@@ -322,7 +322,7 @@ class VllmEngine:
         raise AssertionError("vLLM ended a request without an output")
 
     async def _disown_cached_prompts(self) -> None:
-        """From now on no request may read keys and values of the present weights, which are about to change."""
+        """Keep requests from reading keys and values of the present weights, which are about to change."""
         if self._config.recompute_kv_on_sync:
             await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
             return

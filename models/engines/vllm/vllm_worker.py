@@ -253,7 +253,7 @@ def _unpacked(layer: nn.Module, packed: Tensor, like: Tensor) -> Tensor:
 
 
 def repack_heads(model: nn.Module) -> None:
-    """On a CPU the kernel of a head has a copy of its weight; for a tied head nothing else renews it."""
+    """Renew the copy of a head's weight in its CPU kernel; for a tied head nothing else does."""
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead) and layer.weight.device.type == "cpu":
             layer.quant_method.process_weights_after_loading(layer)

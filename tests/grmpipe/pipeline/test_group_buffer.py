@@ -47,6 +47,7 @@ class Bench:
     groups_per_batch: int = 2
     group_size: int = 2
     max_zero_advantage_groups: int = 0
+    deterministic: bool = False
     pipeline_state: PipelineState = field(default_factory=PipelineState)
     kept: dict[int, RecoveredGroup] = field(default_factory=dict)
     now_s: float = 100.0
@@ -57,7 +58,7 @@ class Bench:
         config = FlowConfig(
             num_steps=12, groups_per_batch=self.groups_per_batch, group_size=self.group_size, min_valid_siblings=1,
             max_staleness=self.max_staleness, group_deadline_s=60.0, rollout_concurrency=1, judge_concurrency=1, seed=0,
-            max_zero_advantage_groups=self.max_zero_advantage_groups,
+            max_zero_advantage_groups=self.max_zero_advantage_groups, deterministic=self.deterministic,
         )  # fmt: skip
         self.buffer = GroupBuffer(
             config,
@@ -78,9 +79,9 @@ class Bench:
         for sibling in range(self.group_size):
             assert self.buffer.add_rollout(group, rollout(group.group_id, sibling, self.buffer.version))
 
-    def judge(self, group: Group) -> None:
+    def judge(self, group: Group, *, alike: bool = False) -> None:
         for sibling in range(self.group_size):
-            assert self.buffer.add_report(group, sibling, report(sibling))
+            assert self.buffer.add_report(group, sibling, report(1.0 if alike else sibling))
 
     def make_ready(self) -> Group:
         group = self.open()
@@ -403,3 +404,64 @@ def most_urgent(bench: Bench, ready: Sequence[Group], taken: Sequence[Group]) ->
         if sum(count for when, count in waiting.items() if when <= version) > places:
             return None
     return first
+
+
+# -- a deterministic run ---------------------------------------------------------------------------------------------
+
+
+def filled(bench: Bench, order: random.Random) -> list[str]:
+    """Groups that a whole batch takes, while open groups become ready in a random order."""
+    taken: list[str] = []
+    ready: list[Group] = []
+    while bench.buffer.places_left:
+        while bench.buffer.capacity > 0:
+            ready.append(bench.open())
+        if (judged := bench.buffer.take()) is not None:
+            taken.append(judged.group_id)
+        else:
+            group = ready.pop(order.randrange(len(ready)))
+            bench.roll_out(group)
+            alike = group.prompt_index % 3 == 0
+            bench.judge(group, alike=alike)
+    for group in ready:  # what is open at a push is finished before it
+        assert not bench.buffer.is_settled
+        bench.roll_out(group)
+        bench.judge(group, alike=group.prompt_index % 3 == 0)
+    assert bench.buffer.is_settled
+    bench.buffer.stepped()
+    return taken
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_batches_are_the_same_in_any_order_of_ends(max_staleness: int) -> None:
+    """Zero-advantage groups too are dropped at their turn: at most two in a step, those of the first prompts."""
+    runs = []
+    for seed in range(20):
+        bench = Bench(max_staleness=max_staleness, groups_per_batch=4, max_zero_advantage_groups=2, deterministic=True)
+        order = random.Random(seed)
+        runs.append([filled(bench, order) for _ in range(4)])
+    assert all(run == runs[0] for run in runs)
+    taken = [group_id for batch in runs[0] for group_id in batch]
+    assert taken == sorted(taken)
+    assert "g000000" not in taken
+    assert "g000003" not in taken
+
+
+def test_a_ready_group_waits_for_those_of_earlier_prompts() -> None:
+    bench = Bench(deterministic=True)
+    first, second = bench.open(), bench.open()
+    bench.roll_out(second)
+    bench.judge(second)
+    assert bench.buffer.take() is None
+    assert second.state is GroupState.READY
+    bench.roll_out(first)
+    bench.judge(first)
+    assert [bench.buffer.take(), bench.buffer.take()] == [first.judged(), second.judged()]
+
+
+def test_nothing_is_settled_while_a_group_may_still_be_opened() -> None:
+    bench = Bench(deterministic=True)
+    bench.make_ready()
+    assert not bench.buffer.is_settled
+    bench.buffer.no_more_prompts()
+    assert bench.buffer.is_settled

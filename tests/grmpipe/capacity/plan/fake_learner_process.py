@@ -155,7 +155,7 @@ def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, flo
             model.to_empty(device=device)
         return model
 
-    learner_module.probe_logprobs = lambda *_: None  # it reads numbers, and these are fake
+    learner_module.probe_logprobs = lambda *_: None  # type: ignore[assignment]  # it reads numbers, and these are fake
     learner_module.find_files = lambda path, weights: path  # type: ignore[assignment]
     learner_module.BatchMetrics = NoMeter  # type: ignore[assignment, misc]
     learner_module.load_parallel = load  # type: ignore[assignment]
