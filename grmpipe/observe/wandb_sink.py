@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -38,33 +39,39 @@ class WandbSink:
         self.run_id = run_id or uuid.uuid4().hex[:8]
         self._config = config
         self._secrets = environment_secrets()
-        self._run: wandb.Run | None = None
-        guard = Guard()
-        for mode in modes_to_try(config.wandb_mode, os.environ):
-            if self._run is None:
-                with guard.watch(f"wandb ({mode})"):
-                    self._run = start(config, mode, run_dir, redact(run_config), self.run_id)
+        self._closed = False
+        modes = modes_to_try(config.wandb_mode, os.environ)
+        if modes:
+            # W&B reads it at its import: no crash reports to W&B, no line about the key it found.
+            os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")  # the run's processes start meanwhile
+        self._starting = thread.submit(first_started, modes, config, run_dir, redact(run_config), self.run_id)
+
+    @property
+    def _run(self) -> wandb.Run | None:
+        """The run, waited for; None where none could be started, and after the end."""
+        return None if self._closed else self._starting.result()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        if self._run is not None:
-            self._run.log({"step": step, **metrics})
+        if (run := self._run) is not None:
+            run.log({"step": step, **metrics})
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Send rollouts with judgements, every `table_every` steps."""
         every = self._config.table_every
-        if self._run is None or not every or step % every:
+        if not every or step % every or (run := self._run) is None:
             return
         import wandb
 
         data = [self._cells(step, row) for row in rows[: self._config.table_rows]]
-        self._run.log({"step": step, "rollouts": wandb.Table(columns=list(COLUMNS), data=data)})
+        run.log({"step": step, "rollouts": wandb.Table(columns=list(COLUMNS), data=data)})
 
     def close(self) -> None:
-        if self._run is None:
+        run, self._closed = self._run, True
+        if run is None:
             return
         import wandb
 
-        run, self._run = self._run, None
         run.finish()
         wandb.teardown()  # waits for the last records: finish may return before they are in the file
 
@@ -81,12 +88,21 @@ def modes_to_try(wandb_mode: str, environ: Mapping[str, str]) -> tuple[Mode, ...
     return ("online", "offline") if online else ("offline",)
 
 
+def first_started(
+    modes: Sequence[Mode], config: TrackingConfig, run_dir: Path, run_config: Mapping[str, object], run_id: str
+) -> wandb.Run | None:
+    """Start a run in the first mode that works; None where none does."""
+    guard = Guard()
+    for mode in modes:
+        with guard.watch(f"wandb ({mode})"):
+            return start(config, mode, run_dir, run_config, run_id)
+    return None
+
+
 def start(
     config: TrackingConfig, mode: Mode, run_dir: Path, run_config: Mapping[str, object], run_id: str
 ) -> wandb.Run:
     """Start a W&B run; offline this takes half a second, with the import. `run_config` must be free of secrets."""
-    # Read before any of our settings: no crash reports to W&B, no line about the key it found.
-    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
     import wandb  # late: a run without W&B shouldn't pay for it
 
     run_dir.mkdir(parents=True, exist_ok=True)

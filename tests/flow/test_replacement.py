@@ -81,7 +81,12 @@ def check_samples(run: Any) -> None:
     [
         pytest.param(BOTH, (), id="the only engines of policy and judge"),
         pytest.param(((1, "policy-1"),), TWO_POLICY_ENGINES, id="one of two policy engines", marks=pytest.mark.long),
-        pytest.param(((1, "grm-0"),), ONE_VLLM_ENGINE, id="the only engine of both, vLLM", marks=needs_vllm),
+        pytest.param(
+            ((1, "grm-0"),),
+            ONE_VLLM_ENGINE,
+            id="the only engine of both, vLLM",
+            marks=[needs_vllm, pytest.mark.long],  # test_vllm_deaths.py kills vLLM's core in the gate
+        ),
     ],
 )
 def test_a_killed_engine_is_replaced_and_no_sample_is_altered_or_doubled(

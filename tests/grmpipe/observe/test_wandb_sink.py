@@ -8,9 +8,11 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +71,26 @@ def test_offline_a_run_starts_fast_and_leaves_its_history(tmp_path: Path) -> Non
     assert (run.run_id, run.project, run.display_name, list(run.tags)) == (sink.run_id, "grmpipe", "first", ["quick"])
     assert took_s < 20  # 0.7 s on a quiet machine, 9 s seen on a crowded one
     print(f"started in {took_s:.2f} s")
+
+
+def test_a_start_that_takes_long_holds_up_nobody_who_logs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[dict[str, float]] = []
+    may_start = threading.Event()
+
+    def slow_start(*_: object) -> Any:
+        assert may_start.wait(30)
+        return SimpleNamespace(log=logged.append, finish=lambda: None)
+
+    monkeypatch.setattr(wandb_sink, "start", slow_start)
+    sink = WandbSink(TrackingConfig(), tmp_path, {})
+    assert sink.run_id, "a checkpoint needs it before the start is over"
+    may_start.set()
+    sink.log(1, {"x": 1.0})
+    sink.close()
+    sink.log(2, {"x": 2.0})
+    assert logged == [{"step": 1, "x": 1.0}]
 
 
 def in_another_process(run_dir: Path, step: int) -> list[str]:
