@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
@@ -135,9 +134,6 @@ class GrmClient:
             grm=self.grm.name,
             version=completion.oldest_version,
         )
-
-
-QuestionOf = Callable[[int], GrmQuestion]  # of the judgement with this index
 
 
 def failed(cause: Cause, attempt: int, detail: str) -> Failed:

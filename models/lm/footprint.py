@@ -50,10 +50,6 @@ class Footprint:
     def kv_bytes_per_token(self, dtype: str) -> int:
         return 2 * self.num_layers * self.kv_width * BYTES[dtype]
 
-    def learner_state_bytes(self, num_ranks: int, *, reference: bool = False) -> int:
-        """Of one rank: float32 weights, gradients and Adam's two moments, and the reference's weights, all sharded."""
-        return self.shard_bytes(num_ranks) * (4 + reference)
-
     def shard_bytes(self, num_ranks: int) -> int:
         """A float32 copy of all parameters over the ranks: weights, gradients, either moment, the reference."""
         return self.num_parameters * 4 // num_ranks
@@ -75,7 +71,7 @@ class Footprint:
         layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
         head = self.vocab_size * self.hidden_size * width
         root = self.num_root_parameters * width
-        kept = num_tokens * self._kept_values(checkpointing) * width
+        kept = num_tokens * self.kept_values(checkpointing) * width
         logits = num_tokens * (4 * self.hidden_size + 2 * self.vocab_size) * width
         pieces = LIVE_PIECES * 4 * min(CHUNK_LOGITS, num_tokens * self.vocab_size)
         again = num_tokens * self._layer_values * width if checkpointing else 0
@@ -89,23 +85,14 @@ class Footprint:
         )
         return max(moments, key=lambda moment: moment.total)
 
-    def activation_bytes_per_token(self, dtype: str, *, checkpointing: bool = False) -> int:
-        """What backward needs of forward, counted on a Llama-like layer with a fused attention.
-
-        A layer keeps 9 values per hidden unit, 5 per query and key unit, 4 per unit of the MLP; with checkpointing
-        all layers keep their input, and one the rest. The head keeps its norm and the logits, and gets as large a
-        gradient. The float32 pieces of the logits are left out: they are small, whatever the batch.
-        """
-        once = self._layer_values if checkpointing else 0
-        return (self._kept_values(checkpointing) + once + 4 * self.hidden_size + 2 * self.vocab_size) * BYTES[dtype]
-
-    def _kept_values(self, checkpointing: bool) -> int:
-        """Of a token, from forward to backward, in all layers."""
+    def kept_values(self, checkpointing: bool) -> int:
+        """Of a token, from forward to backward, in all layers; with checkpointing their inputs alone."""
         return self.num_layers * (self.hidden_size if checkpointing else self._layer_values)
 
     @property
     def _layer_values(self) -> int:
-        """Of a token, in one layer that is computed."""
+        """Of a token, in one Llama-like layer that is computed, with a fused attention: 9 per hidden unit, 5 per query
+        and key unit, 4 per unit of the MLP."""
         return 9 * self.hidden_size + 5 * (self.query_width + self.kv_width) + 4 * self.intermediate_size
 
 
