@@ -172,9 +172,9 @@ def test_a_short_prompt_is_rendered_in_a_third_of_a_millisecond(renderer: Render
 
 def test_what_siblings_are_asked_is_encoded_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer, encoded = Renderer.load(str(path)), []
-    encode = renderer._tokenizer.encode
+    encode = renderer.tokenizer.encode
     monkeypatch.setattr(
-        renderer._tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options)
+        renderer.tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options)
     )
     first, *others = (renderer.render([user("How many coins?"), user("Why?")]) for _ in range(8))
     assert all(ids == first for ids in others)

@@ -139,7 +139,7 @@ class RunningBatch:
         row = Row(siblings, params, priority, next(self._arrivals))
         if params.pattern is not None:
             assert self._grammar is not None
-            row.held = Held.to(params.pattern, self._grammar)
+            row.held = self._grammar.hold(params.pattern)
         insort(self._waiting, row)
         return row
 

@@ -38,7 +38,7 @@ class EngineStats:
 class EmbeddedWorker:
     """Batches requests over steps; between two of them it takes weights, scores, sleeps. See EmbeddedEngine, its door.
 
-    Only `version` and `stats` may be read from elsewhere.
+    Only `version`, `stats` and `grammar.check` may be used from elsewhere.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class EmbeddedWorker:
         decoder, slots = open_decoder(self._model, config.max_batch_rows, context_tokens, return_routed_experts)
         self._quantize()
         endings = StopConditions(renderer.decode, renderer.stop_token_ids)
-        grammar = Grammar(renderer.decode, renderer.num_token_ids, renderer.stop_token_ids, renderer.vocab_size)
-        self._batch = RunningBatch(
-            decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step, grammar
-        )
+        vocab_size = max(renderer.num_token_ids, renderer.vocab_size)
+        self.grammar = Grammar(renderer.tokenizer, renderer.stop_token_ids, vocab_size)
+        max_rows, prefill_tokens = config.max_batch_rows, config.prefill_tokens_per_step
+        self._batch = RunningBatch(decoder, slots, endings, model_name, seed, max_rows, prefill_tokens, self.grammar)
         self._batch.version = version
         self._slots = slots
         self._inbox = WeightInbox(self._model, self._model.device)
