@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import cast
 
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 MAX_PATTERNS = 256  # compiled ones that are kept
 SILENT = 0  # level of llguidance's log
+Matcher = LLMatcher  # how far a text has come in its pattern; `consume_token` takes it further
 
 
 class Grammar:
@@ -30,9 +30,18 @@ class Grammar:
         """Raises ValueError for a pattern that no text can be held to."""
         self._compiled(pattern)
 
-    def hold(self, pattern: str) -> Held:
-        """The start of a text that matches. Raises what `check` raises."""
-        return Held(self._compiled(pattern).deep_copy(), self._stop_token_ids)
+    def start(self, pattern: str) -> Matcher:
+        """Of a text that is to match. Raises what `check` raises."""
+        return self._compiled(pattern).deep_copy()
+
+    def allowed_NV(self, matchers: Sequence[Matcher]) -> Tensor:
+        """bool: tokens that may come next in each text; those that end it only where the pattern may end, or where the
+        vocabulary has no way on."""
+        bias = b"".join(matcher.compute_logit_bias() for matcher in matchers)  # a byte for each token
+        allowed_NV = torch.frombuffer(bytearray(bias), dtype=torch.uint8).view(len(matchers), -1) > 0
+        may_end_N = torch.tensor([matcher.is_accepting() for matcher in matchers]) | ~allowed_NV.any(1)
+        allowed_NV[:, self._stop_token_ids] = may_end_N[:, None]
+        return allowed_NV
 
     def _compile(self, pattern: str) -> LLMatcher:
         grammar = LLMatcher.grammar_from_regex(pattern)
@@ -50,21 +59,3 @@ class Grammar:
             raise ValueError(
                 f"pattern: the embedded engine can't hold texts of this tokenizer to one: {error}"
             ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """How far a text has come in its pattern."""
-
-    matcher: LLMatcher
-    stop_token_ids: Sequence[int]
-
-    def allowed_V(self) -> Tensor:
-        """bool [V]: tokens that may come next; those that end a text only where the pattern may end, or where the
-        vocabulary has no way on."""
-        allowed_V = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8) > 0
-        allowed_V[self.stop_token_ids] = self.matcher.is_accepting() or not bool(allowed_V.any())
-        return allowed_V
-
-    def advance(self, token_id: int) -> None:
-        self.matcher.consume_token(token_id)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from models.engines.embedded.grammar import Grammar, Held
+from models.engines.embedded.grammar import Grammar, Matcher
 from models.tiny.tokenizer import PAD, TURN_START, build_tokenizer
 
 SCORE_LINE = r"(?:[^\n]*\n)*[ \t\r]*Score: (?:1|2|3|10)[ \t\r\n]*"
@@ -24,41 +25,45 @@ GRAMMAR = Grammar(TOKENIZER, [STOP], len(TOKENIZER) + PADDING)
 PIECES = [*TOKENIZER.encode("Score: 1 10 3\n> fine\\boxed{,}"), STOP]
 
 
-def held_after(text: str, pattern: str) -> Held:
-    held = GRAMMAR.hold(pattern)
+def allowed_by(matcher: Matcher, grammar: Grammar = GRAMMAR) -> Tensor:
+    return grammar.allowed_NV([matcher])[0]
+
+
+def after(text: str, pattern: str) -> Matcher:
+    matcher = GRAMMAR.start(pattern)
     for token_id in TOKENIZER.encode(text):
-        held.advance(token_id)
-    return held
+        matcher.consume_token(token_id)
+    return matcher
 
 
 @settings(deadline=None)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @given(text=TEXTS | st.sampled_from(["Score: 3", "x\nScore: 10\n", "\\boxed{1, 10}", "ab", "aab", "12.3", ""]))
 def test_it_accepts_what_re_accepts(pattern: str, text: str) -> None:
-    held, accepts = GRAMMAR.hold(pattern), True
+    matcher, accepts = GRAMMAR.start(pattern), True
     for token_id in TOKENIZER.encode(text):
-        accepts = accepts and bool(held.allowed_V()[token_id])
-        held.advance(token_id)
-    assert (accepts and bool(held.allowed_V()[STOP])) == (re.fullmatch(pattern, text) is not None)
+        accepts = accepts and bool(allowed_by(matcher)[token_id])
+        matcher.consume_token(token_id)
+    assert (accepts and bool(allowed_by(matcher)[STOP])) == (re.fullmatch(pattern, text) is not None)
 
 
 @settings(deadline=None)
 @given(choices=st.lists(st.integers(0, 10**6), min_size=1, max_size=30), pattern=st.sampled_from([SCORE_LINE, BOXED]))
 def test_whatever_is_drawn_of_the_allowed_tokens_can_still_end_well(choices: list[int], pattern: str) -> None:
-    held, token_ids = GRAMMAR.hold(pattern), []
+    matcher, token_ids = GRAMMAR.start(pattern), []
     for choice in choices:
-        allowed_V = held.allowed_V()
+        allowed_V = allowed_by(matcher)
         assert allowed_V.any()
         allowed = [token_id for token_id in PIECES if allowed_V[token_id]] or allowed_V.nonzero()[:, 0].tolist()
         token_ids.append(allowed[choice % len(allowed)])
         if token_ids[-1] == STOP:
             assert re.fullmatch(pattern, TOKENIZER.decode(token_ids[:-1]))
             return
-        held.advance(token_ids[-1])
+        matcher.consume_token(token_ids[-1])
 
 
 def test_special_tokens_and_rows_without_a_token_are_never_allowed() -> None:
-    allowed_V = held_after("fine", r"[^\n]*").allowed_V()
+    allowed_V = allowed_by(after("fine", r"[^\n]*"))
     assert len(allowed_V) == len(TOKENIZER) + PADDING
     assert not allowed_V[[*TOKENIZER.convert_tokens_to_ids([PAD, TURN_START])]].any()
     assert not allowed_V[-PADDING:].any()
@@ -67,28 +72,34 @@ def test_special_tokens_and_rows_without_a_token_are_never_allowed() -> None:
 
 def test_a_character_in_two_tokens_is_never_left_half() -> None:
     first, second = TOKENIZER.encode("é")
-    held = GRAMMAR.hold(r"[^\n]*")
-    assert not held.allowed_V()[second]
-    held.advance(first)
-    assert held.allowed_V()[second]
-    assert not held.allowed_V()[[STOP, *TOKENIZER.encode("a")]].any()
+    matcher = GRAMMAR.start(r"[^\n]*")
+    assert not allowed_by(matcher)[second]
+    matcher.consume_token(first)
+    assert allowed_by(matcher)[second]
+    assert not allowed_by(matcher)[[STOP, *TOKENIZER.encode("a")]].any()
 
 
 def test_a_text_may_end_only_where_the_pattern_does_and_with_any_stop_token() -> None:
     stops = [STOP, TOKENIZER.convert_tokens_to_ids(PAD)]
-    held, ends = Grammar(TOKENIZER, stops, len(TOKENIZER)).hold(SCORE_LINE), []
+    grammar, ends = Grammar(TOKENIZER, stops, len(TOKENIZER)), []
+    matcher = grammar.start(SCORE_LINE)
     for token_id in TOKENIZER.encode("fine\nScore: 10"):
-        ends += held.allowed_V()[stops].tolist()
-        held.advance(token_id)
+        ends += allowed_by(matcher, grammar)[stops].tolist()
+        matcher.consume_token(token_id)
     assert not any(ends)
-    assert held.allowed_V()[stops].all()
+    assert allowed_by(matcher, grammar)[stops].all()
+
+
+def test_each_of_several_texts_has_its_own_row() -> None:
+    begun, ended = GRAMMAR.start(SCORE_LINE), after("Score: 10", SCORE_LINE)
+    assert GRAMMAR.allowed_NV([begun, ended])[:, STOP].tolist() == [False, True]
 
 
 def test_one_text_leaves_another_of_the_same_pattern_where_it_is() -> None:
-    begun = held_after("Score: ", "Score: (?:1|2)")
-    assert not GRAMMAR.hold("Score: (?:1|2)").allowed_V()[STOP]
-    begun.advance(TOKENIZER.encode("1")[0])
-    assert begun.allowed_V()[STOP]
+    begun = after("Score: ", "Score: (?:1|2)")
+    assert not allowed_by(GRAMMAR.start("Score: (?:1|2)"))[STOP]
+    begun.consume_token(TOKENIZER.encode("1")[0])
+    assert allowed_by(begun)[STOP]
 
 
 @pytest.mark.parametrize("pattern", ["(?=a)", "(?:a", "[a", "a)", r"\ba"])
