@@ -5,6 +5,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 
+# The tests start many processes: what one of them compiled the others read, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test test-long lint docs clean vllm-cpu sglang-cpu
 
 quickstart: $(VENV)/.installed

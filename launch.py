@@ -2,10 +2,10 @@
 
 python launch.py +experiment=quickstart                          # train
 python launch.py -m +experiment=quickstart train.lr=1e-4,3e-4    # sweep
-python launch.py +experiment=quickstart task=plan                # what goes where; starts nothing
-python launch.py +experiment=quickstart task=simulate            # how long a step takes, and who waits; no GPU needed
-python launch.py task=report run_dir=runs/x/latest               # report.html of a run that is there, a crashed one too
-python launch.py task=doctor                                     # what is installed, what is missing, what to type
+python launch.py +experiment=quickstart task=plan                # placement and costs; starts nothing
+python launch.py +experiment=quickstart task=simulate            # step time and stalls; needs no GPU
+python launch.py task=report run_dir=runs/x/latest               # report.html of an existing run, also a crashed one
+python launch.py task=doctor                                     # what is installed and missing, and what to type
 
 Exit codes: 0 done, 1 failed, 2 bad configuration, 130 interrupted (checkpoint kept).
 """
@@ -33,15 +33,15 @@ from grmpipe.run.doctor import doctor
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.validate.seats import check_seats
 
-# Without it Hydra prints its own report and exits 1 before we can explain.
+# Without it Hydra prints its own report and exits 1 before we can explain the error.
 os.environ["HYDRA_FULL_ERROR"] = "1"
 ConfigStore.instance().store(name="schema", node=schema())
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-# type: ignore[no-untyped-def]  # a DictConfig; config_files.py is its door
+# type: ignore[no-untyped-def]  # a DictConfig, which only grmpipe/config/yaml_io.py reads
 def compose_and_run(config) -> float | None:
-    # SystemExit passes through Hydra unreported, where any other exception gets a report of Hydra's on top of ours.
+    # SystemExit passes through Hydra unreported; for any other exception Hydra prints its own report on top of ours.
     try:
         return run_job(build(config))
     except ConfigError as error:
@@ -53,7 +53,7 @@ def compose_and_run(config) -> float | None:
 
 
 def run_job(config: RunConfig) -> float | None:
-    """The only run, or one of a sweep, which says which and what came of it."""
+    """Run the only job, or one of a sweep, for which it prints the number and the result."""
     here = HydraConfig.get()
     if here.mode != RunMode.MULTIRUN:
         return run_task(config)
@@ -67,10 +67,10 @@ def run_job(config: RunConfig) -> float | None:
 
 
 def run_task(config: RunConfig) -> float | None:
-    if config.task == "doctor":  # for where nothing else can be imported
+    if config.task == "doctor":  # works without the other imports
         print(doctor(config.engine.sglang.python))
         return None
-    # Late: a misspelt key, or a place that can't be had, should not wait for torch to load.
+    # Late: a misspelt key, or an impossible placement, should not wait for torch to load.
     if config.task == "report":
         from grmpipe.run.report_task import make_report
 
@@ -83,7 +83,7 @@ def run_task(config: RunConfig) -> float | None:
 
 
 def secrets_typed_in_a_sweep(arguments: Sequence[str]) -> list[str]:
-    """Keys of a sweep whose secrets stand on the command line, and so in the multirun.yaml that Hydra writes."""
+    """Keys of a sweep whose secrets are on the command line, and so in the multirun.yaml that Hydra writes."""
     if not {"-m", "--multirun"} & set(arguments):
         return []
     typed = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]

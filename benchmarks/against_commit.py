@@ -1,10 +1,10 @@
-"""The quickstart of this checkout beside that of an earlier commit, in alternating pairs of whole runs.
+"""Compares the quickstart of this checkout with that of an earlier commit, in alternating pairs of whole runs.
 
     python benchmarks/against_commit.py b0a4aaf runs/against_commit --pairs 10
 
-Pair i runs both with seed i; the order within a pair alternates. Finished runs in the folder are used again. Both use
-this interpreter's packages. Writes benchmarks/against_commit.md: medians, and the ratio pair by pair with an interval
-of its median, which holds with at least 95 % from six pairs on.
+Pair i runs both with seed i; the order within a pair alternates. Finished runs in the folder are reused. Both use this
+interpreter's packages. Writes benchmarks/against_commit.md: medians, and the ratio pair by pair with an interval of its
+median, of at least 95 % confidence with six pairs or more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROLES = ("policy", "grm", "learner")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one run took, in seconds, and what its policy learnt."""
+    """The measurements of one run: times in seconds, and what its policy learned."""
 
     command_s: float
     step_mean_s: float
@@ -39,11 +39,11 @@ class Measured:
     step_cpu_s: float  # CPU seconds of policy, GRM and learner per step
     greedy: float
     sampled: float
-    busy_share: float  # of the cores, by others, right before it
+    busy_share: float  # of the cores, by other processes, just before it
 
 
 def worktree_of(commit: str, folder: Path) -> Path:
-    """A checkout of that commit, made once."""
+    """A checkout of the commit, made once."""
     checkout = folder / f"checkout_{commit}"
     if not checkout.exists():
         command = ["git", "worktree", "add", "--quiet", "--detach", str(checkout), commit]
@@ -52,7 +52,7 @@ def worktree_of(commit: str, folder: Path) -> Path:
 
 
 def run_once(checkout: Path, run_dir: Path, seed: int) -> Measured:
-    """Run the quickstart of that checkout, unless a finished run is there. Exits where it fails."""
+    """Run the quickstart of a checkout, unless a finished run is there. Exits if it fails."""
     notes = run_dir.with_suffix(".process.json")
     if not notes.exists():
         busy_share = busy_share_of_cores()
@@ -91,8 +91,9 @@ ROWS: tuple[tuple[str, Callable[[Measured], float]], ...] = (
 
 
 def interval_of(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Lowest, highest and confidence of an interval of the ratios' median, by order statistics: no assumption on their
-    distribution. As many of the extremes are left out as 95 % admit."""
+    """Lowest, highest and confidence of an interval of the ratios' median, by order statistics, without an assumption
+    on their distribution. Leaves out as many extremes as 95 % allows.
+    """
     ordered, n = sorted(ratios), len(ratios)
     left_out, confidence = 0, 1 - 2 / 2**n
     while (tighter := confidence - 2 * comb(n, left_out + 1) / 2**n) >= 0.95:

@@ -1,11 +1,11 @@
-"""The quickstart beside TRL's GRPOTrainer: the same policy, prompts, judge and group size, on this machine.
+"""Compares the quickstart with TRL's GRPOTrainer: the same policy, prompts, judge and group size, on this machine.
 
-    python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python           # all that isn't there yet
+    python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python           # all that is missing
     python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python --only settings grmpipe-0 trl-0
-    python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python --only    # the report alone
+    python benchmarks/against_trl.py runs/against_trl --trl .trl/bin/python --only    # only the report
 
-trl_run.py is the other side and says how its environment is made. First a few steps of TRL under each setting, to take
-the fastest; then runs of both by turns, and our stages in sequence. Writes benchmarks/against_trl.md.
+trl_run.py is the other side and says how to make its environment. First a few steps of TRL with each setting, to choose
+the fastest; then alternating runs of both, and grmpipe's stages in sequence. Writes benchmarks/against_trl.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEEDS = (0, 1)
 STEPS, GROUPS, GROUP_SIZE = 80, 16, 8
 LOOK_EVERY, HELD_OUT = 10, 256
 TARGETS = (0.5, 0.6, 0.7)
-SETTLED = 5  # steps at the start that count in no mean or median
+SETTLED = 5  # first steps, which no mean or median includes
 ROUNDS = 2
 SETTINGS = {"1 thread": 1, "2 threads": 2}
 SETTINGS_STEPS = 8
@@ -47,22 +47,22 @@ SETTINGS_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One side with one seed. Held-out evaluations are in no step's seconds."""
+    """The run of one side with one seed. No step's time includes held-out evaluations."""
 
     step_s: list[float]
     looks: dict[int, float]  # step -> true accuracy, sampled at T = 1
-    final: float  # the trained policy, measured by the same code on both sides: sampled
+    final: float  # of the trained policy, sampled, measured by the same code on both sides
     final_greedy: float
-    stages_s: dict[str, float]  # of a step: medians where they follow one another, shares of the run where they overlap
-    busy_share: float  # of the cores by others, right before or after
+    stages_s: dict[str, float]  # per step: medians if stages are sequential, shares of the run if they overlap
+    busy_share: float  # of the cores by other processes, just before or after
 
     @property
     def mean_s(self) -> float:
-        """Steps of ours are long and short by turns, so their median is no step's cost."""
+        """The mean step: steps of grmpipe alternate between long and short, so their median is no step's cost."""
         return statistics.fmean(self.step_s[SETTLED:])
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """Of steps, up to the first evaluation that is as good; None if there was none."""
+        """Seconds of steps up to the first evaluation with this accuracy. None if there was none."""
         reached = [step for step, found in sorted(self.looks.items()) if found >= accuracy]
         return sum(self.step_s[: reached[0]]) if reached else None
 
@@ -101,7 +101,9 @@ def run_ours(folder: Path, seed: int) -> Run:
 
 
 def measured_alone(command: Sequence[str], env: Mapping[str, str]) -> float:
-    """Run it to its end; how busy others kept the cores. Exits where it fails: its own words are on the screen."""
+    """Run a command to its end. Returns how busy others kept the cores. Exits if it fails; its output is on the
+    screen.
+    """
     before = busy_share_of_cores()
     if subprocess.run(command, cwd=ROOT, env=env, check=False).returncode != 0:
         sys.exit(f"failed: {' '.join(command)}")
@@ -114,7 +116,7 @@ def finals(policy: Path) -> dict[str, float]:
 
 
 def run_stages(folder: Path) -> dict[str, float]:
-    """Our stages one after another, in one process on one core: medians of a step."""
+    """The stages of grmpipe one after another, in one process on one core: medians of a step."""
     with tempfile.TemporaryDirectory() as directory:
         config = quiet(read_yaml(folder / "grmpipe-0" / "config.yaml"))
         rounds = asyncio.run(measure(config, Path(directory), ROUNDS))
@@ -140,7 +142,7 @@ def run_trl(folder: Path, python: str, seed: int, setting: str) -> Run:
 
 
 def trl(out: Path, python: str, seed: int, setting: str, steps: int) -> float:
-    """The prompts come in the order in which our run with this seed draws them."""
+    """Run TRL with the prompts in the order of grmpipe's run with this seed."""
     out.mkdir(parents=True, exist_ok=True)
     stream = PromptStream(load_prompts("tiny://train"), seed=seed)
     drawn = [stream.at(draw).messages[0].content for draw in range(steps * GROUPS)]
@@ -156,7 +158,7 @@ def trl(out: Path, python: str, seed: int, setting: str, steps: int) -> float:
 
 
 def stages_of_trl(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Medians of a step; `other` is the optimizer, the data and the trainer around them."""
+    """Medians of a step; `other` is the optimizer, the data and the trainer around the stages."""
 
     def median(seconds: Callable[[Mapping[str, float]], float]) -> float:
         return statistics.median(seconds(step) for step in steps)
@@ -174,7 +176,7 @@ def stages_of_trl(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def try_settings(folder: Path, python: str) -> dict[str, float]:
-    """Seconds a step under each."""
+    """Seconds per step with each setting."""
     found = {}
     for setting in SETTINGS:
         out = folder / f"settings-{setting.replace(' ', '_')}"
@@ -188,7 +190,7 @@ def try_settings(folder: Path, python: str) -> dict[str, float]:
 
 
 def parts(folder: Path, python: str) -> dict[str, Callable[[], object]]:
-    """By name, in the order in which they run: the sides take turns, and who begins changes with the seed."""
+    """Name -> part, in the order in which they run: the sides alternate, and which one begins changes with the seed."""
 
     def fastest() -> str:
         settings = read(folder, "settings")
@@ -217,7 +219,7 @@ def read_run(folder: Path, part: str) -> Run | None:
 
 
 def pairs(folder: Path) -> list[tuple[Run, Run]]:
-    """Ours and TRL's of each seed that both sides have run."""
+    """The runs of grmpipe and TRL for each seed that both have run."""
     found = [(read_run(folder, f"grmpipe-{seed}"), read_run(folder, f"trl-{seed}")) for seed in SEEDS]
     return [(ours, trls) for ours, trls in found if ours is not None and trls is not None]
 
@@ -266,7 +268,7 @@ def means(runs: Sequence[Run], stage: str) -> str:
 
 
 def stages(ours: Sequence[Run], trls: Sequence[Run], alone: Mapping[str, float] | None) -> list[str]:
-    """TRL's stages beside ours as the pipeline runs them, and in sequence where that was measured."""
+    """TRL's stages next to grmpipe's in the pipeline, and in sequence if that was measured."""
     learning = sum(statistics.fmean(run.stages_s[stage] for run in trls) for stage in ("forward", "backward", "other"))
     step = [f"{statistics.fmean(run.mean_s for run in runs):.3f}" for runs in (trls, ours)]
     rows = (

@@ -1,12 +1,12 @@
-"""Estimators, losses and corrections on the tiny task: what each comes to within the same budget.
+"""Compares estimators, losses and corrections on the tiny task with the same budget.
 
-    python benchmarks/algorithms.py run runs/algorithms                     # every row and seed that isn't there yet
+    python benchmarks/algorithms.py run runs/algorithms                     # every missing row and seed
     python benchmarks/algorithms.py run runs/algorithms --rows "grpo x gspo" --seeds 0 --minutes 4
     python benchmarks/algorithms.py report runs/algorithms
 
 Runs one after another in this process, on one core: `+experiment=quickstart cluster=inprocess`, STEPS steps of GROUPS
-groups. What each came to is appended to results.jsonl. The report, benchmarks/algorithms.md, is made of those lines.
-Tunes nothing.
+groups. Each result is appended to results.jsonl. The report, benchmarks/algorithms.md, is made from those lines. Tunes
+nothing.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Row:
 
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae")
-CRITIC = ("critic=policy", "algorithm.gamma=1", "algorithm.gae_lambda=1")  # for gae: a third model that learns
-# Against the sampler, a version behind: so a ratio of the loss is not 1 in the one update that a batch gets.
+CRITIC = ("critic=policy", "algorithm.gamma=1", "algorithm.gae_lambda=1")  # for gae: a third trained model
+# Against the sampler, one version behind, so that a ratio is not 1 in the only update of a batch.
 BEHIND = ("algorithm.proximal=sampler", "algorithm.correction=none")
 LOSSES: dict[str, tuple[str, ...]] = {
     "ppo_clip": ("algorithm=grpo", *BEHIND),
@@ -73,7 +73,7 @@ GRID = {
 
 
 def of_files(*names: str, also: tuple[str, ...] = ()) -> tuple[Row, ...]:
-    """Rows that are files of conf/algorithm, or several joined by +."""
+    """Rows that are files of conf/algorithm, or several files joined by +."""
     return tuple(Row(name=name, overrides=(f"algorithm=[{name.replace('+', ',')}]", *also)) for name in names)
 
 
@@ -110,8 +110,8 @@ class Result:
 
 
 def run(row: Row, seed: int, folder: Path) -> Result:
-    """Raises RunFailed where the run fails."""
-    # Late: a report needs none of it.
+    """Run a row with a seed. Raises RunFailed if the run fails."""
+    # Late: a report doesn't need them.
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
@@ -119,7 +119,7 @@ def run(row: Row, seed: int, folder: Path) -> Result:
     from grmpipe.config.yaml_io import build, schema
 
     run_dir = folder / f"{row.name.replace(' ', '_').replace(':', '')}-{seed}"
-    shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was broken off
+    shutil.rmtree(run_dir, ignore_errors=True)  # of an interrupted run
     ConfigStore.instance().store(name="schema", node=schema())
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         composed = compose("config", [*BUDGET, f"seed={seed}", f"run_dir={run_dir}", *row.overrides])
@@ -153,11 +153,11 @@ def results_in(folder: Path) -> list[Result]:
     if not path.exists():
         return []
     found = [Result(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    return list({(result.row, result.seed): result for result in found}.values())  # of a run told twice, the last
+    return list({(result.row, result.seed): result for result in found}.values())  # of a repeated run, the last result
 
 
 def run_missing(folder: Path, names: Sequence[str], seeds: Sequence[int], minutes: float = math.inf) -> None:
-    """Row by row of a seed, then the next seed. After so many minutes no other run is begun."""
+    """Run the missing rows of a seed, then of the next seed. Begins no run after this many minutes."""
     rows = [row for row in ROWS if not names or row.name in names]
     if unknown := set(names) - {row.name for row in rows}:
         sys.exit(f"no such rows: {', '.join(sorted(unknown))}")
@@ -184,12 +184,12 @@ def by_seed(results: Sequence[Result], row: Row) -> list[Result]:
 
 
 def cell(results: Sequence[Result], figure: Figure, form: str) -> str:
-    """A figure of each seed."""
+    """The figures of all seeds in one cell."""
     return ", ".join(format(figure(result), form) for result in results)
 
 
 def crossed(results: Sequence[Result], figure: Figure, form: str) -> list[str]:
-    """A row per estimator, a column per loss, in a cell each seed; the margins are means."""
+    """One row per estimator, one column per loss, and each seed in a cell; the margins are means."""
     ran = [[by_seed(results, GRID[estimator, loss]) for loss in LOSSES] for estimator in ESTIMATORS]
     lines = [f"| | {' | '.join(LOSSES)} | mean |", "|---" * (len(LOSSES) + 2) + "|"]
     for estimator, cells in zip(ESTIMATORS, ran, strict=True):
@@ -206,14 +206,14 @@ def mean_of(cells: Iterable[Sequence[Result]], figure: Figure, form: str) -> str
 
 
 def spread_of_seeds(results: Sequence[Result], figure: Figure) -> float:
-    """The standard deviation of one run, pooled over the pairs of seeds of the grid; nan without a pair."""
+    """The standard deviation of single runs, pooled over the pairs of seeds of the grid; nan without a pair."""
     pairs = [by_seed(results, row)[:2] for row in GRID.values()]
     squares = [(figure(one) - figure(other)) ** 2 / 2 for one, other in (pair for pair in pairs if len(pair) == 2)]
     return math.sqrt(statistics.fmean(squares)) if squares else math.nan
 
 
 def listed(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
-    """A line per row that was run."""
+    """One line per row that was run."""
     lines = ["| row | T = 1, after | greedy, after | GRM score | step, s |", "|---" * 5 + "|"]
     for row in rows:
         if found := by_seed(results, row):
@@ -298,7 +298,7 @@ def report(results: Sequence[Result], trl: Sequence[str] = ()) -> list[str]:
 
 
 def beside_trl(folder: Path) -> list[str]:
-    """What losses_of_trl.py found, if it was run."""
+    """The findings of losses_of_trl.py, if it was run."""
     path = folder / "trl.json"
     if not path.exists():
         return []

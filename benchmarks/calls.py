@@ -1,8 +1,7 @@
-"""What a call to an engine's process costs, by Ray and by the socket beside it: `python benchmarks/calls.py`. A minute.
+"""The cost of a call to an engine, over Ray and over the socket: `python benchmarks/calls.py`. Takes a minute.
 
-An engine that answers at once, in an actor of its own. Calls one after another, both ways by turns: seconds from call
-to answer, and CPU seconds of the driver's and of the engine's process, all their threads counted. Writes
-benchmarks/calls.md.
+The engine answers at once, in its own actor. Calls are sequential and alternate between both ways: seconds from call to
+answer, and CPU seconds of the driver's and the engine's process with all threads. Writes benchmarks/calls.md.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ the quickstart are about 70 calls."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of one call, in seconds."""
+    """The cost of one call, in seconds."""
 
     latency_s: float
     driver_cpu_s: float

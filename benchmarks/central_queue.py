@@ -1,10 +1,10 @@
-"""How far the pipeline's overlap is from what one queue before all judges would reach. The table of scheduling.md.
+"""Compares the pipeline's overlap with that of one queue for all judges. The table is in scheduling.md.
 
     python benchmarks/central_queue.py 4,0 6,1     # engines of the GRM, max_staleness; a minute
 
-The very rollouts and judgements of `scheduling.py overlap --virtual --steps 30`, served anew: a row that falls free
-takes the most urgent request at once, whichever engine it is on. Engines can't be asked so: a request must be sent
-before the row is free, or the row waits for it.
+It serves the rollouts and judgements of `scheduling.py overlap --virtual --steps 30` again: a free row on any engine
+takes the most urgent request at once. Real engines can't do that: a request must be sent before the row is free, or the
+row waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Sibling = tuple[str, int]
 
 @dataclass(slots=True)
 class Served:
-    """An EventSink: seconds of each rollout and of its judgements, by the step that trains them."""
+    """An EventSink: seconds of each rollout and of its judgements, by the step that trained them."""
 
     played_s: dict[Sibling, float] = field(default_factory=dict)
     judged_s: defaultdict[Sibling, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -43,12 +43,12 @@ class Served:
             self.judged_s[sibling].append(seconds)
             return
         self.played_s[sibling] = seconds
-        # At a staleness of 0 or 1 nothing is left to choose: a batch is the groups that were opened together.
+        # At a staleness of 0 or 1 there is no choice: a batch is the groups that were opened together.
         self.steps[int(group.lstrip("g")) // GROUPS + 1].append(sibling)
 
 
 def from_one_queue(served: Served, staleness: int, judge_rows: int, tail_s: float, longest_first: bool) -> list[float]:
-    """When each step ends. tail_s: from the last verdict to the end of the push."""
+    """The end of each step. tail_s: from the last verdict to the end of the push."""
     order, now_s, ends = itertools.count(), 0.0, [0.0]
     rows = {"play": POLICY_ROWS, "judge": judge_rows}
     queues: dict[str, list[tuple[int, float, int, Sibling, float]]] = {"play": [], "judge": []}

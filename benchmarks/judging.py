@@ -1,6 +1,6 @@
-"""What judging costs, and what saves some of it: one table a section, printed as Markdown.
+"""The cost of judging, and what reduces it: one table per section, printed as Markdown.
 
-    OMP_NUM_THREADS=1 python benchmarks/judging.py early_stop          # the tiny models really; a minute
+    OMP_NUM_THREADS=1 python benchmarks/judging.py early_stop          # the real tiny models; a minute
     OMP_NUM_THREADS=1 python benchmarks/judging.py principles          # on a virtual clock; seconds
 
 The judge, its templates, votes and stops are the real ones.
@@ -42,7 +42,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The siblings of a prompt and what the judge says of them, in sibling order."""
+    """The siblings of a prompt and their judgements, in sibling order."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -57,7 +57,7 @@ class Group:
 
 
 async def rollouts_of_the_quickstart(num_groups: int) -> list[Group]:
-    """What the quickstart's policy writes before its first step."""
+    """The rollouts of the quickstart's policy before its first step."""
     path = resolve_model("tiny://policy")
     engine, renderer = EmbeddedEngine(path, "policy", EmbeddedConfig()), Renderer.load(path)
     params = SamplingParams(max_new_tokens=64)
@@ -76,7 +76,7 @@ async def rollouts_of_the_quickstart(num_groups: int) -> list[Group]:
 
 
 async def judged(groups: Sequence[Group], early_stop: EarlyStopConfig, grm: str) -> list[Group]:
-    """By the tiny GRM, group after group, each group's siblings side by side."""
+    """Judged by the tiny GRM, group by group, the siblings of a group concurrently."""
     path = resolve_model(grm)
     engine, renderer = EmbeddedEngine(path, "grm", EmbeddedConfig()), Renderer.load(path)
     config = JudgeConfig(num_judgements=NUM_JUDGEMENTS, max_new_tokens=128, early_stop=early_stop)
@@ -94,7 +94,7 @@ async def judged(groups: Sequence[Group], early_stop: EarlyStopConfig, grm: str)
 
 
 def tokens(groups: Sequence[Group]) -> int:
-    """Of judgements that came back. A stop's cancelled ones are in neither figure."""
+    """The tokens of returned judgements, without those that a stop cancelled."""
     return sum(
         judgement.completion.num_tokens
         for group in groups
@@ -104,7 +104,7 @@ def tokens(groups: Sequence[Group]) -> int:
 
 
 def ranked_right(groups: Sequence[Group]) -> str:
-    """Of pairs of siblings, one right and one wrong by the rule: the share in which the right one scores higher."""
+    """The share of pairs, one sibling right and one wrong by the rule, in which the right one scores higher."""
     points = []
     for group in groups:
         right = [is_right(rollout.text, group.prompt.reference or "") for rollout in group.rollouts]
@@ -119,7 +119,7 @@ def ranked_right(groups: Sequence[Group]) -> str:
 
 
 def moved(full: Sequence[Group], stopped: Sequence[Group]) -> float:
-    """How far a stop moves a score from that of all judgements, in score units, mean over all rollouts."""
+    """The mean change of a score by a stop, compared with all judgements, in score units, over all rollouts."""
     return statistics.fmean(
         abs(one - other)
         for whole, some in zip(full, stopped, strict=True)
@@ -128,7 +128,7 @@ def moved(full: Sequence[Group], stopped: Sequence[Group]) -> float:
 
 
 def exact_stop(groups: Sequence[Group]) -> tuple[float, int, int]:
-    """Best of n by the sum of the judgements: share of judgements left out, winners changed, groups that count.
+    """Best of n by the sum of the judgements: share of judgements left out, winners changed, groups counted.
 
     Group-wise: the j-th judgement of every sibling at once. Groups with a failed judgement are left out.
     """
@@ -151,7 +151,9 @@ def exact_stop(groups: Sequence[Group]) -> tuple[float, int, int]:
 
 
 def winner_is_fixed(totals: Sequence[float], num_left: int, swing: float) -> bool:
-    """Whether the lead is more than so many judgements, each of which moves it by `swing` at most, can make up for."""
+    """Whether the lead exceeds what the remaining judgements, each of which moves it by at most `swing`, can make up
+    for.
+    """
     first, second = sorted(totals, reverse=True)[:2]
     return first - second > swing * num_left
 
@@ -179,7 +181,7 @@ async def early_stop(num_groups: int) -> None:
         print(f"| {grm} | exact, best of {SIBLINGS} | | {saved:.0%} | winners changed: {changed} of {counted} | | |")
 
 
-# -- principles ahead of time --------------------------------------------------------------------------------------
+# -- shared principles ---------------------------------------------------------------------------------------------
 
 COSTS = Costs(
     engines={

@@ -1,9 +1,9 @@
-"""Our losses beside TRL's on the same log-probs, in float64: how far value and gradient are apart.
+"""Compares grmpipe's losses with TRL's on the same log-probs, in float64: differences of value and gradient.
 
-    python benchmarks/losses_of_trl.py runs/algorithms      # in an environment that has trl as well
+    python benchmarks/losses_of_trl.py runs/algorithms      # in an environment that also has trl
 
 Calls TRL's own `GRPOTrainer._compute_loss` with log-probs instead of a model, and no trainer around it. Writes
-runs/algorithms/trl.json, which `benchmarks/algorithms.py report` tells. Trains nothing.
+runs/algorithms/trl.json, which `benchmarks/algorithms.py report` includes. Trains nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 import trl
 from torch import Tensor
 
-from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
+from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
 MAX_NEW_TOKENS = 12
-# Ours -> what TRL calls the same. Clips of 0.2 and 0.28 where nothing else is said.
+# grmpipe's keys -> TRL's arguments for the same. Clips are 0.2 and 0.28 unless stated.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ppo_clip, token_mean": ({}, {"loss_type": "dapo"}),
     "ppo_clip, sequence_mean": ({"aggregation": "sequence_mean"}, {"loss_type": "grpo"}),
@@ -79,7 +80,7 @@ def make_batch(seed: int) -> Batch:
 
 
 def ours(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Loss and its gradient by the current log-probs."""
+    """The loss and its gradient by the current log-probs."""
     algorithm = AlgorithmConfig(**{"clip_low": 0.2, "clip_high": 0.28, "correction": "none", **keys})
     trained_BL, lengths_B = batch.mask_BL > 0, batch.mask_BL.sum(1).long()
     current_BL = batch.current_BL.clone().requires_grad_()
@@ -96,7 +97,7 @@ def ours(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
     totals = BatchTotals(
         num_loss_tokens=int(lengths_B.sum()), num_sequences=len(lengths_B), num_groups=1, oldest_version=0
     )
-    value = loss.total / AGGREGATIONS[algorithm.aggregation].denominator(totals, MAX_NEW_TOKENS)
+    value = loss.total / AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(totals, MAX_NEW_TOKENS)
     value.backward()
     assert current_BL.grad is not None
     return value.detach(), current_BL.grad
@@ -142,7 +143,7 @@ def trls(batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def compare() -> dict[str, float]:
-    """The largest difference of value or gradient over 20 batches, by case."""
+    """Case -> the largest difference of value or gradient over 20 batches."""
     found: dict[str, float] = {}
     for name, (our_keys, their_keys) in CASES.items():
         gaps = []

@@ -1,8 +1,8 @@
-"""What a meta-RM is worth to the vote over k judgements: `OMP_NUM_THREADS=1 python benchmarks/meta_rm.py runs/a ..`.
+"""The effect of a meta-RM on votes over k judgements: `OMP_NUM_THREADS=1 python benchmarks/meta_rm.py runs/a ..`.
 
-Reads runs of `+experiment=train_meta_rm` (its judgements of held-out work, its meta-RM), one per seed. Of each item the
-first k judgements vote: all of them alike (mean), the half that the meta-RM trusts most (best), or all by its
-probabilities (weighted). Writes benchmarks/meta_rm.md.
+Reads runs of `+experiment=train_meta_rm` (judgements of held-out work, and the meta-RM), one per seed. The first k
+judgements of each item vote: all with equal weight (mean), the half with the highest probabilities (best), or all
+weighted by their probabilities (weighted). Writes benchmarks/meta_rm.md.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ VOTES = ("vote_mean", "vote_best", "vote_weighted")
 
 @dataclass(frozen=True)
 class Measured:
-    """One run's held-out items under votes over the first k judgements."""
+    """One run's held-out items with votes over the first k judgements."""
 
     run_dir: Path
     num_items: int
     by_k: dict[int, Metrics]
-    single: Metrics  # of single judgements, all of them
+    single: Metrics  # of all single judgements
     wall_s: float
 
 
@@ -57,7 +57,7 @@ def measure_run(run_dir: Path) -> Measured:
 
 
 def places(examples: Sequence[LabelledJudgement]) -> list[int]:
-    """Of each judgement among those of its item."""
+    """The index of each judgement among those of its item."""
     seen: dict[str, int] = {}
     found = []
     for example in examples:

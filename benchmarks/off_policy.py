@@ -1,11 +1,11 @@
-"""A sampler that isn't the learner: the naive loss and the corrected ones, on stale rollouts of quantised weights.
+"""Off-policy corrections: the naive loss and the corrected ones, on stale rollouts of quantized weights.
 
-    python benchmarks/off_policy.py run runs/off_policy                        # every row and seed that isn't there yet
+    python benchmarks/off_policy.py run runs/off_policy                        # every missing row and seed
     python benchmarks/off_policy.py run runs/off_policy --rows naive --seeds 0
     python benchmarks/off_policy.py report runs/off_policy                     # off_policy.md, docs/off_policy.png
 
-Each run is a process of its own on one core, judged by the rule, so that nothing but the sampler is noisy. The report
-is made of the runs' own files. Tunes nothing.
+Each run is its own process on one core, judged by the rule, so that only the sampler is noisy. The report is made from
+the runs' files. Tunes nothing.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Result:
     before: float  # held-out, T = 1
     after: float
     after_greedy: float
-    trained: tuple[float, ...]  # of each step's own rollouts
+    trained: tuple[float, ...]  # of the rollouts of each step
     mismatch: float  # |log pi_old - log mu| per token, nats: mean over all steps
     out_of_band: float  # share of tokens whose probability differs by more than a tenth
     probe_error: float  # nats, the largest of all pushes
@@ -102,7 +102,7 @@ def run_dir_of(row: Row, seed: int, folder: Path) -> Path:
 
 
 def run_missing(folder: Path, names: Sequence[str], seeds: Sequence[int]) -> None:
-    """Exits where a run fails: its own words are on the screen."""
+    """Run what is missing. Exits if a run fails; its output is on the screen."""
     if unknown := set(names) - {row.name for row in ROWS}:
         sys.exit(f"no such rows: {', '.join(sorted(unknown))}")
     for seed in seeds:
@@ -131,7 +131,7 @@ def read_run(run_dir: Path) -> Result:
 
 
 def results_of(row: Row, folder: Path) -> list[Result]:
-    """By seed; of the seeds that were run."""
+    """The results of a row, by seed."""
     dirs = [run_dir_of(row, seed, folder) for seed in SEEDS]
     return [read_run(run_dir) for run_dir in dirs if (run_dir / "summary.json").exists()]
 
@@ -157,7 +157,7 @@ def report(folder: Path) -> str:
 
 
 def paragraphs(texts: Sequence[str]) -> list[str]:
-    """Each with an empty line after it."""
+    """The texts, each with an empty line after it."""
     return [line for text in texts for line in (*textwrap.wrap(" ".join(text.split()), 120), "")]
 
 
@@ -174,7 +174,7 @@ def line_of(row: Row, results: Sequence[Result]) -> str:
 
 
 def draw(folder: Path, out: Path) -> None:
-    """A thin line a seed, a thick one for their mean, smoothed."""
+    """One thin line per seed, a thick one for their mean, smoothed."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed

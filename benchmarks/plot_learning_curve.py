@@ -1,4 +1,4 @@
-"""Draws learning curves from run directories: true accuracy, and the GRM's score that was trained on.
+"""Draws learning curves from run directories: true accuracy, and the GRM's score in training.
 
 python benchmarks/plot_learning_curve.py runs/quickstart/a runs/quickstart/b --out docs/learning_curve.png
 """
@@ -24,7 +24,7 @@ Points = Mapping[int, float]  # step -> value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """`metric` as it stands in metrics.jsonl, divided by `full_scale`. `faint`: noisy, so only a hint of colour."""
+    """`metric` of metrics.jsonl, divided by `full_scale`. `faint`: noisy, so it is drawn lightly."""
 
     metric: str
     label: str
@@ -43,20 +43,20 @@ CURVES = (
 
 
 def points_of(run_dir: Path, curve: Curve) -> Points:
-    """The steps that tell this metric; a step without a number is left out."""
+    """The steps that have this metric; a step without a number is left out."""
     records = read_journal(run_dir / "metrics.jsonl")
     found = ((record["step"], record.get(curve.metric)) for record in records)
     return {step: value / curve.full_scale for step, value in found if value is not None}
 
 
 def mean_over_seeds(seeds: Sequence[Points]) -> Points:
-    """At the steps that every seed has: a mean over changing sets of seeds would show jumps that no seed made."""
+    """The mean at steps that every seed has: a mean over changing sets of seeds would show jumps of no seed."""
     steps = sorted(set.intersection(*(set(seed) for seed in seeds))) if seeds else []
     return {step: sum(seed[step] for seed in seeds) / len(seeds) for step in steps}
 
 
 def draw_curve(axes: Axes, curve: Curve, seeds: Sequence[Points]) -> None:
-    """A thin line per seed, a thick one for their mean; of a faint curve the mean alone, as a hint."""
+    """One thin line per seed, a thick one for their mean; for a faint curve only the mean."""
     seeds = [seed for seed in seeds if seed]
     steps, values = series(mean_over_seeds(seeds))
     if not steps:
@@ -76,7 +76,7 @@ def series(points: Points) -> tuple[list[int], list[float]]:
 
 
 def draw(run_dirs: Sequence[Path], out: Path, title: str) -> None:
-    """Raises ValueError where no run holds any of the metrics."""
+    """Raises ValueError if no run has any of the metrics."""
     curves = {curve: [points_of(run_dir, curve) for run_dir in run_dirs] for curve in CURVES}
     if not any(seed for seeds in curves.values() for seed in seeds):
         raise ValueError(f"no metrics to draw in {', '.join(map(str, run_dirs))}; give directories of training runs")

@@ -1,8 +1,8 @@
-"""A learner whose siblings share their prompt beside one that gets a copy with each, on the rollouts of a finished run.
+"""Compares a learner with shared prompts and one with a copy per sibling, on the rollouts of a finished run.
 
     OMP_NUM_THREADS=1 python benchmarks/prefix_sharing.py runs/quickstart
 
-Both ways start from the run's policy and train its batches in its order, in this process and by turns: who begins
+Both start from the run's policy and train its batches in its order, in this process, alternating: which one begins
 changes from step to step. A step is all that the driver and the learner do with judged groups: advantages, packing,
 forward, backward, optimizer. Writes benchmarks/prefix_sharing.md.
 """
@@ -27,8 +27,9 @@ from grmpipe.train.batching.packer import num_tokens
 from grmpipe.train.batching.samples import judged_siblings, split_rollout
 from grmpipe.train.batching.shared_prefix import prefix_groups_of
 from grmpipe.train.learner.batch_trainer import BatchTrainer
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import JudgedGroup, Metrics
 from grmpipe.validate.retraining import PreparedRetraining, prepare_retraining
 from scheduler.processes.actors import InProcessGroup
@@ -43,7 +44,7 @@ class Step:
     """One optimizer step of one way."""
 
     seconds: float
-    num_tokens: int  # that went through the learner
+    num_tokens: int  # passed through the learner
     metrics: Metrics
 
 
@@ -84,7 +85,7 @@ def packed_tokens(groups: Sequence[JudgedGroup], way: bool) -> int:
 
 
 async def measure(run_dir: Path, num_steps: int) -> dict[str, list[Step]]:
-    """Those that count."""
+    """The counted steps."""
     prepared = {name: prepared_for(run_dir, way) for name, way in WAYS.items()}
     steps: dict[str, list[Step]] = {name: [] for name in WAYS}
     trainers = {name: await trainer_of(prepared[name]) for name in WAYS}
@@ -119,7 +120,7 @@ def report(steps: dict[str, list[Step]], busy_share: float) -> list[str]:
 
 
 def sameness(steps: dict[str, list[Step]]) -> list[str]:
-    """The first step has the same weights on both sides; later ones what rounding made of them."""
+    """The relative differences of gradient norms. Both begin with the same weights; later these differ by rounding."""
     norms = [[some.metrics["train/grad_norm"] for some in pair] for pair in zip(*steps.values(), strict=True)]
     apart = [abs(shared / copied - 1) for shared, copied in norms]
     return [

@@ -1,12 +1,12 @@
-"""What the quickstart teaches a policy, where its time goes, and what the overlap of its stages gains.
+"""What the quickstart's policy learns, where its time goes, and the gain from overlapping stages.
 
     python benchmarks/quickstart.py runs/benchmark
 
-1. Seeds 0, 1 and 2 of `launch.py +experiment=quickstart`, one after another, into runs/benchmark/seed<N>; a run that
-   finished there is used again (delete the folder to measure anew).
+1. Seeds 0, 1 and 2 of `launch.py +experiment=quickstart`, one after another, into runs/benchmark/seed<N>; finished
+   runs are reused (delete the folder to measure again).
 2. The same parts on the same placement, in alternating blocks of steps: the pipeline, and its stages in sequence.
 
-Writes benchmarks/quickstart.md and docs/learning_curve.png. Changes nothing that it measures.
+Writes benchmarks/quickstart.md and docs/learning_curve.png.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A run seen from outside; seconds since its process was started."""
+    """A run seen from outside, in seconds since its process was started."""
 
-    checked_s: float  # configuration, data and models were found good; nothing was started yet
-    ready_s: float  # all parts were up
+    checked_s: float  # configuration, data and models were checked; nothing was started yet
+    ready_s: float  # all parts were running
     ended_s: float
-    busy_share: float  # of the machine's cores, with others' work, right before the start or after the end
+    busy_share: float  # of the machine's cores, including other processes, just before the start or after the end
     commit_date: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run: its process and what its files say."""
+    """A finished run: its process and its files."""
 
     run_dir: Path
     process: Process
     summary: Mapping[str, Any]
-    steps: Sequence[Mapping[str, float]]  # metrics.jsonl, without the look before the first step
+    steps: Sequence[Mapping[str, float]]  # metrics.jsonl, without the evaluation before the first step
     steps_s: float  # from the beginning of the first step to the end of the last
 
     def total(self, metric: str) -> float:
@@ -81,7 +81,7 @@ def run_seed(folder: Path, seed: int) -> Run:
 
 
 def launch(overrides: Sequence[str], run_dir: Path) -> Process:
-    """Exits where the run fails: its own words are on the screen."""
+    """Run launch.py. Exits if the run fails; its output is on the screen."""
     command = [sys.executable, "launch.py", "+experiment=quickstart", *overrides]
     busy_before, began_s, ready_s = busy_share_of_cores(), time.time(), 0.0
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
@@ -104,7 +104,7 @@ def launch(overrides: Sequence[str], run_dir: Path) -> Process:
 
 
 def busy_share_of_cores(seconds: float = 2.0) -> float:
-    """Over the next `seconds`; 0 where the system doesn't tell."""
+    """The busy share over the next `seconds`; 0 if the system doesn't report it."""
     before = ticks()
     time.sleep(seconds)
     idle, total = (now - then for now, then in zip(ticks(), before, strict=True))
@@ -112,7 +112,7 @@ def busy_share_of_cores(seconds: float = 2.0) -> float:
 
 
 def ticks() -> tuple[int, int]:
-    """Idle, and in all, of all cores since the machine started (proc_stat(5))."""
+    """Idle and total ticks of all cores since the machine started (proc_stat(5))."""
     path = Path("/proc/stat")
     counts = [int(word) for word in path.read_text().split("\n")[0].split()[1:9]] if path.exists() else [0] * 8
     return counts[3] + counts[4], sum(counts)
@@ -129,7 +129,7 @@ def read_run(run_dir: Path, process: Process) -> Run:
 
 
 def span_of_steps_s(events: Iterable[Mapping[str, Any]]) -> float:
-    """A step is the learner's span "step N", then the weight sync's "version N"."""
+    """The time of a step: the learner's span "step N", then the weight sync's "version N"."""
     spans = [event for event in events if event["ph"] == "X" and re.fullmatch(r"(step|version) \d+", event["name"])]
     return (max(span["ts"] + span["dur"] for span in spans) - min(span["ts"] for span in spans)) / 1e6
 
@@ -187,7 +187,7 @@ STAGES: tuple[Row, ...] = (
 
 
 def table(rows: Sequence[Row], runs: Sequence[Run]) -> list[str]:
-    """A column per run, and their median."""
+    """One column per run, and their median."""
     lines = [f"| | {' | '.join(run.run_dir.name for run in runs)} | median |", "|---" * (len(runs) + 2) + "|"]
     for label, form, value in rows:
         values = [value(run) for run in runs]
@@ -252,7 +252,7 @@ def commit_date() -> str:
 
 
 def quiet(config: RunConfig) -> RunConfig:
-    """The run's own configuration, without its audience."""
+    """The run's configuration without console and tracking."""
     tracking = dataclasses.replace(config.tracking, wandb_mode="disabled", console=False)
     return dataclasses.replace(config, tracking=tracking)
 

@@ -1,9 +1,8 @@
-"""What replayed experts are worth to log-probs: `OMP_NUM_THREADS=1 python benchmarks/router_replay.py`.
+"""The effect of router replay on log-probs: `OMP_NUM_THREADS=1 python benchmarks/router_replay.py`.
 
-Two mixtures of eight experts, two a token: the tiny policy shared out among experts (Qwen3-MoE), and a Mixtral with
-random weights. Each answers the tiny prompts, and a learner says what it thinks of the very tokens, once by its own
-routers, once by the sampler's choice. The dense tiny policy beside them shows what rounding alone does. Writes
-benchmarks/router_replay.md.
+Two mixtures of eight experts, two per token: the tiny policy split into experts (Qwen3-MoE), and a Mixtral with random
+weights. Each answers the tiny prompts, and a learner scores the same tokens, once with its own routers, once with the
+sampler's choice. The dense tiny policy shows the effect of rounding alone. Writes benchmarks/router_replay.md.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.data.prompts import load_prompts
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count, split_rollout
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.renderer import Renderer
@@ -35,13 +35,15 @@ from models.types import Completion, RequestContext, SamplingParams
 
 OUTPUT = Path(__file__).with_suffix(".md")
 NUM_PROMPTS, MAX_NEW_TOKENS = 256, 48
-ROUTER_NOISE = 0.01  # of each router weight: the drift of some optimizer steps
+ROUTER_NOISE = 0.01  # of each router weight: the drift after some optimizer steps
 LR, NUM_UPDATES = 1e-3, 4
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """|log p - log q| of the trained tokens, and the share of (token, layer) that its router would send elsewhere."""
+    """|log p - log q| of the trained tokens, and the share of (token, layer) for which the router would choose other
+    experts.
+    """
 
     apart_N: np.ndarray
     rerouted: float = 0.0
@@ -70,7 +72,7 @@ def random_mixtral(directory: Path) -> None:
 
 
 def with_moved_routers(path: Path, directory: Path) -> Path:
-    """A copy whose router weights are off by ROUTER_NOISE, relatively."""
+    """A copy whose router weights differ by ROUTER_NOISE, relatively."""
     draw = torch.Generator().manual_seed(0)
     directory.mkdir()
     for file in path.iterdir():
@@ -86,7 +88,7 @@ def with_moved_routers(path: Path, directory: Path) -> Path:
 
 
 def sample(path: Path, dtype: str, *, return_routed_experts: bool = True) -> list[TrainingSample]:
-    """Answers to the tiny prompts, with the log-probs and the experts that the engine tells."""
+    """Answers to the tiny prompts, with the engine's log-probs and experts."""
     engine = EmbeddedEngine(
         str(path), "policy", EmbeddedConfig(), dtype=dtype, return_routed_experts=return_routed_experts
     )
@@ -123,7 +125,7 @@ def make_learner(path: Path, algorithm: AlgorithmConfig) -> Learner:
 
 
 def apart(learner: Learner, batch: MicroBatch, others_T: np.ndarray) -> Agreement:
-    """The learner's log-probs beside others."""
+    """The differences of the learner's log-probs from others."""
     apart_N = np.abs(learner.old_pass(batch).logprobs_T - others_T)[batch.loss_mask_T > 0]
     sums = learner.accumulate(batch)
     learner.discard()
@@ -131,7 +133,7 @@ def apart(learner: Learner, batch: MicroBatch, others_T: np.ndarray) -> Agreemen
 
 
 def against_sampler(model: str, what: str, samples: list[TrainingSample], path: Path) -> Line:
-    """R3: the learner beside what the sampler said."""
+    """R3: the learner compared with the sampler."""
     batch = pack(samples)
     own = apart(make_learner(path, AlgorithmConfig()), batch, batch.sampler_logprobs_T)
     if batch.experts_TLK is None:
@@ -141,7 +143,7 @@ def against_sampler(model: str, what: str, samples: list[TrainingSample], path: 
 
 
 def against_itself(model: str, what: str, samples: list[TrainingSample], path: Path) -> Line:
-    """R2: the learner after some updates beside itself before them: what the ratio of the loss is made of."""
+    """R2: the learner after some updates compared with itself before them, the ratio of the loss."""
     batch, totals = pack([replace(one, experts_TLK=None) for one in samples]), count(samples, 0)
     learner = make_learner(path, AlgorithmConfig(router_replay="old_logprobs", updates_per_batch=NUM_UPDATES))
     old = learner.old_pass(batch)

@@ -1,8 +1,8 @@
-"""The scheduler by the figures: overlap against its lower bound, and what the pipeline itself costs.
+"""The scheduler in figures: overlap against its lower bound, and the cost of the pipeline itself.
 
     python benchmarks/scheduling.py overlap     # real time, emulated service times; four minutes
-    python benchmarks/scheduling.py overhead    # engines that cost nothing: rollouts a second, bytes in flight
-    python benchmarks/scheduling.py simulator   # how long a simulation takes: 64 slots, 100 steps; --slots for more
+    python benchmarks/scheduling.py overhead    # engines without cost: rollouts per second, bytes in flight
+    python benchmarks/scheduling.py simulator   # duration of a simulation: 64 slots, 100 steps; --slots for more
 
 Real parts throughout: pipeline, admission, groups, routers, judge with its parser, packer, weight sync. Only engines
 and learner take time instead of working.
@@ -36,7 +36,7 @@ from models.types import EngineSpeed, Message
 from scheduler.events import NoEvents
 from scheduler.placement import Placement, PlacementConfig, PoolConfig, RoleConfig, place
 
-ALL = 1 << 20  # requests in flight: no width binds
+ALL = 1 << 20  # requests in flight: no concurrency limit
 PATIENCE_S = 1e5
 
 
@@ -75,7 +75,7 @@ def seats(policy: int, grm: int, learner: int) -> Placement:
 
 # -- overlap -------------------------------------------------------------------------------------------------------
 
-# Long-tailed rollouts, four judgements of each, a learner. A row takes its time, whatever else is in the batch.
+# Long-tailed rollouts, four judgements of each, a learner. A row's time doesn't depend on the rest of the batch.
 OVERLAP_COSTS = Costs(
     engines={
         "policy": EngineSpeed(step_s=2e-3, row_s=0.0, cached_token_s=0.0, prefill_token_s=5e-6, max_rows=32),
@@ -111,7 +111,7 @@ def row_of(run: SimulatedRun) -> str:
 
 
 async def in_sequence(placement: Placement, num_steps: int) -> float:
-    """The same stages, each of which waits for the whole batch of the one before. Mean seconds a step."""
+    """The same stages, each waiting for the whole batch of the one before. Mean seconds per step."""
     load = overlap_workload(0)
     parts, _ = Simulation(load, placement, OVERLAP_COSTS, num_steps, NoEvents()).assemble()
     await parts.push_weights(0)
@@ -126,7 +126,7 @@ FREE_COSTS = Costs(engines={"policy": FREE, "grm": FREE}, learner=LearnerSpeed(t
 
 
 def overhead(in_flight: list[int], profiled: bool) -> None:
-    """Short answers: what is measured is the way through the pipeline, not the copying of token ids."""
+    """Short answers: this measures the path through the pipeline, not the copying of token ids."""
     print("| rollouts in flight | judgements each | rollouts per CPU second | KB each, at most |\n|---|---|---|---|")
     for num_judgements in (1, 4):
         for rollouts in in_flight:
@@ -152,7 +152,7 @@ def peak_kb() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# -- how long a simulation takes -------------------------------------------------------------------------------------
+# -- duration of a simulation ----------------------------------------------------------------------------------------
 
 
 def simulator(slots: int, rollouts: int, num_steps: int) -> None:

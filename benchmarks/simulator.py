@@ -1,12 +1,13 @@
-"""Is the simulator right? Steps of the quickstart on this machine, beside what profiles of other placements foretell.
+"""Accuracy of the simulator: steps of the quickstart on this machine, compared with predictions from profiles of other
+placements.
 
     python benchmarks/simulator.py runs/simulator            # 3 rounds of 5 short runs on Ray, then the report
-    python benchmarks/simulator.py runs/simulator --rounds 0 # the report alone, of the runs that are there
+    python benchmarks/simulator.py runs/simulator --rounds 0 # only the report, from existing runs
 
---profiled names the placements whose profiles foretell the others; it defaults to those that are measured.
+--profiled names the placements whose profiles predict the others; by default all measured ones.
 
-Each round runs every placement once, so that a slow minute of the machine meets all alike. A run that finished is used
-again (delete its folder to measure anew). Writes benchmarks/simulator.md.
+Each round runs every placement once, so that a slow minute of the machine affects all equally. Finished runs are reused
+(delete a folder to measure again). Writes benchmarks/simulator.md.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ PLACEMENTS: Mapping[str, tuple[str, ...]] = {
     "two engines of each role, 4 judgements": (*TWO_EACH, FOUR),
     "elastic": ("placement=elastic",),
 }
-FIRST = tuple(PLACEMENTS)[:5]  # what is measured where nothing else is said
-QUIET, QUIET_LOOKS = 0.1, 5  # of all cores; looks of two seconds
-OTHERS = "others.json"  # beside a run's files: the share of all cores that was busy right before it
+FIRST = tuple(PLACEMENTS)[:5]  # measured by default
+QUIET, QUIET_LOOKS = 0.1, 5  # share of all cores; checks of two seconds
+OTHERS = "others.json"  # next to a run's files: the share of all cores that was busy just before it
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
 def run_once(name: str, run_dir: Path) -> None:
-    """Exits where the run fails: its own words are on the screen."""
+    """Run a placement. Exits if the run fails; its output is on the screen."""
     if completed(run_dir):
         return
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -82,7 +83,9 @@ def run_once(name: str, run_dir: Path) -> None:
 
 
 def when_quiet() -> float:
-    """Wait for the processes of the run before to end. The share of all cores that is busy then, by whomever."""
+    """Wait for the processes of the last run to end. Returns the share of all cores that is busy then, by any
+    process.
+    """
     for _ in range(QUIET_LOOKS):
         if (busy := busy_share_of_cores()) <= QUIET:
             break
@@ -97,13 +100,13 @@ def measured_s(run_dir: Path) -> float:
 
 
 def others_share(run_dir: Path) -> float:
-    """Of all cores, right before the run; 0 where nobody looked."""
+    """The share of all cores just before the run; 0 if not measured."""
     path = run_dir / OTHERS
     return json.loads(path.read_text(encoding="utf-8"))["busy_share"] if path.exists() else 0.0
 
 
 def runs_of(folder: Path, name: str) -> dict[int, Path]:
-    """By round."""
+    """Round -> run."""
     found = sorted(folder.glob(f"{slug(name)}-[0-9]*"))
     return {int(run_dir.name.rsplit("-", 1)[1]): run_dir for run_dir in found if completed(run_dir)}
 
@@ -117,11 +120,11 @@ def slug(name: str) -> str:
     return name.replace(",", "").replace(" ", "_")
 
 
-# -- foretelling -----------------------------------------------------------------------------------------------------
+# -- prediction ----------------------------------------------------------------------------------------------------
 
 
 def foretold(run_dir: Path, profile_dir: Path) -> SimulatedRun:
-    """That run, by the costs and lengths of another."""
+    """A simulation of that run, by the costs and lengths of another."""
     survey = survey_of(run_dir, profile_dir)
     profile = profile_of(survey)
     costs = stated_or_reckoned(survey, profile)
@@ -137,12 +140,12 @@ def survey_of(run_dir: Path, profile_dir: Path) -> Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A placement: what its runs took, and what was foretold by the profiles of each of the others."""
+    """A placement: the times of its runs, and the predictions from the profiles of each of the others."""
 
     name: str
-    measured: Mapping[int, float]  # by round
-    foretold: Mapping[str, Mapping[int, float]]  # by the placement that was profiled in the same round
-    others: float = 0.0  # the share of all cores that was busy before its runs, at most
+    measured: Mapping[int, float]  # round -> seconds
+    foretold: Mapping[str, Mapping[int, float]]  # placement profiled in the same round -> round -> seconds
+    others: float = 0.0  # the largest share of all cores that was busy before its runs
 
     @property
     def seconds(self) -> float:
@@ -157,7 +160,7 @@ class Row:
         return statistics.median(self.foretold[profiled].values())
 
     def errors(self, profiled: str) -> list[float]:
-        """By round, smallest first."""
+        """Relative errors by round, smallest first."""
         return sorted(told / self.measured[turn] - 1 for turn, told in self.foretold[profiled].items())
 
     def error(self, profiled: str) -> float:
@@ -184,11 +187,11 @@ def rows_of(folder: Path, profiled: Sequence[str]) -> list[Row]:
 
 
 def foretold_by(runs: Mapping[int, Path], profiles: Mapping[int, Path]) -> dict[int, float]:
-    """Of the rounds in which both were run."""
+    """The predictions of the rounds in which both were run."""
     return {turn: foretold(run, profiles[turn]).step_s for turn, run in runs.items() if turn in profiles}
 
 
-# -- telling ---------------------------------------------------------------------------------------------------------
+# -- report --------------------------------------------------------------------------------------------------------
 
 
 HEADING = """# Accuracy of the simulator
@@ -234,7 +237,7 @@ def report(rows: Sequence[Row], profiled: Sequence[str], command: str) -> str:
 
 
 def noise(rows: Sequence[Row]) -> str:
-    """How far the machine itself disagrees with itself."""
+    """The machine's own variation."""
     widest, usual = max(rows, key=lambda row: row.spread), statistics.median(row.spread for row in rows)
     return (
         f"The machine is shared. Runs of one placement differ by {usual:.0%} in "
@@ -280,7 +283,7 @@ def verdicts(rows: Sequence[Row], profiled: Sequence[str]) -> str:
 
 
 def can_be_told_apart(a: Row, b: Row) -> bool:
-    """Every run of the one was faster than any of the other."""
+    """Whether every run of one was faster than any of the other."""
     of_a, of_b = a.measured.values(), b.measured.values()
     return max(of_a) < min(of_b) or max(of_b) < min(of_a)
 

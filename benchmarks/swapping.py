@@ -1,11 +1,11 @@
-"""What swapping one engine's weights costs and saves: `OMP_NUM_THREADS=1 python benchmarks/swapping.py`. Needs vLLM.
+"""Costs and savings of swapping an engine's weights: `OMP_NUM_THREADS=1 python benchmarks/swapping.py`. Needs vLLM.
 
 Two random models of one architecture (Qwen3, float32) on vLLM for CPUs: `policy` and `grm`.
 
-- started: an engine of its own, from the first import to the first token; and its memory (proportional share).
-- read: the other model's files by vLLM's own loader, as a frozen GRM's weights come; they lie in the page cache.
-- pushed: the other model's tensors from shared memory in buckets of 64 MB, hashed on both ends, as a policy's come.
-- copied: the same bytes, host to host, by one thread: what waking a sleeping engine costs at least where its bus is as
+- started: a separate engine, from the first import to the first token; and its memory (proportional share).
+- read: the other model's files by vLLM's loader, as for a frozen GRM; they are in the page cache.
+- pushed: the other model's tensors from shared memory in buckets of 64 MB, hashed on both ends, as for a policy.
+- copied: the same bytes, host to host, by one thread: the least cost of waking a sleeping engine if its bus is as
   fast as this memory. vLLM for CPUs can't sleep.
 
 Each is the median of --repeats, paused to resumed. Writes benchmarks/swapping.md.
@@ -55,7 +55,7 @@ READING = """- started, its memory: a separate engine, from its first import to 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one size; seconds, and GB of an engine's processes."""
+    """The measurements of one size: seconds, and GB of an engine's processes."""
 
     num_parameters: int
     started_s: float
@@ -73,7 +73,7 @@ class Measured:
 
 
 def make_model(path: Path, seed: int, layers: int, hidden: int) -> int:
-    """A checkpoint; returns its number of parameters."""
+    """Write a checkpoint. Returns its number of parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=32_000, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
@@ -132,7 +132,7 @@ async def swapped(engine: VllmEngine, load: Callable[[], Awaitable[None]]) -> No
 
 
 async def timed(work: Callable[[], Awaitable[None]], repeats: int) -> float:
-    """Median seconds; the first time touches new memory, and doesn't count."""
+    """Median seconds; the first time touches new memory and isn't counted."""
     seconds = []
     for _ in range(repeats + 1):
         began_s = time.perf_counter()
@@ -142,7 +142,7 @@ async def timed(work: Callable[[], Awaitable[None]], repeats: int) -> float:
 
 
 def memory_gb(process_ids: list[int]) -> float:
-    """Of processes, what they share counted by halves."""
+    """The memory of processes, shared parts divided evenly."""
     return sum(psutil.Process(process_id).memory_full_info().pss for process_id in process_ids) / 1e9
 
 

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the tiny task, as a user of TRL would write it; against_trl.py starts it. Knows no grmpipe.
 
-Its environment is its own. torch comes first and by itself: a range in a later install would take the newest build.
+It has its own environment. Install torch first and alone: a range in a later install would take the newest build.
 
     python -m venv .trl
     .trl/bin/pip install torch==2.13.0
@@ -56,7 +56,7 @@ def answer(
 
 
 def make_reward(directory: str) -> Callable[..., list[float]]:
-    """The GRM's score on 0 to 1; what can't be read is worth nothing."""
+    """The GRM's score from 0 to 1; an unparseable judgement gives 0."""
     grm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
 
@@ -73,7 +73,7 @@ def make_reward(directory: str) -> Callable[..., list[float]]:
 
 
 class Timed(GRPOTrainer):
-    """Adds up where the seconds of a step go."""
+    """Sums up the seconds of the parts of a step."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -103,7 +103,7 @@ class Timed(GRPOTrainer):
 
 
 class Watch(TrainerCallback):
-    """Seconds of each step, and looks at held-out problems, which are in no step's seconds."""
+    """Seconds of each step, and evaluations on held-out problems, which no step's seconds include."""
 
     def __init__(self, look: Callable[[], float], every: int) -> None:
         self.trainer: Timed | None = None
@@ -125,7 +125,7 @@ class Watch(TrainerCallback):
 
 
 def make_look(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int) -> Callable[[], float]:
-    """True accuracy on held-out problems, sampled; the training's random numbers go on as if nobody had looked."""
+    """True accuracy on held-out problems, sampled; it doesn't change the training's random numbers."""
     problems = sorted(make_problems("held_out", count, 0), key=lambda problem: len(problem.question))
 
     def look() -> float:
@@ -164,8 +164,8 @@ def train(args: argparse.Namespace) -> Watch:
         epsilon=0.2,
         loss_type="dapo",  # the token mean
         scale_rewards="group",
-        shuffle_dataset=False,  # the questions come in the order in which the other side draws them
-        gradient_checkpointing=False,  # on by default, and slower where memory is no concern
+        shuffle_dataset=False,  # the questions come in the same order as for the other side
+        gradient_checkpointing=False,  # on by default, and slower if there is enough memory
         use_transformers_continuous_batching=args.continuous_batching,
         bf16=False,
         use_cpu=True,

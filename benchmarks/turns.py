@@ -1,8 +1,8 @@
-"""What processes lose by taking turns: embedded engines on the cores of this machine, each in a process of its own.
+"""The cost of context switches: embedded engines on the cores of this machine, each in its own process.
 
     OMP_NUM_THREADS=1 python benchmarks/turns.py     # a minute, on a machine that does nothing else
 
-The figures behind grmpipe.capacity.shared_cores.TURN_COST. Writes benchmarks/turns.md.
+The figures behind grmpipe.capacity.shared_cores.CONTEXT_SWITCH_COST. Writes benchmarks/turns.md.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def main() -> None:
 
 
 def together(count: int) -> float:
-    """Batches a second of so many engines at once."""
+    """Batches per second of this many engines at once."""
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(count)
     with context.Pool(count, initializer=share, initargs=(start,)) as pool:
         return sum(pool.map(batches_a_second, range(count), chunksize=1))
 
 
-BARRIER: list = []  # of the process: what a pool's workers can only inherit
+BARRIER: list = []  # per process: workers of a pool can only inherit it
 
 
 def share(start: object) -> None:

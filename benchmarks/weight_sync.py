@@ -1,16 +1,16 @@
-"""Seconds that a push of weights takes, by its way and size: `OMP_NUM_THREADS=1 python benchmarks/weight_sync.py`.
+"""The seconds of a push of weights, by transport and size: `OMP_NUM_THREADS=1 python benchmarks/weight_sync.py`.
 
-A model of random float32 parameters is pushed, in buckets, from this process to one Ray actor, which copies them into a
-state dict of its own, as the embedded engine does. As in a run, the next bucket is made while the last one is loaded,
-and buckets cross by Ray (the object store's bytes as well). The clock runs from the first bucket asked for to the last
-one loaded.
+A model of random float32 parameters is pushed, in buckets, from this process to one Ray actor, which copies them into
+its own state dict, as the embedded engine does. As in a run, the next bucket is made while the last one is loaded, and
+buckets are sent by Ray (with bytes for the object store). The time is from the request of the first bucket until the
+last one is loaded.
 
 - first: the first push, which touches new memory; then: the median of the next three.
 - without hashing: neither end computes checksums.
 - the ratio is to a plain copy of the same tensors into memory that was touched before, by one thread, in this process,
   taken right before each push: the machine may be busy.
 
-Only for ways that need no GPU. Writes benchmarks/weight_sync.md.
+Only for transports that need no GPU. Writes benchmarks/weight_sync.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 class RandomModel(nn.Module):
-    """An embedding of a tenth of the parameters, then square matrices and vectors, as a decoder has them."""
+    """An embedding with a tenth of the parameters, then square matrices and vectors, as in a decoder."""
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class RandomModel(nn.Module):
 
 @ray.remote(num_cpus=0)
 class Receiver:
-    """The engine's end, with nothing but weights."""
+    """The engine's end, with weights only."""
 
     def __init__(self, num_parameters: int, hashing: bool) -> None:
         from models.weights.inbox import WeightInbox
@@ -90,7 +90,7 @@ def no_checksums(tensors: list[Tensor]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A way at a size; seconds, and ratios to the plain copy."""
+    """A transport at a size; seconds, and ratios to the plain copy."""
 
     first_s: float
     then_s: float
@@ -133,7 +133,7 @@ def rows_of(num_parameters: int, ways: list[str]) -> Iterator[str]:
 
 
 class Copy:
-    """What the same bytes take at least."""
+    """The least time for the same bytes."""
 
     def __init__(self, model: RandomModel) -> None:
         self._sources = [parameter.detach() for parameter in model.parameters()]
@@ -173,7 +173,7 @@ def measured(way: str, model: RandomModel, copy: Copy, num_parameters: int, hash
 
 
 def push(stream: WeightStream, sender: WeightTransport, receiver: ray.actor.ActorHandle) -> float:
-    """As the pusher does: at most two buckets are alive."""
+    """Push as the pusher does: at most two buckets are alive."""
     started_s = time.perf_counter()
     bucket = sender.post(0, stream.unsharded(0))
     for index in range(stream.num_buckets):

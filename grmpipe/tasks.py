@@ -1,14 +1,15 @@
-"""The tasks of launch.py that need torch: train, evaluate, plan and others. Each runs to its end, says how it ended."""
+"""The tasks of launch.py that need torch: train, evaluate, plan and others. Each runs to its end and reports it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -16,54 +17,69 @@ from rich.progress import Progress as ProgressBars
 
 from grmpipe.capacity.plan.memory_check import check_memory, divide_gpus, sized
 from grmpipe.config.run_config import RunConfig
-from grmpipe.observe.logs import setup_logging
-from grmpipe.observe.summary import Summary
 from grmpipe.run.errors import RunFailed, RunInterrupted
-from grmpipe.run.rft import train_judge_rft
-from grmpipe.run.train import train
+from grmpipe.run.session import HasConfig, Run, run_session
 from grmpipe.run_dir.claim import Claim
 from grmpipe.run_dir.directory import RunLocation
 from grmpipe.validate.devices import device_notes
 from grmpipe.validate.models import Progress
 from grmpipe.validate.prepare import Prepared, prepare
 
+if TYPE_CHECKING:
+    from grmpipe.validate.judge_evaluation import PreparedEvaluation
+    from grmpipe.validate.meta_rm_training import MetaRmTraining
+    from grmpipe.validate.retraining import PreparedRetraining
+
+
+P = TypeVar("P", bound=HasConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTask(Generic[P]):
+    """A task that starts processes.
+
+    prepare:   refuses what can't run, with a ConfigError.
+    make_run:  what runs in the session.
+    notes:     notes on settings that are allowed but may not be meant.
+    continued: how a run that was interrupted is continued; `{run_dir}` is replaced by its directory.
+    """
+
+    prepare: Callable[[RunConfig, Progress], P]
+    make_run: type[Run[P]]
+    notes: Callable[[P], Iterable[str]] = lambda prepared: ()
+    continued: str = "continue with resume=auto run_dir={run_dir}"
+
 
 def run_task(config: RunConfig) -> float | None:
-    """The objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted.
+    """The objective, for a sweeper. Raises ConfigError, RunFailed or RunInterrupted."""
+    if config.data.retrain_from is not None:
+        return run(config, retraining())
+    if config.task in SHOWN:
+        return SHOWN[config.task](config)
+    if config.task == "evaluate":  # it leaves nothing to resume
+        config = replace(config, resume="never")
+    return run(config, RUNS[config.task]())
 
-    Each task imports its own parts, so that training doesn't wait for those of the others.
-    """
-    return run_retrain(config) if config.data.retrain_from is not None else TASKS[config.task](config)
 
-
-def run_train(config: RunConfig) -> float | None:
+def run(config: RunConfig, task: RunTask[P]) -> float | None:
+    """Claim a directory, refuse what can't run, and run the rest to its end."""
     with Claim(config) as claim:
         if claim.place.complete:
             return say_complete(claim.place)
         with model_progress() as progress:
-            prepared = divide_gpus(prepare(config, progress))
-        check_memory(prepared)
-        tell([*claim.place.notes, *notes(prepared)])
+            prepared = task.prepare(config, progress)
+        tell([*claim.place.notes, *task.notes(prepared)])
         run_dir = claim.open()
-        return outcome(asyncio.run(RUNS[config.task](prepared, *anywhere(run_dir, claim.place))), run_dir)
-
-
-def run_retrain(config: RunConfig) -> float | None:
-    from grmpipe.run.retrain import retrain
-    from grmpipe.validate.retraining import prepare_retraining
-
-    with Claim(config) as claim:
-        if claim.place.complete:
-            return say_complete(claim.place)
-        with model_progress() as progress:
-            prepared = prepare_retraining(config, progress)
-        tell(claim.place.notes)
-        run_dir = claim.open()
-        return outcome(asyncio.run(retrain(prepared, *anywhere(run_dir, claim.place))), run_dir)
+        summary = asyncio.run(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place)))
+    if summary.status == "failed":
+        raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
+    if summary.status == "interrupted":
+        raise RunInterrupted(f"interrupted at step {summary.steps}; {task.continued.format(run_dir=run_dir)}")
+    return summary.objective
 
 
 def anywhere(run_dir: Path, place: RunLocation) -> tuple[Path, Path | None]:
-    """The run's directory and its checkpoint for processes that stand elsewhere."""
+    """The run's directory and its checkpoint, for processes with other working directories."""
     return run_dir.absolute(), place.checkpoint.absolute() if place.checkpoint is not None else None
 
 
@@ -77,45 +93,50 @@ def say_complete(place: RunLocation) -> float | None:
     return objective_of(place.run_dir)
 
 
-def outcome(summary: Summary, run_dir: Path) -> float | None:
-    if summary.status == "failed":
-        raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
-    if summary.status == "interrupted":
-        raise RunInterrupted(f"interrupted at step {summary.steps}; continue with resume=auto run_dir={run_dir}")
-    return summary.objective
+# -- tasks that run: each imports its own parts -----------------------------------------------------------------------
 
 
-def run_train_meta_rm(config: RunConfig) -> float | None:
-    from grmpipe.run.train_meta_rm import train_meta_rm
+def prepare_training(config: RunConfig, progress: Progress) -> Prepared:
+    prepared = divide_gpus(prepare(config, progress))
+    check_memory(prepared)
+    return prepared
+
+
+def training() -> RunTask[Prepared]:
+    from grmpipe.run.train import TrainingRun
+
+    return RunTask(prepare=prepare_training, make_run=TrainingRun, notes=notes)
+
+
+def rft() -> RunTask[Prepared]:
+    from grmpipe.run.rft import RftRun
+
+    return RunTask(prepare=prepare_training, make_run=RftRun, notes=notes)
+
+
+def retraining() -> RunTask[PreparedRetraining]:
+    from grmpipe.run.retrain import RetrainRun
+    from grmpipe.validate.retraining import prepare_retraining
+
+    return RunTask(prepare=prepare_retraining, make_run=RetrainRun)
+
+
+def meta_rm_training() -> RunTask[MetaRmTraining]:
+    from grmpipe.run.train_meta_rm import MetaRmRun
     from grmpipe.validate.meta_rm_training import prepare_meta_training
 
-    with Claim(config) as claim:
-        with model_progress() as progress:
-            ready = prepare_meta_training(config, progress)
-        run_dir = claim.open()
-        summary = asyncio.run(train_meta_rm(ready, run_dir.absolute()))
-    if summary.status == "failed":
-        raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
-    if summary.status == "interrupted":
-        raise RunInterrupted(
-            f"interrupted at step {summary.steps}; once {run_dir}/judgements.jsonl exists, a new run can read "
-            "it with meta_rm.judgements=..."
-        )
-    return summary.objective
+    continued = "once {run_dir}/judgements.jsonl exists, a new run can read it with meta_rm.judgements=..."
+    return RunTask(prepare=prepare_meta_training, make_run=MetaRmRun, continued=continued)
 
 
-def run_evaluate(config: RunConfig) -> float | None:
-    from grmpipe.run.evaluate_judge import prepare_evaluation, run_evaluation
+def evaluation() -> RunTask[PreparedEvaluation]:
+    from grmpipe.run.evaluate_judge import EvaluationRun
+    from grmpipe.validate.judge_evaluation import prepare_evaluation
 
-    with Claim(replace(config, resume="never")) as claim:
-        with model_progress() as progress:
-            ready = prepare_evaluation(config, progress)
-        run_dir = claim.open()
-        setup_logging(run_dir, None)
-        summary = asyncio.run(run_evaluation(ready, run_dir))
-    if summary.status == "failed":
-        raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
-    return summary.objective
+    return RunTask(prepare=prepare_evaluation, make_run=EvaluationRun, continued="type the command again")
+
+
+# -- tasks that show -------------------------------------------------------------------------------------------------
 
 
 def show_plan(config: RunConfig) -> None:
@@ -135,14 +156,12 @@ def show_simulation(config: RunConfig) -> None:
     print(text)
 
 
-RUNS = {"train": train, "train_judge_rft": train_judge_rft}
-TASKS = {
-    "train": run_train,
-    "train_judge_rft": run_train,
-    "train_meta_rm": run_train_meta_rm,
-    "evaluate": run_evaluate,
-    "plan": show_plan,
-    "simulate": show_simulation,
+SHOWN: dict[str, Callable[[RunConfig], None]] = {"plan": show_plan, "simulate": show_simulation}
+RUNS: dict[str, Callable[[], RunTask[Any]]] = {
+    "train": training,
+    "train_judge_rft": rft,
+    "train_meta_rm": meta_rm_training,
+    "evaluate": evaluation,
 }
 
 
@@ -151,7 +170,7 @@ def objective_of(run_dir: Path) -> float | None:
 
 
 def notes(prepared: Prepared) -> list[str]:
-    """What is allowed, and maybe not meant."""
+    """Notes on settings that are allowed but may not be meant."""
     config, objective, said = prepared.config, prepared.config.objective, []
     if objective.startswith("eval.") and not prepared.held_out:
         said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
@@ -163,7 +182,7 @@ def notes(prepared: Prepared) -> list[str]:
 
 @contextmanager
 def model_progress() -> Iterator[Progress]:
-    """A bar for each model that has to be made; nothing where all are at hand."""
+    """Context: a progress bar for each model that has to be made; none if all exist."""
     bars = ProgressBars(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True, console=Console(stderr=True)
     )
@@ -178,5 +197,5 @@ def model_progress() -> Iterator[Progress]:
     try:
         yield advance
     finally:
-        if tasks:  # stopping what never started prints an empty line
+        if tasks:  # stopping without a start prints an empty line
             bars.stop()

@@ -19,7 +19,7 @@ Metrics = dict[str, float]  # name -> value of one step; names are `area/what_un
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criterion:
-    """What an answer is to be judged by, and how much it counts beside the others."""
+    """One criterion of a rubric, and its weight among the others."""
 
     text: str
     weight: float = 1.0
@@ -27,7 +27,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the policy is asked. `reference` and `rubric` are for judges; they never enter the policy's prompt."""
+    """The prompt of the policy. `reference` and `rubric` are for judges; they never enter the policy's prompt."""
 
     prompt_id: str
     messages: tuple[Message, ...]
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call of the policy. `replies` is what the environment said to it (empty at the end)."""
+    """One call of the policy. `replies`: messages of the environment after it (empty at the end)."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sibling, played to its end. `truncated` means that max tokens ended it: judged like any other."""
+    """One sibling, played to its end. `truncated`: max tokens ended it; it is judged like any other."""
 
     group_id: str
     sibling: int
@@ -56,7 +56,7 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """What the policy wrote, turn after turn."""
+        """The policy's text of all turns, in order."""
         return "\n".join(turn.completion.text for turn in self.turns)
 
     @property
@@ -70,7 +70,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One sample of the GRM that parsed. `siblings` and `scores` stand in the order shown, on the judge's scale."""
+    """One sample of the GRM that parsed. `siblings` and `scores` are in the order shown, on the judge's scale."""
 
     group_id: str
     siblings: tuple[int, ...]
@@ -83,7 +83,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Something that gave no result. Never a number. Infrastructure causes: timeout, refused, died."""
+    """A failure: something without a result. Never a number. Infrastructure causes: timeout, refused, died."""
 
     stage: Stage
     cause: Cause
@@ -93,7 +93,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedJudgement(Failed):
-    """A judgement that was generated and is no use (unparseable, truncated): kept, it can be read and trained on."""
+    """A judgement that was generated but is unusable (unparseable, truncated): kept, to be read and trained on."""
 
     prompt_ids: tuple[int, ...]
     completion: Completion
@@ -101,10 +101,10 @@ class FailedJudgement(Failed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpan:
-    """`value` for the tokens [start, end) of a turn. An outcome reward is one span over the last turn.
+    """A reward of `value` for the tokens [start, end) of a turn. An outcome reward is one span over the last turn.
 
-    share: of a verdict that is a mean of steps, this step's part in it (the shares sum to 1): it earned value / share.
-           None: the values stand for themselves, however many there are.
+    share: this step's share of a verdict that is a mean of steps (shares sum to 1): the step's own reward is value /
+           share. None: values add up.
     """
 
     turn: int
@@ -116,13 +116,13 @@ class RewardSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the vote over judgements came to.
+    """The result of the vote over judgements.
 
     rewards:   spans in reward units (scaled, mixed), which training uses.
     score:     the judge's own scale (1 to 10 for a generative judge), which people read.
     breakdown: each component's reward by name, before weighting.
     score_std: of the votes: their population standard deviation in score units (0 for a single vote).
-    grm_version: completed optimizer steps of the GRM that judged: 0 where it doesn't learn in this run.
+    grm_version: completed optimizer steps of the GRM that judged; 0 if it isn't trained in this run.
     """
 
     rewards: tuple[RewardSpan, ...]
@@ -139,27 +139,27 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAudit:
-    """Where the early stop would have ended, beside the vote over all judgements. Scores on the judge's scale."""
+    """The vote where the early stop would have ended, next to the full vote. Scores on the judge's scale."""
 
-    stopped_after: int  # judgements; as many as there are where it would not have stopped
+    stopped_after: int  # judgements; all of them if it would not have stopped
     stopped_score: float
     full_score: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReport:
-    """What a rollout's judging came to: the verdict or its failure, and the evidence for the journal.
+    """The result of judging a rollout: the verdict or its failure, and the judgements behind it for the journal.
 
-    What was asked about several siblings at once stands in the report of one of them only: it is counted once.
+    Judgements of several siblings at once are in the report of only one of them, so they are counted once.
 
-    principles:   what the GRM wrote for the whole group, ahead of its judgements.
-    saved_tokens: an estimate from below: judgements that were never asked, at the mean length of those that were.
-    audit:        of a rollout that was judged in full to try the early stop.
+    principles:   what the GRM wrote for the whole group before its judgements.
+    saved_tokens: a lower bound: tokens of judgements never requested, at the mean length of the others.
+    audit:        for a rollout that was judged in full to check the early stop.
     """
 
     verdict: Verdict | Failed
     judgements: tuple[Judgement, ...] = ()
-    failures: tuple[Failed, ...] = ()  # of single judgements, re-asked ones included
+    failures: tuple[Failed, ...] = ()  # of single judgements, including those retried
     principles: Completion | None = None
     saved_tokens: int = 0
     audit: StopAudit | None = None
@@ -167,7 +167,9 @@ class JudgeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedGroup:
-    """Siblings of one prompt, in sibling order, with their verdicts. `version` is the lowest of the sampled tokens."""
+    """The siblings of one prompt, in sibling order, with their verdicts. `version`: the lowest of the sampled
+    tokens.
+    """
 
     group_id: str
     prompt: Prompt
@@ -184,10 +186,10 @@ class GroupEnd:
     """How a group ended: a line of groups.jsonl.
 
     prompt_index: the index of its prompt in the order of the data.
-    step:    that trained it; None where it was dropped.
-    cause:   why it was dropped; None where it was trained.
-    version: the lowest of its sampled tokens; None where it was dropped.
-    early:   whether the learner went on with what it had before the next group of the batch came.
+    step:    that trained it; None if it was dropped.
+    cause:   why it was dropped; None if it was trained.
+    version: the lowest of its sampled tokens; None if it was dropped.
+    early:   whether the learner trained on it before the next group of the batch was ready (early start).
     """
 
     group_id: str
@@ -202,7 +204,7 @@ class GroupEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedResponses:
-    """Two responses or more to a prompt, and which of them is truly the best: for measuring and training judges."""
+    """At least two responses to a prompt, and which of them is truly the best: for measuring and training judges."""
 
     item_id: str
     prompt: Prompt
@@ -213,7 +215,7 @@ class RankedResponses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredResponse:
-    """One response to a prompt, and the score it truly deserves, on the judge's scale."""
+    """One response to a prompt, and its true score on the judge's scale."""
 
     item_id: str
     prompt: Prompt
@@ -227,14 +229,14 @@ Labelled = RankedResponses | ScoredResponse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """A stretch of tokens to learn from. Entry t of mask, log-probs and advantages belongs to token_ids[t].
+    """A sequence of tokens to train on. Entry t of mask, log-probs and advantages belongs to token_ids[t].
 
     loss_mask:        1 on sampled tokens that are trained, 0 elsewhere.
     sampler_logprobs: natural log, as the engine reported them; 0 where loss_mask is 0.
     advantages:       0 where loss_mask is 0.
-    versions:         spans over token_ids, sampled stretches only.
-    experts_TLK:      int16, where the sampler sent each token, by layer with experts (-1: not known); None where it is
-                      known of no token.
+    versions:         spans over token_ids, for sampled tokens only.
+    experts_TLK:      int16, the experts to which the sampler sent each token, per layer with experts (-1: unknown);
+                      None if unknown for all tokens.
     """
 
     group_id: str
@@ -250,38 +252,38 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples packed end to end. T: packed tokens, S: samples, L: layers with experts, K: experts a token.
+    """Samples packed end to end. T: packed tokens, S: samples, L: layers with experts, K: experts per token.
 
-    Arrays cross process borders as they are.
+    Arrays are sent between processes as they are.
 
-    Samples that begin alike, the siblings of a prompt, share their prefix: the first of them has it among its tokens,
-    the others go on from there with tokens of their own. Every trained token is some sample's own, so a sum over a
-    sample is one over its own tokens. What nothing predicts is never trained: the loss_mask at position 0 is 0.
+    Siblings of a prompt share their prefix: the first holds it among its tokens, the others hold only the tokens after
+    it. Every trained token belongs to exactly one sample, so a sum over a sample is one over the tokens it holds. A
+    token that nothing predicts is never trained: the loss_mask at position 0 is 0.
     """
 
     token_ids_T: np.ndarray  # int64
-    position_ids_T: np.ndarray  # int64, in the sample, its prefix included
-    sample_lengths_S: np.ndarray  # int64, of own tokens, sums to T
-    prefix_starts_S: np.ndarray  # int64, where in T the tokens stand that come before a sample's own
-    prefix_lengths_S: np.ndarray  # int64; 0: none do
+    position_ids_T: np.ndarray  # int64, within the sample, including its prefix
+    sample_lengths_S: np.ndarray  # int64, tokens that each sample holds, sums to T
+    prefix_starts_S: np.ndarray  # int64, where in T the prefix of a sample begins
+    prefix_lengths_S: np.ndarray  # int64; 0: no prefix
     loss_mask_T: np.ndarray  # float32, 0 or 1
     sampler_logprobs_T: np.ndarray  # float32
     advantages_T: np.ndarray  # float32
-    versions_T: np.ndarray  # int32, of the policy that sampled the token; -1 where none did
-    experts_TLK: np.ndarray | None = None  # int16, to replay; -1 where the learner's own router chooses
+    versions_T: np.ndarray  # int32, version that sampled the token; -1 if none did
+    experts_TLK: np.ndarray | None = None  # int16, to replay; -1: chosen by the learner's own router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldPass:
-    """What the weights that a batch's updates start from say of a micro-batch."""
+    """The pass over a micro-batch with the weights at the start of a batch's updates."""
 
-    logprobs_T: np.ndarray  # float32, log pi_old; 0 where nothing is trained
-    experts_TLK: np.ndarray | None = None  # that they chose, where the updates are to replay them
+    logprobs_T: np.ndarray  # float32, log pi_old; 0 for untrained tokens
+    experts_TLK: np.ndarray | None = None  # chosen in this pass, if the updates replay them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTotals:
-    """Sizes of a whole batch, over all micro-batches and ranks; known only when the batch is closed."""
+    """Sizes of a whole batch, over all micro-batches and ranks. Known only when the batch is closed."""
 
     num_loss_tokens: int
     num_sequences: int  # with at least one trained token
@@ -291,9 +293,9 @@ class BatchTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeTask:
-    """What a judge does at once: the siblings it judges together, in sibling order.
+    """One unit of a judge's work: the siblings it judges together, in sibling order.
 
-    No members: what can be done before any rollout has ended. `component`: of a mixture, which part of it sits.
+    No members: work that needs no rollout. `component`: for a mixture, the component that does it.
     """
 
     members: tuple[int, ...]
@@ -301,25 +303,26 @@ class JudgeTask:
 
 
 class JudgeSession(Protocol):
-    """The judging of one group, from its admission on. Used once; it goes when the group ends.
+    """The judging of one group, from its admission on. Used once; it ends with the group.
 
-    A pointwise judge sits for every rollout by itself, a listwise one once for all siblings, a pairwise one for every
-    pair. What comes of it are reports per sibling, each given once, when it is final.
+    A pointwise judge has one task per rollout, a listwise one a single task for all siblings, a pairwise one a task per
+    pair. The results are reports per sibling, each given once, when it is final.
     """
 
     def begin(self) -> Sequence[JudgeTask]:
-        """What to do now, at the admission of the group."""
+        """Judge tasks that can be done at the admission of the group."""
         ...
 
     def add(self, rollout: Rollout) -> Sequence[JudgeTask]:
-        """A rollout has ended. What can be judged with it that could not before."""
+        """Add an ended rollout. Returns the judge tasks that are possible with it and weren't before."""
         ...
 
     async def judge(self, judge_task: JudgeTask, priority: int = 0) -> Mapping[int, JudgeReport]:
-        """Hold it. Returns the reports that are final now, by sibling; none for a sibling that has more to wait for.
+        """Do a judge task. Returns the reports that are final now, by sibling; none for a sibling with unfinished
+        tasks.
 
-        The lowest priority goes first. Failures come back as values; only a programming error raises. After a resume,
-        judge tasks whose members all have verdicts already are left out.
+        The lowest priority goes first. Failures are returned as values; only a programming error raises. After a
+        resume, judge tasks whose members all have verdicts are skipped.
         """
         ...
 
@@ -329,18 +332,18 @@ class Judge(Protocol):
     """Opens a judge session for each group."""
 
     def open(self, prompt: Prompt, group_id: str, size: int) -> JudgeSession:
-        """`size`: the siblings that will come."""
+        """Open the session of a group. `size`: the number of its siblings."""
         ...
 
 
 @runtime_checkable
 class Env(Protocol):
-    """One episode. An instance is used once."""
+    """An environment: one episode. An instance is used once."""
 
     def start(self) -> tuple[Message, ...]:
         """The messages that the policy sees first."""
         ...
 
     async def step(self, text: str) -> tuple[Message, ...]:
-        """What the environment answers to the policy's turn; empty ends the episode."""
+        """The environment's reply to the policy's turn; empty ends the episode."""
         ...

@@ -1,4 +1,4 @@
-"""Memory for one bucket after another, taken once and used again: to touch new pages costs more than a copy."""
+"""Memory that is reused for one bucket after another: touching new pages costs more than a copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes: a cache line, and more than any dtype asks for
+ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
 
 def padded(num_bytes: int) -> int:
@@ -20,7 +20,7 @@ def bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def room_for(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> int:
-    """Bytes that the tensors take, each at the next multiple of 64."""
+    """The bytes of the tensors, each at the next multiple of 64."""
     return sum(padded(bytes_of(dtype, shape)) for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
@@ -42,9 +42,9 @@ class Arena:
         self._memory_B = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Tensors that lie where those of the last call lay."""
+        """Tensors in the same memory as those of the last call."""
         room = room_for(dtypes, shapes)
         if room > self._memory_B.numel():
-            self._memory_B = torch.empty(0, dtype=torch.uint8, device=self._device)  # give back before taking more
+            self._memory_B = torch.empty(0, dtype=torch.uint8, device=self._device)  # free it before taking more
             self._memory_B = torch.empty(room, dtype=torch.uint8, device=self._device)
         return views(self._memory_B, dtypes, shapes)

@@ -1,4 +1,4 @@
-"""Where a model's files are on this machine: a directory as it is, a hub name in the cache. Reads none of them."""
+"""Finds a model's files on this machine: a directory as it is, a hub name in the cache. Reads none of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-ANSWER_TIMEOUT_S = 5.0  # of the hub, when it's asked what there is
+ANSWER_TIMEOUT_S = 5.0  # of the hub, when asked for its files
 
 
 class NotHere(ValueError):
-    """A hub name whose files are neither in the cache nor to be had now. Another machine may have them."""
+    """A hub name whose files are neither in the cache nor available now. Another machine may have them."""
 
 
 def find_files(path: str, *, weights: bool) -> str:
-    """The directory of a model. A hub name is fetched (without `weights`, its small files only), or found in the cache.
+    """The directory of a model. A hub name is fetched (without `weights` only its small files), or found in the cache.
 
     HF_HUB_OFFLINE is respected; an unreachable hub is noticed within seconds. Raises NotHere, or ValueError for a path
     that is neither a directory with a model nor a hub name.
@@ -35,12 +35,12 @@ def find_files(path: str, *, weights: bool) -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """A directory of the same name goes first."""
+    """Whether a path is a hub name; a directory of the same name takes precedence."""
     return HUB_NAME.fullmatch(path) is not None and not Path(path).is_dir()
 
 
 def _directory(path: str) -> str:
-    """Absolute: other processes may stand elsewhere."""
+    """Absolute, because other processes may have other working directories."""
     if not Path(path).is_dir():
         raise ValueError(f"path: no directory {path!r}; give a Hugging Face model directory or a hub name")
     return str(Path(path).resolve())

@@ -1,4 +1,4 @@
-"""Callers that wait for their turn, in order of priority. Decides nothing: whoever owns a gate lets them through."""
+"""Callers that wait in order of priority. Decides nothing: the owner of a gate releases them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Permit = asyncio.Future[None]
 
 
 def keep() -> None:
-    """The default for `give_back`: a turn is nothing that anybody else could use."""
+    """The default for `give_back`: nothing has to be given back."""
 
 
 class PriorityGate:
-    """The lowest priority number goes first, then the oldest. Whoever is cancelled leaves."""
+    """A gate that releases the lowest priority number first, then the oldest. Cancelled waiters leave."""
 
     def __init__(self) -> None:
         self._num_arrived = 0
@@ -22,7 +22,7 @@ class PriorityGate:
 
     @property
     def first_amount(self) -> int | None:
-        """What the next one to go asks for; None where nobody waits."""
+        """The amount that the next waiter asks for; None without waiters."""
         while self._waiting:
             *_, amount, turn = self._waiting[0]
             if not turn.done():
@@ -31,14 +31,14 @@ class PriorityGate:
         return None
 
     def join(self, priority: int, amount: int = 0) -> Permit:
-        """Take a place, to be waited for by `passed`."""
+        """Take a place; wait for it with `passed`."""
         turn: Permit = asyncio.get_running_loop().create_future()
         self._num_arrived += 1
         heapq.heappush(self._waiting, (priority, self._num_arrived, amount, turn))
         return turn
 
     async def passed(self, turn: Permit, give_back: Callable[[], object] = keep) -> None:
-        """Return when it is let through. give_back: called where its caller is cancelled in that very moment."""
+        """Return when released. give_back: called if the caller is cancelled at the moment of its release."""
         try:
             await turn
         except asyncio.CancelledError:
@@ -50,7 +50,7 @@ class PriorityGate:
         await self.passed(self.join(priority), give_back)
 
     def let_one(self) -> bool:
-        """The first of those that wait. False where nobody does."""
+        """Release the first waiter. Returns False if there is none."""
         if self.first_amount is None:
             return False
         *_, turn = heapq.heappop(self._waiting)
@@ -58,6 +58,6 @@ class PriorityGate:
         return True
 
     def let_all(self) -> None:
-        """All that wait now, in their order."""
+        """Release all present waiters, in their order."""
         while self.let_one():
             pass

@@ -1,4 +1,4 @@
-"""Messages to token ids and sampled ids to text. Holds no weights; text inside a message stays text."""
+"""Renders messages to token ids, and sampled ids to text. Holds no weights; text inside a message stays text."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from models.model_files import PlainConfig, is_plain_tokenizer, read_json
 from models.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
-REMEMBERED_CONTENTS = 256  # siblings are asked the same, and a later turn repeats the earlier ones
+REMEMBERED_CONTENTS = 256  # siblings share a prompt, and a later turn repeats the earlier ones
 
 
 class Renderer:
-    """A tokenizer with a chat template, and what its model's config says about windows and ends.
+    """A tokenizer with a chat template, and the window and stop tokens of its model.
 
     The ids of a conversation are encode(markup) + encode(content) + encode(markup) + ...: the template is rendered
-    around placeholders, so that no content is ever seen by the template, or by a tokenizer that knows markup. A
-    template that would edit contents (trim them, drop earlier thoughts) leaves them as they are.
+    around placeholders, so that no content is ever seen by the template, or by a tokenizer that knows markup. So a
+    template that would edit contents (trim them, drop earlier thoughts) can't.
 
     tokenizer:      transformers' own.
-    stop_token_ids: what ends a turn, of the tokenizer and of generation_config.json.
-    vocab_size:     rows of the model's embedding; num_token_ids: what the tokenizer may give, its highest id plus one.
+    stop_token_ids: tokens that end a turn, from the tokenizer and generation_config.json.
+    vocab_size:     rows of the model's embedding; num_token_ids: the tokenizer's highest id plus one.
     context_tokens: the model's window, prompt and new tokens together.
-    chat_template_kwargs: what the template branches on beside the messages, as enable_thinking.
+    chat_template_kwargs: further variables of the template, such as enable_thinking.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class Renderer:
     def load(
         path: str, chat_template: str | None = None, chat_template_kwargs: Mapping[str, object] = NOTHING
     ) -> Renderer:
-        """Of a Hugging Face directory or hub name (HF_HUB_OFFLINE is respected).
+        """Load the renderer of a Hugging Face directory or hub name (HF_HUB_OFFLINE is respected).
 
         chat_template: a Jinja file, for a tokenizer without a template. Raises ValueError for what can't be read.
-        chat_template_kwargs: one that the template never names changes nothing, and is told in the log.
+        chat_template_kwargs: one that the template never uses has no effect, and is logged.
         """
-        config, tokenizer = _load_config(path), _load_tokenizer(path)
+        config = PlainConfig.read(path)
+        context_tokens, vocab_size = _sizes(path) if config is None else (config.context_tokens, config.vocab_size)
+        tokenizer = _load_tokenizer(path, plain=config is not None and is_plain_tokenizer(path))
         if chat_template is not None:
             tokenizer.chat_template = _read_template(chat_template)
         if tokenizer.chat_template is None:
@@ -74,38 +79,34 @@ class Renderer:
                 "or policy.chat_template (or grm.chat_template) to a Jinja file"
             )
         _tell_unknown_kwargs(path, tokenizer, chat_template_kwargs)
-        text_config = config.get_text_config()
-        window = getattr(text_config, "max_position_embeddings", None)  # not every architecture has one
-        if window is None:
-            raise ValueError(f"path: the config in {path!r} gives no context window (max_position_embeddings)")
         return Renderer(
             tokenizer,
-            context_tokens=int(window),
-            vocab_size=int(text_config.vocab_size),
+            context_tokens=context_tokens,
+            vocab_size=vocab_size,
             stop_token_ids=_stop_token_ids(path, tokenizer),
             chat_template_kwargs=chat_template_kwargs,
         )
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The conversation up to where the assistant speaks."""
+        """The token ids of a conversation, up to the assistant's turn."""
         before, *rest = self._markup_of(tuple(message.role for message in messages))
         return before + self._filled(messages, rest)
 
     def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
-        """What follows the stop token that ended the assistant's turn: the replies, up to where it speaks again."""
+        """The token ids after the stop token of the assistant's turn: the replies, up to its next turn."""
         roles = ("user", "assistant", *(message.role for message in replies))
         _, _, after_turn, *rest = self._markup_of(roles)
         ends = [place for place, token_id in enumerate(after_turn) if token_id in self.stop_token_ids]
         return after_turn[ends[0] + 1 if ends else 0 :] + self._filled(replies, rest)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled ids, special tokens left out."""
+        """The text of sampled ids, without special tokens."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
     def means_the_same(self, other: Renderer) -> bool:
-        """Does every token id stand for the same text in both?"""
+        """Whether every token id has the same text in both."""
         return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
 
     def _filled(self, messages: Sequence[Message], markup: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -117,7 +118,7 @@ class Renderer:
         return tuple(token_ids)
 
     def _markup_of(self, roles: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """What the template writes before, between and after the contents, encoded: len(roles) + 1 pieces."""
+        """The template's text before, between and after the contents, encoded: len(roles) + 1 pieces."""
         if roles not in self._markup:
             pieces = self._split_template(roles)
             self._markup[roles] = tuple(
@@ -144,7 +145,7 @@ class Renderer:
         return [*pieces, rest]
 
     def _encode_content(self, content: str) -> list[int]:
-        """Plain text, whatever it spells. Cutting a marker in two is what keeps an added token from matching."""
+        """Encode content as plain text. Cutting it within a marker keeps an added token from matching."""
         token_ids = self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
         if self._markup_ids.isdisjoint(token_ids):
             return token_ids
@@ -153,27 +154,48 @@ class Renderer:
 
 
 def _markup_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that only a template or the model may write: special and added tokens, but for runs of whitespace."""
+    """Ids that only a template or the model may write: special and added tokens, except runs of whitespace."""
     added = tokenizer.added_tokens_decoder
     return frozenset(token_id for token_id, token in added.items() if len(token.content) > 1 and token.content.strip())
 
 
-def _load_config(path: str) -> PretrainedConfig:
+def _sizes(path: str) -> tuple[int, int]:
+    """Context window and vocabulary, by transformers' class of the model's family."""
+    from transformers import AutoConfig  # late: seconds, which the usual families do without
+
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"path: {path!r} is not a Hugging Face model (a directory with config.json): {error}"
         ) from error
+    window = getattr(config, "max_position_embeddings", None)  # not every architecture has one
+    if window is None:
+        raise ValueError(f"path: the config in {path!r} gives no context window (max_position_embeddings)")
+    return int(window), int(config.vocab_size)
 
 
-def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(path: str, *, plain: bool) -> PreTrainedTokenizerBase:
+    """plain: it needs no class of the model's family, whose lookup imports all of torch and transformers' models."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = _plain_tokenizer(path) if plain else _tokenizer_of_family(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"path: no tokenizer could be loaded from {path!r}: {error}") from error
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    tokenizer.model_max_length = sys.maxsize  # who renders looks to the window; a warning to stderr helps nobody
+    tokenizer.model_max_length = sys.maxsize  # callers check the window; a warning to stderr helps no one
+    return tokenizer
+
+
+def _plain_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(path)
+    return tokenizer
+
+
+def _tokenizer_of_family(path: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
     return tokenizer
 
 
@@ -193,10 +215,20 @@ def _tell_unknown_kwargs(path: str, tokenizer: PreTrainedTokenizerBase, kwargs: 
 
 def _stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     token_ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    try:
-        generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        generation_eos = None  # a model need not have the file
+    generation_eos = _generation_eos(path)
     if generation_eos is not None:
         token_ids |= {generation_eos} if isinstance(generation_eos, int) else set(generation_eos)
     return tuple(sorted(token_ids))
+
+
+def _generation_eos(path: str) -> int | list[int] | None:
+    """A model need not have the file."""
+    if Path(path).is_dir():
+        return read_json(path, "generation_config.json").get("eos_token_id")
+    from transformers import GenerationConfig
+
+    try:
+        told: int | list[int] | None = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        return None
+    return told

@@ -1,7 +1,7 @@
-"""The store in which members of a process group meet, and where they listen: at one address, never on all.
+"""The store in which members of a process group meet, and their listening address: one, never all.
 
-By itself torch's TCPStore listens on every interface, without a token, whatever host it is given: who can write its
-keys can redirect ranks.
+By default torch's TCPStore listens on every interface, without a token: anyone who can write its keys can redirect
+ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def store_at(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """The store of a group. Rank 0 listens, at `address` alone; all wait for each other.
+    """The store of a group. Rank 0 listens only at `address`; all wait for each other.
 
-    Raises ConnectionError for an address that can't be listened at, and what torch raises for members that don't come.
+    Raises ConnectionError for an address that it can't listen at, and torch's error for members that don't come.
     """
     listener = _listener(address, port).detach() if rank == 0 else None  # the store closes it
     return dist.TCPStore(
@@ -33,9 +33,9 @@ def store_at(address: str, port: int, rank: int, world_size: int, timeout: timed
 
 @contextmanager
 def gloo_listening_towards(address: str, port: int) -> Iterator[None]:
-    """While a group is made: gloo's own sockets listen on the interface that leads to `address`.
+    """Context for making a group: gloo's sockets listen on the interface that leads to `address`.
 
-    By itself gloo listens where the host's name points to. A user's own GLOO_SOCKET_IFNAME holds.
+    By default gloo listens at the address of the host's name. A user's GLOO_SOCKET_IFNAME takes precedence.
     """
     interface = interface_of(address_towards(address, port))
     if GLOO_INTERFACE in os.environ or interface is None:
@@ -49,7 +49,7 @@ def gloo_listening_towards(address: str, port: int) -> Iterator[None]:
 
 
 def address_towards(address: str, port: int) -> str:
-    """This machine's own, of the interface that leads there; no packet is sent."""
+    """This machine's address on the interface that leads there; no packet is sent."""
     family = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))
@@ -57,7 +57,7 @@ def address_towards(address: str, port: int) -> str:
 
 
 def interface_of(own_address: str) -> str | None:
-    """Its name; None where nobody can tell (IPv6, another system than Linux)."""
+    """The name of the interface with this address; None if unknown (IPv6, not Linux)."""
     if sys.platform != "linux":
         return None
     import fcntl

@@ -1,11 +1,25 @@
-"""Seeds by name: whoever asks again under the same name draws the same numbers. Pure."""
+"""Seeds by name: the same name gives the same seed. Pure."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+
+REPEAT = re.compile(r"(?<=\d{6})~\d+")  # suffix that a resume adds to the id of a group that is sampled again
 
 
 def derive_seed(run_seed: int, name: str) -> int:
-    """A seed in [0, 2**63) that depends on nothing but its arguments: no process, no order of calls."""
+    """A seed in [0, 2**63) that depends only on its arguments: not on the process, not on the order of calls."""
     digest = hashlib.blake2b(f"{run_seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def repeated_as(group_id: str, times: int) -> str:
+    """The id of a group that is sampled again."""
+    return f"{first_name(group_id)}~{times}"
+
+
+def first_name(name: str) -> str:
+    """A group's id, or the name of a request about it, without that suffix: a group that is sampled again draws the
+    same numbers."""
+    return REPEAT.sub("", name)

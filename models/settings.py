@@ -1,4 +1,4 @@
-"""What a user can set about models and engines. Frozen, checked, free of torch."""
+"""Settings of models and engines. Frozen, checked, free of torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # bfloat16 on a GPU, float32 on cores
 DEFAULT_MEMORY_SHARE = 0.85  # of a GPU that an engine of vLLM has alone
+CHUNK_LOGITS = 1 << 26  # logits that are copied to float32 at a time: 256 MiB
 LORA_SYNCS = ("merged", "adapters")
-# How known chat templates spell what is no text, as regular expressions: ChatML and Llama 3; DeepSeek; Llama 2 and
+# The markup of known chat templates, as regular expressions: ChatML and Llama 3; DeepSeek; Llama 2 and
 # Mistral; Gemma; Nemotron and T5; EXAONE; GLM.
 CHAT_MARKUP = (
     r"<\|", r"<[a-z_]+\|>", r"<｜", r"</?s>", r"<(?:bos|eos|pad|unk)>", r"<</?SYS>>",
@@ -20,7 +21,7 @@ CHAT_MARKUP = (
 )  # fmt: skip
 INSTALL_PEFT = 'pip install -e ".[lora]"'
 QUANTIZATIONS = ("none", "int8", "int4")
-# Of a tokenizer's apply_chat_template: what the renderer sets itself, or must not be set.
+# Arguments of a tokenizer's apply_chat_template that the renderer sets itself, or that must not be set.
 TEMPLATE_KWARGS_OF_OURS = frozenset(
     ("self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
      "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -30,12 +31,12 @@ TEMPLATE_KWARGS_OF_OURS = frozenset(
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes as in the model's config.json, for task=plan and task=simulate where the model isn't at hand.
+    """Sizes as in the model's config.json, for task=plan and task=simulate without the model's files.
 
-    Declared whole or not at all.
+    Either all sizes are set or none.
     """
 
-    num_layers: int = 0  # Number of transformer layers; 0: no shape is declared.
+    num_layers: int = 0  # Number of transformer layers; 0: no shape is set.
     hidden_size: int = 0  # Size of a hidden state.
     intermediate_size: int = 0  # Inner size of the feed-forward layers.
     num_heads: int = 0  # Number of attention heads.
@@ -43,7 +44,7 @@ class ModelShape:
     head_dim: int = 0  # Size of an attention head.
     vocab_size: int = 0  # [tokens] Size of the vocabulary.
     context_tokens: int = 0  # Longest sequence that the model takes.
-    tied: bool = False  # The output head is the embedding.
+    tied: bool = False  # The output head is tied to the embedding.
 
     def __post_init__(self) -> None:
         sizes = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "tied"}
@@ -58,12 +59,12 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters that learn instead of the model's weights (LoRA, arXiv 2106.09685): W + alpha / rank * B A.
+    """Adapters that are trained instead of the model's weights (LoRA, arXiv 2106.09685): W + alpha / rank * B A.
 
-    There is no dropout: the ratio of two passes would no longer be that of two policies.
+    There is no dropout: it would change the ratio of two policies.
     """
 
-    rank: int = 0  # Rank of the adapters; 0: no adapters, all weights learn.
+    rank: int = 0  # Rank of the adapters; 0: no adapters, all weights are trained.
     alpha: float = 32.0  # The adapters' change of a weight is multiplied by alpha / rank.
     # Names of the linear layers with adapters, such as q_proj; empty: all within the blocks.
     target_modules: list[str] = field(default_factory=list)
@@ -80,12 +81,12 @@ class LoraConfig:
 
     @property
     def learns(self) -> bool:
-        """Are there adapters, which then are all that learns?"""
+        """Whether there are adapters, which are then the only trained weights."""
         return self.rank > 0
 
     @property
     def in_engines(self) -> bool:
-        """Do the engines' models have them too?"""
+        """Whether the engines' models have the adapters too."""
         return self.learns and self.sync == "adapters"
 
 
@@ -93,18 +94,17 @@ class LoraConfig:
 class ModelConfig:
     """The model of a role, `policy` or `grm`."""
 
-    # Hugging Face directory or hub name, or tiny://<name> for a model that the project makes; with engine=openai the
-    # model's name at the endpoint.
+    # Hugging Face directory or hub name, or tiny://<name> for a model of this project; with engine=openai the model's
+    # name at the endpoint.
     path: str = "tiny://policy"
-    # Engine that serves the model, or the dotted path of an EngineKind of your own; conf/config.yaml sets it to
-    # engine.kind.
+    # Engine that serves the model, or the dotted path of your own EngineKind; conf/config.yaml sets it to engine.kind.
     engine: str = "embedded"
-    # Options of this role's engine where they differ from engine.<engine>.
+    # Options of this role's engine that differ from engine.<engine>.
     engine_options: dict[str, Any] = field(default_factory=dict)
     dtype: str = AUTO  # Type of the weights in the engine; auto: bfloat16 on a GPU, float32 elsewhere.
     # Jinja file with a chat template; null: the tokenizer's own.
     chat_template: str | None = None
-    # Variables of the chat template, as {enable_thinking: false}; an endpoint gets them with each request.
+    # Variables of the chat template, such as {enable_thinking: false}; an endpoint gets them with each request.
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     shape: ModelShape = field(default_factory=ModelShape)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -119,7 +119,7 @@ class ModelConfig:
 
 
 def check_template_kwarg(name: str, value: object) -> None:
-    """Of a chat template: a name that isn't the renderer's own, and a value that JSON knows."""
+    """Check a variable of a chat template: its name isn't the renderer's, and its value can be written as JSON."""
     if not isinstance(name, str) or not name.isidentifier() or name in TEMPLATE_KWARGS_OF_OURS:
         raise ValueError(
             f"chat_template_kwargs: {name!r} can't be set; give names that the chat template uses, as in "
@@ -136,14 +136,17 @@ def check_template_kwarg(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class EmbeddedConfig:
-    """The engine in torch, in the driver's process or an actor."""
+    """The embedded engine, in torch: in the driver's process or an actor."""
 
     max_batch_rows: int = 256  # [requests] Requests that decode at once; the others wait.
     max_context_tokens: int = 0  # Prompt and new tokens of a request; 0: the model's own window.
-    # [tokens] Prompt tokens that are prefilled in one step; further requests wait for the next one.
+    # [tokens] Prompt tokens prefilled in one step; further requests wait for the next step.
     prefill_tokens_per_step: int = 8192
-    # Requests in flight at a push prefill again under the new weights; false: they keep their keys and values.
+    # Requests in flight at a push prefill again with the new weights; false: they keep their keys and values.
     recompute_kv_on_sync: bool = False
+    # Tokens and log-probs of a request are the same to the last bit, whatever decodes beside it; train.deterministic
+    # turns it on.
+    batch_invariant: bool = False
     # Sample from weights rounded to 8 or 4 bits, per row by its largest value; this makes nothing faster.
     quantize: str = "none"
 
@@ -160,7 +163,7 @@ class EmbeddedConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """vLLM's AsyncLLM in an actor of its own. What isn't named here passes through `options`."""
+    """vLLM's AsyncLLM in its own actor. Other settings are passed in `options`."""
 
     max_batch_rows: int = 256  # [requests] Requests that decode at once (vLLM's max_num_seqs).
     # Prompt and new tokens of a request (vLLM's max_model_len); 0: the model's own window.
@@ -173,9 +176,9 @@ class VllmConfig:
     # Decode without CUDA graphs, which starts sooner and decodes slower; on a CPU always.
     enforce_eager: bool = False
     prefix_caching: bool = True  # Requests that begin with the same tokens share their keys and values.
-    # Requests in flight at a push prefill again under the new weights; false: they keep their keys and values.
+    # Requests in flight at a push prefill again with the new weights; false: they keep their keys and values.
     recompute_kv_on_sync: bool = False
-    # The engine may lend its GPU memory to a learner or another engine (vLLM's enable_sleep_mode).
+    # Allow the engine to free its GPU memory for a learner or another engine (vLLM's enable_sleep_mode).
     sleep_mode: bool = False
     cpu_threads: int = 1  # [threads] Threads of an engine on a CPU.
     options: dict[str, Any] = field(default_factory=dict)  # Other arguments of vLLM's AsyncEngineArgs.
@@ -193,27 +196,27 @@ class VllmConfig:
 
     @property
     def memory_share(self) -> float:
-        """Of a whole device, weights included."""
+        """The share of a whole device, including weights."""
         return DEFAULT_MEMORY_SHARE if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
 
 @dataclass(frozen=True)
 class SglangConfig:
-    """SGLang servers, started by grmpipe from an environment of their own, or joined by URL."""
+    """SGLang servers, started by grmpipe from their own environment, or joined by URL."""
 
     python: str = ""  # Interpreter of SGLang's environment; empty: the one that runs grmpipe.
     # URLs of running servers to join, one per replica; empty: servers are started.
     urls: list[str] = field(default_factory=list)
-    # Environment variable with the key of joined servers; servers that are started get a new key.
+    # Environment variable with the key of joined servers; started servers get a new key.
     api_key_env: str = "SGLANG_API_KEY"
     max_batch_rows: int = 256  # [requests] Requests that decode at once (SGLang's max-running-requests).
     # Prompt and new tokens of a request (SGLang's context-length); 0: the model's own window.
     max_context_tokens: int = 0
     mem_fraction: float = 0.8  # [share] Part of the GPU's memory for weights and cache (SGLang's mem-fraction-static).
-    # Requests in flight at a push prefill again under the new weights (pause mode retract); false: they keep their
-    # keys and values.
+    # Requests in flight at a push prefill again with the new weights (pause mode retract); false: they keep their keys
+    # and values.
     recompute_kv_on_sync: bool = False
-    # The engine may lend its GPU memory to a learner or another engine (SGLang's enable-memory-saver).
+    # Allow the engine to free its GPU memory for a learner or another engine (SGLang's enable-memory-saver).
     sleep_mode: bool = False
     start_timeout_s: float = 300.0  # Limit for the start of a server.
     # Other flags of SGLang's server, without the dashes.
@@ -239,14 +242,14 @@ class OpenAIConfig:
     base_url: str = "https://api.openai.com/v1"  # URL of the endpoint.
     # Environment variable with the endpoint's key; empty: the endpoint needs none.
     api_key_env: str = "OPENAI_API_KEY"
-    # The model's context window there; 0: not known, and the endpoint refuses what doesn't fit.
+    # The model's context window there; 0: unknown, and the endpoint refuses what doesn't fit.
     max_context_tokens: int = 0
     max_retries: int = 4  # [retries] Retries of a call that gets no answer, or a 429 or 5xx.
     max_connections: int = 64  # [calls] Most calls in flight.
-    requests_per_minute: int = 0  # [calls/min] Most calls, retries included; 0: no limit of ours.
-    tokens_per_minute: int = 0  # [tokens/min] Most tokens of prompts and answers; 0: no limit of ours.
+    requests_per_minute: int = 0  # [calls/min] Most calls, including retries; 0: no limit here.
+    tokens_per_minute: int = 0  # [tokens/min] Most tokens of prompts and answers; 0: no limit here.
     extra_body: dict[str, Any] = field(default_factory=dict)  # Further fields of each request.
-    # Regular expressions of chat markup, which a space breaks in the policy's text before the judge is shown it.
+    # Regular expressions of chat markup, which a space breaks in the policy's text before the judge reads it.
     chat_markup: list[str] = field(default_factory=lambda: list(CHAT_MARKUP))
 
     def __post_init__(self) -> None:
@@ -263,7 +266,7 @@ class OpenAIConfig:
 
 
 def _refuse_userinfo(key: str, url: str) -> None:
-    """URLs stand in logs and files."""
+    """Refuse URLs with user info, because URLs are written to logs and files."""
     if re.match(r"\w+://[^/?#]*@", url):
         host = re.sub(r"^(\w+://)[^/?#]*@", r"\1", url)
         raise ValueError(
@@ -285,7 +288,7 @@ def _check_markup(pattern: str) -> None:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options by engine, for all roles of that kind."""
+    """Options by engine, for all roles with that engine."""
 
     # Engine that conf/config.yaml gives to policy and GRM: embedded, vllm, sglang or openai.
     kind: str = "embedded"

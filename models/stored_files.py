@@ -1,4 +1,4 @@
-"""Sizes and checksums of files, by which one knows later that they are still what was written. Knows no checkpoint."""
+"""Sizes and checksums of files, to check later that they are unchanged. Knows no checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 CHUNK_BYTES = 16 << 20
-THREADS = 8  # files read at the same time; xxhash lets go of the GIL
+THREADS = 8  # files read at the same time; xxhash releases the GIL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class StoredFile:
 
 
 def stored_files(directory: Path, names: Iterable[str]) -> tuple[StoredFile, ...]:
-    """As they are now."""
+    """Sizes and checksums of the files now."""
 
     def stored(name: str) -> StoredFile:
         path = directory / name
@@ -36,7 +36,7 @@ def stored_files(directory: Path, names: Iterable[str]) -> tuple[StoredFile, ...
 
 
 def first_difference(directory: Path, files: Iterable[StoredFile]) -> str | None:
-    """What isn't as it was written, in words; None where all is. Sizes are compared first: they cost nothing."""
+    """The first file that changed, in words; None if none did. Sizes are compared first: they cost nothing."""
     with ThreadPoolExecutor(THREADS) as threads:
         found = [*map(lambda file: _size_differs(directory, file), files := list(files))]
         if any(found):
@@ -52,7 +52,7 @@ def checksum_of(path: Path) -> str:
 
 
 def sync_file(path: Path) -> None:
-    """Returns once its bytes are on the disk, and would outlast a power cut."""
+    """Return once its bytes are on the disk, and survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,8 +61,8 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """As sync_file, for the names in a directory."""
-    with suppress(OSError):  # some network file systems have nothing to sync there, and refuse
+    """Like sync_file, for the names in a directory."""
+    with suppress(OSError):  # some network file systems have nothing to sync there, and return an error
         sync_file(path)
 
 

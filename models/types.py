@@ -1,4 +1,4 @@
-"""What every floor may know about models: messages, sampling, completions, weights, engines. No behaviour."""
+"""The shared types of models: messages, sampling, completions, weights, engines. No behaviour."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-ANY_EXPERT = -1  # in place of an expert: it isn't known where the token went, its router chooses
+ANY_EXPERT = -1  # in place of an expert: the choice is unknown, so the router chooses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a conversation. `role` is system, user or assistant."""
+    """One message of a conversation. `role` is system, user or assistant."""
 
     role: str
     content: str
@@ -23,7 +23,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is drawn. `temperature` 0 is greedy; a seed makes the draw repeatable in any batch."""
+    """The parameters of one completion. `temperature` 0 is greedy; a seed makes it repeatable in any batch."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -45,15 +45,16 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled.
+    """A completion sampled by an engine.
 
-    token_ids: the sampled ids, the end-of-turn token included where it was sampled.
-    logprobs:  natural log, of the distribution really sampled from (after temperature and top-p); as long as token_ids.
+    token_ids: the sampled ids, including the end-of-turn token if it was sampled.
+    logprobs:  natural log, of the distribution that was sampled from (after temperature and top-p); one per token id.
     text:      the decoded ids without special tokens. For reading and judging; never tokenized again.
     versions:  spans that cover token_ids without gaps.
-    unseen_tokens: sampled by a model that shows no ids (an outside judge); token_ids and logprobs are empty then.
-    experts_TLK: uint8 or int16, of a mixture of experts whose engine notes them: where each of the first T tokens of
-        prompt and answer went, by layer with experts, as it was first fed. The last token sampled never was.
+    unseen_tokens: number of tokens sampled by a model that returns no ids (a remote judge); token_ids and logprobs are
+        then empty.
+    experts_TLK: uint8 or int16, for a mixture of experts whose engine records them: the experts of each of the first T
+        tokens of prompt and answer, per layer with experts, when it was first fed. The last sampled token never is.
     """
 
     token_ids: tuple[int, ...]
@@ -75,21 +76,23 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """Who asks, and how urgently. `request_id` is idempotent: the first answer wins, a retry reuses its seed."""
+    """The caller's context of a request. `request_id` is idempotent: the first answer counts, a retry reuses its
+    seed.
+    """
 
     request_id: str
     group_id: str
     role: str
     priority: int = 0  # lower goes first
-    deadline_s: float | None = None  # from submission; None: the caller holds the deadline
-    num_sampled: int = 0  # tokens of the answer that the prompt ends with: another engine began it
+    deadline_s: float | None = None  # from submission; None: the caller enforces it
+    num_sampled: int = 0  # tokens of the answer, sampled by another engine, that the prompt ends with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTensor:
-    """One unsharded tensor under its Hugging Face name: what is said of it; its bytes are the payload's.
+    """The description of one unsharded tensor under its Hugging Face name; its bytes are in the payload.
 
-    checksum: of its raw little-endian bytes: xxh3-64 hex, or the sum of a device that they never leave.
+    checksum: of its raw little-endian bytes: xxh3-64 hex, or a sum computed on the device.
     """
 
     name: str
@@ -99,13 +102,13 @@ class WeightTensor:
 
 
 class Payload:
-    """Where the bytes of a bucket are: a subclass per way that weights travel, a tagged Struct of plain data."""
+    """The place of a bucket's bytes: one subclass per transport, a tagged Struct of plain data."""
 
     __slots__ = ()
 
 
 class InlineBytes(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The bytes themselves, as they cross process and node borders through the object store."""
+    """The bytes themselves, sent between processes and nodes through the object store."""
 
     data: tuple[np.ndarray, ...]  # uint8, 1-D (numpy has no bfloat16), one per tensor
 
@@ -128,12 +131,12 @@ class Broadcast(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaHandle:
-    """A contiguous tensor in a GPU's memory, as another process on that GPU opens it (CUDA IPC).
+    """A contiguous tensor in a GPU's memory, in a form that another process on that GPU can open (CUDA IPC).
 
     offset:             of the tensor in its storage, in elements.
-    memory:             the handle of the allocation that holds the storage; empty where the storage is.
+    memory:             handle of the allocation with the storage; empty if the storage is empty.
     storage_bytes, storage_offset_bytes: the storage within the allocation.
-    ref_counter, event: torch's own, by which the allocation outlives its readers.
+    ref_counter, event: torch's own, which keep the allocation alive for its readers.
     """
 
     dtype: str
@@ -149,8 +152,9 @@ class CudaHandle:
 
 
 class CudaHandles(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Memory of the sender's GPUs, the same on each: by a GPU's uuid one handle per tensor. A receiver opens those of
-    its own GPU."""
+    """Memory of the sender's GPUs, with the same tensors on each: GPU uuid -> one handle per tensor. A receiver opens
+    those of its GPU.
+    """
 
     handles: Mapping[str, tuple[CudaHandle, ...]]
 
@@ -161,27 +165,27 @@ class ModelFiles(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
     path: str
 
 
-# A few words in a form that every process knows: these cross as they are, any other through the object store.
+# Small payloads, sent to every process as they are; any other is sent through the object store.
 SmallPayload = SharedMemory | SafetensorsFile | Broadcast | CudaHandles | ModelFiles
 GroupBackend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
-    """A way for weights from a learner to engines: its sending end, and what it needs of the places of both.
+    """A transport of weights from a learner to engines: its sending end, and its requirements on the placement.
 
     sender:        dotted path of a subclass of models.weights.sending.WeightTransport; the receiving end of its payload
                    is registered in the same file (models.weights.opening.opened).
-    needs:         the needs below in words, for whoever asks for it where they aren't met.
+    needs:         the requirements below in words, for errors.
     same_machine:  learner and engines on one machine.
     own_processes: the engines' weights in other processes than the learner's.
-    gpus:          learner and engines on GPUs. "apart": the sending rank's has no engine; "shared": every engine is on
-                   the GPU of some rank.
-    group:         of the process group that carries the tensors: the learner delivers while the engines load.
-    every_rank:    each rank sends, to the engines on its own GPU: each has every tensor whole anyway. By itself rank 0
-                   sends to all.
+    gpus:          learner and engines on GPUs. "apart": the sending rank's GPU has no engine; "shared": every engine is
+                   on the GPU of some rank.
+    group:         backend of the process group that sends the tensors while the engines load.
+    every_rank:    each rank sends to the engines on its own GPU, because each gathers every tensor anyway. Otherwise
+                   rank 0 sends to all.
     folder:        a folder that learner and engines can open.
-    inline:        the bucket holds the bytes: best where learner and engines share a process.
+    inline:        the bucket holds the bytes: best if learner and engines share a process.
     """
 
     name: str
@@ -198,7 +202,7 @@ class TransportKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBucket:
-    """Some of a model's tensors, and where their bytes are: the unit that travels."""
+    """Some of a model's tensors, and the place of their bytes: the unit of a push."""
 
     tensors: tuple[WeightTensor, ...]
     payload: Payload
@@ -206,16 +210,16 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLink:
-    """How to join the process group that carries broadcasts. Rank 0 is the sender."""
+    """How to join the process group of broadcasts. Rank 0 is the sender."""
 
-    name: str  # new for every new membership
+    name: str  # another name for every new membership
     backend: GroupBackend
     address: str
     port: int
-    rank: int  # the first one of whoever gets this; an engine of several GPUs takes as many
+    rank: int  # first rank of the receiver; an engine on several GPUs takes as many
     world_size: int
     timeout_s: float  # of one tensor's broadcast
-    join_timeout_s: float = 0.0  # until all have met, and for the first broadcast, which connects them; 0: timeout_s
+    join_timeout_s: float = 0.0  # for all to join, and for the first broadcast, which connects them; 0: timeout_s
 
     @property
     def meeting_timeout_s(self) -> float:
@@ -224,11 +228,11 @@ class GroupLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReceipt:
-    """An engine's echo after a sync: the tensors it was sent since `begin_weights`.
+    """An engine's receipt after a push: the tensors it got since `begin_weights`.
 
-    checksums: name -> as the sender's, or empty where the engine has no way to hash what came.
-    unapplied: tensors that came, and that the engine's own parameters don't show: nothing took them, or they changed
-        since the last push and what they went into did not.
+    checksums: name -> checksum like the sender's, or empty if the engine can't hash what it got.
+    unapplied: received tensors that don't show in the engine's parameters: no parameter took them, or they changed
+               since the last push and their parameters did not.
     """
 
     version: int
@@ -238,10 +242,10 @@ class WeightReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpeed:
-    """How fast one engine is, measured or reckoned; what a simulated one keeps to.
+    """The speed of one engine, measured or estimated; also that of a simulated engine.
 
-    A decoding step of B rows that hold K cached tokens in all takes step_s + B * row_s + K * cached_token_s; one that
-    takes requests in also prefill_token_s for each prompt token that no cache holds, and request_s for each of them.
+    A decoding step of B rows with K cached tokens in all takes step_s + B * row_s + K * cached_token_s. A step that
+    admits requests also takes prefill_token_s per uncached prompt token, and request_s per request.
     """
 
     step_s: float
@@ -249,34 +253,34 @@ class EngineSpeed:
     cached_token_s: float
     prefill_token_s: float
     max_rows: int
-    kv_tokens: int = 0  # room for cached tokens; 0: no bound
-    request_s: float = 0.0  # whatever its length: to take it in and hand its answer out
+    kv_tokens: int = 0  # capacity for cached tokens; 0: no limit
+    request_s: float = 0.0  # independent of its length: to receive it and return its answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """How an engine stands that can tell."""
+    """The load of an engine that reports it."""
 
     num_running: int  # requests that decode
-    num_waiting: int  # requests that it holds besides
-    kv_share: float  # of the room for cached tokens, taken
-    num_preempted: int  # times that a running request had to make room, since the engine started
+    num_waiting: int  # further requests that it holds
+    kv_share: float  # used share of the capacity for cached tokens
+    num_preempted: int  # preemptions of running requests since the engine started
 
 
 class EngineRefused(Exception):
-    """The engine can't ever serve this request (a prompt longer than its window, say): don't retry elsewhere."""
+    """The engine can never serve this request (for example a prompt longer than its window): don't retry elsewhere."""
 
 
 class EngineDied(Exception):
-    """The engine went away with requests in flight. Retrying elsewhere is right."""
+    """The engine died with requests in flight: retry elsewhere."""
 
 
 def ignore_first_token() -> None:
-    """The default for `on_first_token`: nobody listens."""
+    """The default for `on_first_token`."""
 
 
 class Engine(Protocol):
-    """Generates. Embedded, vLLM, SGLang, simulated, remote and a router of several all look like this."""
+    """An inference engine: embedded, vLLM, SGLang, simulated, remote, or a router of several."""
 
     async def generate(
         self,
@@ -289,9 +293,11 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its `generate` returns what it has, finish_reason "abort". Unknown ids are ignored.
+        """End a request now; its `generate` returns its tokens so far, with finish_reason "abort". Unknown ids are
+        ignored.
 
-        Raises EngineDied where that is known, or cheap to find out: an abort of nothing is a look at the engine."""
+        Raises EngineDied if that is known or cheap to find out, so aborting an unknown id checks the engine.
+        """
         ...
 
     async def pause(self) -> None:
@@ -299,36 +305,40 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on with all kept requests."""
+        """Continue all kept requests."""
         ...
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
-        """A push begins: forget what an earlier one left unfinished; join the group, if it comes by broadcast.
+        """Begin a push: drop an earlier unfinished one; join the group, if there are broadcasts.
 
-        Paused engines only."""
+        Only for paused engines.
+        """
         ...
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        """Take some of the next version's tensors. ValueError names a tensor that doesn't fit."""
+        """Load some of the next version's tensors. ValueError names a tensor that doesn't fit."""
         ...
 
     async def commit_weights(self, version: int) -> WeightReceipt:
-        """All buckets were sent: adopt `version`, echo what came. Tensors that weren't sent stay as they are."""
+        """Adopt `version` after all buckets were sent, and return the receipt. Tensors that weren't sent stay as they
+        are.
+        """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (temperature 1) of all tokens but the first under the loaded weights: len(token_ids) - 1 values.
 
-        Asked of an engine that isn't paused."""
+        Only for engines that aren't paused.
+        """
         ...
 
 
-# How much of a learner's state lies on its device; the rest waits on the host. Weights alone suffice for a push.
+# The part of a learner's state on its device; the rest is on the host. A push needs only the weights.
 OnDevice = Literal["everything", "weights", "nothing"]
 
 
 class ChatEngine(Protocol):
-    """A judge outside: it takes messages, shows no token ids and has no weights of ours."""
+    """A remote judge: takes messages, returns no token ids and has no weights here."""
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
         """Sample one completion. Raises EngineRefused, or EngineDied once its own retries are used up."""
@@ -343,12 +353,12 @@ class SendLimits(Protocol):
     async def admit(self, num_tokens: int, priority: int) -> None: ...
 
     def settle(self, num_expected: int, num_used: int) -> None:
-        """What an admitted request really used."""
+        """Report the tokens that an admitted request really used."""
         ...
 
 
 class Scorer(Protocol):
-    """A model with a scalar head: it reads sequences, and writes none."""
+    """A model with a scalar head: reads sequences and generates none."""
 
     async def score(self, token_ids: Sequence[int], priority: int = 0) -> float:
         """The head's number at the last token. The lowest priority goes first. Raises EngineDied."""
@@ -356,20 +366,21 @@ class Scorer(Protocol):
 
 
 class Sleeper(Protocol):
-    """An engine that can lend its device's memory to somebody else."""
+    """An engine that can free its device's memory."""
 
     async def sleep(self) -> int:
-        """Give back the memory of weights and KV; a paused engine without requests only. Returns the bytes that
-        really became free on the device: 0 where none did, whatever the backend says."""
+        """Free the memory of weights and KV; only for a paused engine without requests. Returns the bytes that really
+        became free on the device, 0 if none did.
+        """
         ...
 
     async def wake(self) -> None:
-        """Take it again. The weights are as they were; the KV cache is empty."""
+        """Take the memory again. The weights are unchanged; the KV cache is empty."""
         ...
 
 
 @runtime_checkable
 class ReportsPressure(Protocol):
-    """An engine, or the way to one, that may tell its pressure."""
+    """An engine, or a proxy of one, that may report its pressure."""
 
     async def pressure(self) -> Pressure | None: ...

@@ -1,7 +1,7 @@
-"""How many groups may be in flight, and which must be trained now. Pure: a rule over counts and versions, no state.
+"""Admission: how many groups may be in flight, and which must be trained now. Pure: a rule over counts and versions.
 
 The pace is AReaL's (arXiv 2505.24298, section 5.1): (max_staleness + version + 1) * groups_per_batch groups may have
-been submitted in all, dropped ones aside. The bound itself is held on taking: see `may_take`.
+been submitted in all, not counting dropped ones. `may_take` enforces the bound on staleness.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """`version` is the number of completed optimizer steps; no step goes beyond `last_version`.
+    """The rule of admission. `version`: the number of completed optimizer steps; no step goes past `last_version`.
 
-    opened_at: the version that a group was opened at. Its age is judged by that, which is never too late: no token of
-    it is older.
+    opened_at: the version at which a group was opened. It stands for the group's age, because no token is older.
     """
 
     groups_per_batch: int
@@ -24,7 +23,7 @@ class Admission:
     last_version: int
 
     def capacity(self, version: int, num_in_flight: int) -> int:
-        """Groups that may be opened now: none that no step up to the last would train."""
+        """Groups that may be opened now: only groups that a step up to the last one can train."""
         versions = min(self.max_staleness + version + 1, self.last_version)
         return (versions - version) * self.groups_per_batch - num_in_flight
 
@@ -33,17 +32,17 @@ class Admission:
         return version - token_version > self.max_staleness
 
     def batches_ahead(self, opened_at: int, version: int) -> int:
-        """Batches that may still leave a group out: 0 means that it is due in the open one."""
+        """The number of batches that may still leave a group out: 0 means that it is due in the open one."""
         return opened_at + self.max_staleness - version
 
     def may_take(self, opened_at: int, *, version: int, num_taken: int, waiting: Mapping[int, int]) -> bool:
-        """Whether the open batch may take such a group without making another one stale.
+        """Whether the open batch may take such a group without making another group stale.
 
-        num_taken: groups of the open batch. waiting: opened_at -> how many aren't in it, this one included.
+        num_taken: groups of the open batch. waiting: opened_at -> number of groups not in it, including this one.
 
-        A group is due at the last version whose batch it is not too old for. A place is given to a group only if all
-        that are due before it still fit into the batches up to then (earliest due date first, with places reserved for
-        those that are not ready). What `capacity` admits always fits, so nothing that ends in time grows stale.
+        A group is due at the last version whose batch it is not too old for. It gets a place only if all groups due
+        before it still fit into the batches up to then (earliest due date first, with places reserved for groups that
+        are not ready). What `capacity` admits always fits, so no group that ends in time becomes stale.
         """
         places = self.groups_per_batch - num_taken - 1
         before = sum(count for other, count in waiting.items() if self.batches_ahead(other, version) < 0)
@@ -57,7 +56,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Every group that was submitted, and what became of it. Raises AssertionError where one was lost."""
+    """The number of groups submitted, and what became of them. Raises AssertionError if one was lost."""
 
     submitted: int
     trained: int

@@ -1,4 +1,4 @@
-"""Time as deadlines see it, the event loop's clock less the pauses, and the gate of a pause. No wall clock."""
+"""The clock of deadlines (the event loop's clock without pauses), and the gate of a pause. No wall clock."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-RESOLUTION_S = 1e-6  # a shorter sleep may not move the clock at all
+RESOLUTION_S = 1e-6  # a shorter sleep may not advance the clock
 
 
 class ActiveClock:
-    """Stands still while weights sync, judging is paused or dead engines are replaced: waiting that is nobody's fault
-    costs no deadline."""
+    """A clock that stands still while weights are pushed, judging is paused or dead engines are replaced: such waiting
+    counts against no deadline.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stopped_s = 0.0  # by finished pauses
+        self._stopped_s = 0.0  # in finished pauses
         self._pauses = 0
         self._paused_at = 0.0
         self._going = asyncio.Event()
@@ -46,7 +47,7 @@ class ActiveClock:
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """`asyncio.timeout`, in active seconds. Raises TimeoutError."""
+        """`asyncio.timeout` in active seconds. Raises TimeoutError."""
         async with asyncio.timeout(None) as limit:
             self._limits[limit] = self.now() + seconds
             self._set_limit(limit)
@@ -75,7 +76,7 @@ class ActiveClock:
 
 
 class PauseGate:
-    """While anybody holds, nobody passes, and a clock stands still."""
+    """A gate that nothing passes while it is held; a clock stands still meanwhile."""
 
     def __init__(self, clock: ActiveClock) -> None:
         self._clock = clock
@@ -85,7 +86,7 @@ class PauseGate:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Blocks may overlap."""
+        """Context: hold the gate. Blocks may overlap."""
         self._num_holders += 1
         self._free.clear()
         try:
@@ -97,6 +98,6 @@ class PauseGate:
                 self._free.set()
 
     async def passed(self) -> None:
-        """Return once nobody holds."""
+        """Return once the gate isn't held."""
         while self._num_holders > 0:
             await self._free.wait()

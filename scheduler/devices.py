@@ -1,4 +1,4 @@
-"""What devices can do at their best: memory, bandwidth, arithmetic, links. Numbers only; asks no device."""
+"""Peak rates of devices: memory, bandwidth, arithmetic, links. Numbers only; asks no device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One slot, a GPU or a core, under a name for the `device` of a pool. Rates are peaks in one direction."""
+    """One slot, a GPU or a core, under a name for a pool's `device`. Rates are peaks in one direction."""
 
     memory_gb: float  # Memory of the device.
     memory_gb_per_s: float  # Bandwidth of its memory.
@@ -30,8 +30,9 @@ class DeviceSpec:
             raise ValueError(f"tflops: dense TFLOPS by dtype, as in {{bfloat16: 989}}, got {self.tflops}")
 
     def flops(self, dtype: str) -> float:
-        """Per second. What isn't declared of a 16-bit type is taken from the other; float32 is never a tensor core's:
-        torch multiplies in full precision unless it is told otherwise. Raises ValueError for a dtype of neither."""
+        """Peak operations per second. An undeclared 16-bit type takes the value of the other; float32 never uses tensor
+        cores, because torch multiplies in full precision by default. Raises ValueError for an unknown dtype.
+        """
         sixteen = {"bfloat16", "float16"}
         for known in (dtype, *sorted(sixteen if dtype in sixteen else ())):
             if known in self.tflops:
@@ -39,9 +40,9 @@ class DeviceSpec:
         raise ValueError(f"tflops: no value for {dtype}; known: {', '.join(self.tflops)}")
 
 
-# NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 (2025). Dense figures: where a
-# sheet gives them "with sparsity", half. NVLink and PCIe: half of what a sheet calls the bandwidth, which counts both
-# ways. The core is one of an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13.
+# NVIDIA's data sheets: H100 (2024), H200 (2024), A100 (2022), L40S (2023), HGX B200 (2025). Dense figures: half of
+# those "with sparsity". NVLink and PCIe: half of a sheet's bandwidth, which counts both directions. The core is one of
+# an AMD EPYC: sgemm and a copy of 64 MB with torch 2.13.
 DEVICES: Mapping[str, DeviceSpec] = {
     "h100": DeviceSpec(80, 3350, {"bfloat16": 989, "float32": 67}, link_gb_per_s=450, host_gb_per_s=64),
     "h100_pcie": DeviceSpec(80, 2000, {"bfloat16": 756, "float32": 51}, link_gb_per_s=64, host_gb_per_s=64),
@@ -57,7 +58,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
 
 
 def find_device(name: str, own: Mapping[str, DeviceSpec]) -> DeviceSpec:
-    """By the user's names first. Raises ValueError with the nearest known one."""
+    """A device by name, the user's own first. Raises ValueError with the nearest known name."""
     known = {**DEVICES, **own}
     if name in known:
         return known[name]
@@ -71,7 +72,9 @@ def find_device(name: str, own: Mapping[str, DeviceSpec]) -> DeviceSpec:
 
 
 def device_called(name: str) -> str | None:
-    """Our name for a GPU by what its driver calls it ("NVIDIA H100 80GB HBM3"); None where the table has none."""
+    """The name in DEVICES for a GPU that its driver calls, for example, "NVIDIA H100 80GB HBM3". None if there is
+    none.
+    """
     said = name.lower()
     for model, key in (("h200", "h200"), ("b200", "b200"), ("l40s", "l40s")):
         if model in said:

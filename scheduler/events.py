@@ -1,4 +1,4 @@
-"""What the scheduler tells the outside: spans on lanes. A sink is given from above; nothing here writes or draws."""
+"""Events of the scheduler: spans on lanes. A sink is passed in from above; nothing here writes or draws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class EventSink(Protocol):
 
 
 class NoEvents:
-    """Nobody listens."""
+    """A sink that ignores events."""
 
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage, told that much lives and little of it is garbage. Frees nothing itself."""
+"""Tunes Python's cyclic garbage collector for many living objects and little garbage. Frees nothing itself."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-INFREQUENT = 50_000, 20, 20  # new objects to a look at them; looks to one at those that survived one; at all
+INFREQUENT = 50_000, 20, 20  # gc thresholds: new objects, then collections, until the next generation's
 
 
 @contextmanager
 def infrequent_gc() -> Iterator[None]:
-    """For a pipeline: tens of thousands of tasks and groups are in flight, and end without cycles. What lives already
-    is never looked at again; what is new, a seventieth as often."""
+    """Context for a pipeline: tens of thousands of tasks and groups are in flight, and end without cycles. Existing
+    objects are never scanned again, new ones 70 times less often.
+    """
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*INFREQUENT)

@@ -1,4 +1,4 @@
-"""Which role sits on which slots, and whether the machines have them. Pure: starts nothing, asks no machine."""
+"""Places roles on slots, and checks that the machines have them. Pure: starts nothing, asks no machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Slots that share a purpose. A slot is one core or one GPU."""
+    """A pool: slots that share a purpose. A slot is one core or one GPU."""
 
     slots: int = 1  # [slots] Number of cores or GPUs.
     resource: str = "cpu"  # What a slot is.
-    strategy: str = "PACK"  # How slots are spread over machines, in Ray's words.
-    # Memory of a slot; what can't fit is refused, what may not fit is a warning of task=plan; null: the device's.
+    strategy: str = "PACK"  # How slots are spread over machines: a strategy of Ray's placement groups.
+    # Memory of a slot; a run whose parts can't fit is refused, task=plan warns if they may not fit; null: the device's.
     memory_gb: float | None = None
-    elastic: bool = False  # Each slot has an engine of policy and of GRM, and serves the one that has the backlog.
-    time_shared: bool = False  # The learner and the engines use the slots in turn; engines sleep while it updates.
-    # GPU that a slot is, for task=plan and task=simulate: h100, a100_80, ..., or a name of plan.devices; null: the one
+    elastic: bool = False  # Each slot has an engine of every served role, and serves the one with the most backlog.
+    time_shared: bool = False  # A learner and the engines use the slots in alternation; engines sleep while it trains.
+    # Kind of GPU of a slot, for task=plan and task=simulate: h100, a100_80, ..., or a name in plan.devices; null: that
     # of this machine.
     device: str | None = None
 
@@ -43,9 +43,9 @@ class PoolConfig:
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """Where a role runs: policy, learner, grm, grm_learner, meta or critic. A replica is one process."""
+    """The place of a role. A replica is one process."""
 
-    pool: str  # Pool whose slots the role runs on.
+    pool: str  # Pool with the slots of the role.
     replicas: int = 1  # [processes] Engines of the role, or ranks of a learner.
     slots_per_replica: int = 1  # [slots] Slots of each process; on GPUs an engine is then tensor-parallel.
 
@@ -58,29 +58,29 @@ class RoleConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """What runs where: pools of slots, and roles on them. Roles of one pool share its slots."""
+    """The placement of processes: pools of slots, and roles on them. Roles in one pool share its slots."""
 
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     roles: dict[str, RoleConfig] = field(default_factory=dict)
 
 
-LEAST_CALL_TIMEOUT_S = 60.0  # an engine that has no news says so every COLLECT_S (engine_host.py)
+LEAST_CALL_TIMEOUT_S = 60.0  # an engine without news reports every COLLECT_S (engine_host.py)
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What the processes run on."""
+    """The cluster that processes run on."""
 
-    # Where processes run: as actors of Ray, or all in the driver's process, for a debugger.
+    # Where processes run: as actors of Ray (ray), or all in the driver's process, for a debugger (inprocess).
     kind: str = "ray"
     address: str | None = None  # Address of a Ray cluster to join; null: Ray is started on this machine.
-    start_timeout_s: float = 60.0  # Limit for slots to be reserved and processes to start, without their models.
-    # Limit of a call to a process; 6 times that where the process works, 12 times where it loads or saves.
+    start_timeout_s: float = 60.0  # Limit for reserving slots and starting processes, without their models.
+    # Limit of a call to a process; 6 times that for calls that compute, 12 times for calls that load or save.
     call_timeout_s: float = 300.0
     object_store_mb: int = 256  # Size of the object store of a Ray that is started here.
     packages: list[str] = field(default_factory=list)  # Python packages sent to the workers of a joined cluster.
-    # Names of environment variables of the driver that the processes of a joined cluster get too, such as HF_HOME, or
-    # NCCL_* for all that begin so. Their values are in no file of the run.
+    # Names of the driver's environment variables that the processes of a joined cluster also get, such as HF_HOME, or
+    # NCCL_* for all with that prefix. Their values are in no file of the run.
     env_vars: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where one process of a role runs. `share` is its fraction of each of its slots."""
+    """The place of one process of a role. `share`: its fraction of each of its slots."""
 
     role: str
     rank: int
@@ -117,7 +117,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Every process with its seat. Only pools that seat somebody are kept."""
+    """Every process with its seat. Pools without a seat are left out."""
 
     pools: Mapping[str, PoolConfig]
     seats: Mapping[str, tuple[Seat, ...]]  # role -> its seats by rank
@@ -128,15 +128,17 @@ class Placement:
         return "cuda" if self.pools[self.seats[role][0].pool].resource == "gpu" else "cpu"
 
     def gpus_per_process(self, role: str) -> int:
-        """GPUs that share one model. On a CPU a process of several cores has threads instead, and this is 1."""
+        """GPUs over which one model is sharded. On a CPU a process of several cores has threads instead, and this is
+        1.
+        """
         return len(self.seats[role][0].slots) if self.device_of(role) == "cuda" else 1
 
     def is_elastic(self, role: str) -> bool:
-        """Do its slots move?"""
+        """Whether the role's slots are elastic."""
         return bool(self.elastic_slots(self.seats[role][0].pool))
 
     def elastic_slots(self, pool: str) -> dict[str, dict[str, str]]:
-        """slot -> role -> its engine there, of a pool whose slots move; empty for any other, or with a single role."""
+        """Slot -> role -> its engine there, for an elastic pool; empty for any other pool, or with a single role."""
         roles = self._served_in(pool)
         if not self.pools[pool].elastic or len(roles) < 2:
             return {}
@@ -145,17 +147,14 @@ class Placement:
 
     @property
     def time_sharing_roles(self) -> tuple[str, ...]:
-        """Roles whose engines sleep while the learner updates: those of its pool, where that is time-shared."""
-        pool = self.seats["learner"][0].pool if "learner" in self.seats else None
-        if pool is None or not self.pools[pool].time_shared:
-            return ()
-        return self._served_in(pool)
+        """Roles whose engines sleep while the learner of their pool updates: that pool is time-shared."""
+        return tuple(role for role in self.served if self.pools[self.seats[role][0].pool].time_shared)
 
     def _served_in(self, pool: str) -> tuple[str, ...]:
         return tuple(role for role in self.served if self.seats[role][0].pool == pool)
 
     def bundles(self, pool: str) -> tuple[tuple[int, ...], ...]:
-        """The slots of a pool in the pieces that must lie on one node."""
+        """The slots of a pool in the pieces that must be on one node."""
         blocks = {seat.slots for seats in self.seats.values() for seat in seats if seat.pool == pool}
         seated = {slot for block in blocks for slot in block}
         blocks |= {(slot,) for slot in range(self.pools[pool].slots) if slot not in seated}
@@ -164,7 +163,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCapacity:
-    """What one machine has."""
+    """The resources of one machine."""
 
     name: str
     cpus: int
@@ -174,12 +173,18 @@ class NodeCapacity:
         return self.cpus if resource == "cpu" else self.gpus
 
 
-def place(config: PlacementConfig, required_roles: Sequence[str], served: Sequence[str] = ()) -> Placement:
+def place(
+    config: PlacementConfig,
+    required_roles: Sequence[str],
+    served: Sequence[str] = (),
+    learners: Mapping[str, str] | None = None,
+) -> Placement:
     """Seat every required role; roles that the run doesn't need stay out. Replicas go to the emptiest slots first.
 
-    served: roles that engines serve. Only these move between slots of an elastic pool, or take turns with a learner.
+    served:   roles that engines serve. Only these move between slots of an elastic pool, or take turns with a learner.
+    learners: served roles whose weights learn, and who trains each.
 
-    Raises ValueError naming the key: a role without place, an unknown pool, too few slots.
+    Raises ValueError that names the key: a role without a place, an unknown pool, too few slots.
     """
     blocks: dict[str, list[tuple[int, ...]]] = {}
     for role in required_roles:
@@ -205,17 +210,18 @@ def place(config: PlacementConfig, required_roles: Sequence[str], served: Sequen
         seats=seats,
         served=tuple(role for role in served if role in seats),
     )
-    _refuse_lone_time_sharing(placement)
+    _refuse_lone_time_sharing(placement, learners or {})
     return placement
 
 
 def check_capacity(placement: Placement, nodes: Sequence[NodeCapacity]) -> None:
-    """Can the nodes hold all pools at once? Strict pools first, else first fit: an odd mix may need `strategy` set.
+    """Check that the nodes can hold all pools at once. Strict pools first, then first fit: an unusual mix may need
+    `strategy`.
 
-    Raises ValueError naming the pool, the resource, what each node has and what to type.
+    Raises ValueError that names the pool, the resource, what each node has and what to type.
     """
     left = {resource: {node.name: node.units(resource) for node in nodes} for resource in RESOURCES}
-    held: dict[str, str] = {}  # pool -> resource, of the pools that fit
+    held: dict[str, str] = {}  # pool -> resource, of pools that fit
     for name in sorted(placement.pools, key=lambda pool: not placement.pools[pool].strategy.startswith("STRICT")):
         pool = placement.pools[name]
         pieces = sorted((len(bundle) for bundle in placement.bundles(name)), reverse=True)
@@ -305,33 +311,37 @@ def _refuse_shared_blocks(
                 )
 
 
-def _refuse_lone_time_sharing(placement: Placement) -> None:
-    """Turns are between the policy's learner and engines; who else sat there would have no turn."""
-    for name, pool in placement.pools.items():
+def _refuse_lone_time_sharing(placement: Placement, learners: Mapping[str, str]) -> None:
+    """Turns are between engines and the learner that trains one of them; who else sat there would have no turn."""
+    for name in (name for name, pool in placement.pools.items() if pool.time_shared):
         here = [role for role, seats in placement.seats.items() if seats[0].pool == name]
-        strangers = [role for role in here if role not in ("learner", *placement.served)]
-        if pool.time_shared and strangers:
+        trained = [role for role in here if role in placement.served and learners.get(role) in here]
+        apart = f"placement.pools.{name}.time_shared=false"
+        if not trained:
+            pair = next(iter(learners.items()), ())
+            both = [f"placement.roles.{role}.pool={name}" for role in reversed(pair)]
             raise ValueError(
-                f"placement.roles.{strangers[0]}.pool: only the learner, policy and grm can alternate on the "
-                f"time-shared pool {name}; set placement.roles.{strangers[0]}.pool to another one, or "
-                f"placement.pools.{name}.time_shared=false"
+                f"placement.pools.{name}.time_shared: a learner and engines that it trains must alternate, but only "
+                f"{', '.join(here)} uses it; set {' and '.join(both)}{', or ' if both else ''}{apart}"
             )
-        if pool.time_shared and "grm" in here and "grm_learner" in placement.seats:
+        learner = learners[trained[0]]
+        strangers = [role for role in here if role not in (learner, *placement.served)]
+        if strangers:
             raise ValueError(
-                f"placement.roles.grm.pool: a GRM that learns gets its weights at any time, also when engines of "
-                f"the time-shared pool {name} may sleep; set placement.roles.grm.pool to another one, or "
-                f"placement.pools.{name}.time_shared=false"
+                f"placement.roles.{strangers[0]}.pool: only {learner} and engines can alternate on the time-shared "
+                f"pool {name}; set placement.roles.{strangers[0]}.pool to another one, or {apart}"
             )
-        if pool.time_shared and not ("learner" in here and placement.time_sharing_roles):
-            raise ValueError(
-                f"placement.pools.{name}.time_shared: the learner and engines must alternate, but only "
-                f"{', '.join(here)} uses it; set placement.roles.learner.pool={name} and "
-                f"placement.roles.policy.pool={name}, or placement.pools.{name}.time_shared=false"
-            )
+        for role in here:
+            if (other := learners.get(role, learner)) != learner and other in placement.seats:
+                raise ValueError(
+                    f"placement.roles.{role}.pool: {role} gets its weights from {other} at any time, also when engines "
+                    f"of the time-shared pool {name} may sleep; set placement.roles.{role}.pool to another one, or "
+                    f"{apart}"
+                )
 
 
 def _take(left: dict[str, int], pieces: Sequence[int], strategy: str) -> bool:
-    """Subtract the pieces from what the nodes have left; False if they don't fit."""
+    """Subtract the pieces from what the nodes have left. False if they don't fit."""
     if strategy == "STRICT_PACK":
         pieces = [sum(pieces)]
     used: set[str] = set()
@@ -374,7 +384,7 @@ def _shortage(placement: Placement, name: str, nodes: Sequence[NodeCapacity], he
 
 
 def _add_role(config: PlacementConfig, role: str) -> str:
-    """What to type: a value for a member that isn't there yet needs the section around it."""
+    """What to type: a value for a new member needs the section around it."""
     if not config.pools:
         return "define pools, as placement=laptop does"
     first, *others = config.pools

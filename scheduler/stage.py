@@ -1,4 +1,4 @@
-"""Bounded stages: an inbox, a width and a work function. Of their items they know only whom they belong to."""
+"""Bounded stages: an inbox, a concurrency and a work function. Of an item they know only its key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class BusyMeter:
-    """Seconds with at least one thing running, by the event loop's clock."""
+    """Seconds in which at least one thing runs, by the event loop's clock."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -40,7 +40,7 @@ class BusyMeter:
 
 
 class StateMeter:
-    """Seconds by state, one state at a time or none, by the event loop's clock."""
+    """Seconds per state, with at most one state at a time, by the event loop's clock."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ class StateMeter:
         return self._seconds.get(state, 0.0)
 
     def clear(self) -> None:
-        """Count from now on."""
+        """Restart the counts."""
         self._settle()
         self._seconds.clear()
 
@@ -72,8 +72,8 @@ class StateMeter:
 class Stage(Generic[Item]):
     """Consumes `inbox`, does `work` on up to `width` items at once, by rank. A crash of `work` ends `run`.
 
-    `key(item)` names what an item belongs to: `cancel(key)` ends its running work. What still waits in the inbox is
-    handed to `work` in its turn, which must recognise what is over.
+    `key(item)` is what an item belongs to: `cancel(key)` ends its running work. Items in the inbox are still passed to
+    `work`, which must recognise those that are over.
     """
 
     def __init__(
@@ -87,8 +87,10 @@ class Stage(Generic[Item]):
         rank: Callable[[Item], int] = lambda item: 0,
         shared_meter: BusyMeter | None = None,
     ) -> None:
-        """bound: of the inbox; 0 is none.  rank: when it is put; the lowest first, alike ones in order of arrival.
-        shared_meter: runs while any of several stages does."""
+        """bound: of the inbox; 0: no limit. rank: computed when an item is put; the lowest first, equal ones in order
+        of arrival.
+        shared_meter: runs while any of several stages works.
+        """
         self.name = name
         self.meter = BusyMeter()
         self._shared_meter = shared_meter or BusyMeter()
@@ -102,18 +104,18 @@ class Stage(Generic[Item]):
 
     @property
     def waiting(self) -> int:
-        """Items in the inbox."""
+        """The number of items in the inbox."""
         return self._inbox.qsize()
 
     async def put(self, item: Item) -> None:
-        """Waits while the inbox is full: that is the backpressure."""
+        """Add an item. Waits while the inbox is full (backpressure)."""
         await self._inbox.put((self._rank(item), next(self._arrivals), item))
 
     async def run(self) -> None:
         try:
             await self._serve()
         except BaseExceptionGroup as crashes:
-            raise crashes.exceptions[0] from None  # in order of time: the others follow from the first
+            raise crashes.exceptions[0] from None  # in order of time: later ones follow from the first
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -126,7 +128,7 @@ class Stage(Generic[Item]):
                 task.add_done_callback(functools.partial(self._forget, self._key(item)))
 
     def cancel(self, key: str) -> None:
-        """End all running work on `key`, but for the caller's own."""
+        """End all running work on `key`, except the caller's own."""
         current = asyncio.current_task()
         for task in self._tasks.get(key, ()):
             if task is not current:

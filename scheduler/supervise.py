@@ -1,4 +1,4 @@
-"""Runs loops together; the first crash ends all, with its cause. Restarts nothing."""
+"""Runs loops together; the first crash ends all of them, with its cause. Restarts nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAIN = "the main loop"  # its failures need no note: the caller knows what it ru
 
 
 async def run_together(**loops: Coroutine[object, object, T]) -> dict[str, T]:
-    """Run all to their end; return what each returned. Cancellation reaches all of them.
+    """Run all loops to their end; return their results by name. Cancellation reaches all of them.
 
-    The first exception cancels the rest and is raised itself, with a note of its loop: what the others raise while
-    they are torn down is not the cause.
+    The first exception cancels the rest and is raised itself, with a note that names its loop: errors of the others
+    during their cancellation are not the cause.
     """
     async with _supervised(loops) as (tasks, _):
         if tasks:
@@ -25,7 +25,7 @@ async def run_together(**loops: Coroutine[object, object, T]) -> dict[str, T]:
 
 
 async def run_until(main: Coroutine[object, object, U], /, **loops: Coroutine[object, object, object]) -> U:
-    """Run the loops until `main` returns; then cancel them and return what it returned. Crashes as in run_together."""
+    """Run the loops until `main` returns, then cancel them and return its result. Crashes as in run_together."""
     async with _supervised({**loops, MAIN: main}) as (tasks, failures):
         pending = set(tasks.values())
         while not failures and not tasks[MAIN].done():
@@ -34,7 +34,7 @@ async def run_until(main: Coroutine[object, object, U], /, **loops: Coroutine[ob
 
 
 def describe_failure(error: BaseException) -> str:
-    """The first cause in plain words, a line each: where (outermost first), what, and what lay beneath."""
+    """The first cause in plain words, one line each: where (outermost first), what, and what caused it."""
     notes = list(reversed(getattr(error, "__notes__", [])))
     while isinstance(error, BaseExceptionGroup):  # in the order in which they were raised
         error = error.exceptions[0]
@@ -50,7 +50,7 @@ def describe_failure(error: BaseException) -> str:
 
 @asynccontextmanager
 async def raising_first() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group of which the first failure is raised itself, not in a group: it is the cause."""
+    """A task group whose first failure is raised itself, not in an exception group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -62,7 +62,9 @@ async def raising_first() -> AsyncIterator[asyncio.TaskGroup]:
 async def _supervised(
     loops: Mapping[str, Coroutine[object, object, T]],
 ) -> AsyncIterator[tuple[dict[str, asyncio.Task[T]], list[BaseException]]]:
-    """The loops as tasks, and their failures in the order of time. On leaving all end, and the first is raised."""
+    """Context: the loops as tasks, and their failures in the order of time. At its end all are ended, and the first
+    failure is raised.
+    """
     failures: list[BaseException] = []
     tasks = {name: asyncio.create_task(_watch(name, loop, failures), name=name) for name, loop in loops.items()}
     try:
@@ -82,7 +84,7 @@ async def _watch(name: str, loop: Coroutine[object, object, T], failures: list[B
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # Something the loop awaited was cancelled under it: without this the loop would end unnoticed.
+        # Something that the loop awaited was cancelled: otherwise the loop would end unnoticed.
         crash = RuntimeError("it was cancelled from within")
         _note(crash, name)
         failures.append(crash)
@@ -99,5 +101,5 @@ def _note(error: Exception, name: str) -> None:
 
 
 def _words(error: BaseException) -> str:
-    """A ValueError is written for the user; any other type says something by its name."""
+    """The error in words: a ValueError's message is for users; other errors also need the name of their type."""
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

@@ -1,31 +1,35 @@
-"""What more than one room's tests need: a process that is left as it was found."""
+"""Fixtures of all tests: a process that is left as it was found."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+# Before torch is imported. The tests' processes share few cores: their threads would wait for each other, and spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 
 from grmpipe.observe.logs import NOISY, OURS, replace_handlers
 
-sys.path.append(str(Path(__file__).parent))  # a fork finds forks.py by its name
+sys.path.append(str(Path(__file__).parent))  # a fork imports forks.py by its name
 
 import forks
 
-# The same examples on every machine, every time; `--hypothesis-profile=explore` draws new ones.
+# The same examples on every machine, every time; `--hypothesis-profile=explore` tries new ones.
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("repeatable")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was skipped, in one line: how many, and why."""
+    """Report in one line how many tests were skipped, and why."""
     reasons = Counter(str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", []))
     if reasons:
         told = "; ".join(f"{count} x {reason.removeprefix('Skipped: ')}" for reason, count in reasons.most_common())
@@ -57,13 +61,13 @@ def restored_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def keep_logging() -> Callable[[], AbstractContextManager[None]]:
-    """The same for fixtures that are older than a test."""
+    """The same for fixtures that outlive a test."""
     return kept_logging
 
 
 @pytest.fixture(scope="session")
 def forked() -> type[forks.Forked]:
-    """`forked(script, *arguments, cwd=..)`: a process with its imports made, one thread, no hub."""
+    """`forked(script, *arguments, cwd=..)`: a process that has made its imports, with one thread and no hub."""
     root = str(Path(__file__).parents[1])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": root}.items():

@@ -1,7 +1,7 @@
-"""Scripts in forks of a process that has made their imports: a start takes no seconds of them. Used by conftest.py.
+"""Runs scripts in forks of a process that has made their imports, which saves seconds per start. Used by conftest.py.
 
-What runs is the script itself, as `__main__`, in a process of its own that can be killed. How a user starts one is
-test_quickstart.py's and test_tasks.py's to try.
+The script itself runs as `__main__`, in its own process that can be killed. test_quickstart.py and test_tasks.py start
+scripts as a user does.
 """
 
 from __future__ import annotations
@@ -17,21 +17,31 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-IMPORTED = ["pytest", "hydra", "grmpipe.tasks", "models.engines.embedded.embedded_engine"]
+# grmpipe.tasks by itself imports little: what a run of it imports, and its learner and engines, are named too.
+IMPORTED = [
+    "pytest",
+    "hydra",
+    "grmpipe.tasks",
+    "grmpipe.run.train",
+    "grmpipe.train.learner.learner",
+    "grmpipe.train.critic.critic_learner",
+    "models.engines.embedded.embedded_engine",
+]
 FORKS = multiprocessing.get_context("forkserver")
 
 
 def serve() -> None:
-    """Import it all in a process that forks from now on. Its environment is the one of this moment."""
+    """Import everything in a process that forks from now on, with the present environment."""
     FORKS.set_forkserver_preload(IMPORTED)
     multiprocessing.forkserver.ensure_running()
 
 
-def run(script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[str, str], output: str) -> None:
-    """As `python script ...` runs there; what it prints goes to the file `output`."""
-    told = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(told, 1)
-    os.dup2(told, 2)
+def run(
+    script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[str, str], output: str, errors: str
+) -> None:
+    """Run a script like `python script ...` there; it prints to the files `output` and `errors`."""
+    for number, file in ((1, output), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.update(environment)
     sys.path.insert(0, str(Path(script).parent))
@@ -39,7 +49,7 @@ def run(script: str, arguments: tuple[str, ...], cwd: str, environment: Mapping[
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # a process of multiprocessing ends without
+        atexit._run_exitfuncs()  # a process of multiprocessing ends without them
 
 
 class Forked:
@@ -47,9 +57,11 @@ class Forked:
 
     def __init__(self, script: Path, *arguments: object, cwd: Path | None = None, **environment: str) -> None:
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  as long as this is kept
+        self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        files = (self._output.name, self._errors.name)
         self._process = FORKS.Process(
             target=run,
-            args=(str(script), tuple(map(str, arguments)), str(cwd or Path.cwd()), environment, self._output.name),
+            args=(str(script), tuple(map(str, arguments)), str(cwd or Path.cwd()), environment, *files),
             daemon=True,  # ends with the tests
         )
         self._process.start()
@@ -60,14 +72,19 @@ class Forked:
 
     @property
     def output(self) -> str:
-        return Path(self._output.name).read_text()
+        """All that it printed: first stderr, then stdout."""
+        return self.errors + Path(self._output.name).read_text()
+
+    @property
+    def errors(self) -> str:
+        return Path(self._errors.name).read_text()
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
     def wait(self, timeout_s: float = 240.0) -> int:
-        """The exit code; below 0 the signal that ended it."""
+        """Return the exit code; below 0 the signal that ended it."""
         self._process.join(timeout_s)
         if self._process.exitcode is None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""The benchmark beside TRL: what it makes of two sides' runs. Needs no TRL, measures nothing."""
+"""The comparison with TRL: its report on both sides' runs. Needs no TRL, measures nothing."""
 
 from __future__ import annotations
 

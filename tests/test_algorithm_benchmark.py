@@ -1,4 +1,4 @@
-"""The benchmark of algorithms: its rows are real, its report says what was run. Measures nothing."""
+"""The benchmark of algorithms: its rows are real, its report has the runs. Measures nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 import launch  # noqa: F401  registers the schema
 from grmpipe.algorithm import advantages, losses
 from grmpipe.algorithm.rewards import Rewards
-from grmpipe.config.algorithm_tables import ESTIMATORS, LOSSES
-from grmpipe.config.train import CORRECTIONS, REJECTIONS, AlgorithmConfig
+from grmpipe.config.algorithm_tables import CORRECTIONS, ESTIMATORS, LOSSES, REJECTIONS
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.config.yaml_io import build
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ def result(row: str, seed: int, after: float) -> algorithms.Result:
 
 
 def test_every_row_composes_and_all_names_are_among_them() -> None:
-    """All but those that one reward a rollout, or whitening, makes the same as another."""
+    """All except those that equal others with one reward per rollout, or with whitening."""
     used: dict[str, set[str]] = {"estimator": set(), "loss": set(), "correction": set(), "rejections": set()}
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         for row in algorithms.ROWS:

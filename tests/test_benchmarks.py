@@ -1,4 +1,4 @@
-"""The benchmarks' own parts: what they read, reuse, put in sequence and tell. Measures nothing."""
+"""The parts of benchmarks: what they read, reuse, run in sequence and report. Measures nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # a benchmark imports its neighbours as a script does
+sys.path.insert(0, str(BENCHMARKS))  # a benchmark imports its neighbours like a script
 
 import against_commit  # noqa: E402
 import in_sequence  # noqa: E402
@@ -36,7 +36,7 @@ FLOW = FlowConfig(
 
 
 class RecordingParts:
-    """Parts that take a moment, and remember in which order they were asked and done."""
+    """Parts that take a moment, and remember the order of their calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -101,7 +101,7 @@ def prompt_at(draw: int) -> Prompt:
 
 
 def write_run(run_dir: Path) -> Path:
-    """Two steps in three seconds, and a look in between."""
+    """Two steps in three seconds, with an evaluation in between."""
     run_dir.mkdir(parents=True)
     step = {
         "time/step_s": 1.2, "stall/groups_s": 0.3, "stall/engines_idle_s": 0.0, "sync/push_s": 0.05,

@@ -1,4 +1,4 @@
-"""What README and docs tell a reader to type or to open is there."""
+"""The commands and files that README and docs name exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPOSED_ELSEWHERE = ("-m", "--config-dir", "task=doctor")  # sweeps; a director
 
 
 def commands() -> list[str]:
-    """Every `python launch.py ...` of the pages, but those that leave words to the reader."""
+    """Every `python launch.py ...` of the pages, except those with placeholders."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
@@ -40,7 +40,7 @@ def test_a_command_of_the_pages_composes(command: str) -> None:
 
 
 def expanded(words: list[str]) -> list[str]:
-    """As a shell does with a{b,c}d."""
+    """Expanded like a{b,c}d in a shell."""
     for word in words:
         if braces := re.fullmatch(r"([\w.]+)\{([\w,]+)\}(\S*)", word):
             words = [w for w in words if w != word] + [f"{braces[1]}{one}{braces[3]}" for one in braces[2].split(",")]

@@ -1,6 +1,6 @@
-"""In how many files a loss, an estimator, an env, a judge protocol, an engine and a transport is known by its name.
+"""The number of files that know a loss, an estimator, an env, a judge protocol, an engine or a transport by its name.
 
-CONTRIBUTING.md has the numbers; a file that starts to compare names is noticed here.
+CONTRIBUTING.md has the numbers; this test notices a file that begins to compare names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ ROW = re.compile(r"^\| ([a-z ]+) \| ((?:`\w+`(?:, )?)+) \| (\d+) \|", re.MULTILI
 
 @functools.cache
 def told() -> dict[str, tuple[tuple[str, ...], int]]:
-    """The table of CONTRIBUTING.md: by change, the names to look for, and the number of files that hold one of them."""
+    """The table of CONTRIBUTING.md: change -> the names to search for, and the number of files that have one of
+    them.
+    """
     rows = ROW.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     return {change: (tuple(re.findall(r"\w+", names)), int(count)) for change, names, count in rows}
 
@@ -42,7 +44,7 @@ def strings() -> dict[Path, frozenset[str]]:
 
 
 def files_that_know(name: str) -> list[str]:
-    """Outside the kind's own folder."""
+    """The files outside the kind's own folder."""
     return sorted(
         path.as_posix() for path, literals in strings().items() if name in literals and name not in path.parts
     )

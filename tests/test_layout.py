@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "scheduler", "grmpipe")
-# Every folder and every file beside folders. Each imports only from entries above it, and from itself.
+# Every folder and every file next to folders. Each imports only from entries above it, and from itself.
 ORDER = [
     "models",
     "models/lm",
@@ -52,7 +52,7 @@ ORDER = [
     "grmpipe/capacity/simulate",
     "grmpipe/tasks.py",
 ]
-# Of models: the scheduler moves tokens and weights, lets callers through by priority, and knows no model.
+# From models: the scheduler moves tokens and weights, releases callers by priority, and knows no model.
 SCHEDULER_SEES = {"models/types.py", "models/priority_gate.py"}
 LIBRARIES = {
     "ray": "scheduler/processes/",
@@ -73,13 +73,13 @@ def sources() -> list[Path]:
 
 
 def place_of(path: Path) -> str:
-    """The entry of ORDER that holds a file: itself, or its folder."""
+    """The entry of ORDER for a file: itself, or its folder."""
     relative = path.relative_to(ROOT)
     return relative.as_posix() if relative.parent.as_posix() == "grmpipe" else relative.parent.as_posix()
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names that a file imports, wherever in the file; `from a import b` gives a.b."""
+    """The dotted names that a file imports, anywhere in it; `from a import b` gives a.b."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -91,7 +91,7 @@ def imported(path: Path) -> set[str]:
 
 
 def file_of(name: str) -> Path | None:
-    """The file of ours that a dotted name stands for, or lies in."""
+    """The file of this project for a dotted name, or the file that defines it."""
     parts = name.split(".")
     if parts[0] not in PACKAGES:
         return None
@@ -104,7 +104,7 @@ def file_of(name: str) -> Path | None:
 
 
 def imports_up(edges: list[tuple[str, str]], order: list[str]) -> list[tuple[str, str]]:
-    """Those edges, from an importing place to an imported one, that don't go down the order."""
+    """The edges, from an importing place to an imported one, that don't go down the order."""
     rank = {place: index for index, place in enumerate(order)}
     return [(place, other) for place, other in edges if rank[other] > rank[place]]
 

@@ -1,4 +1,4 @@
-"""The benchmark of off-policy corrections: its rows are real, its report says what the runs' files say."""
+"""The benchmark of off-policy corrections: its rows are real, its report matches the runs' files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/simulator.py counts, compares and tells. Measures nothing."""
+"""What benchmarks/simulator.py counts, compares and reports. Measures nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # a benchmark imports its neighbours as a script does
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # a benchmark imports its neighbours like a script
 
 import simulator
 

@@ -1,8 +1,8 @@
-"""From rewards to advantages. Pure; which estimators there are stands in grmpipe/config/algorithm_tables.py.
+"""From rewards to advantages. Pure. The table of estimators is in grmpipe/config/algorithm_tables.py.
 
-What has no reward isn't here, so it can't be in a baseline.
+Rollouts without a reward aren't here, so they can't enter a baseline.
 
-G: siblings of a group that have a verdict. N: sampled tokens of a rollout. K: its steps. All in float64: in float32 the
+G: siblings of a group with a verdict. N: sampled tokens of a rollout. K: its steps. All in float64: in float32 the
 rounding of a mean of equal rewards is as large as the epsilon it is divided by.
 """
 
@@ -20,11 +20,11 @@ from grmpipe.config.algorithm_tables import estimator_named
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.train import AlgorithmConfig
 
-ROUNDING = 1e-9  # what sums of equal rewards may differ by
+ROUNDING = 1e-9  # rounding error allowed between sums of equal rewards
 
 Group = Sequence[Rewards]
-OfGroup = list[np.ndarray]  # by sibling, [N]
-Advantages = list[OfGroup]  # by group
+OfGroup = list[np.ndarray]  # one [N] per sibling
+Advantages = list[OfGroup]  # one per group
 EstimateGroup = Callable[[Group, AlgorithmConfig], OfGroup]  # need=group
 EstimateBatch = Callable[[Sequence[Group], AlgorithmConfig], Advantages]  # need=batch
 
@@ -40,24 +40,25 @@ def center(rewards_G: np.ndarray) -> np.ndarray:
 def standardize(rewards_G: np.ndarray, std: str, min_group_std: float) -> np.ndarray:
     """Group-relative advantage in units of the group's standard deviation (GRPO, arXiv 2402.03300).
 
-    `min_group_std` is added to the deviation: rewards that differ by much less than it give advantages near 0, and no
-    advantage is above sqrt(G - 1) in size.
+    `min_group_std` is added to the deviation: rewards that differ by much less give advantages near 0, and no advantage
+    exceeds sqrt(G - 1) in size.
     """
     spread = rewards_G.std(ddof=1 if std == "sample" else 0)
     return center(rewards_G) / (spread + min_group_std)
 
 
 def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
-    """Each reward against the mean of the others, G / (G - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
+    """Each reward minus the mean of the others, G / (G - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
     return center(rewards_G) * len(rewards_G) / (len(rewards_G) - 1)
 
 
 def best_of_k(rewards_G: np.ndarray, k: int, min_group_std: float) -> np.ndarray:
-    """What a sibling adds to the best of k: the mean of max over the k-subsets that hold it, less the mean over all
-    k-subsets, in units of the deviation over all. With rewards of 0 and 1 that is pass@k training (arXiv 2508.10751).
+    """The contribution of a sibling to the best of k: the mean of max over the k-subsets that contain it, minus the
+    mean over all k-subsets, in units of the deviation over all. With rewards of 0 and 1 that is pass@k training (arXiv
+    2508.10751).
 
-    Exact, by counting: with rewards in rising order, the j-th is the max of C(j, k - 1) subsets (j from 0). A group
-    with k siblings or fewer has one subset, and no advantages.
+    Exact, by counting: with rewards in ascending order, the j-th is the max of C(j, k - 1) subsets (j from 0). A group
+    of k siblings or fewer has one subset, and advantages of 0.
     """
     size, k = len(rewards_G), min(k, len(rewards_G))
     order = np.argsort(rewards_G, kind="stable")
@@ -65,7 +66,7 @@ def best_of_k(rewards_G: np.ndarray, k: int, min_group_std: float) -> np.ndarray
     as_max_G = np.array([math.comb(j, k - 1) / math.comb(size, k) for j in range(size)])
     mean = float(as_max_G @ rising_G)
     spread = math.sqrt(float(as_max_G @ (rising_G - mean) ** 2))
-    # Of the subsets that hold sibling i it is the max of C(i, k - 1), and a later j is of C(j - 1, k - 2).
+    # Of the subsets that contain sibling i, it is the max of C(i, k - 1), and a later j is the max of C(j - 1, k - 2).
     holding = math.comb(size - 1, k - 1)
     own_G = np.array([math.comb(i, k - 1) / holding for i in range(size)]) * rising_G
     later_G = np.array([math.comb(j - 1, k - 2) / holding if j > 0 and k > 1 else 0.0 for j in range(size)]) * rising_G
@@ -80,7 +81,7 @@ def outcomes(group: Group) -> np.ndarray:
 
 
 def over_tokens(group: Group, advantages_G: np.ndarray) -> OfGroup:
-    """Every token of a rollout gets the rollout's."""
+    """Give every token of a rollout the rollout's advantage."""
     return [np.full(rewards.num_tokens, advantage) for rewards, advantage in zip(group, advantages_G, strict=True)]
 
 
@@ -104,7 +105,7 @@ def pass_at_k(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
 
 def returns(values_K: Sequence[float], gamma: float) -> np.ndarray:
-    """Of each step the rewards from there on: R_k = r_k + gamma R_{k+1}."""
+    """The sum of rewards from each step on: R_k = r_k + gamma R_{k+1}."""
     returns_K, to_come = np.empty(len(values_K)), 0.0
     for k in reversed(range(len(values_K))):
         returns_K[k] = to_come = values_K[k] + gamma * to_come
@@ -112,8 +113,9 @@ def returns(values_K: Sequence[float], gamma: float) -> np.ndarray:
 
 
 def to_come(rewards: Rewards, earned_K: Sequence[float], gamma: float) -> np.ndarray:
-    """Of each step what is earned from there on: the return where rewards add up; where the outcome is a mean of steps,
-    their mean by share. A rollout of more steps has no more to come."""
+    """The reward from each step on: the return if rewards add up; if the outcome is a mean of steps, their mean by
+    share, so that a rollout of more steps gets no more.
+    """
     if rewards.shares_K is None:
         return returns(earned_K, gamma)
     shared_K = [share * earned for share, earned in zip(rewards.shares_K, earned_K, strict=True)]
@@ -121,8 +123,9 @@ def to_come(rewards: Rewards, earned_K: Sequence[float], gamma: float) -> np.nda
 
 
 def process(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
-    """What is to come from step k on against the same of all siblings that have a step k, as GRPO compares outcomes. A
-    step that nobody else has got as far as is compared with nothing: 0."""
+    """The reward from step k on, compared with that of all siblings that have a step k, as GRPO compares outcomes. A
+    step that no other sibling has gets 0.
+    """
     found = [to_come(rewards, rewards.earned_K.tolist(), algorithm.gamma) for rewards in group]
     advantages = [np.zeros(len(returns_K)) for returns_K in found]
     for k in range(max(map(len, found))):
@@ -137,7 +140,8 @@ def process(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
 def process_grpo(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
     """GRPO's process supervision (arXiv 2402.03300, section 4.1.3): all step rewards of a group are normalised
-    together, a token's advantage is the sum of those from its step on; their mean where the outcome is one."""
+    together; a token's advantage is their sum from its step on, or their mean if the outcome is a mean of steps.
+    """
     everyone = np.concatenate([rewards.earned_K for rewards in group])
     normal = standardize(everyone, algorithm.std, algorithm.min_group_std)
     by_sibling = np.split(normal, np.cumsum([len(rewards.values_K) for rewards in group])[:-1])
@@ -153,14 +157,14 @@ def gae(
     """Advantages and returns from a critic's values: delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam
     A_{t+1}; the return is A + V, before any whitening (GAE, arXiv 1506.02438).
 
-    Where `mask_N` is 0 (what the environment said) nothing is sampled: V and A of the next sampled token pass through,
-    and both results are 0. A reward there is the sampled token's before it: put it on that one.
+    Tokens with `mask_N` 0 (from the environment) aren't sampled: V and A of the next sampled token pass through, and
+    both results are 0. Put a reward for such a token on the sampled token before it.
     """
     rewards, values, mask = (
         rewards_N.tolist(),
         values_N.tolist(),
         mask_N.tolist(),
-    )  # indexing an array is 10 times dearer
+    )  # indexing an array is 10 times slower
     advantages, next_value, next_advantage = [0.0] * len(rewards), 0.0, 0.0
     for t in reversed(range(len(rewards))):
         if mask[t]:
@@ -172,14 +176,14 @@ def gae(
 
 
 def gae_of(rewards: Rewards, algorithm: AlgorithmConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns of a rollout. A critic that was never asked expects nothing: 0, as a new head says."""
+    """Advantages and returns of a rollout. Without a critic's values they are taken as 0, as a new head predicts."""
     expected_N = np.zeros(rewards.num_tokens) if rewards.expected_N is None else rewards.expected_N
     sampled_N = np.ones(rewards.num_tokens)
     return gae(rewards.by_token(), expected_N, sampled_N, algorithm.gamma, algorithm.gae_lambda)
 
 
 def gae_raw(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
-    """By a critic's values (GAE, arXiv 1506.02438); siblings play no part."""
+    """Advantages from a critic's values (GAE, arXiv 1506.02438); siblings don't matter."""
     return [gae_of(rewards, algorithm)[0] for rewards in group]
 
 
@@ -187,7 +191,7 @@ def gae_raw(group: Group, algorithm: AlgorithmConfig) -> OfGroup:
 
 
 def whiten(advantages: Advantages, std: str, epsilon: float) -> Advantages:
-    """Zero mean and unit deviation over all sampled tokens of the batch: long rollouts count for more."""
+    """Scale to zero mean and unit deviation over all sampled tokens of the batch: long rollouts weigh more."""
     everything = np.concatenate([advantages_N for group in advantages for advantages_N in group])
     if len(everything) < 2:
         return advantages
@@ -196,20 +200,21 @@ def whiten(advantages: Advantages, std: str, epsilon: float) -> Advantages:
 
 
 def reinforce_pp(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
-    """Returns, whitened over the batch (REINFORCE++, arXiv 2501.03262): with a KL in the reward a token's is the
-    outcome less the KL from there on."""
+    """Returns, whitened over the batch (REINFORCE++, arXiv 2501.03262). With a KL in the reward, a token's return is
+    the outcome minus the KL from there on.
+    """
     raw = [[rewards.spread(returns(rewards.values_K, algorithm.gamma)) for rewards in group] for group in groups]
     return whiten(raw, algorithm.std, algorithm.min_group_std)
 
 
 def reinforce_pp_baseline(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
-    """Outcomes less their group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
+    """Outcomes minus their group's mean, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262)."""
     raw = [over_tokens(group, center(outcomes(group))) for group in groups]
     return whiten(raw, algorithm.std, algorithm.min_group_std)
 
 
 def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
-    """By a critic's values, whitened over the batch, as PPO has them."""
+    """Advantages from a critic's values, whitened over the batch, as in PPO."""
     return whiten([gae_raw(group, algorithm) for group in groups], algorithm.std, algorithm.min_group_std)
 
 
@@ -218,7 +223,9 @@ def gae_whitened(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advanta
 
 @functools.cache
 def estimator_of(name: str) -> EstimateBatch:
-    """What `algorithm.estimator` names, of several groups. Raises ValueError where this process can't import it."""
+    """The estimator that `algorithm.estimator` names, for several groups. Raises ValueError if it can't be imported
+    here.
+    """
     key = "algorithm.estimator"
     kind = estimator_named(name, key)
     function = found_at(kind.function, key)
@@ -229,7 +236,7 @@ def estimator_of(name: str) -> EstimateBatch:
 
 
 def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:
-    """Whether its siblings are all alike in what the estimator compares."""
+    """Whether siblings are equal in what the estimator compares."""
     if len(group) < 2:
         return True
     if algorithm.estimator_kind.compares == "outcomes":
@@ -239,9 +246,9 @@ def all_advantages_zero(group: Group, algorithm: AlgorithmConfig) -> bool:
 
 
 def estimate(groups: Sequence[Group], algorithm: AlgorithmConfig) -> Advantages:
-    """Advantages by group, by sibling, per sampled token. Fewer than two siblings have nothing to be compared with.
+    """Advantages by group, by sibling, per sampled token. A group needs at least two siblings to compare.
 
-    Raises ValueError for a group of one, and where the estimator gives anything but a number for each token.
+    Raises ValueError for a group of one, and if the estimator doesn't return a finite number per token.
     """
     for group in groups:
         if len(group) < 2:

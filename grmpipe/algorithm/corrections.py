@@ -1,23 +1,25 @@
-"""Sampler and trainer don't agree to the last bit: weights that correct for it, figures that watch it. Pure.
+"""Corrections for the difference between sampler and trainer: weights, rejections, metrics of the mismatch. Pure.
 
 mu: the engine's distribution when it sampled. pi_old: the trainer's, of the weights that the update starts from.
-pi_prox: whom the loss's ratio is measured against. w = pi_prox / mu. T: packed tokens, S: samples.
+pi_prox: the policy that the loss's ratio is taken against. w = pi_prox / mu. T: packed tokens, S: samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
+from grmpipe.config.algorithm_tables import CORRECTIONS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
 
-MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a ratio beyond that is a fault, and must not become inf
+MAX_LOG_RATIO = 20.0  # e^20 is 5e8: a larger ratio is a fault, and must not become inf
 BAND_LOG_RATIO = 0.0953  # ln 1.1: a token's probability differs by more than a tenth
-OLDEST_AGE = 5  # and more, under one name
+OLDEST_AGE = 5  # this age and all older ones share a name
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
@@ -30,8 +32,9 @@ def log_ratio(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
 
 @torch.no_grad()
 def interpolated(logprobs_T: Tensor, sampler_logprobs_T: Tensor, ages_T: Tensor) -> Tensor:
-    """log pi_prox between the sampler's and the current, as far as versions have gone but for the last one:
-    log mu + (d - 1) / d (log pi_theta - log mu) at age d, log mu at age 0 (AReaL's log-linear approximation)."""
+    """log pi_prox between the sampler's and the current policy, one version before the current one: log mu + (d - 1) /
+    d (log pi_theta - log mu) at age d, log mu at age 0 (AReaL's log-linear approximation).
+    """
     share_T = (ages_T - 1).clamp(min=0).to(logprobs_T.dtype) / ages_T.clamp(min=1)
     return sampler_logprobs_T + share_T * (logprobs_T - sampler_logprobs_T)
 
@@ -41,16 +44,18 @@ def interpolated(logprobs_T: Tensor, sampler_logprobs_T: Tensor, ages_T: Tensor)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyDrift:
-    """How far the policy is from who sampled. No gradient goes through it."""
+    """How far the policy is from the policy that sampled. No gradient goes through it."""
 
-    log_weights_T: Tensor  # log w, within +-20, 0 where nothing is trained
-    log_behind_T: Tensor  # log mu - log pi_theta, 0 where nothing is trained
+    log_weights_T: Tensor  # log w, within +-20, 0 for untrained tokens
+    log_behind_T: Tensor  # log mu - log pi_theta, 0 for untrained tokens
     advantages_T: Tensor
     loss_mask_T: Tensor
     sample_lengths_S: Tensor
 
     def product_S(self) -> Tensor:
-        """log of a sample's product of w, within +-20. Beware of lengths: 1.1 a token is 13 780 at 100 tokens."""
+        """log of the product of w over each sample, within +-20. It grows with the length: 1.1 a token is 13 780 at 100
+        tokens.
+        """
         return sum_by_sample(self.log_weights_T, self.sample_lengths_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -72,70 +77,70 @@ def measure_drift(
     )
 
 
-def truncated_importance(drift: OffPolicyDrift, cap: float) -> Tensor:
+def uncorrected(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    return torch.ones_like(drift.log_weights_T)
+
+
+def truncated_importance(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """TIS: min(w, cap) per token."""
-    return drift.log_weights_T.exp().clamp(max=cap)
+    return drift.log_weights_T.exp().clamp(max=algorithm.tis_cap)
 
 
-def truncated_sequence(drift: OffPolicyDrift, cap: float) -> Tensor:
+def truncated_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Sequence TIS: min(product of w, cap), for all tokens of a sample."""
-    return to_tokens(drift.product_S().exp().clamp(max=cap), drift.sample_lengths_S)
+    return to_tokens(drift.product_S().exp().clamp(max=algorithm.sequence_cap), drift.sample_lengths_S)
 
 
-def masked_sequence(drift: OffPolicyDrift, cap: float) -> Tensor:
+def masked_sequence(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Sequence MIS: the product of w up to the cap, 0 above it."""
     weights_S = drift.product_S().exp()
-    return to_tokens(weights_S * (weights_S <= cap), drift.sample_lengths_S)
+    return to_tokens(weights_S * (weights_S <= algorithm.sequence_cap), drift.sample_lengths_S)
 
 
-def banded(drift: OffPolicyDrift, low: float, high: float) -> Tensor:
-    """w within the band, 0 outside, per token. IcePop has both ends; decoupled PPO (arXiv 2505.24298) the upper one."""
+def icepop(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """w within the band, 0 outside, per token."""
     weights_T = drift.log_weights_T.exp()
-    return weights_T * ((weights_T >= low) & (weights_T <= high))
+    return weights_T * ((weights_T >= algorithm.icepop_low) & (weights_T <= algorithm.icepop_high))
+
+
+def decoupled(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """Decoupled PPO (arXiv 2505.24298): w up to the cap, 0 above it, per token."""
+    weights_T = drift.log_weights_T.exp()
+    return weights_T * (weights_T <= algorithm.decoupled_cap)
 
 
 Correction = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]
 
-CORRECTIONS: dict[str, Correction] = {
-    "none": lambda drift, algorithm: torch.ones_like(drift.log_weights_T),
-    "tis": lambda drift, algorithm: truncated_importance(drift, algorithm.tis_cap),
-    "sequence_tis": lambda drift, algorithm: truncated_sequence(drift, algorithm.sequence_cap),
-    "sequence_mis": lambda drift, algorithm: masked_sequence(drift, algorithm.sequence_cap),
-    "icepop": lambda drift, algorithm: banded(drift, algorithm.icepop_low, algorithm.icepop_high),
-    "decoupled": lambda drift, algorithm: banded(drift, 0.0, algorithm.decoupled_cap),
-}
+
+def correction(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
+    """[T]: what weighs the policy loss of each token, by `algorithm.correction`."""
+    return cast(Correction, CORRECTIONS.found(algorithm.correction))(drift, algorithm)
 
 
 # -- samples that are not trained ------------------------------------------------------------------------------------
 
 
-def geometric(drift: OffPolicyDrift, low: float, high: float) -> Tensor:
+def geometric(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Keep a sample iff low <= exp(mean log w) <= high: a test that doesn't grow with the length."""
     mean_S = mean_by_sample(drift.log_weights_T, drift.loss_mask_T, drift.sample_lengths_S).exp()
-    return (mean_S >= low) & (mean_S <= high)
+    return (mean_S >= algorithm.geometric_low) & (mean_S <= algorithm.geometric_high)
 
 
-def veto(drift: OffPolicyDrift, below: float) -> Tensor:
+def veto(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Keep a sample iff no token of it has a w below: the trainer would never have said that."""
-    hits_S = sum_by_sample((drift.log_weights_T.exp() < below).to(drift.loss_mask_T.dtype), drift.sample_lengths_S)
-    return hits_S == 0
+    hits_T = (drift.log_weights_T.exp() < algorithm.veto_below).to(drift.loss_mask_T.dtype)
+    return sum_by_sample(hits_T, drift.sample_lengths_S) == 0
 
 
-def off_policy(drift: OffPolicyDrift, delta: float) -> Tensor:
+def off_policy(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
     """Keep a sample unless A < 0 and mean(log mu - log pi_theta) > delta: what was bad and is unlikely by now teaches
     nothing more (DeepSeek-V3.2, arXiv 2512.02556). A is the mean over the sample."""
     behind_S = mean_by_sample(drift.log_behind_T, drift.loss_mask_T, drift.sample_lengths_S)
     advantage_S = mean_by_sample(drift.advantages_T, drift.loss_mask_T, drift.sample_lengths_S)
-    return ~((advantage_S < 0) & (behind_S > delta))
+    return ~((advantage_S < 0) & (behind_S > algorithm.off_policy_delta))
 
 
 Rejection = Callable[[OffPolicyDrift, AlgorithmConfig], Tensor]  # -> [S] bool: kept
-
-REJECTIONS: dict[str, Rejection] = {
-    "geometric": lambda drift, algorithm: geometric(drift, algorithm.geometric_low, algorithm.geometric_high),
-    "veto": lambda drift, algorithm: veto(drift, algorithm.veto_below),
-    "off_policy": lambda drift, algorithm: off_policy(drift, algorithm.off_policy_delta),
-}
 
 
 def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
@@ -144,18 +149,18 @@ def kept(drift: OffPolicyDrift, algorithm: AlgorithmConfig) -> Tensor:
         return torch.ones_like(drift.log_weights_T)
     kept_S = torch.ones_like(drift.sample_lengths_S, dtype=torch.bool)
     for name in algorithm.rejections:
-        kept_S &= REJECTIONS[name](drift, algorithm)
+        kept_S &= cast(Rejection, REJECTIONS.found(name))(drift, algorithm)
     return to_tokens(kept_S, drift.sample_lengths_S).to(drift.log_weights_T.dtype)
 
 
-# -- figures ---------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------------------------
 
 
 def mismatch(abs_log_ratios_N: Tensor, area: str = "mismatch") -> dict[str, float]:
-    """|log pi_old - log mu| over N trained tokens: mean, 95th percentile, maximum, share beyond 10 %.
+    """Metrics of |log pi_old - log mu| over N trained tokens: mean, 95th percentile, maximum, share above 10 %.
 
-    A mean that grows is numerics or staleness; a maximum alone is one unlucky token; a share near 1 means that the
-    engine has other weights than the learner.
+    A growing mean points to numerics or staleness; a high maximum alone is one unlikely token; a share near 1 means
+    that the engine's weights differ from the learner's.
     """
     ordered_N = abs_log_ratios_N.double().sort().values
     if len(ordered_N) == 0:
@@ -169,10 +174,10 @@ def mismatch(abs_log_ratios_N: Tensor, area: str = "mismatch") -> dict[str, floa
 
 
 def mismatch_by_age(abs_log_ratios_N: Tensor, ages_N: Tensor) -> dict[str, float]:
-    """The same for the tokens of each age: batches trained since they were sampled. And the share that an age has.
+    """The same metrics for the tokens of each age (batches trained since they were sampled), and the share of that age.
 
-    Age 0 is numerics, and keys and values of older weights where an engine keeps them over a push: a mismatch that is
-    large there means that the engine computes something else than the learner. What grows with age is staleness.
+    Age 0 shows numerics, and keys and values of older weights if an engine keeps them over a push: a large mismatch
+    there means that the engine computes something else than the learner. A mismatch that grows with age is staleness.
     """
     figures: dict[str, float] = {}
     ages_N = ages_N.clamp(0, OLDEST_AGE)

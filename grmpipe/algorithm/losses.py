@@ -1,4 +1,4 @@
-"""Losses per token, and how tokens add up to the loss of a batch. Pure; which there are stands in
+"""Losses per token, and their aggregation to the loss of a batch. Pure. The table of losses is in
 grmpipe/config/algorithm_tables.py.
 
 A batch is trained in pieces before its size is known. So a piece's loss is a weighted *sum* over tokens, and the
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grmpipe.algorithm.corrections import log_ratio
 from grmpipe.algorithm.sequences import mean_by_sample, sum_by_sample, to_tokens
-from grmpipe.config.algorithm_tables import loss_named
+from grmpipe.config.algorithm_tables import KL_ESTIMATORS, loss_named
 from grmpipe.config.dotted_path import found_at
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
@@ -27,10 +27,10 @@ from grmpipe.types import BatchTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Tokens and what each was worth. T: packed tokens, S: samples."""
+    """Tokens with their advantages. T: packed tokens, S: samples."""
 
     logprobs_T: Tensor  # log pi_theta, with gradient
-    proximal_T: Tensor  # log pi_prox, without
+    proximal_T: Tensor  # log pi_prox, without gradient
     advantages_T: Tensor
     loss_mask_T: Tensor
     sample_lengths_S: Tensor
@@ -42,10 +42,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """By token; what a token's is must not depend on other samples, or gradients would depend on the packing."""
+    """Loss per token. It must not depend on other samples, or gradients would depend on the packing."""
 
     loss_T: Tensor
-    clipped_T: Tensor  # 1 where the clip took the gradient away, or would have
+    clipped_T: Tensor  # 1 if the clip removes the gradient, or would
 
 
 def clipped(ratio_T: Tensor, advantages_T: Tensor, low: float, high: float) -> PolicyLoss:
@@ -61,8 +61,9 @@ def ppo_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 
 
 def dual_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
-    """PPO's, and where A < 0 no more than dual_clip_ratio |A|: a bad token that became likely can't rule a batch
-    (arXiv 1912.09729)."""
+    """PPO's loss, limited to dual_clip_ratio |A| if A < 0: a bad token that became likely can't dominate a batch (arXiv
+    1912.09729).
+    """
     policy = ppo_clip(scored, algorithm)
     most_T = torch.where(scored.advantages_T < 0, -algorithm.dual_clip_ratio * scored.advantages_T, torch.inf)
     capped_T = (policy.loss_T > most_T).to(policy.loss_T.dtype)
@@ -70,8 +71,9 @@ def dual_clip(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 
 
 def gspo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
-    """One ratio a sample, s = exp(mean log r), clipped as PPO's (arXiv 2507.18071, eq. 5). Every token of a sample has
-    the sample's loss and the mean of its advantages: aggregate by sequence_mean for the paper's."""
+    """One ratio per sample, s = exp(mean log r), clipped as in PPO (arXiv 2507.18071, eq. 5). Every token has the loss
+    of its sample and the mean of its advantages: the paper's aggregation is sequence_mean.
+    """
     mask_T, lengths_S = scored.loss_mask_T, scored.sample_lengths_S
     ratio_S = mean_by_sample(scored.log_ratio_T(), mask_T, lengths_S).exp()
     advantages_S = mean_by_sample(scored.advantages_T, mask_T, lengths_S)
@@ -80,15 +82,15 @@ def gspo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
 
 
 def gspo_token(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
-    """s in value, the token's own gradient, and an advantage for each token (GSPO, eq. 13)."""
+    """The value of s with the token's own gradient, and an advantage per token (GSPO, eq. 13)."""
     ratio_S = mean_by_sample(scored.log_ratio_T(), scored.loss_mask_T, scored.sample_lengths_S).exp().detach()
-    own_T = (scored.logprobs_T - scored.logprobs_T.detach()).exp()  # 1
+    own_T = (scored.logprobs_T - scored.logprobs_T.detach()).exp()  # value 1, with the token's gradient
     ratio_T = to_tokens(ratio_S, scored.sample_lengths_S) * own_T
     return clipped(ratio_T, scored.advantages_T, algorithm.clip_low, algorithm.clip_high)
 
 
 def cispo(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, the gradient isn't lost (arXiv 2506.13585)."""
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi: clips the weight and keeps the gradient (arXiv 2506.13585)."""
     ratio_T = scored.log_ratio_T().exp().detach()
     held_T = ratio_T.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     loss_T = -held_T * scored.advantages_T * scored.logprobs_T
@@ -106,13 +108,13 @@ Loss = Callable[[Scored, AlgorithmConfig], PolicyLoss]
 
 @functools.cache
 def loss_of(name: str) -> Loss:
-    """The function that `algorithm.loss` names. Raises ValueError where this process can't import it."""
+    """The function that `algorithm.loss` names. Raises ValueError if it can't be imported here."""
     key = "algorithm.loss"
     return cast(Loss, found_at(loss_named(name, key).function, key))
 
 
 def policy_loss(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
-    """By `algorithm.loss`. Raises ValueError where that gives anything but a number for each token."""
+    """The loss by `algorithm.loss`. Raises ValueError if it doesn't return one number per token."""
     policy = loss_of(algorithm.loss)(scored, algorithm)
     for name, value_T in (("loss_T", policy.loss_T), ("clipped_T", policy.clipped_T)):
         if value_T.shape != scored.logprobs_T.shape:
@@ -123,54 +125,54 @@ def policy_loss(scored: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     return policy
 
 
-# -- the distance to the reference -----------------------------------------------------------------------------------
+# -- KL to the reference ---------------------------------------------------------------------------------------------
 
 
 def k1_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """log pi_theta - log pi_ref: unbiased in value, of either sign."""
+    """log pi_theta - log pi_ref: unbiased in value; may be negative."""
     return log_ratio(logprobs_T, reference_logprobs_T)
 
 
 def k2_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """(log pi_theta - log pi_ref)^2 / 2: biased in value; its gradient is the KL's, on-policy."""
+    """(log pi_theta - log pi_ref)^2 / 2: biased in value; on-policy its gradient is that of the KL."""
     return log_ratio(logprobs_T, reference_logprobs_T).square() / 2
 
 
 def k3_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
-    """e^x - x - 1 with x = log pi_ref - log pi_theta: unbiased in value, never below 0."""
+    """e^x - x - 1 with x = log pi_ref - log pi_theta: unbiased in value, never negative."""
     x_T = log_ratio(reference_logprobs_T, logprobs_T)
     return x_T.exp() - x_T - 1
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+def kl(name: str, logprobs_T: Tensor, reference_logprobs_T: Tensor) -> Tensor:
+    """Estimated for each token by what `algorithm.kl_estimator` names."""
+    return cast(Callable[[Tensor, Tensor], Tensor], KL_ESTIMATORS.found(name))(logprobs_T, reference_logprobs_T)
 
 
 # -- from tokens to a batch ------------------------------------------------------------------------------------------
 
 
 def by_token(loss_mask_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
-    """Every trained token counts the same."""
+    """Every trained token has weight 1."""
     return loss_mask_T
 
 
 def by_sequence(loss_mask_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
-    """Every sample counts the same: a trained token weighs 1 / (trained tokens of its sample)."""
+    """Every sample weighs the same: a trained token has weight 1 / (trained tokens of its sample)."""
     return loss_mask_T / to_tokens(sum_by_sample(loss_mask_T, sample_lengths_S).clamp(min=1), sample_lengths_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """weigh: (loss_mask_T, sample_lengths_S) -> weights_T. denominator: (totals, max_new_tokens) -> what divides."""
+    """How token losses are averaged. weigh: (loss_mask_T, sample_lengths_S) -> weights_T. denominator: (totals,
+    max_new_tokens) -> divisor.
+    """
 
     weigh: Callable[[Tensor, Tensor], Tensor]
     denominator: Callable[[BatchTotals, int], float]
 
 
-AGGREGATIONS: dict[str, Aggregation] = {
-    "token_mean": Aggregation(weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_loss_tokens),
-    "sequence_mean": Aggregation(weigh=by_sequence, denominator=lambda totals, max_new_tokens: totals.num_sequences),
-    # Dr.GRPO: a constant, so that long answers aren't weighed down.
-    "constant": Aggregation(
-        weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_sequences * max_new_tokens
-    ),
-}
+TOKEN_MEAN = Aggregation(weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_loss_tokens)
+SEQUENCE_MEAN = Aggregation(weigh=by_sequence, denominator=lambda totals, max_new_tokens: totals.num_sequences)
+# Dr.GRPO: a constant, so that long answers aren't weighed down.
+CONSTANT = Aggregation(weigh=by_token, denominator=lambda totals, max_new_tokens: totals.num_sequences * max_new_tokens)

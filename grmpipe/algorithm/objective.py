@@ -1,41 +1,62 @@
-"""From the log-probs of a micro-batch to the one number that is back-propagated. Pure."""
+"""From the log-probs of a micro-batch to the number that is back-propagated. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.corrections import CORRECTIONS, interpolated, kept, log_ratio, measure_drift
-from grmpipe.algorithm.losses import AGGREGATIONS, KL_ESTIMATORS, Scored, policy_loss
+from grmpipe.algorithm.corrections import correction, interpolated, kept, log_ratio, measure_drift
+from grmpipe.algorithm.losses import Aggregation, Scored, kl, loss_of, policy_loss
+from grmpipe.config.algorithm_tables import AGGREGATIONS, ONE_OF_EACH, PROXIMALS, REJECTIONS
 from grmpipe.config.train import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """What each distribution says of each token. T: packed tokens."""
+    """The log-probs of each token under each policy. T: packed tokens."""
 
     current_T: Tensor  # with gradient
     entropy_T: Tensor
-    old_T: Tensor  # of the weights that the update starts from
+    old_T: Tensor  # of the weights at the start of the update
     sampler_T: Tensor  # as the engine reported them
     reference_T: Tensor | None  # of the frozen reference, if there is one
     ages_T: Tensor  # batches trained since the token was sampled
 
 
-# Whom the ratio of the loss is measured against: log pi_prox, without gradient.
-PROXIMALS: dict[str, Callable[[TokenLogprobs], Tensor]] = {
-    "recomputed": lambda logprobs: logprobs.old_T,
-    "interpolated": lambda logprobs: interpolated(logprobs.current_T, logprobs.sampler_T, logprobs.ages_T),
-    "sampler": lambda logprobs: logprobs.sampler_T,
-}
+# log pi_prox, the policy that the loss's ratio is taken against, without gradient.
+Proximal = Callable[[TokenLogprobs], Tensor]
+
+
+def recomputed(logprobs: TokenLogprobs) -> Tensor:
+    return logprobs.old_T
+
+
+def interpolated_by_age(logprobs: TokenLogprobs) -> Tensor:
+    return interpolated(logprobs.current_T, logprobs.sampler_T, logprobs.ages_T)
+
+
+def sampler(logprobs: TokenLogprobs) -> Tensor:
+    return logprobs.sampler_T
+
+
+def find_parts(algorithm: AlgorithmConfig) -> None:
+    """Raises ValueError, which begins with the key, for a part that can't be imported on this machine."""
+    loss_of(algorithm.loss)
+    for table in ONE_OF_EACH:
+        table.found(getattr(algorithm, table.name))
+    for name in algorithm.rejections:
+        REJECTIONS.found(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummedLoss:
-    """`total` is weighed for the batch's denominator; `sums` are over trained tokens, one each, for people to read."""
+    """The loss of a micro-batch. `total` is weighted for the batch's denominator; `sums` are plain sums over trained
+    tokens, for metrics.
+    """
 
     total: Tensor
     sums: dict[str, Tensor]
@@ -51,11 +72,11 @@ def summed_loss(
 ) -> SummedLoss:
     """sum of weight_t (w_t policy_t + beta kl_t - eta entropy_t); w_t corrects for the sampler and has no gradient.
 
-    What is rejected has w_t = 0, and keeps its place in the batch's denominator.
+    Rejected tokens have w_t = 0 and still count in the batch's denominator.
     """
     current_T = logprobs.current_T
     mask_T = loss_mask_T.to(current_T.dtype)
-    proximal_T = PROXIMALS[algorithm.proximal](logprobs)
+    proximal_T = cast(Proximal, PROXIMALS.found(algorithm.proximal))(logprobs)
     scored = Scored(
         logprobs_T=current_T,
         proximal_T=proximal_T,
@@ -66,7 +87,7 @@ def summed_loss(
     policy = policy_loss(scored, algorithm)
     drift = measure_drift(proximal_T, current_T, logprobs.sampler_T, advantages_T, mask_T, sample_lengths_S)
     kept_T = kept(drift, algorithm)
-    correction_T = CORRECTIONS[algorithm.correction](drift, algorithm)
+    correction_T = correction(drift, algorithm)
     loss_T = kept_T * correction_T * policy.loss_T
     watched = {
         "tokens": torch.ones_like(mask_T),
@@ -76,12 +97,12 @@ def summed_loss(
         "entropy_nats": logprobs.entropy_T,
     }
     if logprobs.reference_T is not None:
-        kl_T = KL_ESTIMATORS[algorithm.kl_estimator](current_T, logprobs.reference_T)
+        kl_T = kl(algorithm.kl_estimator, current_T, logprobs.reference_T)
         loss_T = loss_T + algorithm.kl_coefficient * kl_T
         watched["kl_nats"] = kl_T
     if algorithm.entropy_coefficient > 0:
         loss_T = loss_T - algorithm.entropy_coefficient * logprobs.entropy_T
-    weights_T = AGGREGATIONS[algorithm.aggregation].weigh(mask_T, sample_lengths_S)
+    weights_T = AGGREGATIONS.found(algorithm.aggregation, Aggregation).weigh(mask_T, sample_lengths_S)
     return SummedLoss(
         total=(weights_T * loss_T).sum(),
         sums={name: (value_T.detach() * mask_T).sum() for name, value_T in watched.items()},

@@ -1,4 +1,4 @@
-"""From a verdict to the rewards that advantages are estimated from: where they fall, what is taken off. Pure."""
+"""From a verdict to the rewards that advantages are estimated from: their positions and penalties. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import numpy as np
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import Rollout, Verdict
 
-Values = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> what a critic expected, [N] float64
+Values = Mapping[tuple[str, int], np.ndarray]  # (group_id, sibling) -> the critic's values, [N] float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """What a rollout earned, and where. N: its sampled tokens, turn after turn; K: steps, each up to a reward.
+    """The rewards of a rollout and their positions. N: its sampled tokens, turn by turn; K: steps, each ending at a
+    reward.
 
-    Step k is the tokens [ends_K[k - 1], ends_K[k]), the first one from 0; its reward falls on its last token. Spans
+    Step k holds the tokens [ends_K[k - 1], ends_K[k]), the first step from 0; its reward is on its last token. Spans
     that end at the same token are one step. Tokens after the last reward belong to no step.
 
-    shares_K: of an outcome that is a mean of steps, each step's part in it; None where rewards simply add up.
-    expected_N: the critic's value before each token; None where no critic is asked.
+    shares_K: each step's share of an outcome that is a mean of steps; None if rewards simply add up.
+    expected_N: the critic's value before each token; None without a critic.
     """
 
     num_tokens: int
@@ -37,17 +38,17 @@ class Rewards:
 
     @property
     def earned_K(self) -> np.ndarray:
-        """[K] float64: what each step earned by itself, on one scale however many steps there are."""
+        """[K] float64: each step's own reward, on the same scale for any number of steps."""
         return np.array(self.values_K) / (1.0 if self.shares_K is None else np.array(self.shares_K))
 
     def by_token(self) -> np.ndarray:
-        """[N] float64: each reward on the token that it falls on, 0 elsewhere."""
+        """[N] float64: each reward on its token, 0 elsewhere."""
         rewards_N = np.zeros(self.num_tokens)
         np.add.at(rewards_N, np.maximum(np.array(self.ends_K) - 1, 0), self.values_K)
         return rewards_N
 
     def spread(self, of_steps_K: np.ndarray) -> np.ndarray:
-        """[N] float64: each token gets its step's number, 0 after the last step."""
+        """[N] float64: each token gets the value of its step, 0 after the last step."""
         lengths_K = np.diff(self.ends_K, prepend=0)
         over_N = np.zeros(self.num_tokens)
         over_N[: lengths_K.sum()] = np.repeat(of_steps_K, lengths_K)
@@ -55,7 +56,7 @@ class Rewards:
 
 
 def rewards_of(rollout: Rollout, verdict: Verdict) -> Rewards:
-    """The spans of a verdict, laid over the rollout's tokens."""
+    """The rewards of a verdict's spans, on the rollout's tokens."""
     lengths = [len(turn.completion.token_ids) for turn in rollout.turns]
     values: dict[int, float] = {}
     shares: dict[int, float] = {}
@@ -77,7 +78,7 @@ def rewards_of(rollout: Rollout, verdict: Verdict) -> Rewards:
 def shaped(
     rewards: Rewards, rollout: Rollout, algorithm: AlgorithmConfig, max_new_tokens: int, kl_N: np.ndarray | None
 ) -> Rewards:
-    """With the penalties that the algorithm asks for. `kl_N`: nats by token; None where KL isn't in the reward."""
+    """The rewards with the penalties of the algorithm. `kl_N`: nats per token; None if the KL isn't in the reward."""
     if algorithm.overlong_buffer_share > 0:
         longest = max(len(turn.completion.token_ids) for turn in rollout.turns)
         share = overlong(longest, max_new_tokens, algorithm.overlong_buffer_share * max_new_tokens)
@@ -88,18 +89,18 @@ def shaped(
 
 
 def charged_by_token(rewards: Rewards, costs_N: np.ndarray) -> Rewards:
-    """With a cost on each token, which becomes a step of its own: what a token costs is no earlier one's fault."""
+    """The rewards with a cost per token. Each token becomes a step, so that its cost doesn't fall on earlier ones."""
     values = tuple((rewards.by_token() - costs_N).tolist())
     return replace(rewards, ends_K=tuple(range(1, len(values) + 1)), values_K=values, shares_K=None)
 
 
 def overlong(num_tokens: int, max_tokens: int, buffer_tokens: float) -> float:
-    """How much of the last `buffer_tokens` before the limit an answer fills, 0 to 1 (DAPO, arXiv 2503.14476)."""
+    """The share of the last `buffer_tokens` before the limit that an answer fills, 0 to 1 (DAPO, arXiv 2503.14476)."""
     return min(max(num_tokens - (max_tokens - buffer_tokens), 0) / buffer_tokens, 1.0)
 
 
 def by_step(rewards: Rewards, costs_N: np.ndarray) -> list[float]:
-    """Sums of a cost over the tokens of each step; what comes after the last reward is the last step's."""
+    """Sums of a cost over the tokens of each step; tokens after the last reward count in the last step."""
     ends = (*rewards.ends_K[:-1], len(costs_N))
     return [math.fsum(costs_N[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
 

@@ -1,8 +1,8 @@
-"""What work costs in time: engines, learner, syncs, switches; from specs or measured. Pure.
+"""The time that work takes: engines, learner, syncs, switches; from data sheets or measured. Pure.
 
 The roofline here is a sum, not a maximum: a decoding step takes the time of its bytes plus the time of its arithmetic.
-It is right far from the knee, and at the knee at most twice too slow; in exchange a step is linear in rows and cached
-tokens, which is what an EngineSpeed says. Attention's own arithmetic is left out: 7 % for 8 B parameters at 2 k tokens.
+It is right far from the knee, and at most twice too slow at the knee. In exchange a step is linear in rows and cached
+tokens, as EngineSpeed needs. The arithmetic of attention is left out: 7 % for 8 B parameters at 2 k tokens.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from models.types import EngineSpeed
 from scheduler.devices import GB, DeviceSpec
 
-# Shares of the peaks, as published for kernels in use; a profile of a run replaces them all.
-BANDWIDTH_SHARE = 0.8  # of the memory's: what streaming kernels reach on HBM
+# Shares of the peaks, as published for kernels in use; a profile of a run replaces all of them.
+BANDWIDTH_SHARE = 0.8  # of memory bandwidth: what streaming kernels reach on HBM
 PREFILL_FLOPS_SHARE = 0.5  # large matrix products in an engine
-DECODE_FLOPS_SHARE = 0.5  # the same products with few rows; where they are too few, bytes decide anyway
+DECODE_FLOPS_SHARE = 0.5  # the same products with few rows; with too few of them, bytes decide anyway
 LEARNER_FLOPS_SHARE = 0.4  # MFU of FSDP2 on dense models of 8 to 70 B (torchtitan, arXiv 2410.06511): 0.34 to 0.46
 LINK_SHARE = 0.7  # of NVLink or PCIe: NCCL broadcasts, pinned copies
 TENSOR_PARALLEL_SHARE = 0.9  # kept per doubling: two all-reduces a layer wait for the slowest
-DRIVER_REQUEST_S = 5e-4  # over Ray, of short answers (benchmarks/simulator.md); a profile replaces it
-SYNC_FIXED_S = 0.05  # pause, buckets, commit, probe: there are no smaller pushes
+DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers (benchmarks/simulator.md); a profile replaces it
+SYNC_FIXED_S = 0.05  # pause, buckets, commit, probe: no push takes less
 
 FORWARD_FLOPS = 2  # per parameter and token
 LEARNER_FLOPS = 6  # forward once, backward twice
@@ -31,7 +31,7 @@ OPTIMIZER_BYTES = 28  # per parameter: AdamW in float32 reads four values and wr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpeed:
-    """All ranks together."""
+    """The speed of a learner, all ranks together."""
 
     token_s: float  # forward and backward of one packed token
     step_s: float  # the optimizer step
@@ -39,20 +39,20 @@ class LearnerSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a placement's processes take, by role."""
+    """The costs of a placement's processes, by role."""
 
-    engines: Mapping[str, EngineSpeed]  # of one engine of the role
+    engines: Mapping[str, EngineSpeed]  # role -> speed of one engine
     learner: LearnerSpeed
-    sync_s: float  # a push of the policy's weights, the pause
+    sync_s: float  # a push of the policy's weights, with the pause
     switch_s: float = 0.0  # an elastic slot's change of role
-    driver_request_s: float = 0.0  # of the pipeline's own process for each request to an engine, one after another
-    critic: LearnerSpeed | None = None  # where advantages ask one
-    cores: int = 0  # that processes on CPU slots run on, and the pipeline; 0: a slot is a core of its own
+    driver_request_s: float = 0.0  # time of the driver process for each request to an engine; these don't overlap
+    critic: LearnerSpeed | None = None  # if advantages need one
+    cores: int = 0  # cores of the processes on CPU slots and of the driver; 0: each slot has its own core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What a model's speed depends on. Bytes are those of the engine's dtype."""
+    """The sizes of a model that decide its speed. Bytes are those of the engine's dtype."""
 
     num_parameters: int
     weight_bytes: int
@@ -63,9 +63,10 @@ class ModelSizes:
 def engine_speed(
     model: ModelSizes, device: DeviceSpec, *, num_slots: int = 1, max_rows: int, kv_bytes: float = 0.0
 ) -> EngineSpeed:
-    """Of one engine over `num_slots` devices. Prefill by arithmetic; decoding by bytes, with arithmetic per row.
+    """The speed of one engine over `num_slots` devices: prefill by arithmetic, decoding by bytes plus arithmetic per
+    row.
 
-    kv_bytes: room for keys and values on all its devices together; 0: no bound.
+    kv_bytes: memory for keys and values on all its devices together; 0: no limit.
     """
     parallel = parallel_gain(num_slots)
     bytes_per_s = device.memory_gb_per_s * GB * BANDWIDTH_SHARE * parallel
@@ -82,7 +83,7 @@ def engine_speed(
 
 
 def parallel_gain(num_slots: int) -> float:
-    """How much faster one model is over several devices: 1.8 on two, 3.2 on four, 5.8 on eight."""
+    """The speedup of one model over several devices: 1.8 on two, 3.2 on four, 5.8 on eight."""
     gain, left = 1.0, num_slots
     while left >= 2:
         gain, left = gain * 2 * TENSOR_PARALLEL_SHARE, left // 2
@@ -92,7 +93,7 @@ def parallel_gain(num_slots: int) -> float:
 def learner_speed(
     num_parameters: int, device: DeviceSpec, *, ranks: int, dtype: str, checkpointing: bool
 ) -> LearnerSpeed:
-    """Of all ranks together: arithmetic per token, bytes per step. Gathering is taken as hidden behind arithmetic."""
+    """The speed of all ranks together: arithmetic per token, bytes per step. Gathering is assumed to be hidden."""
     flops = CHECKPOINTED_FLOPS if checkpointing else LEARNER_FLOPS
     bytes_per_s = device.memory_gb_per_s * GB * BANDWIDTH_SHARE
     return LearnerSpeed(
@@ -102,10 +103,10 @@ def learner_speed(
 
 
 def sync_time_s(weight_bytes: float, device: DeviceSpec) -> float:
-    """Of a push to all engines at once, over the slowest link."""
+    """The time of a push to all engines at once, over the slowest link."""
     return SYNC_FIXED_S + weight_bytes / (device.link_gb_per_s * GB * LINK_SHARE)
 
 
 def switch_time_s(weight_bytes: float, device: DeviceSpec) -> float:
-    """Of loading another model's weights from the memory of the machine."""
+    """The time to load another model's weights from the machine's memory."""
     return weight_bytes / (device.host_gb_per_s * GB * LINK_SHARE)

@@ -1,7 +1,7 @@
-"""The least that a step can take: the work of each slot, and the longest chain. Pure.
+"""A lower bound on the time of a step: the work of each slot, and the longest chain. Pure.
 
-No overlap beats it: a slot that serves several roles does all their work, cores do all that runs on them, and a
-synchronous step can't end before one rollout was played, judged, packed and stepped on.
+No overlap beats it: a slot with several roles does all their work, cores do all that runs on them, and a synchronous
+step can't end before one rollout was played, judged, packed and trained.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from scheduler.placement import Placement, Seat
 
 LEARNER = "learner"
 CRITIC = "critic"
-LEARNING = (LEARNER, CRITIC)  # roles whose processes are the ranks of one model: they work alike
-VALUED = 4 / 3  # of forward and backward: a critic reads each token once more, for its value
-DRIVER = "driver"  # the pipeline's own process: no role, and no seat
+LEARNING = (LEARNER, CRITIC)  # roles whose processes are the ranks of one model: all have the same work
+VALUED = 4 / 3  # of forward and backward: a critic reads each token once more for its value
+DRIVER = "driver"  # the driver process: neither a role nor a seat
 POLICY = "policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleWork:
-    """What a step asks of a role's engines together. Lengths are means."""
+    """The work of a role's engines in a step, all together. Lengths are means."""
 
     requests: int
     prompt_tokens: float
@@ -34,13 +34,13 @@ class RoleWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What a step asks of everybody."""
+    """The work of a step."""
 
-    engines: Mapping[str, RoleWork]  # in the order of the flow: policy, then who judges
+    engines: Mapping[str, RoleWork]  # in the order of the flow: policy, then judges
     learner_tokens: float
     groups: int
     max_staleness: int
-    critic_tokens: float = 0.0  # 0: there is no critic
+    critic_tokens: float = 0.0  # 0: no critic
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class StepWork:
 
 
 def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_in_flight: int = 1) -> float:
-    """Seconds a step that each engine of a role is busy, its rows as full as requests, rows and cache allow."""
+    """Seconds per step that each engine of a role is busy, with its rows as full as requests, rows and cache allow."""
     share = work.requests / num_engines
     rows = max(1.0, min(share * batches_in_flight, speed.max_rows, kv_rows(work, speed)))
     cached = work.prompt_tokens + work.new_tokens / 2
@@ -58,13 +58,14 @@ def engine_busy_s(work: RoleWork, speed: EngineSpeed, num_engines: int, batches_
 
 
 def kv_rows(work: RoleWork, speed: EngineSpeed) -> float:
-    """Rows whose keys and values fit at once."""
+    """Rows whose keys and values fit at the same time."""
     return speed.kv_tokens / (work.prompt_tokens + work.new_tokens) if speed.kv_tokens else float("inf")
 
 
 def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float:
-    """Seconds a step that each process of a role is busy, or the driver. `costs` are those of a learner of that many
-    ranks. A push of weights stops learner and policy."""
+    """Seconds per step that each process of a role, or the driver, is busy. `costs`: those of a learner with this many
+    ranks. A push of weights stops learner and policy.
+    """
     if role == DRIVER:
         return sum(asked.requests for asked in work.engines.values()) * costs.driver_request_s
     if role == LEARNER:
@@ -77,12 +78,12 @@ def busy_s(role: str, work: StepWork, costs: Costs, num_processes: int) -> float
 
 
 def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int = 0) -> float:
-    """Seconds a step that some slot has to work, however the engines of each role divide its work among them.
+    """Seconds per step that some slot must work, however the engines of each role divide its work.
 
-    With `cores`, processes on CPU slots run on any of these: no faster than all together, nor than each by itself.
-    Ranks of one model work alike. The work of any roles must go where they sit, on top of these ranks' there: the least
-    makespan of work that may be split is the largest such mean over sets of roles (max-flow, min-cut).
-    loads: of each process of a role, were its work divided evenly; of the driver, where it has any.
+    With `cores`, processes on CPU slots run on any of them: no faster than all together, nor than each alone. Ranks of
+    one model have equal work. The work of a set of roles must be done on their slots, in addition to the ranks' work
+    there: the least makespan of divisible work is the largest such mean over sets of roles (max-flow, min-cut).
+    loads: seconds of each process of a role if its work is divided evenly; of the driver, if it has any.
     """
     fixed: dict[tuple[str, int], float] = defaultdict(float)
     where: dict[str, set[tuple[str, int]]] = {}
@@ -108,9 +109,10 @@ def busiest_slot_s(placement: Placement, loads: Mapping[str, float], cores: int 
 
 
 def busiest_core_s(loads: Collection[tuple[float, int]], cores: int) -> float:
-    """Of processes that share cores: none is faster than its own work, nor all than theirs together.
+    """The bound for processes that share cores: none is faster than its own work, nor all together than their sum.
 
-    loads: seconds of each process of a role, and how many they are."""
+    loads: (seconds of each process, number of processes) of each role.
+    """
     return max(sum(load * count for load, count in loads) / cores, *(load for load, _ in loads))
 
 
@@ -119,7 +121,9 @@ def is_on_cpu(placement: Placement, seat: Seat) -> bool:
 
 
 def chain_s(work: StepWork, costs: Costs) -> float:
-    """One request after the other through every role, each alone on its engine; then a group, the step, the push."""
+    """The time of one request after the other through every role, each alone on its engine; then a group, the step, the
+    push.
+    """
     played = 0.0
     for role, asked in work.engines.items():
         speed, cached = costs.engines[role], asked.prompt_tokens + asked.new_tokens / 2

@@ -1,7 +1,7 @@
-"""Processes that share what they work on: who shares with whom, and the work that gets done meanwhile. Pure.
+"""Processes that share cores or a GPU: which share, and the work they get done. Pure.
 
-Those that are busy get equal shares, and none gets more than the whole of one core or of one GPU. Where more processes
-are busy than there are cores they take turns, and each turn begins with cold caches.
+Busy processes get equal shares, and none gets more than one core or one GPU. If more processes are busy than there are
+cores, they alternate, and each switch begins with cold caches.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from scheduler.placement import Placement, Seat
 
-CONTEXT_SWITCH_COST = (
-    0.16  # of the work, for one process too many on each core: engines on two cores (benchmarks/turns.md)
-)
+# Of the work, for one further process per core: engines on two cores (benchmarks/turns.md).
+CONTEXT_SWITCH_COST = 0.16
 
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]
@@ -24,18 +23,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """capacity: how many of its processes get all that they ask for. turn_cost: what more of
-    them than that lose by taking turns, over their work, for each too many on each of what they share."""
+    """A shared resource. capacity: number of processes that run at full speed. context_switch_cost: share of work lost
+    to switches, for each further process per shared core.
+    """
 
     capacity: int
     seats: tuple[Seat, ...]
-    is_host: bool = False  # the cores of a machine: its driver works on them as well
+    is_host: bool = False  # the cores of a machine; its driver works on them too
     context_switch_cost: float = 0.0
 
 
 def shared_by(placement: Placement, cores: int) -> list[Shared]:
-    """What several processes share. A GPU is shared by those seated on it. Seats on CPUs are no fences: their processes
-    run on whatever core is free, of so many; 0: each CPU slot is taken for a device of its own."""
+    """The resources that several processes share. A GPU is shared by its seats. Processes with seats on CPUs run on any
+    free one of `cores` cores; 0: each CPU slot is its own core.
+    """
     seats = [seat for seats in placement.seats.values() for seat in seats]
     floating = tuple(seat for seat in seats if cores and placement.pools[seat.pool].resource == "cpu")
     by_slot: dict[tuple[str, int], list[Seat]] = {}
@@ -52,20 +53,20 @@ def shared_by(placement: Placement, cores: int) -> list[Shared]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkClock:
-    """Reads, at a moment, the seconds of work that a process which never stopped would have done by then."""
+    """Maps a time to the seconds of work that a process which never stopped would have done by then."""
 
-    times_P: Floats  # P: moments at which somebody began or ended
+    times_P: Floats  # P: times at which a process began or ended
     worked_P: Floats
 
     def slowed(self, pace: float) -> WorkClock:
-        """Of a process that does so much in each second of work that it was taken to have had."""
+        """The clock of a process that does `pace` of the work per second that it was assumed to do."""
         if not len(self.times_P):
             return self
         began = self.times_P[0]
         return WorkClock(times_P=self.times_P, worked_P=began + pace * (self.worked_P - began))
 
     def at(self, time_s: float) -> float:
-        """Beyond what was seen, all of it."""
+        """The work at a time. Outside the recorded time, a second is a second of work."""
         if not len(self.times_P) or time_s <= self.times_P[0]:
             return time_s
         beyond_s = max(0.0, time_s - float(self.times_P[-1]))
@@ -75,10 +76,10 @@ class WorkClock:
 def work_clock(
     busy: Sequence[Sequence[Interval]], capacity: int, background: float = 0.0, context_switch_cost: float = 0.0
 ) -> WorkClock:
-    """Of what is shared by processes that were busy in these intervals.
+    """The work clock of a resource shared by processes that were busy in these intervals.
 
-    background: the share of the time in which one more of them works; when, nobody knows.
-    turn_cost: as of Shared; 0 reads the time that they had.
+    background: share of the time in which one more process works, at unknown times.
+    context_switch_cost: as in Shared; 0 gives the CPU time they had.
     """
     united = [interval for intervals in busy for interval in union(intervals)]
     if not united:
@@ -94,13 +95,13 @@ def work_clock(
 
 
 def shares(count: NDArray[np.int_], capacity: int, context_switch_cost: float) -> Floats:
-    """What each of so many gets done."""
+    """The work per second of each of `count` processes."""
     turns = 1 + context_switch_cost * np.maximum(0, count - capacity) / capacity
     return np.minimum(1.0, capacity / count) / turns
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same time, as intervals that don't overlap."""
+    """The same times as intervals that don't overlap."""
     united: list[Interval] = []
     for start_s, end_s in sorted(intervals):
         if united and start_s <= united[-1][1]:

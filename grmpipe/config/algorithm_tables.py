@@ -1,7 +1,7 @@
-"""Losses and estimators by name: where the function of each is, and what others must know of it. Imports none of them.
+"""The parts of an algorithm by name: where the function of each is, what others must know of it. Imports none of them.
 
 A new one is a function, a row here, a YAML in conf/algorithm/ and a test. One of the user's own is named by its dotted
-path: that of a function, or of a LossKind or an EstimatorKind where the defaults below don't fit it.
+path: that of a function; of a LossKind or an EstimatorKind where the defaults below don't fit it; of an Aggregation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from grmpipe.config.dotted_path import check_takes, found_at, is_dotted
+from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
+from grmpipe.config.path_table import PathTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class LossKind:
     """A loss of the policy.
 
     function:  dotted path of (Scored, AlgorithmConfig) -> PolicyLoss, see grmpipe/algorithm/losses.py.
-    has_ratio: it weighs tokens by r = pi_theta / pi_prox. Without r it fits no policy but the one that pi_prox is.
+    has_ratio: it weights tokens by r = pi_theta / pi_prox. Without r it is right only while the policy is pi_prox.
     """
 
     function: str
@@ -32,12 +33,12 @@ class EstimatorKind:
 
     function:     dotted path. need=group: (Group, AlgorithmConfig) -> [N] for each sibling; need=batch: (list of
                   groups, AlgorithmConfig) -> the same for each group, see grmpipe/algorithm/advantages.py.
-    need:         what must be there before it can be asked. One that needs a group is asked group by group, and its
-                  samples are trained while the rest of the batch still rolls out.
-    compares:     what of siblings must differ for them to teach anything.
-    by_token:     a KL in the reward is paid token by token, so that no token pays for an earlier one; else by step.
-    needs_critic: it estimates from a critic's values.
-    uses_pass_k:  it compares choices of `algorithm.pass_k` siblings, of which a group must have several.
+    need:         what it needs at once. If it needs a group, it is called group by group, and the samples are trained
+                  while the rest of the batch is still rolling out.
+    compares:     which values of siblings must differ for a group to have a gradient.
+    by_token:     a KL in the reward is charged per token, so that no token pays for an earlier one; otherwise per step.
+    needs_critic: it uses a critic's values.
+    uses_pass_k:  it compares subsets of `algorithm.pass_k` siblings, so a group must have several.
     """
 
     function: str
@@ -72,28 +73,53 @@ ESTIMATORS: dict[str, EstimatorKind] = {
     "gae_raw": EstimatorKind(function="grmpipe.algorithm.advantages.gae_raw", by_token=True, needs_critic=True),
 }
 
+# The policy that the ratio of the loss is taken against: TokenLogprobs -> log pi_prox.
+PROXIMALS = PathTable(
+    "algorithm.proximal", ("logprobs",), "grmpipe.algorithm.objective",
+    {"recomputed": "recomputed", "interpolated": "interpolated_by_age", "sampler": "sampler"},
+)  # fmt: skip
+CORRECTIONS = PathTable(
+    "algorithm.correction", ("drift", "algorithm"), "grmpipe.algorithm.corrections",
+    {
+        "none": "uncorrected", "tis": "truncated_importance", "sequence_tis": "truncated_sequence",
+        "sequence_mis": "masked_sequence", "icepop": "icepop", "decoupled": "decoupled",
+    },
+)  # fmt: skip
+REJECTIONS = PathTable(
+    "algorithm.rejections", ("drift", "algorithm"), "grmpipe.algorithm.corrections",
+    {"geometric": "geometric", "veto": "veto", "off_policy": "off_policy"},
+)  # fmt: skip
+KL_ESTIMATORS = PathTable(
+    "algorithm.kl_estimator", ("logprobs_T", "reference_logprobs_T"), "grmpipe.algorithm.losses",
+    {"k1": "k1_kl", "k2": "k2_kl", "k3": "k3_kl"},
+)  # fmt: skip
+AGGREGATIONS = PathTable(
+    "algorithm.aggregation", (), "grmpipe.algorithm.losses",
+    {"token_mean": "TOKEN_MEAN", "sequence_mean": "SEQUENCE_MEAN", "constant": "CONSTANT"},
+)  # fmt: skip
+ONE_OF_EACH = (AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, PROXIMALS)  # an algorithm names one
+
 Kind = TypeVar("Kind", LossKind, EstimatorKind)
 
 
 @functools.cache
 def loss_named(name: str, key: str = "loss") -> LossKind:
-    """Of a row of LOSSES, or of a dotted path. Raises ValueError that begins with the key."""
+    """A row of LOSSES, or the loss at a dotted path. Raises ValueError that begins with the key."""
     return _named(name, key, LOSSES, LossKind, ("scored", "algorithm"))
 
 
 @functools.cache
 def estimator_named(name: str, key: str = "estimator") -> EstimatorKind:
-    """Of a row of ESTIMATORS, or of a dotted path. Raises ValueError that begins with the key."""
+    """A row of ESTIMATORS, or the estimator at a dotted path. Raises ValueError that begins with the key."""
     return _named(name, key, ESTIMATORS, EstimatorKind, ("group", "algorithm"))
 
 
 def _named(name: str, key: str, table: Mapping[str, Kind], make: type[Kind], arguments: tuple[str, ...]) -> Kind:
-    """What is the user's own is imported and looked at here, before anything starts."""
+    """A row of a table, or the user's own at a dotted path, imported and checked before anything starts."""
     if name in table:
         return table[name]
     if not is_dotted(name):
-        known = f"{', '.join(table)}, and the dotted path of a function of yours, as my_module.my_function"
-        raise ValueError(f"{key}: unknown value {name!r}; known: {known}")
+        raise unknown_value(name, key, table)
     found = found_at(name, key)
     kind = found if isinstance(found, make) else make(function=name)
     check_takes(kind.function, key, arguments)

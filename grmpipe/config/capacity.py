@@ -10,7 +10,7 @@ from scheduler.devices import DeviceSpec
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """How a run is planned: `task=plan`."""
+    """Settings of `task=plan`, which plans a run."""
 
     search: bool = False  # Simulate other placements of the same slots and write the fastest.
     # Directory of an earlier run, or its timeline.json: its measured costs and lengths replace estimated ones.
@@ -48,8 +48,9 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """Speed of one engine: a decoding step of B rows that hold K cached tokens takes
-    step_s + B * row_s + K * cached_token_s."""
+    """Speed of one engine. A decoding step of B rows with K cached tokens in all takes
+    step_s + B * row_s + K * cached_token_s.
+    """
 
     step_s: float = 0.0  # Fixed part of a decoding step.
     row_s: float = 0.0  # Part of a decoding step for each of its rows.
@@ -57,7 +58,7 @@ class SpeedConfig:
     prefill_token_s: float = 0.0  # Prefill of a prompt token that isn't cached.
     request_s: float = 0.0  # Time to receive a request and send its answer, whatever its length.
     max_rows: int = 256  # [requests] Requests that decode at once.
-    kv_tokens: int = 0  # Room for keys and values; 0: no limit.
+    kv_tokens: int = 0  # Capacity for keys and values; 0: no limit.
 
     def __post_init__(self) -> None:
         for key in ("step_s", "row_s", "cached_token_s", "prefill_token_s", "request_s"):
@@ -86,7 +87,9 @@ class SpeedConfig:
 
 @dataclass(frozen=True)
 class StatedCosts:
-    """Costs of your own, stated for all roles of the run or for none; with none they are estimated as for task=plan."""
+    """Costs stated by the user, for all roles of the run or for none; without them costs are estimated as for
+    task=plan.
+    """
 
     policy: SpeedConfig = field(default_factory=SpeedConfig)
     grm: SpeedConfig = field(default_factory=SpeedConfig)
@@ -95,7 +98,7 @@ class StatedCosts:
     critic_token_s: float = 0.0  # Forward and backward pass of a packed token in the critic, all ranks together.
     critic_step_s: float = 0.0  # Optimizer step of the critic.
     sync_s: float = 0.0  # A push of the policy's weights to its engines.
-    switch_s: float = 0.0  # Change of an elastic slot's role, or of turns in a time-shared pool.
+    switch_s: float = 0.0  # Change of an elastic slot's role, or of the phase of a time-shared pool.
     driver_request_s: float = 0.0  # Work of the driver for each request to an engine.
 
     def __post_init__(self) -> None:
@@ -109,18 +112,18 @@ class StatedCosts:
 
 @dataclass(frozen=True)
 class SimulateConfig:
-    """How a run is simulated: `task=simulate`."""
+    """Settings of `task=simulate`, which simulates a run."""
 
     steps: int = 20  # [steps] Simulated steps.
     # Directory of an earlier run, whose rollouts and judgements give the lengths; null: lognormal lengths.
     lengths: str | None = None
-    # Median length of a rollout; 0: such that the mean is the one of task=plan.
+    # Median length of a rollout; 0: chosen so that the mean is that of task=plan.
     rollout_median_tokens: float = 0.0
     # Standard deviation of the logarithm of a rollout's length; at 0.6 the longest of 100 is 4 times the median.
     rollout_sigma: float = 0.6
-    # Median length of a judgement; 0: such that the mean is the one of task=plan.
+    # Median length of a judgement; 0: chosen so that the mean is that of task=plan.
     judgement_median_tokens: float = 0.0
-    judgement_sigma: float = 0.3  # Standard deviation of the logarithm of a judgement's length; 0: all alike.
+    judgement_sigma: float = 0.3  # Standard deviation of the logarithm of a judgement's length; 0: equal lengths.
     unparseable_share: float = 0.0  # Share of judgements that can't be parsed.
     costs: StatedCosts = field(default_factory=StatedCosts)
 

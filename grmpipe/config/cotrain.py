@@ -1,4 +1,4 @@
-"""What a user can set about a GRM that learns beside the policy. Frozen, checked; opens no file."""
+"""Settings of a GRM that is trained next to the policy. Frozen, checked; opens no file."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CotrainConfig:
-    """The GRM's own learner, beside the policy's.
+    """Settings of the GRM's learner, which runs next to the policy's.
 
-    A judging task is one labelled response (or list) that the GRM judges several times; each judgement earns +1 or -1
-    by the label. What isn't set here (micro_batch_tokens, dtype, Adam's betas, clipping, warm-up) is as in `train`.
+    A judging task is one labelled response (or list) that the GRM judges several times; each judgement gets a reward of
+    +1 or -1 from the label. Other settings (micro_batch_tokens, dtype, Adam's betas, clipping, warm-up) are those of
+    `train`.
     """
 
-    enabled: bool = False  # The GRM learns in a run that trains the policy.
+    enabled: bool = False  # Train the GRM in a run that trains the policy.
     warmup_steps: int = 20  # Steps of the GRM before it judges for the policy.
-    grm_steps_per_policy_step: float = 1.0  # [steps] Steps of the GRM with each step of the policy.
-    # File of labelled judgements, or tiny://judgements; null: judging tasks come from the run's own rollouts alone.
+    grm_steps_per_policy_step: float = 1.0  # [steps] Steps of the GRM per step of the policy.
+    # File of labelled judgements, or tiny://judgements; null: judging tasks come only from the run's own rollouts.
     data_path: str | None = None
     num_items: int = 4096  # [items] Labelled items made for tiny://judgements; a file is read whole.
     # Share of judging tasks on the run's own rollouts, which judge.rule labels; right and wrong ones alternate.
     rollout_share: float = 0.5
-    rollout_window: int = 256  # [rollouts] Latest right and latest wrong rollouts to draw from, this many of each.
+    rollout_window: int = 256  # [rollouts] Latest right and latest wrong rollouts to sample from, this many of each.
     prompts_per_batch: int = 16  # [tasks] Judging tasks in a batch.
     group_size: int = 8  # [judgements] Judgements of a task, which are compared as a group.
-    # [batches] Tasks judged alike every time that a step may drop and replace, in multiples of lessons_per_batch.
+    # [batches] Tasks with equal rewards that a step may drop and replace, in multiples of prompts_per_batch; 0: none.
     dynamic_sampling_batches: float = 0.0
     lr: float = 2e-4  # Peak learning rate of the GRM.
     # Weight of the KL to the GRM as it was loaded; 0: none (SPCT, arXiv 2504.02495: 0.08 at 27B).

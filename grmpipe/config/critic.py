@@ -1,4 +1,4 @@
-"""What a user can set about the critic of PPO: CriticConfig. Frozen, checked, free of torch."""
+"""Settings of PPO's critic: CriticConfig. Frozen, checked, free of torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A model with a scalar head that predicts the reward still to come, with a learner of its own.
+    """A model with a scalar head that predicts the remaining reward, with its own learner.
 
-    What isn't set here (Adam's betas, weight_decay, schedule, activation_checkpointing) is as in `train`.
+    Other settings (Adam's betas, weight_decay, schedule, activation_checkpointing) are those of `train`.
     """
 
     enabled: bool = False  # Train a critic, as algorithm.estimator=gae and gae_raw need.
@@ -48,12 +48,12 @@ class CriticConfig:
             raise ValueError("path: is empty; give a model, or null for the policy's own")
 
     def updates(self, algorithm: AlgorithmConfig, train: TrainConfig) -> int:
-        """Optimizer steps on a batch: each has a group at least."""
+        """Optimizer steps per batch: at most one per group."""
         return min(self.updates_per_batch or algorithm.updates_per_batch, train.groups_per_batch)
 
 
 def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, train: TrainConfig) -> None:
-    """Raises ValueError where advantages need a critic and there is none, or the other way round."""
+    """Raises ValueError if advantages need a critic and there is none, or the other way round."""
     needed = algorithm.estimator_kind.needs_critic
     if needed and not critic.enabled:
         raise ValueError(
@@ -73,7 +73,7 @@ def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, train: TrainC
 
 
 def critic_train(critic: CriticConfig, train: TrainConfig) -> TrainConfig:
-    """`train`, with what the critic says instead."""
+    """`train` with the critic's settings instead."""
     return dataclasses.replace(
         train,
         lr=critic.lr,
@@ -85,6 +85,6 @@ def critic_train(critic: CriticConfig, train: TrainConfig) -> TrainConfig:
 
 
 def policy_train(critic: CriticConfig, train: TrainConfig) -> TrainConfig:
-    """`train`, as far as the policy steps in it: the decay of its lr knows nothing of steps without it."""
+    """`train` for the policy: the decay of its learning rate leaves out the steps that train only the critic."""
     skipped = critic.warmup_steps if critic.enabled else 0
     return dataclasses.replace(train, num_steps=train.num_steps - skipped)

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the prompts come from, and in what order they are drawn."""
+    """The source of prompts, and their order."""
 
-    # Prompts: a .jsonl or .parquet file, or tiny://train, problems that the project makes; with judge=label labelled
-    # judgements, or tiny://judgements.
+    # Prompts: a .jsonl or .parquet file, or tiny://train, generated problems; with judge=label labelled judgements, or
+    # tiny://judgements.
     path: str = "tiny://train"
     # Held-out prompts, given as path is; auto: the held-out problems of a tiny:// path, none for a file.
     eval_path: str | None = "auto"
     num_prompts: int = 4096  # [prompts] Prompts made for a tiny:// path; a file is read whole.
     num_eval_prompts: int = 256  # [prompts] Held-out prompts: the number made for tiny://, or the first of a file.
-    shuffle: bool = True  # Draw the prompts in a new order in each epoch; false: in the order of the file.
+    shuffle: bool = True  # Shuffle the prompts anew in each epoch; false: the order of the file.
     max_epochs: int | None = None  # [epochs] Most passes over the prompts; null: no limit.
-    # The rollouts.jsonl of a run, whose judged batches are trained; nothing is sampled or judged then. Null: off.
+    # The rollouts.jsonl of a run, whose judged batches are trained again; nothing is sampled or judged then. Null: off.
     retrain_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -38,17 +38,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How the policy is sampled in training, and how long a group may take."""
+    """Sampling of the policy in training, and limits on the time of a group."""
 
     max_new_tokens: int = 64  # Most tokens of one answer.
-    # Sampling temperature; samples are of the whole distribution, without top-p or top-k, as the learner scores them.
+    # Sampling temperature. Sampling has no top-p and no top-k: the learner scores the whole distribution.
     temperature: float = 1.0
     max_turns: int = 1  # [turns] Most turns of a rollout.
     # Limit from a group's first token to its last verdict; weight pushes and pauses don't count.
     group_deadline_s: float = 900.0
-    min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a rollout, by which group_deadline_s is checked.
+    min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a rollout; group_deadline_s is checked against it.
     max_concurrency: int = 1024  # [rollouts] Most rollouts in flight.
-    # [share] Share of groups failed by the policy's engines above which no group is opened for pause_s; if it is
+    # [share] Share of groups that the policy's engines fail, above which no group is opened for pause_s; if it is
     # exceeded again, the run stops.
     max_failure_rate: float = 0.5
     failure_window: int = 32  # [groups] Latest groups that max_failure_rate is measured over.

@@ -1,18 +1,19 @@
-"""Finds what a dotted path names in a module that can be imported. Says nothing about what it should be."""
+"""Imports the object at a dotted path. Doesn't know what it should be."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable
 
 
 def is_dotted(path: str) -> bool:
-    """Does it name something in a module, instead of a row of a table?"""
+    """Whether a name is a dotted path, instead of a row of a table."""
     return "." in path
 
 
 def found_at(path: str, key: str) -> object:
-    """What `path` names, as in my_package.my_module.my_name. Raises ValueError that begins with the key."""
+    """The object at `path`, such as my_package.my_module.my_name. Raises ValueError that begins with the key."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ValueError(f"{key}: {path!r} is not a dotted path; type it like my_package.my_module.my_name")
@@ -28,13 +29,19 @@ def found_at(path: str, key: str) -> object:
     return names[name]
 
 
+def unknown_value(name: str, key: str, known: Iterable[str]) -> ValueError:
+    """The error for a value that is neither a row of a table nor a dotted path."""
+    own = "or the dotted path of one of yours, as my_module.my_name"
+    return ValueError(f"{key}: unknown value {name!r}; known: {', '.join(known)}; {own}")
+
+
 def check_takes(path: str, key: str, arguments: tuple[str, ...]) -> None:
-    """Raises ValueError, which begins with the key, where `path` names nothing that these arguments can be given to."""
+    """Raises ValueError, which begins with the key, if the object at `path` can't be called with these arguments."""
     function = found_at(path, key)
     wanted = f"{key}: {path} must be a function that takes ({', '.join(arguments)})"
     if not callable(function):
         raise ValueError(f"{wanted}, and is a {type(function).__name__}")
     try:
         inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError) as error:  # the latter where a signature can't be had
+    except (TypeError, ValueError) as error:  # ValueError: it has no readable signature
         raise ValueError(f"{wanted}: {error}") from error

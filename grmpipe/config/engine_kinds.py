@@ -1,4 +1,4 @@
-"""The table of engines. A new one is its kind, in a file of its own, and a row here; a user's own has a dotted path."""
+"""The table of engines. A new one is an EngineKind in its own file and a row here; a user's own has a dotted path."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def engine_kind(name: str, key: str) -> type[AnyEngine]:
 
 
 def engines_that(can: Callable[[type[AnyEngine]], bool]) -> list[str]:
-    """Names in the table, for what a user may type."""
+    """Names in the table of the engines for which `can` is true, for messages."""
     return [name for name, kind in ENGINE_KINDS.items() if can(kind)]

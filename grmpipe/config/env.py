@@ -1,12 +1,12 @@
-"""What a user can set about the env that the policy acts in, and the table of envs. Imports none of them."""
+"""Settings of the environment that the policy acts in, and the table of environments. Imports none of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# Kind -> the class that is made with each rollout's prompt. A new one is a file in grmpipe/envs/, a row here, a YAML in
-# conf/env/ and a test.
+# Kind -> its class, which is constructed with each rollout's prompt. A new one is a file in grmpipe/envs/, a row here,
+# a YAML in conf/env/ and a test.
 DEFAULT_ENV = "single_turn"
 ENVS = {DEFAULT_ENV: "grmpipe.envs.single_turn.SingleTurn"}
 CUSTOM = "custom"
@@ -14,7 +14,7 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """What the policy acts in."""
+    """The environment that the policy acts in."""
 
     kind: str = (
         DEFAULT_ENV  # Environment of a rollout; single_turn: one prompt, one answer; custom: a class of your own.
@@ -37,5 +37,5 @@ class EnvConfig:
 
     @property
     def path(self) -> str:
-        """The dotted path of its class."""
+        """The dotted path of the environment's class."""
         return self.target if self.is_custom else ENVS[self.kind]

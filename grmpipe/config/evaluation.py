@@ -9,13 +9,13 @@ from models.settings import DTYPES
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """How a judge is measured against labels: `task=evaluate`."""
+    """Settings of `task=evaluate`, which measures a judge against labels."""
 
     # Labelled judgements: a .jsonl, .json or .parquet file (docs/evaluating.md lists the schemas), or
     # tiny://judgements_held_out.
     path: str = "tiny://judgements_held_out"
     num_items: int = 512  # [items] Items made for tiny://, or the first ones of a file.
-    # [judgements] Numbers of judgements per vote, in rising order; only the largest is sampled, the others are subsets.
+    # [judgements] Numbers of judgements per vote, ascending; only the largest is sampled, the others are subsets.
     ks: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     max_subsets: int = 32  # [subsets] Most subsets of an item's judgements for each smaller k.
     max_concurrency: int = 64  # [items] Most items in flight.
@@ -34,11 +34,11 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class RftConfig:
-    """A GRM imitates those of its own critiques that were right (SPCT, arXiv 2504.02495, section 3.2)."""
+    """Rejection-sampling fine-tuning: a GRM imitates its own right critiques (SPCT, arXiv 2504.02495, section 3.2)."""
 
-    # [critiques] Critiques sampled for each judging task; a task with right ones only is dropped as too easy.
+    # [critiques] Critiques sampled per judging task; a task with only right ones is dropped as too easy.
     num_samples: int = 3
-    # Where no critique is right, sample one with the label shown; if right, it is trained without the label.
+    # If no critique is right, sample one with the label shown; if it is right, it is trained without the label.
     hint: bool = True
     num_epochs: int = 2  # [epochs] Passes over the critiques that are kept.
     critiques_per_batch: int = 32  # [critiques] Critiques of one optimizer step.
@@ -57,7 +57,7 @@ class MetaRmConfig:
     # directory or hub name, or tiny://meta_rm.
     path: str | None = None
     dtype: str = "float32"  # Type of the trunk; the head is always float32.
-    max_batch_tokens: int = 16384  # Most tokens of a forward pass; a longer judgement has a pass of its own.
+    max_batch_tokens: int = 16384  # Most tokens of a forward pass; a longer judgement has its own pass.
     # Language model or meta-RM that task=train_meta_rm starts from; null: the GRM.
     start_path: str | None = None
     # Labelled judgements that task=train_meta_rm reads instead of sampling: judgements.jsonl of an earlier such run.

@@ -13,32 +13,29 @@ from grmpipe.config.judge_protocols import (
     JudgeProtocol,
     protocol_named,
 )
+from grmpipe.config.judge_tables import PARSERS, RULES, VOTES
 
 KINDS = ("generative", "rule", "mixed", "label", "custom")
 PAIRS = ("all", "ring")
 PRINCIPLES = ("inline", "shared")
 TRUNCATIONS = ("error", "middle")
 EARLY_STOPS = ("none", "exact", "relaxed")
-PARSERS = ("score_line", "boxed")
-VOTES = ("mean", "sum", "median", "majority", "weighted", "best")
-VOTES_WITH_META_RM = ("weighted", "best")
-RULES = ("exact_answer", "contains_reference", "math_verify")
 COMPONENTS = ("generative", "rule")
 
 
 @dataclass(frozen=True)
 class EarlyStopConfig:
-    """When the remaining judgements of a rollout, or of a pair, are left out."""
+    """Early stop: when the remaining judgements of a rollout, or of a pair, are left out."""
 
-    # Rule: never; once they can't change the winner of a pair (exact); once the standard error of a score is small
-    # against the spread of its group (relaxed).
+    # Rule: never (none); once they can't change the winner of a pair (exact); once the standard error of a score is
+    # small compared with the spread of its group (relaxed).
     kind: str = "none"
-    first: int = 2  # [judgements] For relaxed: judgements asked for at once, and the fewest before a stop.
-    # [judgements] Judgements asked for at a time after the first ones; fewer save more and take longer.
+    first: int = 2  # [judgements] For relaxed: judgements requested at once, and the fewest before a stop.
+    # [judgements] Judgements requested at a time after the first ones; fewer save more and take longer.
     wave: int = 2
     # [share] For relaxed: largest standard error of a score, as a share of the spread of the group's scores.
     max_error: float = 0.25
-    # For relaxed: share of rollouts judged in full all the same, which measures the error of stopping.
+    # For relaxed: share of rollouts that are still judged in full, to measure the error of stopping.
     audit_share: float = 0.1
 
     def __post_init__(self) -> None:
@@ -58,57 +55,60 @@ class EarlyStopConfig:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """How rollouts are judged, when judging has failed, and when reward hacking is reported."""
+    """How rollouts are judged, when judging counts as failed, and when reward hacking is reported."""
 
-    # Where verdicts come from: the GRM, a rule, a weighted mean of both, the labels of a judge in training, or a class
-    # of your own.
+    # Where verdicts come from: the GRM, a rule, a weighted mean of both, the labels of a judge in training, or your own
+    # class.
     kind: str = "generative"
     # What one judgement covers: a response, all responses of a group, a pair of them, the criteria of the prompt's
-    # rubric, or the steps of a response; or the dotted path of a protocol of your own.
+    # rubric, or the steps of a response; or the dotted path of your own protocol.
     protocol: str = DEFAULT_PROTOCOL
     num_judgements: int = 1  # [judgements] Judgements of each response, list or pair.
     max_new_tokens: int = 160  # Most tokens of a judgement.
     temperature: float = 1.0  # Sampling temperature of judgements; 0: greedy.
-    # Prompt of the judge: tiny, pointwise, boxed, reference, listwise, pairwise, rubric, steps, ahead, listwise_ahead,
-    # or the path of a Jinja file.
+    # Prompt of the judge: tiny, pointwise, boxed, reference, listwise, pairwise, rubric, steps, shared_principles,
+    # listwise_shared_principles, or the path of a Jinja file.
     template: str = "tiny"
-    # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed).
+    # How the last line of a judgement is read: as a form of "Score: N" (score_line) or of "\boxed{N, ...}" (boxed); or
+    # the dotted path of a Form of your own (grmpipe/judge/forms.py).
     parser: str = "score_line"
     structured: bool = False  # The engine's grammar limits a judgement to what the parser can read.
     score_min: int = 1  # [score] Lowest score of the scale.
     score_max: int = 10  # [score] Highest score of the scale.
-    # How the scores of several judgements become one; weighted and best ask a meta-RM.
+    # How the scores of several judgements become one, or the dotted path of a function of your own; weighted and best
+    # ask a meta-RM.
     vote: str = "mean"
     k_meta: int = 0  # [judgements] For best: judgements that the meta-RM keeps; 0: half of num_judgements.
     # [score] Standard deviation of the judgements above which there is no verdict; null: no limit.
     abstain_above_std: float | None = None
     pairs: str = "all"  # For pairwise: which pairs of a group are judged, all or each sibling with the next.
     step_end: str = "\n"  # For steps: text that ends a step; empty: a step is a turn.
-    max_steps: int = 32  # For steps: most steps of a response; what follows belongs to the last one.
-    # Where principles are written: in each judgement, or once per prompt, ahead of its judgements and shared by them.
+    max_steps: int = 32  # For steps: most steps of a response; the rest belongs to the last one.
+    # Where principles are written: in each judgement (inline), or once per prompt for all judgements (shared).
     principles: str = "inline"
-    # For principles written ahead: their prompt, a shipped template or the path of a Jinja file.
+    # For shared principles: their prompt, a shipped template or the path of a Jinja file.
     principles_template: str = "principles"
-    principles_max_new_tokens: int = 512  # For principles written ahead: most tokens.
-    # What happens where the judge's prompt exceeds its context window: the verdict fails, or the longest responses lose
-    # their middle.
+    principles_max_new_tokens: int = 512  # For shared principles: most tokens.
+    # What happens if the judge's prompt exceeds its context window: the verdict fails (error), or the longest responses
+    # lose their middle (middle).
     truncation: str = "error"
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     max_retries: int = 1  # [retries] How often an unparseable or truncated judgement is sampled again.
     # Limit of one judgement, including its wait in the engine's queue.
     timeout_s: float = 120.0
-    min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a judgement, by which timeout_s is checked.
+    min_tokens_per_s: float = 10.0  # Slowest acceptable speed of a judgement; timeout_s is checked against it.
     # [share] Share of failed verdicts above which judging pauses; if it is exceeded again, the run stops.
     max_failure_rate: float = 0.2
     failure_window: int = 256  # [verdicts] Latest verdicts that max_failure_rate is measured over.
     pause_s: float = 30.0  # Length of a pause of judging.
     max_concurrency: int = 1024  # [judgements] Most judgements in flight.
-    rule: str = "exact_answer"  # Rule that compares a response with the prompt's reference.
+    # Rule that compares a response with the prompt's reference, or the dotted path of a function of your own.
+    rule: str = "exact_answer"
     # For mixed: component (generative, rule) to its weight in the reward; weights are normalised.
     mix: dict[str, float] = field(default_factory=dict)
-    target: str = ""  # For a judge of your own: dotted path of its class.
-    options: dict[str, Any] = field(default_factory=dict)  # For a judge of your own: arguments of its class.
-    # [prompts] Held-out prompts of an evaluation between the first and the last, which use all of them.
+    target: str = ""  # For your own judge: dotted path of its class.
+    options: dict[str, Any] = field(default_factory=dict)  # For your own judge: arguments of its class.
+    # [prompts] Held-out prompts of the evaluations during a run; the first and the last evaluation use all of them.
     anchors: int = 64
     anchor_every: int = 10  # [steps] Interval between evaluations on held-out prompts.
     # [score] Rise of the GRM's score since the start that fires the reward-hacking alarm, with anchor_min_gold_fall.
@@ -130,32 +130,31 @@ class JudgeConfig:
         return Scale(low=self.score_min, high=self.score_max)
 
     def shown_score(self, score: float) -> float:
-        """As a verdict gives it: SPCT's sum goes from k to 10 k."""
+        """A score as a verdict shows it: SPCT's sum goes from k to 10 k."""
         return score * self.num_judgements if self.vote == "sum" else score
 
     @property
     def protocol_kind(self) -> JudgeProtocol:
-        """What others must know of the protocol."""
+        """What other modules must know of the protocol."""
         return protocol_named(self.protocol)
 
     def responses_shown(self, size: int) -> int:
-        """In one judgement, of a group of so many siblings."""
+        """The number of responses in one judgement, for a group of `size` siblings."""
         return self.protocol_kind.responses_shown(size)
 
     def judgements_of_group(self, size: int) -> int:
-        """Asked about a group of so many siblings, where none fails and none is left out."""
+        """The number of judgements of a group of `size` siblings, if none fails and none is left out."""
         return self.protocol_kind.subjects(size, self.pairs) * self.num_judgements
 
     def _check_choices(self) -> None:
         protocol_named(self.protocol)
+        for table in (PARSERS, VOTES, RULES):
+            table.check(getattr(self, table.name))
         for key, value, known in (
             ("kind", self.kind, KINDS),
-            ("parser", self.parser, PARSERS),
-            ("vote", self.vote, VOTES),
             ("pairs", self.pairs, PAIRS),
             ("principles", self.principles, PRINCIPLES),
             ("truncation", self.truncation, TRUNCATIONS),
-            ("rule", self.rule, RULES),
         ):
             if value not in known:
                 raise ValueError(f"{key}: unknown value {value!r}; known: {', '.join(known)}")
@@ -289,11 +288,11 @@ LABEL_RULES = ("exact", "same_side")
 
 @dataclass(frozen=True)
 class LabelConfig:
-    """When a judgement of one response agrees with its label. Of several, the labelled best must be strictly first."""
+    """When a judgement agrees with its label. Of several responses, the labelled best must be strictly first."""
 
     # When a score is right: equal to the label (exact, as in SPCT), or on the same side of pass_score (same_side).
     rule: str = "exact"
-    # [score] Lowest score that passes a response; also what a judge should at least give to a rollout that is right.
+    # [score] Lowest score that passes a response; also the label of a rollout that is right: at least this score.
     pass_score: int = 8
 
     def __post_init__(self) -> None:
@@ -303,11 +302,11 @@ class LabelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The scores that a judge may give: integers, both ends included."""
+    """The scores that a judge may give: integers, including both ends."""
 
     low: int = 1
     high: int = 10
 
     def reward_of(self, score: float) -> float:
-        """0 at the low end, 1 at the high end."""
+        """The reward of a score: 0 at the low end, 1 at the high end."""
         return (score - self.low) / (self.high - self.low)

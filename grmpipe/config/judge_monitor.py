@@ -1,4 +1,4 @@
-"""What a user can set about watching the judge: what is measured how often, and limits. Frozen, checked; no I/O."""
+"""Settings of the judge's monitor: what is measured, how often, and limits on metrics. Frozen, checked; no I/O."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ ACTIONS = ("warn", "pause", "stop")
 
 @dataclass(frozen=True)
 class LimitConfig:
-    """A bound on a metric of metrics.jsonl, under a name of your own, and what happens beyond it."""
+    """A limit on a metric of metrics.jsonl, under a name of your choice, and what happens if it is exceeded."""
 
     metric: str = ""  # Name of the metric, such as judge/score_length_correlation.
     above: float | None = None  # Largest value without an alarm; null: no upper bound.
     below: float | None = None  # Smallest value without an alarm; null: no lower bound.
-    # Beyond the bound: an alarm (warn), which also pauses judging for judge.pause_s and ends the run when it comes
-    # again soon (pause), or ends the run at once (stop).
+    # If the limit is exceeded: an alarm (warn); an alarm that pauses judging for judge.pause_s, and ends the run if it
+    # soon fires again (pause); or the end of the run (stop).
     action: str = "warn"
 
     def __post_init__(self) -> None:
@@ -31,13 +31,13 @@ class LimitConfig:
 
 @dataclass(frozen=True)
 class JudgeMonitorConfig:
-    """How the judge is monitored beside the run. These judgements enter no training and no count of judgements."""
+    """Monitoring of the judge during a run. These judgements enter no training and no count of judgements."""
 
     # [steps] Interval of checks with canaries and adversarial replies, the first before step 1; 0: no such checks.
     every: int = 20
-    canaries: int = 16  # [responses] Fixed responses that are judged again at each check, under the same seeds.
-    # File of labelled judgements that canaries are taken from, as a judge that compares needs; null: responses of the
-    # first held-out evaluation.
+    canaries: int = 16  # [responses] Fixed responses that are judged at each check, under the same seeds.
+    # File of labelled judgements to take canaries from, which a comparing judge needs; null: responses of the first
+    # held-out evaluation.
     canaries_path: str | None = None
     adversarial_prompts: int = 2  # [prompts] Prompts whose ten replies without content are judged at each check.
     limits: dict[str, LimitConfig] = field(default_factory=dict)

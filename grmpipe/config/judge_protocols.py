@@ -1,7 +1,7 @@
-"""The ways to ask a GRM about rollouts, by name: what each shows, scores and needs. Imports no code of theirs.
+"""The protocols of judging by name: what each shows to the GRM, scores and needs. Imports none of their code.
 
-A new one is a session in grmpipe/judge/protocols/, a row here, a template, a YAML in conf/judge/ and a test. One of the
-user's own is named by its dotted path: that of a session, or of a JudgeProtocol where the defaults below don't fit it.
+A new one is a session in grmpipe/judge/protocols/, a row here, a template, a YAML in conf/judge/ and a test. A user's
+own is named by the dotted path of a session, or of a JudgeProtocol if the defaults below don't fit it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grmpipe.config.dotted_path import check_takes, found_at, is_dotted
+from grmpipe.config.dotted_path import check_takes, found_at, is_dotted, unknown_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeProtocol:
-    """What others must know of a protocol.
+    """What other modules must know of a protocol.
 
-    session:     dotted path of what judges one group: (JudgeContext, Prompt, group_id, size) -> JudgeSession.
+    session:     dotted path of the class that judges one group: (JudgeContext, Prompt, group_id, size) -> JudgeSession.
     about:       what one judgement is about: one response, a pair of siblings, or all siblings of the group.
-    scores:      what gets a score each: the responses that are shown, the criteria of the prompt's rubric, or the steps
-                 of the response.
-    templates:   shipped ones that ask for it -> the parser that reads their answers.
-    votes:       those that can decide over its judgements; empty: all.
+    scores:      what gets one score each: the responses shown, the criteria of the prompt's rubric, or the steps of the
+                 response.
+    templates:   shipped templates for this protocol -> the parser of their answers.
+    votes:       votes that work on its judgements; empty: all.
     early_stops: kinds of judge.early_stop that fit it.
-    both_orders: half of a pair's judgements show it in the other order, so their number is even.
+    both_orders: half of a pair's judgements show it in the other order, so their number must be even.
     """
 
     session: str
@@ -38,7 +38,7 @@ class JudgeProtocol:
 
     @property
     def compares(self) -> bool:
-        """Does a judgement see siblings beside each other?"""
+        """Whether a judgement shows siblings next to each other."""
         return self.about != "response"
 
     @property
@@ -47,15 +47,19 @@ class JudgeProtocol:
 
     @property
     def template_field(self) -> str:
-        """What of the policy's a template shows: `response` is a text, `responses` and `steps` are lists of texts."""
+        """The template's field for the policy's text: `response` is a text, `responses` and `steps` are lists of
+        texts.
+        """
         return "responses" if self.compares else "steps" if self.scores == "steps" else "response"
 
     def responses_shown(self, size: int) -> int:
-        """In one judgement, of a group of so many siblings."""
+        """The number of responses in one judgement, for a group of `size` siblings."""
         return {"response": 1, "pair": min(2, size), "group": size}[self.about]
 
     def subjects(self, size: int, pairs: str) -> int:
-        """How many responses, pairs or groups are judged of a group of so many siblings. `pairs`: judge.pairs."""
+        """The number of responses, pairs or groups that are judged in a group of `size` siblings. `pairs`:
+        judge.pairs.
+        """
         num_pairs = size * (size - 1) // 2
         if pairs == "ring":
             num_pairs = min(num_pairs, size)
@@ -85,7 +89,7 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
         about="pair",
         templates={"pairwise": "boxed"},
         votes=("majority",),
-        early_stops=("exact",),  # a winner fixes no rewards but a pair's
+        early_stops=("exact",),  # a fixed winner fixes the rewards of a pair only
         both_orders=True,
     ),
     "rubric": JudgeProtocol(
@@ -100,19 +104,18 @@ PROTOCOLS: dict[str, JudgeProtocol] = {
         templates={"steps": "boxed"},
     ),
 }
-SHIPPED_TEMPLATES = {  # name -> the parser that reads the answers to it, the protocol that it asks for
+SHIPPED_TEMPLATES = {  # name -> (the parser of its answers, its protocol)
     template: (parser, name) for name, protocol in PROTOCOLS.items() for template, parser in protocol.templates.items()
 }
 
 
 @functools.cache
 def protocol_named(name: str) -> JudgeProtocol:
-    """Of a row of PROTOCOLS, or of a dotted path. Raises ValueError that begins with the key."""
+    """A row of PROTOCOLS, or the protocol at a dotted path. Raises ValueError that begins with the key."""
     if name in PROTOCOLS:
         return PROTOCOLS[name]
     if not is_dotted(name):
-        known = f"{', '.join(PROTOCOLS)}, and the dotted path of one of yours, as my_module.MyProtocol"
-        raise ValueError(f"protocol: unknown value {name!r}; known: {known}")
+        raise unknown_value(name, "protocol", PROTOCOLS)
     found = found_at(name, "protocol")
     protocol = found if isinstance(found, JudgeProtocol) else JudgeProtocol(session=name)
     check_takes(protocol.session, "protocol", ("context", "prompt", "group_id", "size"))

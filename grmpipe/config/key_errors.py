@@ -1,4 +1,6 @@
-"""What is wrong with a key that a user typed, and what to type instead. Knows Hydra's words, not Hydra."""
+"""Errors of keys that a user typed: what is wrong, and what to type instead. Reads Hydra's messages, imports no
+Hydra.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from grmpipe.config.run_config import ROLES, RunConfig
 
 NOISE = ("Error merging override", "Could not override", "full_key:", "reference_type=", "object_type=", "provider=")
-OWN = ("path", "file")  # choices of a group that say: one of my own
+OWN = ("path", "file")  # choices of a group that take a file of the user's own
 
 
 def explain(error: Exception) -> str:
-    """One readable message for what Hydra or OmegaConf found wrong while composing."""
+    """One readable message for an error that Hydra or OmegaConf found while composing."""
     text = f"{error}\n{error.__cause__ or ''}"
     return next(filter(None, (reading(text) for reading in READINGS)))
 
@@ -24,7 +26,7 @@ def explain(error: Exception) -> str:
 
 
 def known_keys(beside: str = "") -> list[str]:
-    """Every key with a fixed name, sections included; of sections with members of any name, those of `beside`."""
+    """Every key with a fixed name, including sections; of sections with members of any name, those of `beside`."""
     keys = []
     for key, hint in _keys(RunConfig):
         keys.append(key)
@@ -35,7 +37,7 @@ def known_keys(beside: str = "") -> list[str]:
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
-    """The message for a key that doesn't exist: with the nearest that do, or all of its section, or where all are."""
+    """The message for a key that doesn't exist: with the nearest ones, or all of its section, or where to find all."""
     if near := nearest(key, known):
         return f"unknown key {key!r}; did you mean {' or '.join(near)}?"
     section = key.rpartition(".")[0]
@@ -44,10 +46,10 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def nearest(key: str, known: Sequence[str]) -> list[str]:
-    """Known keys that may have been meant, the likeliest first."""
+    """Known keys that may be meant, the likeliest first."""
     section, _, leaf = key.rpartition(".")
     by_likeness = sorted(known, key=lambda other: -difflib.SequenceMatcher(None, key, other).ratio())
-    # The right leaf in the wrong section is the commonest slip of all.
+    # The right leaf in the wrong section is the most common mistake.
     if same_leaf := [other for other in by_likeness if leaf_of(other) == leaf]:
         return same_leaf[:3]
     beside = [leaf_of(other) for other in known if other.rpartition(".")[0] == section]
@@ -60,11 +62,12 @@ def leaf_of(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-# -- what Hydra says, read -------------------------------------------------------------------------------------------
+# -- Hydra's messages
+# ----------------------------------------------------------------------------------------------------
 
 
 def no_such_choice(text: str) -> str:
-    """A file that a group of conf/ doesn't have."""
+    """The message for a file that a group of conf/ doesn't have."""
     found = re.search(r"Could not (?:find|load) '([^']+)'", text)
     if not found:
         return ""
@@ -90,7 +93,7 @@ def no_assignment(text: str) -> str:
 
 
 def no_such_member(text: str) -> str:
-    """A member that a section of named ones doesn't have: OmegaConf adds it only together with the section."""
+    """The message for a member that a section of named ones lacks: OmegaConf adds it only together with the section."""
     missing = "is not in struct" in text or re.search(r"Error merging override \+.* is not a subclass of", text, re.S)
     typed = re.search(r"(?:To append to your config use|Error merging override) \+{1,2}([^=\s]+)=(.*)", text)
     if not missing or not typed:
@@ -110,7 +113,7 @@ def no_such_member(text: str) -> str:
 
 
 def not_there_yet(text: str) -> str:
-    """A key of a section whose keys are the user's own."""
+    """The message for a key of a section whose keys the user names."""
     found = re.search(r"Could not override '([^']+)'", text)
     for section, hint in _keys(RunConfig) if found else ():
         own_keys = typing.get_origin(hint) is dict and not member_of(hint)
@@ -120,7 +123,7 @@ def not_there_yet(text: str) -> str:
 
 
 def no_single_value(text: str) -> str:
-    """A value where there are keys."""
+    """The message for a value given to a section of keys."""
     found = re.search(r"Error merging override ([^=+\s]+)=.*is not a subclass of \w+\. value: (\S+)", text, re.S)
     inner = [key for key in known_keys(f"{found[1]}.") if key.rpartition(".")[0] == found[1]] if found else []
     if not found or not inner:
@@ -136,7 +139,7 @@ def no_such_key(text: str) -> str:
 
 
 def as_it_is(text: str) -> str:
-    """With the key in front, and without what is for Hydra's developers."""
+    """Hydra's message with the key in front, without the parts for Hydra's developers."""
     found = re.search(r"Could not override '([^']+)'", text) or re.search(r"full_key: (\S+)", text)
     said = [line.strip() for line in text.splitlines() if line.strip()]
     useful = list(dict.fromkeys(line for line in said if not line.startswith(NOISE)))
@@ -149,7 +152,7 @@ READINGS = (
 
 
 def member_of(hint: object) -> type | None:
-    """Of a section whose members have any names: what each of them is."""
+    """The class of the members, for a section whose members have any names; None for other sections."""
     inner = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
     return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
 

@@ -1,4 +1,4 @@
-"""What must not leave the process: secrets, by the look of their key or by their value. Pure."""
+"""Finds secrets, by the name of their key or by their value, and removes them. Pure."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ SECRET_WORDS = frozenset(
     }
 )  # fmt: skip
 NO_SECRETS = frozenset({"PWD", "SSH_AUTH_SOCK"})  # of the shell: a directory, a socket
-USERINFO = re.compile(r"(?<=://)[^\s/?#@'\"]+(?=@)")  # of a URL: joe:password
+USERINFO = re.compile(r"(?<=://)[^\s/?#@'\"]+(?=@)")  # of a URL, such as joe:password
 SEALED = re.compile(r"<sha256 [0-9a-f]{12}>")
 MIN_SECRET_CHARS = 6  # a shorter value would blank out half of a config
 
 
 def redact(mapping: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> dict[str, object]:
-    """A copy without secrets, nested mappings and lists included.
+    """A copy without secrets, including nested mappings and lists.
 
-    Numbers stay under any name: max_new_tokens is a count, and no API key is a number.
+    Numbers are kept under any name: max_new_tokens is a count, and no API key is a number.
     """
     secrets = environment_secrets(environ)
     return {key: _redact_value(key, value, secrets) for key, value in mapping.items()}
 
 
 def mask(text: str, secrets: Sequence[str]) -> str:
-    """The text with every secret blanked out, also within a longer word; in URLs, whoever logs in there."""
+    """The text with every secret masked, also within a longer word, and the user info of URLs."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
     return USERINFO.sub(REDACTED, text) if "://" in text else text
 
 
 def seal(text: str) -> str:
-    """What tells whether a secret is the same, and not what it is. What is sealed stays as it is."""
+    """A hash that shows whether a secret is the same without revealing it. A hash stays unchanged."""
     if SEALED.fullmatch(text):
         return text
     return f"<sha256 {hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}>"
 
 
 def environment_secrets(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Values of variables that look like secrets, longest first: one may be part of another."""
+    """Values of environment variables with secret-looking names, longest first, because one may be part of another."""
     named = {name: value for name, value in environ.items() if looks_secret(name) and name not in NO_SECRETS}
     values = {value for value in named.values() if len(value) >= MIN_SECRET_CHARS}
     return tuple(sorted(values, key=len, reverse=True))
 
 
 def looks_secret(name: str) -> bool:
-    """apiKey, HF_TOKEN, auth_tokens, db-password: by whole words, so that `tokenizer` and `keyboard` don't.
+    """apiKey, HF_TOKEN, auth_tokens, db-password: whether a name contains a secret's word as a whole word, so
+    `tokenizer` and `keyboard` don't.
 
     `api_key_env` doesn't either: it holds the name of a variable.
     """

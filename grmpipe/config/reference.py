@@ -1,9 +1,9 @@
-"""docs/configuration.md, written from the dataclasses of the configuration. It starts nothing and imports no torch.
+"""Writes docs/configuration.md from the dataclasses of the configuration. Starts nothing and imports no torch.
 
     python -m grmpipe.config.reference
 
-The sentence of a key is the comment at the end of its line or, where that is too long, the comment right above it:
-the dataclass reads as any other, and whoever adds a key sees how. A comment with an empty line below is a heading.
+The sentence of a key is the comment at the end of its line or, if that is too long, the comment right above it. A
+comment with an empty line below is a heading.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 CONF = ROOT / "conf"
 SENTENCE = re.compile(r"(?:\[(?P<unit>[^\]]+)\] )?(?P<meaning>[A-Z].*\.)")
-NO_CHOICE = "?"  # a value that no key with choices takes
-# The end of a name -> the unit of its value; a comment's [unit] goes before.
+NO_CHOICE = "?"  # a value that no key with fixed choices accepts
+# End of a name -> the unit of its value; a [unit] in the comment takes precedence.
 UNITS = {
     "_gb_per_s": "GB/s", "_mb_per_s": "MB/s", "_tokens_per_s": "tokens/s", "_s": "s", "_gb": "GB", "_mb": "MiB",
     "_tokens": "tokens", "_steps": "steps", "_share": "share",
@@ -40,7 +40,7 @@ UNITS = {
 TYPES: Mapping[object, str] = {
     bool: "true or false", int: "whole number", float: "number", str: "text", typing.Any: "value", type(None): "null",
 }  # fmt: skip
-MOST_DEFAULT_CHARS = 40  # a longer one is in the source
+MOST_DEFAULT_CHARS = 40  # a longer default is left to the source
 HEAD = """\
 <!-- Written by `python -m grmpipe.config.reference` from the comments of the dataclasses. Don't edit it here. -->
 
@@ -63,7 +63,7 @@ is a number from 0 to 1.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyEntry:
-    """A key as a user types it, and what the page says of it."""
+    """A key as a user types it, and its entry on the page."""
 
     key: str
     type: str
@@ -74,7 +74,7 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySection:
-    """The keys of one dataclass. name: dotted; empty for those of the run itself."""
+    """The keys of one dataclass. name: dotted; empty for the keys of the run itself."""
 
     name: str
     about: str
@@ -97,9 +97,9 @@ def page() -> str:
 
 
 def sections_of(cls: type, name: str = "", values: Mapping[str, object] | None = None) -> Iterator[KeySection]:
-    """A dataclass, then those nested in it, in the order of their fields.
+    """The sections of a dataclass: its own keys, then those nested in it, in the order of their fields.
 
-    values: defaults that its owner gives it; None: its own. Raises ValueError for a key without a sentence.
+    values: defaults given by its owner; None: its own. Raises ValueError for a key without a sentence.
     """
     values = defaults_of(cls) if values is None else values
     prefix, hints, comments = f"{name}." if name else "", typing.get_type_hints(cls), comments_of(cls)
@@ -152,7 +152,7 @@ def comments_of(cls: type) -> dict[str, str]:
 
 
 def comment_lines(source: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Line -> its comment: behind code, and alone in its line."""
+    """Line -> comment: those after code, and those alone in their line."""
     beside: dict[int, str] = {}
     alone: dict[int, str] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -167,7 +167,7 @@ def lines_of(field: ast.AnnAssign) -> range:
 
 
 def block_above(line: int, alone: Collection[int]) -> range:
-    """Lines of comment that end right above a line."""
+    """The lines of comment that end right above a line."""
     first = line
     while first - 1 in alone:
         first -= 1
@@ -175,7 +175,7 @@ def block_above(line: int, alone: Collection[int]) -> range:
 
 
 def defaults_of(cls: type) -> dict[str, object]:
-    """By field, without those that have none."""
+    """Field -> default, without fields that have none."""
     found: dict[str, object] = {}
     for spec in dataclasses.fields(cls):
         if spec.default_factory is not dataclasses.MISSING:
@@ -186,7 +186,7 @@ def defaults_of(cls: type) -> dict[str, object]:
 
 
 def choices_of(cls: type, name: str, hint: object) -> tuple[str, ...]:
-    """What the dataclass itself lists as known where it is given another value; empty where it takes any."""
+    """The values that the dataclass's own check lists as known. Empty if it accepts any."""
     if str not in (hint, *typing.get_args(hint)) or typing.get_origin(hint) is dict:
         return ()
     try:
@@ -201,7 +201,7 @@ def choices_of(cls: type, name: str, hint: object) -> tuple[str, ...]:
 
 
 def about(cls: type) -> str:
-    """The docstring, a paragraph a line."""
+    """The docstring, one line per paragraph."""
     return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(cls) or "").split("\n\n"))
 
 
@@ -226,7 +226,7 @@ def not_listed(hint: object, choices: tuple[str, ...]) -> bool:
 
 
 def shown(value: object) -> str:
-    """A default as one types it."""
+    """A default as a user types it."""
     text = value if isinstance(value, str) and value.isprintable() and value else json.dumps(value)
     if len(text) <= MOST_DEFAULT_CHARS or not isinstance(value, list):
         return f"`{text}`"
@@ -247,7 +247,7 @@ def section_text(section: KeySection) -> str:
 
 
 def group_text(name: str) -> str:
-    """Which files of conf/ set a section; empty where there is no group of that name."""
+    """Which files of conf/ set a section. Empty if there is no group of that name."""
     files = sorted(path.stem for path in (CONF / name).glob("*.yaml")) if name else []
     if not files:
         return ""
@@ -256,13 +256,13 @@ def group_text(name: str) -> str:
 
 
 def config_defaults() -> list[object]:
-    """Which file of each group conf/config.yaml chooses."""
+    """The file of each group that conf/config.yaml chooses."""
     found: list[object] = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return found
 
 
 def escaped(text: str) -> str:
-    """For Markdown: a bar ends a cell of a table, and <name> is taken for HTML outside of code."""
+    """Text escaped for Markdown: a bar ends a table cell, and <name> outside code is read as HTML."""
     return "".join(
         part.replace("|", "\\|") if part.startswith("`") else part.replace("|", "\\|").replace("<", "\\<")
         for part in re.split(r"(`[^`]*`)", text)

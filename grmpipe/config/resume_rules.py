@@ -1,4 +1,4 @@
-"""What may differ between a run and its resumption."""
+"""What may differ between a run and its resumption. Pure."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from grmpipe.config.redact import SEALED, seal
 from grmpipe.config.run_config import RunConfig
 from grmpipe.config.secrets import is_secret_key, without_secrets
 
-# A key may change where it changes neither the tokens of a sample nor a verdict on it, nor what the algorithm makes of
-# both: how long and how fast the run learns, how patient it is, what it looks at, and who does the work.
+# A key may change if it changes neither the tokens of a sample, nor its verdict, nor what the algorithm makes of both:
+# the length and learning rate of the run, its limits of time, what it measures, and where the work runs.
 FREE_ON_RESUME = (
     "task", "resume", "run_dir", "objective", "tracking", "cluster", "placement", "sync", "health", "balance", "plan",
     "simulate", "evaluate", "judge_monitor",
-    # Who samples may change: every token brings its log-prob and version along.
+    # The sampler may change: every token carries its log-prob and version.
     "engine", "policy.engine", "policy.engine_options", "policy.lora.sync", "grm.engine", "grm.engine_options",
     "grm.lora.sync",
-    # The learning rate is a function of the share of the run that is done.
+    # The learning rate is a function of the completed share of the run.
     "train.num_steps", "train.lr", "train.warmup_steps", "train.schedule", "train.max_grad_norm",
     "critic.lr", "critic.lr_warmup_steps", "critic.max_grad_norm", "cotrain.lr",
-    # How a batch is cut, and when it is saved: the same gradients.
+    # The split and saving of a batch: the gradients are the same.
     "train.micro_batch_tokens", "train.prefix_sharing", "train.activation_checkpointing", "train.checkpoint_every",
     "train.async_checkpoints", "train.keep_checkpoints", "train.export_dtype",
     "critic.micro_batch_tokens", "meta_rm.max_batch_tokens",
-    # Deadlines, pauses, how often is asked again, and how much at once: they decide what fails, never what is said.
+    # Deadlines, pauses, retries and concurrency: they decide what fails, never the content.
     "judge.timeout_s", "judge.min_tokens_per_s", "judge.max_retries", "judge.max_failure_rate", "judge.failure_window",
     "judge.pause_s", "judge.max_concurrency", "rollout.max_failure_rate", "rollout.failure_window", "rollout.pause_s",
     "rollout.group_deadline_s", "rollout.min_tokens_per_s", "rollout.max_concurrency",
-    # What the alarm listens to.
+    # The inputs of the alarm.
     "judge.anchors", "judge.anchor_every", "judge.anchor_min_score_rise", "judge.anchor_min_gold_fall",
-    # Sizes that only a plan reads.
+    # Sizes that only task=plan reads.
     "policy.shape", "grm.shape",
 )  # fmt: skip
-# But not, of engines, what decides which prompts fit, or may make another model of the same files.
+# Exceptions, for engines: keys that decide which prompts fit, or that may change the model made from the same files.
 ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
 BOUND_ON_RESUME = ("max_context_tokens", "options", "extra_body", "chat_markup")
-UNTOLD = ("resume", "run_dir")  # how the run is called
+UNTOLD = ("resume", "run_dir")  # keys that say how the run is started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigChange:
-    """A key that a resume changes. Secrets are told by a hash."""
+    """A key that a resume changes. Secrets are shown as a hash."""
 
     key: str
     old: str
@@ -50,9 +50,9 @@ class ConfigChange:
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
-    """Keys that differ and may not between a run and its resumption, as `key: old -> new`, without secrets.
+    """Keys that differ between a run and its resumption but must not, as `key: old -> new`, without secrets.
 
-    A secret may differ: a key that was rotated makes no other model.
+    A secret may differ: a rotated API key doesn't change the model.
     """
     before, after = (dict(_leaves(dataclasses.asdict(config))) for config in (old, new))
     was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
@@ -65,7 +65,7 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def changes_on_resume(old: RunConfig, new: RunConfig) -> tuple[ConfigChange, ...]:
-    """Keys that differ and may."""
+    """Keys that differ and may differ."""
     was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
     return tuple(
         ConfigChange(key=key, old=str(was.get(key)), new=str(_as_told(was.get(key), now.get(key))))
@@ -75,12 +75,12 @@ def changes_on_resume(old: RunConfig, new: RunConfig) -> tuple[ConfigChange, ...
 
 
 def _is_secret(key: str, *values: object) -> bool:
-    """Numbers under such a name are counts."""
+    """Whether a key and its values are a secret. Numbers under such a name are counts."""
     return is_secret_key(key) and all(value is None or isinstance(value, str) for value in values)
 
 
 def _as_told(old: object, new: object) -> object:
-    """The new value as a hash, where only a hash is known of the old one."""
+    """The new value as a hash, if only a hash of the old one is known."""
     return seal(new) if isinstance(old, str) and isinstance(new, str) and SEALED.fullmatch(old) else new
 
 

@@ -1,4 +1,4 @@
-"""The roles of a run: what follows for each of them from the configuration and the placement. Starts nothing."""
+"""The roles of a run: what follows for each from the configuration and the placement. Starts nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from scheduler.weights.weight_sync import SyncConfig
 class Model:
     """A role's model, found and checked.
 
-    path:           what its processes load.
-    context_tokens: prompt and new tokens together: the model's window, or the engine's where that is smaller.
+    path:           local path that its processes load.
+    context_tokens: limit on prompt and new tokens together: the model's window, or the engine's if that is smaller.
     """
 
-    name: str  # the role's: policy, grm
+    name: str  # of the role: policy, grm
     path: str
     renderer: Renderer
     context_tokens: int
@@ -37,8 +37,8 @@ class ResolvedRole:
     """A role that has a place in a run.
 
     device:    cuda or cpu.
-    num_gpus:  of one process, which share its model; 1 on a CPU.
-    dtype:     that it computes in, and `dtype_key`, where a user sets it; empty: not one of its own.
+    num_gpus:  GPUs of one process, over which its model is sharded; 1 on a CPU.
+    dtype:     type it computes in; `dtype_key`: the key that sets it. Empty: the role has no dtype of its own.
     """
 
     name: str
@@ -51,20 +51,20 @@ class ResolvedRole:
 
     @property
     def is_seated(self) -> bool:
-        """Has it slots here? An endpoint has none."""
+        """Whether it has slots here. An endpoint has none."""
         return self.num_replicas > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRole(ResolvedRole):
-    """A role whose model engines serve, here or behind an endpoint.
+    """A role whose model is served by engines, here or behind an endpoint.
 
-    engine:       its kind, with the role's own options over those of the kind.
-    learner:      the role that trains its weights; None: they stay as they are.
-    is_elastic:   its engines are on slots that change their role.
-    shares_with:  other roles that one engine of each slot serves too, by changing its weights.
-    return_routed_experts: its engines tell the experts of each token, for the learner to replay.
-    sync:         how close they must come to their learner: less close where their options say that they quantise.
+    engine:       its engine kind, with the role's options over those of the kind.
+    learner:      the role that trains its weights; None: they never change.
+    is_elastic:   whether its engines are on elastic slots.
+    shares_with:  other roles that the same engine of a slot serves, by swapping weights.
+    return_routed_experts: whether its engines return the experts of each token, for router replay.
+    sync:         how close their log-probs must be to the learner's: less close if their options quantize the weights.
     """
 
     model: ModelConfig
@@ -77,31 +77,31 @@ class ServedRole(ResolvedRole):
 
     @property
     def sleeps(self) -> bool:
-        """Can its engines give any memory back while others need it?"""
+        """Whether its engines can free some memory while others need it."""
         return self.engine.sleeps(self.device)
 
     @property
     def frees_device(self) -> bool:
-        """Can they give a device's memory back, the weights too?"""
+        """Whether its engines can free a device's memory, including the weights."""
         return self.engine.frees_device(self.device)
 
     @property
     def is_time_shared(self) -> bool:
-        """Do its engines hand a device's memory to those of another role?"""
+        """Whether its engines share a device in time with those of another role."""
         return self.is_elastic and not self.shares_with and self.frees_device
 
     @property
     def takes_weights(self) -> bool:
-        """Does anybody bring its engines other weights than they started with?"""
+        """Whether its engines get other weights than those they started with."""
         return self.learner is not None or bool(self.shares_with)
 
     def option_key(self, name: str) -> str:
-        """Where a user sets an option of its engine, so that it counts."""
+        """The key that sets an option of its engine."""
         own = name in self.model.engine_options or not self.engine.section
         return f"{self.name}.engine_options.{name}" if own else f"engine.{self.engine.section}.{name}"
 
     def engine_spec(self, path: str, seed: int) -> EngineSpec:
-        """What each of its engines is made of. path: of its model, as the engine's process finds it."""
+        """The specification of each of its engines. path: of its model, as the engine's process finds it."""
         return EngineSpec(
             path=path,
             role=self.name,
@@ -118,7 +118,7 @@ class ServedRole(ResolvedRole):
 
 @dataclass(frozen=True, slots=True)
 class Roles(Mapping[str, ResolvedRole]):
-    """Every role of a run by its name: those with a place, and those that are served."""
+    """All roles of a run by name: those with a place, and those that are served."""
 
     by_name: Mapping[str, ResolvedRole]
     served: Mapping[str, ServedRole]
@@ -134,7 +134,7 @@ class Roles(Mapping[str, ResolvedRole]):
 
     @property
     def seated(self) -> tuple[ServedRole, ...]:
-        """Served ones with engines here."""
+        """Served roles with engines here."""
         return tuple(role for role in self.served.values() if role.is_seated)
 
     def engine_on_slot(self, name: str) -> AnyEngine:
@@ -145,7 +145,7 @@ class Roles(Mapping[str, ResolvedRole]):
 
 
 def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
-    """Once, when the placement is known. ConfigError names an option of an engine that doesn't exist."""
+    """Resolve all roles, once the placement is known. ConfigError names an option of an engine that doesn't exist."""
     engines = {name: resolve_engine(name, config) for name in config.served}
     served = {name: resolve_served(name, engines, config, placement) for name in engines}
     others = {name: resolve_other(name, config, placement) for name in placement.seats if name not in served}
@@ -153,13 +153,15 @@ def resolve_roles(config: RunConfig, placement: Placement) -> Roles:
 
 
 def resolve_engine(role: str, config: RunConfig) -> AnyEngine:
-    """The kind that serves a role, with its options: `engine.<kind>` with the role's `engine_options` over it."""
+    """The engine kind of a role, with its options: `engine.<kind>` with the role's `engine_options` over it; in a
+    deterministic run it is batch-invariant."""
     model = config.models[role]
     kind = engine_kind(model.engine, f"{role}.engine")
     shared = kind.shared_options(config.engine)
     if not dataclasses.is_dataclass(shared):
         raise ConfigError(f"{role}.engine: the options of {model.engine} are no dataclass")
-    return kind(overlaid(shared, model.engine_options, f"{role}.engine_options."))
+    engine = kind(overlaid(shared, model.engine_options, f"{role}.engine_options."))
+    return engine.made_batch_invariant() if config.train.deterministic and kind.batch_invariant else engine
 
 
 def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfig, placement: Placement) -> ServedRole:
@@ -180,14 +182,14 @@ def resolve_served(name: str, engines: Mapping[str, AnyEngine], config: RunConfi
 
 
 def resolve_other(name: str, config: RunConfig, placement: Placement) -> ResolvedRole:
-    """A learner, a critic, a meta-RM."""
+    """The resolved role of a learner, a critic or a meta-RM."""
     own = {"learner": config.train.dtype, "critic": config.critic.dtype or config.train.dtype}
     keys = {"learner": "train.dtype", "critic": "critic.dtype"}
     return ResolvedRole(**place_of(name, placement), name=name, dtype=own.get(name, ""), dtype_key=keys.get(name, ""))
 
 
 class SeatFacts(TypedDict):
-    """What a role's seats say of it."""
+    """The facts of a role that follow from its seats."""
 
     pool: str
     num_replicas: int
@@ -208,7 +210,7 @@ def place_of(role: str, placement: Placement) -> SeatFacts:
 
 
 def sharing_engine(role: str, engines: Mapping[str, AnyEngine], swap: str, placement: Placement) -> tuple[str, ...]:
-    """Other roles on its elastic slots, where each slot has one engine for all of them."""
+    """Other roles on the role's elastic slots, if each slot has one engine for all of them."""
     slots = placement.elastic_slots(placement.seats[role][0].pool) if role in placement.seats else {}
     here = tuple(next(iter(slots.values()))) if slots else ()
     if not here or not is_one_engine([engines[name] for name in here], swap, placement.device_of(role)):
@@ -217,8 +219,9 @@ def sharing_engine(role: str, engines: Mapping[str, AnyEngine], swap: str, place
 
 
 def is_one_engine(engines: Sequence[AnyEngine], swap: str, device: str) -> bool:
-    """By `balance.swap`, or by itself where the roles are on one kind that swaps weights and share a GPU, and the
-    engines were not made to sleep: to wake one is faster than to load it."""
+    """Whether roles share one engine: by `balance.swap`, or, if it is automatic, if they use the same kind, which swaps
+    weights, on one GPU, and the engines don't sleep: waking an engine is faster than loading one.
+    """
     if swap != "auto":
         return swap == "weights"
     first = engines[0]

@@ -1,4 +1,4 @@
-"""RunConfig: everything a user can set, by section, and what its sections must agree on. It starts nothing."""
+"""RunConfig: everything a user can set, by section, with the checks across sections. Starts nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from grmpipe.config.data import DataConfig, RolloutConfig
 from grmpipe.config.engine_kinds import engine_kind, engines_that
 from grmpipe.config.env import EnvConfig
 from grmpipe.config.evaluation import EvaluateConfig, MetaRmConfig, RftConfig
-from grmpipe.config.judge import VOTES_WITH_META_RM, JudgeConfig, LabelConfig
+from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.config.judge_monitor import JudgeMonitorConfig
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.config.train import (
     AlgorithmConfig,
@@ -33,8 +34,8 @@ from scheduler.weights.weight_sync import SyncConfig
 
 TASKS = ("train", "train_judge_rft", "train_meta_rm", "evaluate", "plan", "simulate", "report", "doctor")
 RESUMES = ("never", "auto")
-ROLES = ("policy", "learner", "grm", "grm_learner", "meta_rm", "critic")  # that a placement may seat
-BY_DEVICE = {True: "bfloat16", False: "float32"}  # what dtype=auto comes to, on a GPU and elsewhere
+ROLES = ("policy", "learner", "grm", "grm_learner", "meta_rm", "critic")  # roles that a placement may seat
+BY_DEVICE = {True: "bfloat16", False: "float32"}  # the meaning of dtype=auto, on a GPU and elsewhere
 
 
 class ConfigError(ValueError):
@@ -43,16 +44,16 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run."""
+    """The settings of one run."""
 
-    # What to do: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, plan or simulate
+    # The task: train a model, imitate a GRM's own right critiques, train a meta-RM, measure a judge, plan or simulate
     # the run, write a run's report, or check what is installed.
     task: str = "train"
     experiment: str = "default"  # Name of the run, and of its folder in runs/.
     seed: int = 0  # Seed of all random draws: the order of prompts, sampling, judging, the split of batches.
     # Directory of the run; null: a new one, runs/<experiment>/<date>_<time>.
     run_dir: str | None = None
-    # Go on with the run in run_dir (null: the newest of the experiment) from its last whole checkpoint, where there is
+    # Continue the run in run_dir (null: the newest of the experiment) from its last complete checkpoint, if there is
     # one (auto), or start a new run (never).
     resume: str = "never"
     # Path to a number in summary.json, which the run returns to a sweep.
@@ -115,7 +116,7 @@ class RunConfig:
             )
 
     def _check_engines(self) -> None:
-        """Whoever serves the policy takes its weights; whoever serves the judge can do what is asked of it."""
+        """Check that the policy's engines take weights, and that the judge's engines can do what the judge asks."""
         policy, grm = (self.engine_kind_of(role) for role in ("policy", "grm"))
         if not policy.transports:
             able = " or ".join(engines_that(lambda kind: bool(kind.transports)))
@@ -136,7 +137,7 @@ class RunConfig:
             )
 
     def _choose_by_device(self) -> None:
-        """What `auto` and null come to, by where a role sits: below here nobody asks for the device again."""
+        """Replace `auto` and null by values for the device of each role: no other code asks for the device again."""
         chosen: dict[str, object] = {
             role: dataclasses.replace(model, dtype=BY_DEVICE[self.on_gpu(role)])
             for role, model in self.models.items()
@@ -151,7 +152,7 @@ class RunConfig:
             object.__setattr__(self, name, section)
 
     def on_gpu(self, role: str) -> bool:
-        """Does its place have GPUs? A role without one is taken to be on cores."""
+        """Whether the role's place has GPUs. A role without a place counts as on cores."""
         where = self.placement.roles.get(role)
         pool = self.placement.pools.get(where.pool) if where is not None else None
         return pool is not None and pool.resource == "gpu"
@@ -165,7 +166,7 @@ class RunConfig:
             )
 
     def _check_replay(self) -> None:
-        """Only the learner is there to work."""
+        """Check that retraining from a run trains only the policy."""
         if self.data.retrain_from is None:
             return
         if self.task != "train":
@@ -179,7 +180,7 @@ class RunConfig:
             raise ValueError(f"critic.enabled: {alone}; type critic=none algorithm.estimator=grpo")
 
     def _check_meta(self) -> None:
-        """A vote that asks a meta-RM has one, and something for it to read."""
+        """Check that a vote that needs a meta-RM has one, with something to read."""
         if not self.uses_meta_rm:
             return
         if self.task in ("plan", "simulate"):
@@ -199,7 +200,7 @@ class RunConfig:
             )
 
     def _check_lora(self) -> None:
-        """Adapters go to who applies them, and are of a model that learns."""
+        """Check that adapters belong to a model that learns and go to an engine that applies them."""
         for role, model in self.models.items():
             if model.lora.in_engines and not self.engine_kind_of(role).applies_adapters:
                 able = " or ".join(engines_that(lambda kind: kind.applies_adapters))
@@ -207,7 +208,7 @@ class RunConfig:
                     f"{role}.lora.sync: {model.engine} can't receive adapters alone; type {role}.lora.sync=merged, "
                     f"or {role}.engine={able}"
                 )
-        # Where the judge itself is the policy, its settings are taken from those of the GRM.
+        # If the policy is the judge itself, it takes its settings from the GRM's.
         if self.grm.lora.learns and not (self.cotrain.enabled or self.judge.kind == "label"):
             raise ValueError(
                 "grm.lora.rank: the GRM doesn't learn in this run; type grm.lora.rank=0, or cotrain.enabled=true"
@@ -218,7 +219,7 @@ class RunConfig:
             )
 
     def _check_simulated(self) -> None:
-        """A scripted GRM must know how many scores are wanted of it."""
+        """Check that task=simulate knows the environment, the judge and the number of scores in a judgement."""
         if self.task != "simulate":
             return
         if self.env.is_custom:
@@ -232,7 +233,7 @@ class RunConfig:
             )
 
     def _check_cotrain(self) -> None:
-        """A GRM that learns is here, draws its judgements, and is compared within groups."""
+        """Check that a GRM that is trained is served here, samples its judgements, and is compared within groups."""
         if not self.cotrain.enabled:
             return
         if not self.judged_by_model or self.judge_is_remote:
@@ -260,7 +261,7 @@ class RunConfig:
             )
 
     def _check_critic(self) -> None:
-        """It learns beside a policy that is played and judged, by a judge that stays as it is."""
+        """Check that a critic is trained next to a policy that is played and judged, by a judge that doesn't change."""
         if not self.critic.enabled:
             return
         if self.task in ("train_judge_rft", "train_meta_rm"):
@@ -279,27 +280,27 @@ class RunConfig:
 
     @property
     def judged_by_model(self) -> bool:
-        """Is there a GRM, here or outside?"""
+        """Whether there is a GRM, here or remote."""
         return self.judge.kind == "generative" or (self.judge.kind == "mixed" and "generative" in self.judge.mix)
 
     @property
     def judge_is_remote(self) -> bool:
-        """Does the GRM live behind somebody else's endpoint? It takes no place then, and no files."""
+        """Whether the GRM is behind an endpoint. It then needs no place and no files."""
         return self.judged_by_model and self.engine_kind_of("grm").outside
 
     @property
     def models(self) -> dict[str, ModelConfig]:
-        """Every model that engines may serve, by its role."""
+        """Role -> model, for every model that engines may serve."""
         return {"policy": self.policy, "grm": self.grm}
 
     @property
     def served(self) -> tuple[str, ...]:
-        """Roles that engines serve in this run, here or outside."""
+        """Roles that engines serve in this run, here or remote."""
         return ("policy", "grm") if self.judged_by_model else ("policy",)
 
     @property
     def learners(self) -> dict[str, str]:
-        """Roles whose weights learn, and who trains each."""
+        """Role whose weights are trained -> role that trains it."""
         return {"policy": "learner"} | ({"grm": "grm_learner"} if self.cotrain.enabled else {})
 
     def engine_kind_of(self, role: str) -> type[AnyEngine]:
@@ -307,7 +308,7 @@ class RunConfig:
 
     @property
     def uses_meta_rm(self) -> bool:
-        """Does the vote ask a meta-RM? One in training guides nobody."""
+        """Whether the vote uses a meta-RM. One in training weights no vote."""
         nobody = self.task == "train_meta_rm" or self.data.retrain_from is not None
         return self.judged_by_model and self.judge.vote in VOTES_WITH_META_RM and not nobody
 

@@ -1,4 +1,4 @@
-"""The configuration as it may be written and shown: without secrets. Pure; it writes nothing."""
+"""The configuration as it may be written and shown: without secrets. Pure; writes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grmpipe.config.run_config import RunConfig
 
 
 class FromEnvironment(str):
-    """A value that came from the environment. typed: what stands for it in the configuration, as `${oc.env:NAME}`."""
+    """A value that came from the environment. typed: its text in the configuration, such as `${oc.env:NAME}`."""
 
     typed: str
 
@@ -22,9 +22,10 @@ class FromEnvironment(str):
 
 
 def noted(value: Any, typed: Any, known: frozenset[str] = frozenset()) -> Any:
-    """Resolved values, those from the environment as FromEnvironment.
+    """The resolved values, with those from the environment as FromEnvironment.
 
-    typed: the same before interpolations were resolved. known: values from the environment that others may refer to.
+    typed: the same before interpolations were resolved. known: values from the environment that other keys may refer
+           to.
     """
     if isinstance(typed, str):
         if not came_from_environment(value, typed, known):
@@ -44,7 +45,7 @@ def came_from_environment(value: Any, typed: str, known: frozenset[str]) -> bool
 
 
 def all_noted(value: Any, typed: str) -> Any:
-    """What one interpolation came to; parts of a mapping or list have no text of their own."""
+    """The result of one interpolation, as FromEnvironment; parts of a mapping or list have no text of their own."""
     if isinstance(value, Mapping):
         return {name: all_noted(entry, "") for name, entry in value.items()}
     if isinstance(value, list):
@@ -61,7 +62,7 @@ def texts_from_environment(value: Any) -> frozenset[str]:
 
 
 def plain(value: Any) -> Any:
-    """The same values with plain texts, for whoever takes no subclass of str."""
+    """The same values with plain strings, for code that takes no subclass of str."""
     if isinstance(value, Mapping):
         return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, list):
@@ -70,10 +71,10 @@ def plain(value: Any) -> Any:
 
 
 def without_secrets(config: RunConfig, stays_typed: Callable[[str], bool]) -> dict[str, Any]:
-    """Nested values. Texts under secret-looking names, and those from the environment in free-form sections
-    (`extra_body`, `options`), as hashes.
+    """The configuration as nested values. Texts under secret-looking names, and those from the environment in free-form
+    sections (`extra_body`, `options`), are hashes.
 
-    stays_typed: of which other keys the interpolation is written, not its value.
+    stays_typed: whether a key's interpolation is written instead of its value.
     """
     secrets = environment_secrets()
 
@@ -99,5 +100,5 @@ def without_secrets(config: RunConfig, stays_typed: Callable[[str], bool]) -> di
 
 
 def is_secret_key(key: str) -> bool:
-    """Does any name on the path to a value look like a secret's?"""
+    """Whether any name on the path to a value looks like a secret's."""
     return any(looks_secret(name) for name in key.split("."))

@@ -1,4 +1,4 @@
-"""What a user can set about tracking. Frozen, checked, free of W&B."""
+"""Settings of tracking. Frozen, checked, free of W&B."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Where metrics and tables go. The files in `run_dir` are written in any case."""
+    """Where metrics and tables go. The files in `run_dir` are always written."""
 
-    # Mode of W&B; auto: online where WANDB_API_KEY is set, else offline. No mode asks for a key.
+    # Mode of W&B; auto: online if WANDB_API_KEY is set, otherwise offline. No mode asks for a key.
     wandb_mode: str = "auto"
     project: str = "grmpipe"  # W&B's project.
     run_name: str | None = None  # Name of the run in W&B; null: W&B's choice.

@@ -1,19 +1,21 @@
-"""What a user can set about training: TrainConfig, AlgorithmConfig. Frozen, checked, free of torch."""
+"""Settings of training: TrainConfig, AlgorithmConfig. Frozen, checked, free of torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from grmpipe.config.algorithm_tables import EstimatorKind, LossKind, estimator_named, loss_named
+from grmpipe.config.algorithm_tables import (
+    ONE_OF_EACH,
+    REJECTIONS,
+    EstimatorKind,
+    LossKind,
+    estimator_named,
+    loss_named,
+)
 from models.settings import AUTO, DTYPES
 
-PROXIMALS = ("recomputed", "interpolated", "sampler")
-CORRECTIONS = ("none", "tis", "sequence_tis", "sequence_mis", "icepop", "decoupled")
-REJECTIONS = ("geometric", "veto", "off_policy")
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 STD_KINDS = ("population", "sample")
-KL_ESTIMATORS = ("k1", "k2", "k3")
 ROUTER_REPLAYS = ("none", "rollout", "old_logprobs")
 SCHEDULES = ("constant", "cosine", "linear")
 
@@ -22,10 +24,10 @@ SCHEDULES = ("constant", "cosine", "linear")
 class AlgorithmConfig:
     """How rewards become gradients. Defaults are GRPO (arXiv 2402.03300) with one on-policy update per batch.
 
-    Where no paper is named, a default is ours.
+    Defaults without a paper are this project's.
     """
 
-    # Rewards, before anything is estimated.
+    # Rewards, before advantages are estimated.
 
     # Last part of rollout.max_new_tokens in which an answer costs more and more; 0: off (DAPO: 4096 of 20480).
     overlong_buffer_share: float = 0.0
@@ -48,52 +50,57 @@ class AlgorithmConfig:
     negative_weight: float = 1.0  # Factor on advantages below 0.
     # [score] Standard deviation of a verdict's judgements at which its advantage counts half; null: always in full.
     weight_half_std: float | None = None
-    # [batches] Groups whose rewards are all equal that a step may drop and replace, in multiples of
+    # [batches] Zero-advantage groups that a step may drop and replace, in multiples of
     # train.groups_per_batch; 0: none (DAPO).
     dynamic_sampling_batches: float = 0.0
 
     # The policy loss.
 
     # Loss of the policy, by r = pi_theta / pi_prox: a row of docs/algorithms.md, which has the formulas, or the dotted
-    # path of a function of your own.
+    # path of your own function.
     loss: str = "ppo_clip"
     clip_low: float = 0.2  # Lower clip of r, at 1 - clip_low (PPO, arXiv 1707.06347).
     clip_high: float = 0.2  # Upper clip of r, at 1 + clip_high (DAPO: 0.28).
     # For dual_clip: largest ratio with which a token of negative advantage counts (arXiv 1912.09729).
     dual_clip_ratio: float = 3.0
     # What token losses are divided by: trained tokens; samples, after a mean over each; samples times
-    # rollout.max_new_tokens.
+    # rollout.max_new_tokens; or the dotted path of an Aggregation of your own.
     aggregation: str = "token_mean"
     # Policy pi_prox of the ratio: the learner's before the first update, one between the sampler and the current policy
-    # by a token's age, or the sampler.
+    # by a token's age, or the sampler; or the dotted path of a function of your own.
     proximal: str = "recomputed"
 
-    # The correction for the sampler.
+    # The correction for the sampling policy.
 
-    correction: str = "tis"  # How the policy loss is weighted by w = pi_prox / mu, where mu sampled the token.
+    # How the policy loss is weighted by w = pi_prox / mu, where mu sampled the token; or the dotted path of a function
+    # of your own.
+    correction: str = "tis"
     tis_cap: float = 2.0  # For tis: largest weight of a token.
     # For sequence_tis and sequence_mis: cap on the product of w over a sample; 2 to 10 are in use.
     sequence_cap: float = 3.0
     icepop_low: float = 0.5  # For icepop: a token whose w is below has weight 0.
     icepop_high: float = 5.0  # For icepop: a token whose w is above has weight 0.
     decoupled_cap: float = 5.0  # For decoupled: a token whose w is above has weight 0.
-    # Tests that a sample must pass to be trained; one that fails still counts in the batch's denominator.
+    # Tests that a sample must pass to be trained, or dotted paths of functions of your own; a sample that fails still
+    # counts in the batch's denominator.
     rejections: list[str] = field(default_factory=list)
     geometric_low: float = 0.99  # For geometric: smallest exp(mean log w) of a sample that is trained.
     geometric_high: float = 1.01  # For geometric: largest exp(mean log w) of a sample that is trained.
     veto_below: float = 1e-4  # For veto: a sample with a token whose w is below is not trained.
     # [nats] For off_policy: a sample of negative advantage is not trained if mean(log mu - log pi_theta) is above.
     off_policy_delta: float = 0.1
-    # Mixtures of experts: whose choice of experts the updates repeat, that of none, of the sampler (R3, arXiv
-    # 2510.11370), or of the pass for pi_old (R2, arXiv 2507.18071). Gates are computed again.
+    # Mixtures of experts: whose choice of experts the updates repeat: none, the sampler's (R3, arXiv 2510.11370), or
+    # that of the pass for pi_old (R2, arXiv 2507.18071). Gates are computed again.
     router_replay: str = "none"
 
     # Regularisation.
 
     kl_coefficient: float = 0.0  # Weight of the KL to the frozen reference; 0: no reference is loaded.
-    # Estimator of the KL per token; in the loss the gradient of k1 has mean 0, so k1 is for the reward.
+    # Estimator of the KL per token, or the dotted path of a function of your own; in the loss the gradient of k1 has
+    # mean 0, so k1 is for the reward.
     kl_estimator: str = "k3"
-    kl_in_reward: bool = False  # Takes the KL (by the sampler's log-probs) off the rewards; else it is in the loss.
+    # Subtract the KL (of the sampler's log-probs) from the rewards; false: add it to the loss.
+    kl_in_reward: bool = False
     entropy_coefficient: float = 0.0  # Weight of an entropy bonus in the loss; 0: none.
 
     # Reuse.
@@ -102,12 +109,12 @@ class AlgorithmConfig:
     updates_per_batch: int = 1
     # [groups] Groups of earlier batches that each batch trains again, none older than train.max_staleness; 0: none.
     replay_buffer_groups: int = 0
-    replay_buffer_uses: int = 1  # [batches] Most batches in which a group is trained again.
-    reset_every: int = 0  # [batches] Interval between two steps back towards the initial weights; 0: none.
-    # Share of the way to the initial weights that such a step goes; the optimizer's moments are forgotten.
+    replay_buffer_uses: int = 1  # [batches] Most further batches in which a group is trained again.
+    reset_every: int = 0  # [batches] Interval between two resets towards the initial weights; 0: none.
+    # Share of the way to the initial weights that a reset goes; it also clears the optimizer's moments.
     reset_share: float = 0.2
 
-    # For a loss or an estimator of your own: its options. Nothing else reads them.
+    # Options of your own loss or estimator. Nothing else reads them.
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,26 +124,24 @@ class AlgorithmConfig:
 
     @property
     def loss_kind(self) -> LossKind:
-        """What others must know of the loss."""
+        """What other modules must know of the loss."""
         return loss_named(self.loss)
 
     @property
     def estimator_kind(self) -> EstimatorKind:
-        """What others must know of the estimator."""
+        """What other modules must know of the estimator."""
         return estimator_named(self.estimator)
 
     def _check_names(self) -> None:
         estimator_named(self.estimator)
         loss_named(self.loss)
-        for key, known in (
-            ("std", STD_KINDS), ("aggregation", AGGREGATIONS), ("proximal", PROXIMALS), ("correction", CORRECTIONS),
-            ("kl_estimator", KL_ESTIMATORS), ("router_replay", ROUTER_REPLAYS),
-        ):  # fmt: skip
+        for table in ONE_OF_EACH:
+            table.check(getattr(self, table.name))
+        for name in self.rejections:
+            REJECTIONS.check(name)
+        for key, known in (("std", STD_KINDS), ("router_replay", ROUTER_REPLAYS)):
             if getattr(self, key) not in known:
                 raise ValueError(f"{key}: unknown value {getattr(self, key)!r}; known: {', '.join(known)}")
-        for name in self.rejections:
-            if name not in REJECTIONS:
-                raise ValueError(f"rejections: unknown value {name!r}; known: {', '.join(REJECTIONS)}")
 
     def _check_numbers(self) -> None:
         above_0 = (
@@ -169,7 +174,7 @@ class AlgorithmConfig:
             raise ValueError(f"dual_clip_ratio: must be above 1, got {self.dual_clip_ratio}")
 
     def _check_weighed_once(self) -> None:
-        """pi_theta / mu enters the gradient once: as r, as w, or as r * w with pi_prox between them."""
+        """Check that pi_theta / mu enters the gradient once: as r, as w, or as r * w with pi_prox between them."""
         if self.proximal == "sampler" and self.correction != "none":
             raise ValueError(
                 f"correction: {self.correction} on top of proximal=sampler would count pi / mu twice: the ratio of the "
@@ -191,7 +196,7 @@ class AlgorithmConfig:
 
 
 def check_router_replay(algorithm: AlgorithmConfig, groups_per_batch: int) -> None:
-    """Raises ValueError where no pass comes before the updates, whose experts could be replayed."""
+    """Raises ValueError if no pass comes before the updates whose experts could be replayed."""
     num_updates = min(algorithm.updates_per_batch, groups_per_batch)
     if algorithm.router_replay == "old_logprobs" and (num_updates == 1 or algorithm.proximal != "recomputed"):
         raise ValueError(
@@ -203,7 +208,7 @@ def check_router_replay(algorithm: AlgorithmConfig, groups_per_batch: int) -> No
 
 
 def check_interpolated(algorithm: AlgorithmConfig, max_staleness: int) -> None:
-    """Raises ValueError where no token is old enough for a policy between its sampler's and the current one."""
+    """Raises ValueError if no token is old enough for a policy between its sampler's and the current one."""
     if algorithm.proximal == "interpolated" and max_staleness < 2:
         raise ValueError(
             "algorithm.proximal: interpolated differs from the sampler only for tokens two versions old or more, and "
@@ -213,7 +218,7 @@ def check_interpolated(algorithm: AlgorithmConfig, max_staleness: int) -> None:
 
 
 def check_replay_buffer(algorithm: AlgorithmConfig, max_staleness: int) -> None:
-    """Raises ValueError where nothing could be replayed, or nothing would correct for its age."""
+    """Raises ValueError if nothing could be replayed, or nothing would correct for its age."""
     if algorithm.replay_buffer_groups == 0:
         return
     if max_staleness == 0:
@@ -231,7 +236,7 @@ def check_replay_buffer(algorithm: AlgorithmConfig, max_staleness: int) -> None:
 
 
 def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:
-    """Raises ValueError where the whole group is the only choice of k, and no sibling adds anything."""
+    """Raises ValueError if the whole group is the only subset of k, so that no sibling adds anything."""
     if algorithm.estimator_kind.uses_pass_k and algorithm.pass_k >= group_size:
         raise ValueError(
             f"algorithm.pass_k: must be below train.group_size = {group_size}, got {algorithm.pass_k}: if each "
@@ -240,7 +245,7 @@ def check_pass_k(algorithm: AlgorithmConfig, group_size: int) -> None:
 
 
 def check_spread(algorithm: AlgorithmConfig, num_judgements: int) -> None:
-    """Raises ValueError where verdicts are to be weighed by a spread that one judgement doesn't have."""
+    """Raises ValueError if verdicts are weighted by a standard deviation that a single judgement doesn't have."""
     if algorithm.weight_half_std is not None and num_judgements < 2:
         raise ValueError(
             "algorithm.weight_half_std: a single judgement has no spread; "
@@ -256,10 +261,13 @@ class TrainConfig:
     groups_per_batch: int = 16  # [groups] Groups of a batch, one per prompt.
     group_size: int = 8  # [rollouts] Rollouts of each prompt.
     min_valid_siblings: int = 2  # [verdicts] Fewest verdicts with which a group is trained; with fewer it is dropped.
-    # [steps] Most steps between the weights that sampled a group's oldest token and the ones it trains; 0: synchronous.
+    # [steps] Most steps between the weights that sampled a group's oldest token and those it trains; 0: synchronous.
     max_staleness: int = 1
+    # Two runs of one configuration are equal bit for bit, on CPUs with the embedded engine: groups are trained in the
+    # order of their prompts, and weights are pushed when every open group is judged.
+    deterministic: bool = False
     micro_batch_tokens: int = 4096  # Most packed tokens of a forward pass on one rank.
-    prefix_sharing: bool = True  # The tokens that siblings begin with go through the learner once for all of them.
+    prefix_sharing: bool = True  # Compute the common prefix of siblings once for all of them in the learner.
     lr: float = 3e-4  # Peak learning rate of AdamW.
     warmup_steps: int = 5  # Steps in which the learning rate rises linearly.
     schedule: str = "constant"  # Learning rate after the warm-up; linear and cosine fall towards 0 at num_steps.
@@ -268,13 +276,13 @@ class TrainConfig:
     max_grad_norm: float = 1.0  # Norm that gradients are clipped to.
     # Type of the forward and backward pass; auto: bfloat16 on a GPU, float32 elsewhere. Master weights are float32.
     dtype: str = AUTO
-    # Compute activations twice, to hold fewer of them; null: on GPUs only.
+    # Recompute activations in the backward pass, to save memory; null: on GPUs only.
     activation_checkpointing: bool | None = None
     checkpoint_every: int = 20  # [steps] Interval between checkpoints; 0: only at the end and on Ctrl-C.
-    keep_checkpoints: int = 2  # [checkpoints] Newest checkpoints that are kept.
-    # Write checkpoints beside training, from a copy in host memory; false: training waits.
+    keep_checkpoints: int = 2  # [checkpoints] Newest checkpoints to keep.
+    # Write checkpoints during training, from a copy in host memory; false: training waits.
     async_checkpoints: bool = True
-    export_dtype: str | None = None  # Type of the models that a run leaves at its end; null: that of their engines.
+    export_dtype: str | None = None  # Type of the models that a run exports at its end; null: that of their engines.
 
     def __post_init__(self) -> None:
         for key in ("num_steps", "groups_per_batch", "micro_batch_tokens"):
@@ -309,5 +317,5 @@ class TrainConfig:
 
     @property
     def recomputes(self) -> bool:
-        """Is activation checkpointing on?"""
+        """Whether activation checkpointing is on."""
         return bool(self.activation_checkpointing)

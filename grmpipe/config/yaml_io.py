@@ -1,4 +1,4 @@
-"""YAML and overrides -> RunConfig, and back. The only module that knows OmegaConf."""
+"""YAML and overrides -> RunConfig, and back. The only module that imports OmegaConf."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
 def schema() -> object:
-    """A mutable twin of RunConfig for Hydra to merge YAML and overrides into, typed key by key."""
+    """A mutable copy of RunConfig for Hydra to merge YAML and overrides into, typed key by key."""
     return _thawed(RunConfig)
 
 
 def build(config: DictConfig) -> RunConfig:
-    """The checked configuration. Raises ConfigError naming the key."""
+    """The checked configuration. Raises ConfigError that names the key."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         typed = OmegaConf.to_container(config, resolve=False)
@@ -46,7 +46,9 @@ def build(config: DictConfig) -> RunConfig:
 
 
 def from_values(cls: type[Config], values: Mapping[str, object], path: str = "") -> Config:
-    """A (nested) frozen dataclass from plain values. An error of a section's own check gets the section's key."""
+    """A (nested) frozen dataclass from plain values. An error of a section's own check is prefixed with the section's
+    key.
+    """
     hints = typing.get_type_hints(cls)
     known = {spec.name for spec in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
@@ -62,7 +64,7 @@ def from_values(cls: type[Config], values: Mapping[str, object], path: str = "")
 
 
 def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config:
-    """A section with some of its values replaced, typed and checked as if they had been set there."""
+    """A section with some of its values replaced, typed and checked like values set there."""
     known = [spec.name for spec in dataclasses.fields(section)]  # type: ignore[arg-type]
     for name in values:
         if name not in known:
@@ -77,17 +79,17 @@ def overlaid(section: Config, values: Mapping[str, object], path: str) -> Config
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Without secrets (see config_secrets.py)."""
+    """The configuration as YAML, without secrets (see grmpipe/config/secrets.py)."""
     return OmegaConf.to_yaml(OmegaConf.create(without_secrets(config, free_on_resume)))
 
 
 def placement_yaml(placement: PlacementConfig) -> str:
-    """The `placement` block alone, as a file of conf/placement/ has it."""
+    """Only the `placement` block, as in a file of conf/placement/."""
     return OmegaConf.to_yaml(OmegaConf.create(plain(dataclasses.asdict(placement))))
 
 
 def read_yaml(path: Path) -> RunConfig:
-    """A run's own config.yaml. What it takes from a variable that isn't set here stays as typed."""
+    """Read a run's config.yaml. A value from a variable that isn't set here stays as typed."""
     try:
         text = ENVIRONMENT.sub(
             lambda found: found[0] if found[1] in os.environ else "\\" + found[0], path.read_text("utf-8")
@@ -98,8 +100,9 @@ def read_yaml(path: Path) -> RunConfig:
 
 
 def torn_off(path: Path) -> list[str]:
-    """Keys that a run's own config.yaml lacks where its end is cut off; none where it isn't. What can't be read at all
-    is read_yaml's to tell."""
+    """Keys missing from a run's config.yaml because its end is cut off; none if it is whole. read_yaml reports a file
+    that can't be read at all.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         written = OmegaConf.to_container(OmegaConf.create(text))
@@ -113,7 +116,7 @@ def torn_off(path: Path) -> list[str]:
 
 
 def _keys(values: Mapping[typing.Any, object], path: str = "") -> Iterator[str]:
-    """Dotted, in their order, without sections."""
+    """Dotted keys in their order, without sections."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _keys(value, f"{path}{name}.")
@@ -122,7 +125,7 @@ def _keys(values: Mapping[typing.Any, object], path: str = "") -> Iterator[str]:
 
 
 def _value(hint: object, value: object, path: str) -> object:
-    """Rebuild dataclasses at any depth of dicts."""
+    """The value as its type hint says: rebuilds dataclasses at any depth of dicts."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return from_values(hint, typing.cast(Mapping[str, object], value), f"{path}.")
     if typing.get_origin(hint) is dict:
@@ -133,7 +136,9 @@ def _value(hint: object, value: object, path: str) -> object:
 
 
 def _thawed(cls: type) -> type:
-    """OmegaConf makes frozen dataclasses read-only, also for the YAML that is to fill them."""
+    """A mutable copy of a dataclass: OmegaConf makes frozen dataclasses read-only, also for the YAML that fills
+    them.
+    """
     hints = typing.get_type_hints(cls)
     fields = []
     for spec in dataclasses.fields(cls):
@@ -152,7 +157,7 @@ def _default(spec: dataclasses.Field) -> object:
 
 
 def _fill(section: object, values: object) -> object:
-    """A thawed section with its owner's defaults; its own sections fill themselves."""
+    """Fill a mutable section with its owner's defaults; its own sections fill themselves."""
     plain = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}  # type: ignore[arg-type]
     return section(**{k: v for k, v in plain.items() if not dataclasses.is_dataclass(v)})  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""Labelled judgement data out of files: whose response is best, or what score one deserves. Never guesses a label."""
+"""Reads labelled judgement data from files: which response is best, or the score of one. Never guesses a label."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY_SETS: dict[str, Literal["train", "held_out"]] = {
 def load_labelled(
     path: str, *, scale: tuple[int, int] = (1, 10), num_tiny: int = 512, seed: int = 0
 ) -> tuple[Labelled, ...]:
-    """All labelled items of a .jsonl, .json (one array) or .parquet file, or `num_tiny` made by rule.
+    """All labelled items of a .jsonl, .json (one array) or .parquet file, or `num_tiny` generated ones.
 
     scale: the ends of the judge's scale; a score outside is an error.
     path:  a file, or tiny://judgements (for training) or tiny://judgements_held_out: they share no problem.
@@ -45,11 +45,11 @@ def load_labelled(
     | HelpSteer2 preference | prompt, response_1, response_2, preference_strength (below 0: the first) |
     | HelpSteer, HelpSteer2 | prompt, response, helpfulness (0..4, stretched to the scale and rounded) |
 
-    Confirmed on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3. On others' readers only:
-    PPE, JudgeBench, HelpSteer2 preference. A row of RewardBench 2 with several right answers (Ties) becomes an item
-    for each of them against all wrong ones: that isn't the benchmark's own measure of ties. Rows without a winner are
-    left out, and counted in the log. Where the best comes first by convention (chosen, rejected), its place is drawn
-    by the item's id, so that a judge that likes the first place gains nothing.
+    Checked on stored rows: RMB. On dataset cards: RewardBench 1 and 2, HelpSteer 1 to 3. Only on other projects'
+    readers: PPE, JudgeBench, HelpSteer2 preference. A row of RewardBench 2 with several right answers (Ties) becomes
+    one item per right answer against all wrong ones, which isn't the benchmark's own measure of ties. Rows without a
+    winner are left out, and counted in the log. If the best comes first by convention (chosen, rejected), its place is
+    chosen by the item's id, so that a judge with a bias for the first place gains nothing.
 
     ValueError names file, line (Parquet: row, an array: item), field and what was expected.
     """
@@ -76,7 +76,7 @@ def load_labelled(
 
 
 def made_judgements(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
-    from models.tiny.judgements import RankedTexts, make_judgements  # only who uses it pays for it
+    from models.tiny.judgements import RankedTexts, make_judgements  # imported only if used
 
     items: list[Labelled] = []
     for index, made in enumerate(make_judgements(TINY_SETS[path], count, seed)):
@@ -99,7 +99,7 @@ def made_judgements(path: str, count: int, seed: int) -> tuple[Labelled, ...]:
 
 
 def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:
-    """Its texts, by field."""
+    """The texts of an item, as (field, text)."""
     yield from texts_of(item.prompt)
     yield from (("item_id", item.item_id), ("subset", item.subset))
     responses = item.responses if isinstance(item, RankedResponses) else (item.response,)
@@ -107,7 +107,7 @@ def texts_of_item(item: Labelled) -> Iterator[tuple[str, str]]:
 
 
 def labelled_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
-    """As the rows of prompts, and those of a .json file that is one array, as RMB's are."""
+    """Like the rows of prompts, and also rows of a .json file that is one array, as in RMB."""
     if file.suffix != ".json":
         yield from rows_of(file)
         return

@@ -16,14 +16,14 @@ LABELS = {"A>B": 0, "B>A": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldPlace:
-    """Where a row stands. name: makes the ids of its items. scale: the ends of the judge's."""
+    """The place of a row. name: prefix of its items' ids. scale: the ends of the judge's scale."""
 
     where: str
     name: str
     scale: tuple[int, int]
 
 
-Read = Callable[[Row, FieldPlace], Sequence[Labelled]]  # nothing, for a row without a winner
+Read = Callable[[Row, FieldPlace], Sequence[Labelled]]  # empty for a row without a winner
 
 
 def ranked_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
@@ -74,7 +74,7 @@ def reward_bench_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
 
 
 def ppe_correctness_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    """An item for each pair of a right and a wrong response that the benchmark sampled."""
+    """One item per pair of a right and a wrong response that the benchmark sampled."""
     scores, pairs = row["scores"], row["sampled_conflict_pairs"]
     if not isinstance(scores, list) or not isinstance(pairs, list):
         raise ValueError(f"{place.where}: scores, sampled_conflict_pairs: expected lists, got {shown((scores, pairs))}")
@@ -94,7 +94,7 @@ def ppe_correctness_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
 
 
 def ppe_human_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
-    """Ties (tie, tie (bothbad)) have no winner."""
+    """One item. Ties (tie, tie (bothbad)) have no winner."""
     winner = text_at(row, "winner", place)
     if winner not in WINNERS and not winner.startswith("tie"):
         raise ValueError(f"{place.where}: winner: expected model_a, model_b or tie, got {winner!r}")
@@ -148,7 +148,7 @@ def rmb_best_of_n_row(row: Row, place: FieldPlace) -> Sequence[Labelled]:
     return (first_is_best(texts, prompt_at(row, "conversation_input", place), rmb_subset(row, place), place.name),)
 
 
-# The most particular fields first: many datasets have a prompt and a response.
+# The most specific fields first: many datasets have a prompt and a response.
 SCHEMAS: tuple[tuple[str, frozenset[str], Read], ...] = (
     ("RMB, best of n", frozenset({"conversation_input", "bon_best", "loser_list"}), rmb_best_of_n_row),
     ("RMB, pairs", frozenset({"conversation_input", "chosen", "reject"}), rmb_pair_row),
@@ -169,7 +169,9 @@ EXAMPLES = (
 
 
 def reader_of(row: Row, where: str) -> Read:
-    """By the row's own fields: a file of ours may hold ranked and scored items. ValueError names what is missing."""
+    """The reader of a row, by its fields: one file may hold ranked and scored items. ValueError names what is
+    missing.
+    """
     for _, fields, read in SCHEMAS:
         if fields <= row.keys():
             return read
@@ -206,7 +208,7 @@ def prompt_at(row: Row, field: str, place: FieldPlace) -> Prompt:
 def paired(
     row: Row, fields: tuple[str, str], best: int | None, prompt: str, subset: str, place: FieldPlace
 ) -> Sequence[Labelled]:
-    """Two responses in the order that the row has them; nothing without a winner."""
+    """Two responses in the order of the row. Empty without a winner."""
     texts = tuple(text_at(row, field, place) for field in fields)
     if best is None:
         return ()
@@ -222,14 +224,16 @@ def paired(
 
 
 def first_is_best(texts: tuple[str, ...], prompt: Prompt, subset: str, item_id: str) -> RankedResponses:
-    """The others keep their order; the best goes to a place that its id decides."""
+    """A ranking whose first text is best: the others keep their order, the best moves to a place that its id
+    decides.
+    """
     best = random.Random(item_id).randrange(len(texts))
     responses = (*texts[1 : best + 1], texts[0], *texts[best + 1 :])
     return RankedResponses(item_id=item_id, prompt=prompt, responses=responses, best=best, subset=subset)
 
 
 def preferred(row: Row, field: str, place: FieldPlace) -> int | None:
-    """HelpSteer's sign: below 0 the first response is the better one, above 0 the second."""
+    """The preferred response by the sign of HelpSteer's field: 0 (the first) below 0, 1 (the second) above 0."""
     strength = row[field]
     if not isinstance(strength, int | float) or isinstance(strength, bool) or strength != strength:
         raise ValueError(f"{place.where}: {field}: expected a number, below 0 for the first, got {shown(strength)}")
@@ -237,7 +241,7 @@ def preferred(row: Row, field: str, place: FieldPlace) -> int | None:
 
 
 def truth_of(score: object, place: FieldPlace) -> float:
-    """PPE marks a response by a number or a truth value, or by a list of one."""
+    """Whether a response is right, as a number: PPE gives a number or a boolean, or a list of one."""
     value = score[0] if isinstance(score, list) and score else score
     if not isinstance(value, bool | int | float):
         raise ValueError(f"{place.where}: scores: expected numbers or booleans, got {shown(score)}")
@@ -251,7 +255,7 @@ def answer_of(value: object, field: str, place: FieldPlace) -> str:
 
 
 def texts_of(row: Row, field: str, place: FieldPlace) -> tuple[str, ...]:
-    """A text, or a list of at least one. An empty text is a response too."""
+    """A text, or a list of at least one text. An empty text is a response too."""
     value = row[field]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -271,5 +275,5 @@ def subset_of(row: Row, field: str, place: FieldPlace) -> str:
 
 
 def rmb_subset(row: Row, place: FieldPlace) -> str:
-    """Helpfulness/Code of Pairwise_set/Helpfulness/Code/Documentation."""
+    """The subset, for example Helpfulness/Code from Pairwise_set/Helpfulness/Code/Documentation."""
     return "/".join(subset_of(row, "category_path", place).split("/")[1:3])

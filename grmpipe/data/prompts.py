@@ -1,4 +1,4 @@
-"""Prompts out of files: JSON Lines, Parquet, or problems made on the spot. Never repairs a row; says what is wrong."""
+"""Reads prompts from files: JSON Lines or Parquet; or generated problems. Never repairs a row; says what is wrong."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
     """All prompts of a .jsonl or .parquet file, or `num_tiny_prompts` of tiny://train or tiny://held_out.
 
     A row has `messages` (a list of {role, content}) or `prompt` (a text), and may have `reference` (a text or a
-    number), `rubric` (a list of criteria: texts, or {text, weight}), `prompt_id` and `source`; other columns are left
-    alone. ValueError names file, line (Parquet: row), field and what was expected.
+    number), `rubric` (a list of criteria: texts, or {text, weight}), `prompt_id` and `source`; other columns are
+    ignored. ValueError names file, line (Parquet: row), field and what was expected.
     """
     if path.startswith(TINY):
         return made_prompts(path, num_tiny_prompts, seed)
@@ -37,7 +37,7 @@ def load_prompts(path: str, *, num_tiny_prompts: int = 4096, seed: int = 0) -> t
 
 
 def place_of(path: str, prompt: Prompt) -> str:
-    """Where a prompt of `load_prompts(path)` stands, in words; the file is read again."""
+    """The place of a prompt of `load_prompts(path)`, in words. Reads the file again."""
     file = Path(path)
     if path.startswith(TINY):
         return f"{path}, {prompt.prompt_id}"
@@ -50,20 +50,21 @@ def id_of(row: Row, where: str, file: Path, number: int) -> str:
 
 
 def disjoint(train: Sequence[Prompt], held_out: Iterable[Prompt]) -> tuple[tuple[Prompt, ...], int]:
-    """`train` without what is in `held_out` too (the same messages, whatever their case and white space), and how many
-    that were."""
+    """`train` without the prompts of `held_out` (the same messages, ignoring case and white space), and how many were
+    removed.
+    """
     known = {asked(prompt) for prompt in held_out}
     kept = tuple(prompt for prompt in train if asked(prompt) not in known)
     return kept, len(train) - len(kept)
 
 
 def asked(prompt: Prompt) -> tuple[tuple[str, str], ...]:
-    """What tells prompts apart: roles and words."""
+    """The identity of a prompt: its roles and words."""
     return tuple((message.role, " ".join(message.content.casefold().split())) for message in prompt.messages)
 
 
 def made_prompts(path: str, count: int, seed: int) -> tuple[Prompt, ...]:
-    from models.tiny.problems import make_problems  # only who uses it pays for it
+    from models.tiny.problems import make_problems  # imported only if used
 
     split = path.removeprefix(TINY)
     if not is_split(split):
@@ -84,7 +85,7 @@ def is_split(name: str) -> TypeGuard[Split]:
 
 
 def rows_of(file: Path) -> Iterator[tuple[int, str, Row]]:
-    """Number, place in words, and columns of each row. Blank lines of JSON Lines are skipped, and counted."""
+    """The number, place in words, and columns of each row. Blank lines of JSON Lines are skipped, but counted."""
     readers = {".jsonl": jsonl_rows, ".parquet": parquet_rows}
     if file.suffix not in readers:
         raise ValueError(f"{file}: unknown kind of file {file.suffix!r}; give .jsonl or .parquet, or tiny://train")
@@ -124,7 +125,7 @@ def parquet_rows(file: Path) -> Iterator[tuple[int, str, Row]]:
 
 
 def prompt_of(row: Row, where: str, prompt_id: str) -> Prompt:
-    """A null is a field that the row lacks: Parquet has the columns of all rows in each."""
+    """The prompt of a row. A null is a missing field: Parquet has the columns of all rows in each."""
     row = {field: value for field, value in row.items() if value is not None}
     prompt = Prompt(
         prompt_id=prompt_id,
@@ -138,7 +139,7 @@ def prompt_of(row: Row, where: str, prompt_id: str) -> Prompt:
 
 
 def texts_of(prompt: Prompt) -> Iterator[tuple[str, str]]:
-    """Its texts, by field."""
+    """The texts of a prompt, as (field, text)."""
     yield "prompt_id", prompt.prompt_id
     yield "source", prompt.source
     yield "reference", prompt.reference or ""
@@ -147,9 +148,11 @@ def texts_of(prompt: Prompt) -> Iterator[tuple[str, str]]:
 
 
 def refuse_half_characters(texts: Iterable[tuple[str, str]], where: str) -> None:
-    """JSON can spell half of a character (a text that was cut in an emoji); no tokenizer and no file takes it.
+    """Raise ValueError for half of a character, which JSON can spell (a text cut within an emoji); no tokenizer or file
+    takes it.
 
-    Refused, like all else that is wrong with a row: what it should have been is the user's to say."""
+    It isn't repaired: only the user knows what it should be.
+    """
     for field, text in texts:
         try:
             text.encode("utf-8")

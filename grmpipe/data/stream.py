@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn. Random access: a position is one integer. Pure."""
+"""The order of prompts. Random access: a position is one integer. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from grmpipe.types import Prompt
 
 
 class EndOfData(Exception):
-    """All epochs were drawn."""
+    """All epochs are over."""
 
 
 class PromptStream:
-    """Draw d is item d % n of epoch d // n; each epoch has a permutation of its own, or the file's order."""
+    """The order of prompts: index i is item i % n of epoch i // n. Each epoch has its own permutation, or the file's
+    order.
+    """
 
     def __init__(
         self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True, max_epochs: int | None = None
@@ -29,11 +31,11 @@ class PromptStream:
         self._order_N = self._permutation(0)  # N: prompts
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """The number of prompts in one epoch."""
         return len(self._prompts)
 
     def at(self, prompt_index: int) -> Prompt:
-        """The prompt at an index, from 0. Raises EndOfData beyond `max_epochs`."""
+        """The prompt at an index, from 0. Raises EndOfData after `max_epochs`."""
         assert prompt_index >= 0, prompt_index
         epoch, item = divmod(prompt_index, len(self._prompts))
         if self._max_epochs is not None and epoch >= self._max_epochs:
@@ -45,6 +47,6 @@ class PromptStream:
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(len(self._prompts))
-        # RandomState is frozen for good (NEP 19): a run resumed under a newer numpy draws the same prompts.
+        # RandomState never changes (NEP 19): a run resumed under a newer numpy gets the same prompts.
         bits = np.random.MT19937(np.random.SeedSequence((self._seed, epoch)))
         return np.random.RandomState(bits).permutation(len(self._prompts))

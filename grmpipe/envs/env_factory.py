@@ -1,4 +1,4 @@
-"""Makes the env of a rollout, of the class that the configuration names. Plays nothing."""
+"""Constructs the environment of a rollout, of the class that the configuration names. Plays nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from grmpipe.types import Env, Prompt
 
 
 def env_factory(config: EnvConfig) -> Callable[[Prompt], Env]:
-    """Makes a new env for each rollout. Raises ValueError where the class can't be imported, takes other arguments, or
-    is no Env."""
+    """A function that constructs a new environment for each rollout. Raises ValueError if the class can't be imported,
+    takes other arguments, or is no Env.
+    """
     found = found_at(config.path, "target")
     if not inspect.isclass(found) or not issubclass(found, Env):
         raise ValueError(

@@ -1,4 +1,6 @@
-"""Plays one episode: one env, one policy, until done. Token in, token out: sampled ids are never tokenized again."""
+"""Plays one episode: one environment, one policy, until done. Tokens in, tokens out: sampled ids are never
+re-tokenized.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,24 @@ from models.types import Engine, EngineDied, Message, RequestContext, SamplingPa
 
 
 class RolloutAborted(EngineDied):
-    """A request was ended before the policy had ended its turn: there is no such rollout."""
+    """A request ended before the policy finished its turn: there is no rollout."""
 
 
 class TurnRenderer(Protocol):
-    """What playing needs of a tokenizer with a chat template."""
+    """The parts of a tokenizer with a chat template that playing needs."""
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """A conversation from its start, up to where the policy speaks."""
+        """A conversation from its start, up to the policy's turn."""
         ...
 
     def extend(self, replies: Sequence[Message]) -> tuple[int, ...]:
-        """What follows the policy's turn: its end, the replies, up to where the policy speaks again."""
+        """The text after the policy's turn: its end, the replies, up to the policy's next turn."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """Who plays: a sibling of a group, and its seed."""
+    """One rollout to play: a sibling of a group, and its seed."""
 
     group_id: str
     sibling: int
@@ -36,7 +38,7 @@ class RolloutRequest:
     priority: int = 0
 
 
-# An episode with all but the seat, the prompt and whom to tell of the first token filled in.
+# An episode whose other parts are fixed: request, prompt, and the callback at the first token.
 Play = Callable[[RolloutRequest, Prompt, Callable[[], None]], Awaitable[Rollout]]
 
 
@@ -49,7 +51,7 @@ async def play(
     max_turns: int,
     on_first_token: Callable[[], None] = ignore_first_token,
 ) -> Rollout:
-    """One rollout. Raises EngineRefused, RolloutAborted or EngineDied, and what the env raises."""
+    """Play one rollout. Raises EngineRefused, RolloutAborted or EngineDied, and what the environment raises."""
     prompt_ids = renderer.render(env.start())
     turns: list[Turn] = []
     while True:

@@ -1,4 +1,4 @@
-"""The env of one question and one answer. Never replies."""
+"""The environment of one question and one answer. Never replies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from models.types import Message
 
 
 class SingleTurn:
-    """Shows the prompt's messages; whatever the policy says ends the episode."""
+    """Shows the prompt's messages; the policy's first turn ends the episode."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt

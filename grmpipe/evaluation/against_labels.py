@@ -1,4 +1,4 @@
-"""How right a judge is about labelled work: outcomes, accuracy by subset and by k, with their errors. Pure."""
+"""A judge against labelled work: outcomes, accuracy by subset and by k, with standard errors. Pure."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from grmpipe.types import (
 from models.seeds import derive_seed
 
 Outcome = Literal["right", "wrong", "tied", "failed"]
-Scores = Mapping[int, float]  # by sibling; without those that have none
+Scores = Mapping[int, float]  # sibling -> score; without siblings that have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedItem:
     """A labelled item and the reports on its responses, in their order.
 
-    num_asked:    judgements that each of its matters was to get.
-    meta_weights: the meta-RM's, one for each of `judgements`; none if it failed, None where there is no meta-RM.
+    num_asked:    judgements requested for each of its questions.
+    meta_weights: the meta-RM's, one per judgement; empty if it failed, None without a meta-RM.
     """
 
     item: Labelled
@@ -54,14 +54,14 @@ class JudgedItem:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled for it, failed judgements included."""
+        """Tokens sampled for the item, including failed judgements."""
         completions = [judgement.completion for judgement in self.judgements]
         completions += [failure.completion for failure in self.failures if isinstance(failure, FailedJudgement)]
         completions += [report.principles for report in self.reports if report.principles is not None]
         return sum(completion.num_tokens for completion in completions)
 
     def verdict_scores(self, scale: Scale) -> dict[int, float]:
-        """The judge's own verdicts, as scores on its scale."""
+        """The judge's verdicts, as scores on its scale."""
         return {
             sibling: scale.low + report.verdict.outcome * (scale.high - scale.low)
             for sibling, report in enumerate(self.reports)
@@ -70,9 +70,10 @@ class JudgedItem:
 
 
 def outcome_of(item: Labelled, scores: Scores) -> Outcome:
-    """Ranked: is the best strictly above all others (a tie is wrong, and told apart)? Scored: is it the label, rounded?
+    """The outcome of an item. Ranked: whether the best is strictly above all others (a tie is wrong, and counted
+    separately). Scored: whether the rounded score is the label.
 
-    An item with a response that has no score has failed: it is never right.
+    An item has failed if one of its responses has no score: it is never right.
     """
     if isinstance(item, ScoredResponse):
         return "failed" if 0 not in scores else "right" if math.floor(scores[0] + 0.5) == item.score else "wrong"
@@ -85,7 +86,7 @@ def outcome_of(item: Labelled, scores: Scores) -> Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """A share of all items, those that failed or tied included; its standard error over the items."""
+    """A share of all items, including failed and tied ones, with its standard error over the items."""
 
     accuracy: float
     error: float
@@ -95,7 +96,7 @@ class Accuracy:
 
     @staticmethod
     def over(outcomes_by_item: Sequence[Sequence[Outcome]]) -> Accuracy:
-        """Several outcomes of an item are draws of it: their mean counts."""
+        """The accuracy over items. Several outcomes of one item are samples of it: their mean counts."""
         shares = [Counter(outcomes) for outcomes in outcomes_by_item]
         right = [count["right"] / count.total() for count in shares]
         return Accuracy(
@@ -109,7 +110,7 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recount:
-    """How smaller votes are taken from the large one. most: subsets of an item for one k; above it they are drawn."""
+    """How smaller votes are taken from the large one. most: subsets of an item per k; above it subsets are sampled."""
 
     ks: tuple[int, ...]
     vote: Vote
@@ -120,7 +121,9 @@ class Recount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubsetResult:
-    """`judged`: by the judge's own verdicts. `by_k`, `with_meta_rm`: recounted; empty without judgements."""
+    """The results of a subset. `judged`: by the judge's verdicts. `by_k`, `with_meta_rm`: recounted; empty without
+    judgements.
+    """
 
     judged: Accuracy
     by_k: Mapping[int, Accuracy] = field(default_factory=dict)
@@ -129,7 +132,7 @@ class SubsetResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeEvaluation:
-    """What a judge is worth on labelled data. Costs are means over items; tokens of smaller votes go by their share."""
+    """The result of evaluating a judge. Costs are means over items; tokens of smaller votes are proportional shares."""
 
     overall: SubsetResult
     subsets: Mapping[str, SubsetResult]
@@ -139,11 +142,11 @@ class JudgeEvaluation:
     num_judgements: int
     num_tokens: int
     bias: Metrics  # order_flips_share, noise_flips_share, first_place_share, score_length_correlation, ...
-    score_error: float | None  # mean distance from the label, of scored responses
+    score_error: float | None  # mean distance from the label, over scored responses
 
 
 def evaluate(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> JudgeEvaluation:
-    """At least one item."""
+    """Evaluate at least one item."""
     by_subset: dict[str, list[JudgedItem]] = {}
     for one in judged:
         by_subset.setdefault(one.item.subset or "all", []).append(one)
@@ -178,7 +181,7 @@ def result_of(judged: Sequence[JudgedItem], scale: Scale, recount: Recount) -> S
 
 
 def recounted(one: JudgedItem, k: int, recount: Recount, meta_rm: bool = False) -> list[Outcome]:
-    """The outcomes of subsets of k judgements; with a meta-RM, of the better half of each."""
+    """The outcomes of subsets of k judgements; with a meta-RM, of the better half of each subset."""
     if meta_rm and not one.meta_rm_weights:
         return ["failed"]
     ballots = ballots_of(one.judgements, one.num_asked, one.meta_rm_weights if meta_rm else None)
@@ -196,7 +199,7 @@ def first_failure(one: JudgedItem) -> Failed | None:
 
 
 def bias_of(judged: Sequence[JudgedItem], scale: Scale, judgements: Sequence[Judgement]) -> Metrics:
-    """Of length, within the responses to one prompt; beside what the labels themselves owe to it."""
+    """Biases of the judge. For length: within the responses to one prompt, next to the same bias of the labels."""
     ranked = [(one, one.item) for one in judged if isinstance(one.item, RankedResponses)]
 
     def correlated(value: Callable[[JudgedItem, RankedResponses, int], float | None]) -> float | None:

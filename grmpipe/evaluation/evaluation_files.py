@@ -1,4 +1,4 @@
-"""What task=evaluate shows and leaves behind: a table, evaluation.json, judged.jsonl, a picture. Measures nothing."""
+"""The output of task=evaluate: a table, evaluation.json, judged.jsonl, a plot. Measures nothing."""
 
 from __future__ import annotations
 
@@ -18,20 +18,12 @@ from grmpipe.types import Failed
 NO_PICTURE = "no plot: matplotlib isn't installed; type: pip install matplotlib"
 
 
-def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale) -> dict[str, str]:
-    """name -> what it is."""
+def write_files(run_dir: Path, judged: Sequence[JudgedItem], result: JudgeEvaluation, scale: Scale) -> bool:
+    """Write the files. Returns whether there is a plot."""
     (run_dir / "evaluation.json").write_text(json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n", "utf-8")
     lines = (json.dumps(plain(line_of(one, scale)), ensure_ascii=False) + "\n" for one in judged)
     (run_dir / "judged.jsonl").write_text("".join(lines), "utf-8")
-    files = {
-        "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
-        "judged.jsonl": "every item with its scores and critiques",
-        "summary.json": "the same, summarized",
-        "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
-    }
-    if draw(result, run_dir / "accuracy.png"):
-        files["accuracy.png"] = "accuracy over k"
-    return files
+    return draw(result, run_dir / "accuracy.png")
 
 
 def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
@@ -53,18 +45,15 @@ def line_of(one: JudgedItem, scale: Scale) -> dict[str, object]:
 # -- the table -----------------------------------------------------------------------------------------------------
 
 
-def show(result: JudgeEvaluation, max_subsets: int, files: Mapping[str, str], run_dir: Path) -> None:
-    """max_subsets: of judgements that were drawn for each smaller k."""
+def show(result: JudgeEvaluation, max_subsets: int, *, is_drawn: bool) -> None:
+    """Print the results. max_subsets: subsets sampled for each smaller k. is_drawn: whether there is a plot."""
     console = Console()
     console.print(table_of(result))
     if result.overall.with_meta_rm:
         console.print(meta_rm_table_of(result))
     for line in notes_on(result, max_subsets):
         console.print(line, highlight=False, markup=False)
-    console.print(f"files in {run_dir}:", highlight=False)
-    for name, what in files.items():
-        console.print(f"  {name:<16} {what}", highlight=False)
-    if "accuracy.png" not in files and result.overall.by_k:
+    if result.overall.by_k and not is_drawn:
         console.print(NO_PICTURE, highlight=False)
 
 
@@ -74,7 +63,7 @@ def table_of(result: JudgeEvaluation) -> Table:
 
 
 def meta_rm_table_of(result: JudgeEvaluation) -> Table:
-    """Beside the other one it would not fit 80 columns."""
+    """The table with the meta-RM, separate because both together don't fit 80 columns."""
     heads = ("items", *(f"meta_rm@{k}" for k in result.overall.with_meta_rm))
     return by_subset(result, "the same, by the better half of each vote", heads, meta_rm_cells_of)
 
@@ -108,7 +97,7 @@ def percent(share: float) -> str:
 
 
 def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
-    """What the table can't hold, a line each."""
+    """Notes on what the table leaves out, one per line."""
     yield "judged: by the judge's own verdicts, +- its standard error; a single response must get its label"
     num_failed = sum(result.failed_judgements.values())
     if result.num_judgements:
@@ -140,11 +129,11 @@ def causes(counts: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{count} {cause}' for cause, count in sorted(counts.items()))})" if counts else ""
 
 
-# -- the picture ---------------------------------------------------------------------------------------------------
+# -- the plot ------------------------------------------------------------------------------------------------------
 
 
 def draw(result: JudgeEvaluation, path: Path) -> bool:
-    """Accuracy over k, overall and by subset. False where there is nothing to draw, or nothing to draw with."""
+    """Plot accuracy over k, overall and by subset. False if there is nothing to plot, or no matplotlib."""
     if not result.overall.by_k:
         return False
     try:

@@ -1,4 +1,6 @@
-"""Held-out problems: what the policy gets right, by a rule that training never sees, and what the judge says of it."""
+"""Evaluation on held-out problems: what the policy gets right by a rule that training never sees, and the judge's
+verdicts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ EVAL_METRICS = ("true_accuracy", "true_accuracy_greedy", "grm_score", "grm_accur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
-    """A held-out problem, the answer and what became of it. `right` is None where there is no reference."""
+    """A held-out problem and its judged answer. `right` is None without a reference."""
 
     prompt: Prompt
     rollout: Rollout
@@ -39,7 +41,7 @@ class JudgedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutEvaluation:
-    """Metrics by their names in summary.json, and the sampled rollouts behind them."""
+    """The metrics by their names in summary.json, and the sampled rollouts behind them."""
 
     metrics: Metrics
     rollouts: tuple[JudgedRollout, ...]
@@ -49,9 +51,9 @@ class HeldOutEvaluation:
 class Evaluator:
     """Plays held-out prompts sampled as in training (T = 1) and greedily; the sampled ones are judged.
 
-    pass_score: from which score on a judge calls an answer right; None where there is no such score.
-    deadline_s: what has not come so long after the last answer, on `clock`, is left out.
-    scale:      of a mixture: its GRM's part alone is held to the truth, which the rule's part would bring along.
+    pass_score: lowest score with which the judge passes an answer; None if there is none.
+    deadline_s: results that come later than this after the last answer, on `clock`, are left out.
+    scale:      of a mixture: only the GRM's part is compared with the truth, because the rule's part contains it.
     """
 
     prompts: Sequence[Prompt]
@@ -66,7 +68,7 @@ class Evaluator:
     scale: Scale | None = None
 
     async def evaluate(self, name: str, limit: int | None = None) -> HeldOutEvaluation:
-        """Evaluate on the first `limit` prompts (all by default). `name` keeps the requests of evaluations apart."""
+        """Evaluate on the first `limit` prompts (all by default). `name` separates the requests of evaluations."""
         prompts = self.prompts[:limit]
         sampled = [asyncio.create_task(self._judged(f"{name}-{i}", prompt)) for i, prompt in enumerate(prompts)]
         greedy = [
@@ -85,7 +87,7 @@ class Evaluator:
     async def _until_ended(
         self, tasks: Sequence[asyncio.Task[JudgedRollout | None] | asyncio.Task[Rollout | None]]
     ) -> None:
-        """Return once all have ended, or none has for `deadline_s`; who is late is cancelled."""
+        """Return once all tasks have ended, or none has for `deadline_s`; late ones are cancelled."""
         clock = self.clock or ActiveClock()
         last_s = clock.now()
 
@@ -143,7 +145,7 @@ def summarise(
     pass_score: float | None = None,
     scale: Scale | None = None,
 ) -> Metrics:
-    """What could be measured, and nothing else: a failed verdict is in no mean, an unknown truth in no accuracy."""
+    """The measurable metrics only: a failed verdict enters no mean, an unknown truth no accuracy."""
     scores = [one.report.verdict.score for one in judged if isinstance(one.report.verdict, Verdict)]
     right = [one.right for one in judged if one.right is not None]
     metrics: Metrics = {}
@@ -161,7 +163,7 @@ def summarise(
 
 
 def agreements(judged: Sequence[JudgedRollout], pass_score: float, scale: Scale | None = None) -> list[bool]:
-    """Of answers whose truth is known and that have a verdict: does it pass the right ones, and no others?"""
+    """Whether the verdict passes right answers and fails wrong ones, for answers with known truth and a verdict."""
     return [
         (grm_score(one.report.verdict, scale) >= pass_score) == one.right
         for one in judged
@@ -170,7 +172,7 @@ def agreements(judged: Sequence[JudgedRollout], pass_score: float, scale: Scale 
 
 
 def grm_score(verdict: Verdict, scale: Scale | None) -> float:
-    """The verdict's; of a mixture on a scale what its GRM gave, whatever the reward lost in its last digits."""
+    """The verdict's score; for a mixture, the score of its GRM, without rounding errors from the reward."""
     if scale is None or COMPONENT not in verdict.breakdown:
         return verdict.score
     return round(scale.low + (scale.high - scale.low) * verdict.breakdown[COMPONENT], 9)

@@ -1,4 +1,4 @@
-"""What a meta-RM is worth on judgements with labels: by itself, and to the vote. Pure."""
+"""The quality of a meta-RM on labelled judgements: of its probabilities, and of the votes it weights. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ VoteOf = Callable[[Sequence[float], Sequence[float]], float]  # (scores of a res
 
 
 def measure(examples: Sequence[LabelledJudgement], probabilities: Sequence[float], k_meta: int) -> Metrics:
-    """Of single judgements, then of votes over all judgements of an item: unguided, best `k_meta` (0: half), weighted.
+    """Metrics of single judgements, then of votes over all judgements of an item: unweighted, best `k_meta` (0: half),
+    weighted.
 
     accuracy, auc, brier, calibration_error, base_rate: of `right` under the probabilities.
     vote_*: share of items whose voted scores agree with the label.
@@ -33,7 +34,7 @@ def measure(examples: Sequence[LabelledJudgement], probabilities: Sequence[float
 
 
 def agrees(item: Iterable[Weighed], vote: VoteOf) -> bool:
-    """Do the voted scores of an item agree with its label?"""
+    """Whether the voted scores of an item agree with its label."""
     judgements, weights = zip(*item, strict=True)
     by_response = zip(*(judgement.scores for judgement in judgements), strict=True)
     return judged_right([vote(scores, weights) for scores in by_response], judgements[0].label)

@@ -1,4 +1,4 @@
-"""What fewer judgements would have voted: scores of subsets of those that were sampled once. Pure; asks nobody."""
+"""Votes of fewer judgements: scores of subsets of the judgements sampled once. Pure; asks no model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from grmpipe.types import Judgement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """All judgements of one matter: a response, a list, or a pair in either order. A None was asked for and failed.
+    """All judgements of one question: a response, a list, or a pair in either order. None: requested, but failed.
 
-    weights: the meta-RM's, of each judgement; None where there is no meta-RM.
+    weights: the meta-RM's, one per judgement; None without a meta-RM.
     """
 
     siblings: frozenset[int]
@@ -29,7 +29,9 @@ class Ballot:
 def ballots_of(
     judgements: Sequence[Judgement], num_asked: int, weights: Sequence[float] | None = None
 ) -> tuple[Ballot, ...]:
-    """By matter. What is missing of `num_asked` failed: draws are exchangeable, so it may stand at the end."""
+    """One ballot per question. Missing judgements (up to `num_asked`) failed: samples are exchangeable, so they come
+    last.
+    """
     indices: dict[frozenset[int], list[int]] = {}
     for index, judgement in enumerate(judgements):
         indices.setdefault(frozenset(judgement.siblings), []).append(index)
@@ -44,13 +46,13 @@ def ballots_of(
 
 
 def draws_of(num_sampled: int, k: int, most: int, rng: random.Random) -> list[tuple[int, ...]]:
-    """Every subset of k of the sampled judgements, or `most` of them, drawn."""
+    """Every subset of k of the sampled judgements, or `most` of them at random."""
     if math.comb(num_sampled, k) <= most:
         return list(itertools.combinations(range(num_sampled), k))
     return [tuple(sorted(rng.sample(range(num_sampled), k))) for _ in range(most)]
 
 
-Choose = Callable[[Ballot, Sequence[int]], Sequence[Judgement]]  # of a draw, what enters the vote
+Choose = Callable[[Ballot, Sequence[int]], Sequence[Judgement]]  # the judgements of a subset that enter the vote
 
 
 def all_drawn(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
@@ -58,7 +60,7 @@ def all_drawn(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
 
 
 def best_by_meta_rm(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
-    """The better half of a draw, as the meta-RM finds (SPCT's k_meta = k / 2, arXiv 2504.02495)."""
+    """The better half of a subset, by the meta-RM (SPCT's k_meta = k / 2, arXiv 2504.02495)."""
     assert ballot.weights is not None
     drawn = [(one, ballot.weights[index]) for index in draw if (one := ballot.judgements[index]) is not None]
     return [drawn[i][0] for i in best_indices([weight for _, weight in drawn], max(1, len(draw) // 2))]
@@ -68,9 +70,9 @@ def best_by_meta_rm(ballot: Ballot, draw: Sequence[int]) -> list[Judgement]:
 class Counting:
     """How judgements become scores.
 
-    pairwise: a pair goes by the mean of its orders, as far as the draw has both, and a score is the share of pairs won;
-        else `vote` is over the scores given.
-    criteria: the weights of a rubric's, where a judgement gives one response several scores.
+    pairwise: a pair is decided by the mean of its orders, if the subset has both, and a score is the share of pairs
+              won; otherwise `vote` is over the scores given.
+    criteria: the rubric's weights, if a judgement gives one response several scores.
     """
 
     vote: Vote
@@ -81,7 +83,7 @@ class Counting:
 def scores_of_draw(
     ballots: Sequence[Ballot], draw: Sequence[int], counting: Counting, choose: Choose = all_drawn
 ) -> dict[int, float]:
-    """sibling -> its score by the judgements of a draw. A sibling of whom none is left has no score."""
+    """sibling -> its score by a subset of judgements. A sibling without judgements in it has no score."""
     given: dict[int, list[float]] = {}
     for ballot in ballots:
         for sibling, score in of_matter(ballot.siblings, choose(ballot, draw), counting).items():

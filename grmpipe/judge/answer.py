@@ -1,8 +1,8 @@
-r"""The number that a text gives as its answer. Pure; never a guess: what isn't one plain number is none.
+r"""The number that a text gives as its answer. Pure. It never guesses: anything but one plain number is no answer.
 
-A number is 12, -3, 1,234.50, 1{,}000, .5, 1e5, 3/2, \frac{3}{2} or 1 1/2; a unit or a currency beside it is left out.
-Of a text with a \boxed{} the last one counts, and must hold one number and nothing to work out. Of any other text the
-last number counts; where it is part of an expression (2^10, \sqrt{3}) there is none. ASCII digits only.
+A number is 12, -3, 1,234.50, 1{,}000, .5, 1e5, 3/2, \frac{3}{2} or 1 1/2. A unit or a currency next to it is ignored.
+In a text with a \boxed{}, the last box counts; it must hold one number and nothing to compute. In any other text the
+last number counts; if it is part of an expression (2^10, \sqrt{3}), there is no answer. ASCII digits only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from fractions import Fraction
 from functools import lru_cache
 
-MAX_LENGTH = 1000  # characters of a number; longer ones are nobody's answer, and take their time
+MAX_LENGTH = 1000  # characters of a number; longer ones are no real answers, and slow to parse
 NEARBY = 12  # characters before a number that say whether it is part of an expression
 
 DECIMAL = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -36,18 +36,18 @@ CLEANINGS = (
     (re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})"), " "),
     (re.compile(rf"(?<![A-Za-z])({UNIT})\s*\^\s*(?:\{{\s*-?[0-9]\s*\}}|-?[0-9])"), r"\1"),
 )
-MARKS = ("\\", "^", "~", "\N{MINUS SIGN}")  # of these one stands in whatever CLEANINGS match
-# What makes a number part of an expression: what stands before it, or after it.
+MARKS = ("\\", "^", "~", "\N{MINUS SIGN}")  # every text that CLEANINGS match contains one of these
+# A number is part of an expression if one of these stands before or after it.
 PART_BEFORE = re.compile(r"(?:[\^_√{/]|\\(?:sqrt|cdot|times|pm))\s*-?\Z")
 PART_AFTER = re.compile(r"\s*(?:[\^√π]|\\(?:sqrt|pi|cdot|times|frac|pm)|/ ?[0-9]|[eE][+-]?[0-9])")
-# What may stand beside the only number: "The answer is", "x =", "$"; "%", "km/h", "apples".
+# Allowed around the only number: "The answer is", "x =", "$"; "%", "km/h", "apples".
 BEFORE = re.compile(r"\s*(?:[A-Za-z][A-Za-z' ]*(?:\([A-Za-z0-9]\))? *[ :=]\s*)?\$?\s*(?:\\?[$€£¥]\s*)?\+?")
 AFTER = re.compile(rf"\s*(?:\\?%|°|{UNIT}|(?<=\s)[A-Za-z]{{2,}})?(?:[ /.]+[A-Za-z]+)*\s*[.$\s]*")
 NO_UNIT = re.compile(r"(?<![A-Za-z])(?:sin|cos|tan|log|ln|exp|sqrt|pi|mod|and|or|to|not)(?![A-Za-z])")
 
 
 def answer_of(text: str) -> Fraction | None:
-    """None where it gives no number, or none that can be told."""
+    """The number that the text gives as its answer. None if there is none or it isn't clear."""
     if BOXED in text:
         return only_number(inside_of_last_box(text))
     text = cleaned(text)
@@ -61,9 +61,9 @@ def answer_of(text: str) -> Fraction | None:
 
 @lru_cache(maxsize=4096)
 def reference_answer(reference: str) -> Fraction:
-    r"""The number of a reference, which holds no other: alone, after the last `####` or `Answer:`, or in its one box.
+    r"""The number of a reference: alone, after the last `####` or `Answer:`, or in its only box.
 
-    ValueError where that isn't one plain number.
+    Raises ValueError if that isn't one plain number.
     """
     if "####" in reference:
         number = only_number(reference.rpartition("####")[2])
@@ -80,7 +80,7 @@ def reference_answer(reference: str) -> Fraction:
 
 
 def only_number(text: str) -> Fraction | None:
-    """Of a text that is one number, with what may stand beside it."""
+    """The number of a text that is one number with allowed words around it. None for any other text."""
     text = cleaned(text)
     before = BEFORE.match(text)
     assert before is not None, "it may be empty"
@@ -91,7 +91,7 @@ def only_number(text: str) -> Fraction | None:
 
 
 def inside_of_last_box(text: str) -> str:
-    """Up to the brace that closes it; nothing where none does."""
+    """The text inside the last box, up to its closing brace. Empty if no brace closes it."""
     inside, depth = text.rpartition(BOXED)[2], 1
     for place, character in enumerate(inside):
         depth += (character == "{") - (character == "}")
@@ -101,8 +101,8 @@ def inside_of_last_box(text: str) -> str:
 
 
 def cleaned(text: str) -> str:
-    """Without what only sets it in type, and without the powers of units."""
-    if not any(mark in text for mark in MARKS):  # most answers are plain text, and every rollout is asked for one
+    """The text without typesetting commands and without the powers of units."""
+    if not any(mark in text for mark in MARKS):  # a fast path: most answers are plain text
         return text
     for pattern, replacement in CLEANINGS:
         text = pattern.sub(replacement, text)

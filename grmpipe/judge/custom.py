@@ -13,14 +13,14 @@ from grmpipe.types import Judge
 def load_custom_judge(config: JudgeConfig) -> Judge:
     """An instance of `judge.target`: a Judge, which has `open`, or a RolloutJudge, which has `judge`.
 
-    Raises ValueError where the class can't be imported, can't be made, or is neither.
+    Raises ValueError if the class can't be imported, can't be constructed, or is neither.
     """
     made = found_at(config.target, "target")
     if not inspect.isclass(made):
         raise ValueError(f"target: {config.target} is not a class")
     try:
         judge = made(**config.options)
-    except Exception as error:  # so does making one
+    except Exception as error:  # importing or constructing the user's class may raise anything
         raise ValueError(
             f"options: {config.target} can't be constructed with {config.options}: {type(error).__name__}: {error}"
         ) from error

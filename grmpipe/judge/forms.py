@@ -1,11 +1,11 @@
 r"""The forms of a verdict: lines that end a judgement, as regular expressions. Pure; reads no judgement.
 
-A form is what a judge writes who was told to write `Score: 7`, or `\boxed{7}`: the same in any case, in Markdown's
-emphasis, as a heading or an item of a list, as `7/10` where 10 is the highest score. A line of a form holds nothing
-else: no sentence around it in which the work under judgement could be quoted.
+A form accepts what a judge writes when asked for `Score: 7` or `\boxed{7}`: in any case, in Markdown emphasis, as a
+heading or a list item, as `7/10` if 10 is the highest score. A line of a form holds nothing else: a sentence around the
+score could quote the work under judgement.
 
-Only what the grammars of vLLM and SGLang know: classes, groups, alternatives, repetition; nothing that looks around.
-No two neighbours repeat the same characters: a line is read in linear time.
+The expressions use only what the grammars of vLLM and SGLang support: classes, groups, alternatives, repetition; no
+lookarounds. No two adjacent parts repeat the same characters, so a line is matched in linear time.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ MATH_CLOSES = r"(?:[ \t]*(?:\$|\$\$|\\\)|\\\]))?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """line:     its pattern, of the pattern of one number, the scale, and how many scores are wanted.
-    closings: what may stand alone in one more line, without a meaning: the end of displayed mathematics.
+    """A form of the verdict's line.
+
+    line:     makes its pattern from the pattern of one number, the scale, and the number of scores.
+    closings: what may stand alone in one more line without a meaning: the end of displayed mathematics.
+    one_score: whether it holds only one score.
     """
 
     line: Callable[[str, Scale, int], str]
     closings: tuple[str, ...] = ()
+    one_score: bool = False
 
 
 def score_line(number: str, scale: Scale, num_scores: int) -> str:
-    """`Score: N`. It holds one score only."""
+    """The pattern of `Score: N`, which holds one score only."""
     assert num_scores == 1, num_scores
     label = rf"(?:(?:{any_case('final')}|{any_case('overall')})[ \t]+)?{any_case('score')}"
     return rf"{LEAD}{label}{EMPHASIS}:{EMPHASIS}{number}(?:{EMPHASIS}/[ \t]*{scale.high})?{TAIL}"
 
 
 def boxed(number: str, scale: Scale, num_scores: int) -> str:
-    r"""`\boxed{s_1, ..., s_n}`, with or without `Score:` or `The final score is` before it."""
+    r"""The pattern of `\boxed{s_1, ..., s_n}`, with or without `Score:` or `The final score is` before it."""
     therefore = rf"(?:{either('therefore', 'thus', 'hence', 'so')},?[ \t]+)?"
     whose = rf"(?:{either('the', 'my')}[ \t]+)?(?:{either('final', 'overall')}[ \t]+)?"
     score = rf"{any_case('score')}[Ss]?{EMPHASIS}(?:{either('is', 'are')}{EMPHASIS})?(?::{EMPHASIS})?"
@@ -53,11 +57,9 @@ def either(*words: str) -> str:
 
 
 def any_case(word: str) -> str:
-    """ASCII only: a flag for all of Unicode would let other letters through."""
+    """The pattern of a word in any case. ASCII only: the ignore-case flag would let other Unicode letters match."""
     return "".join(f"[{letter.upper()}{letter}]" for letter in word)
 
 
-FORMS: dict[str, Form] = {
-    "score_line": Form(line=score_line),
-    "boxed": Form(line=boxed, closings=("$$", "\\]")),
-}
+SCORE_LINE = Form(line=score_line, one_score=True)
+BOXED = Form(line=boxed, closings=("$$", "\\]"))

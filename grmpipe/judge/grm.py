@@ -1,4 +1,4 @@
-"""The GRM as a judge sees it: what a question weighs, and one answer to it. Here or outside; it reads no answer."""
+"""The GRM as a judge sees it, local or remote: the size of a prompt, and one answer to it. Parses no answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.types import ChatEngine, Completion, Engine, Message, RequestContext
 from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 
-BYTES_PER_TOKEN = 4  # of English prose, roughly, for whoever can't count
+BYTES_PER_TOKEN = 4  # rough value for English prose, for a GRM without a tokenizer here
 
 
 class PromptRenderer(Protocol):
@@ -24,7 +24,7 @@ class PromptRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmPrompt:
-    """What the GRM is sent. `token_ids` are empty where somebody else makes them."""
+    """A prompt for the GRM. `token_ids` are empty if a remote endpoint tokenizes."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -32,19 +32,19 @@ class GrmPrompt:
 
 
 class Grm(Protocol):
-    """`context_tokens`: its window; 0 where it isn't known."""
+    """A GRM to ask. `context_tokens`: its context window; 0 if unknown."""
 
     name: str
     context_tokens: int
 
     def shown(self, text: str) -> str:
-        """A text of the policy, as a prompt may spell it."""
+        """A text of the policy, escaped as this GRM's prompts need it."""
         ...
 
     def prompt(self, text: str) -> GrmPrompt: ...
 
     def time_limit(self, seconds: float) -> AbstractAsyncContextManager[object]:
-        """Around `ask`: raises TimeoutError when the GRM had so long to answer."""
+        """Context around `ask`: raises TimeoutError after `seconds`, on the GRM's clock."""
         ...
 
     async def ask(self, prompt: GrmPrompt, params: SamplingParams, context: RequestContext) -> Completion:
@@ -53,9 +53,9 @@ class Grm(Protocol):
 
 
 class LocalGrm:
-    """Served by an engine of ours, which may be a router of many: we make its token ids.
+    """A GRM on an engine of this run, which may be a router of many. Token ids are made here.
 
-    clock: times its answers; it stands still while all its engines are being replaced.
+    clock: times its answers; stands still while all its engines are being replaced.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LocalGrm:
         self._clock = clock
 
     def shown(self, text: str) -> str:
-        return text  # our renderer never takes text for markup
+        return text  # our renderer never reads text as markup
 
     def prompt(self, text: str) -> GrmPrompt:
         token_ids = self._renderer.render((Message(role="user", content=text),))
@@ -82,10 +82,10 @@ class LocalGrm:
 
 
 class RemoteGrm:
-    """Behind somebody's endpoint: it takes messages, and shows a text and a count of tokens.
+    """A GRM behind an endpoint. It takes messages, and returns a text and a count of tokens.
 
-    context_tokens: 0 leaves it to the endpoint to refuse what doesn't fit; else prompts are weighed by their bytes.
-    markup: is broken in texts of the policy: the endpoint's tokenizer may take it for its own.
+    context_tokens: 0 lets the endpoint refuse what doesn't fit; otherwise prompts are measured by their bytes.
+    markup: broken in texts of the policy, because the endpoint's tokenizer could read it as its own.
     """
 
     def __init__(self, name: str, engine: ChatEngine, context_tokens: int, events: EventSink, markup: Markup) -> None:

@@ -1,4 +1,4 @@
-"""Asks a GRM: single answers, re-asks, failures by cause. Knows no protocol and no vote; never invents a score."""
+"""Requests to a GRM: single answers, retries, failures by cause. Knows no protocol or vote; never invents a score."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.grm import Grm, GrmPrompt
-from grmpipe.judge.parse import PARSERS, scores_of
-from grmpipe.judge.pattern import PATTERNS
+from grmpipe.judge.parse import parser_named, scores_of
+from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.types import Cause, Failed, FailedJudgement, Judgement
 from models.engines.request_gates import PrioritySemaphore
-from models.seeds import derive_seed
+from models.seeds import derive_seed, first_name
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmQuestion:
-    """What the GRM is asked by one judgement. Its request ids are `<name>/j<index>.<attempt>`.
+    """The question for one judgement. Its request ids are `<name>/j<index>.<attempt>`.
 
     siblings:   in the order shown.
-    num_scores: that it must give: one a sibling, or several of one sibling.
+    num_scores: scores that the judgement must give: one per sibling, or several of one sibling.
     """
 
     group_id: str
@@ -31,7 +31,7 @@ class GrmQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrmRequest:
-    """One call. A repeated id repeats its draw."""
+    """One call. A repeated id samples the same answer."""
 
     request_id: str
     group_id: str
@@ -42,9 +42,10 @@ class GrmRequest:
 
 
 class GrmClient:
-    """At most `judge.max_concurrency` answers at once; the lowest priority number goes first, here and in the engine.
+    """Sends at most `judge.max_concurrency` requests at once. The lowest priority number goes first, here and in the
+    engine.
 
-    seed: makes every answer repeatable by its request_id.
+    seed: makes every answer repeatable by its request_id, but for the mark of a group that is sampled again.
     """
 
     def __init__(self, grm: Grm, config: JudgeConfig, seed: int) -> None:
@@ -52,16 +53,17 @@ class GrmClient:
         self._config = config
         self._seed = seed
         self._scale = config.scale
-        self._parser = PARSERS[config.parser]
+        self._parser = parser_named(config.parser)
         self._places = PrioritySemaphore(config.max_concurrency)
 
     def room_for(self, new_tokens: int) -> int | None:
-        """Tokens that a prompt may have; None where the window isn't known."""
+        """The tokens that a prompt may have. None if the context window is unknown."""
         return self.grm.context_tokens - new_tokens if self.grm.context_tokens else None
 
     async def judgement(self, question: GrmQuestion, index: int, priority: int) -> list[Judgement | Failed]:
-        """One judgement, asked again while what comes back is no use. A dead engine is the router's to retry."""
-        pattern = PATTERNS[self._config.parser](self._scale, question.num_scores) if self._config.structured else None
+        """One judgement, with retries while the answer is unusable. The router retries a dead engine."""
+        config = self._config
+        pattern = judgement_pattern(config.parser, self._scale, question.num_scores) if config.structured else None
         results: list[Judgement | Failed] = []
         for attempt in range(1 + self._config.max_retries):
             request = GrmRequest(
@@ -79,7 +81,7 @@ class GrmClient:
         return results
 
     async def text(self, request_id: str, group_id: str, prompt: GrmPrompt, priority: int) -> Completion | Failed:
-        """Free text that isn't cut: the principles of a group. Asked again like a judgement."""
+        """A free text that isn't truncated: the principles of a group. Retried like a judgement."""
         result: Completion | Failed
         for attempt in range(1 + self._config.max_retries):
             request = GrmRequest(
@@ -99,12 +101,12 @@ class GrmClient:
 
     async def _answer(self, request: GrmRequest, attempt: int) -> Completion | Failed:
         context = RequestContext(
-            request_id=request.request_id, group_id=request.group_id, role="grm", priority=request.priority
+            request_id=request.request_id, group_id=request.group_id, role=self.grm.name, priority=request.priority
         )
         params = SamplingParams(
             max_new_tokens=request.max_new_tokens,
             temperature=self._config.temperature,
-            seed=derive_seed(self._seed, request.request_id),
+            seed=derive_seed(self._seed, first_name(request.request_id)),
             pattern=request.pattern,
         )
         try:

@@ -1,4 +1,4 @@
-"""Labelled judgements: sampled from a GRM, kept in a file, read again. Trains nothing."""
+"""Labelled judgements: sampled from a GRM, written to a file, read back. Trains nothing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Split = Literal["train", "held_out"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledJudgement:
-    """A judgement that could be read, and whether it agrees with the label of what it judged.
+    """A parsed judgement, and whether it agrees with the label of what it judged.
 
-    label: of the item, in the words of grmpipe/judge/labels.py.
+    label: of the item, in the format of grmpipe/judge/labels.py.
     """
 
     split: Split
@@ -37,23 +37,23 @@ class LabelledJudgement:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """What the meta-RM reads."""
+        """The tokens that the meta-RM reads."""
         return self.prompt_ids + self.sampled_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledExamples:
-    """What became of the judgements of all items. A failed one is no example: no vote ever sees it."""
+    """The labelled judgements of all items. A failed judgement is no example: no vote ever sees it."""
 
     examples: tuple[LabelledJudgement, ...]
-    failed: Mapping[str, int]  # by cause
+    failed: Mapping[str, int]  # cause -> number
     num_tokens: int
 
 
 async def sample(
     client: GrmClient, judging_tasks: Mapping[Split, Sequence[Prompt]], num_judgements: int
 ) -> SampledExamples:
-    """`num_judgements` of each item, all at once."""
+    """Sample `num_judgements` of each item, all concurrently."""
     asked = [
         (split, judging_task, index)
         for split, some in judging_tasks.items()
@@ -103,7 +103,7 @@ def example_of(split: Split, judging_task: Prompt, judgement: Judgement) -> Labe
 def batches(
     examples: Sequence[LabelledJudgement], num_items: int, num_steps: int, seed: int
 ) -> Iterator[list[LabelledJudgement]]:
-    """`num_steps` batches of all judgements of `num_items` items, in a new order in each epoch."""
+    """`num_steps` batches with all judgements of `num_items` items each, in a new order in each epoch."""
     by_item: dict[str, list[LabelledJudgement]] = {}
     for example in examples:
         by_item.setdefault(example.item_id, []).append(example)
@@ -118,13 +118,13 @@ def batches(
 
 
 def write_examples(path: Path, examples: Sequence[LabelledJudgement]) -> None:
-    """One a line."""
+    """Write one example per line."""
     lines = (json.dumps(asdict(example), ensure_ascii=False) for example in examples)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def read_examples(path: Path) -> tuple[LabelledJudgement, ...]:
-    """What `write_examples` wrote. ValueError names the line and the field."""
+    """Read what `write_examples` wrote. ValueError names the line and the field."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,6 @@
-"""Labelled work as judging tasks for a judge in training: what it is asked, and the rule that says whether it judged
-right.
+"""Judging tasks made of labelled work: the question, and the rule that says whether a judge in training answers right.
 
-The prompt is the very one that judging uses; the label stands in its `reference`, in words that the rule reads. Asks
-no model.
+The prompt is the same as in judging; the label is its `reference`, in a format that the rule reads. Asks no model.
 """
 
 from __future__ import annotations
@@ -16,21 +14,21 @@ from typing import Literal
 
 from grmpipe.config.judge import JudgeConfig, LabelConfig, Scale
 from grmpipe.config.judge_protocols import PROTOCOLS, protocol_named
-from grmpipe.judge.parse import PARSERS, Parser
+from grmpipe.judge.parse import Parser, parser_named
 from grmpipe.judge.prompt import JudgePrompt
-from grmpipe.judge.rule import RULES, Rule
+from grmpipe.judge.rule import Rule, rule_named
 from grmpipe.judge.verdict import outcome
 from grmpipe.types import JudgeReport, Labelled, Prompt, RankedResponses, Rollout, ScoredResponse, Verdict
 from models.types import Message
 
 SCORE_LABEL = re.compile(r"(exactly|at least|below) (-?[0-9]+)")
-BEST_LABEL = re.compile(r"best ([0-9]+) of ([0-9]+)")  # in the order shown, from 1
-RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); what can't be read is wrong, the format earns nothing
+BEST_LABEL = re.compile(r"best ([0-9]+) of ([0-9]+)")  # response numbers in the order shown, from 1
+RIGHT, WRONG = 1.0, -1.0  # SPCT's rewards (arXiv 2504.02495); unparseable is wrong, the format earns nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgingTasks:
-    """Makes judging tasks of labelled work, as a judge asks about it: of one response, of all at once, or of two."""
+    """Makes judging tasks of labelled work, as the judge's protocol asks: about one response, all at once, or two."""
 
     template: JudgePrompt
     protocol: str
@@ -38,7 +36,7 @@ class JudgingTasks:
 
     @staticmethod
     def under(judge: JudgeConfig, labels: LabelConfig) -> JudgingTasks:
-        """As `judge` asks in a run. Raises ValueError for a template that can't be had."""
+        """Judging tasks as `judge` asks in a run. Raises ValueError for an unusable protocol or template."""
         if judge.protocol_kind.scores != "responses":
             known = [name for name, protocol in PROTOCOLS.items() if protocol.scores == "responses"]
             raise ValueError(
@@ -52,8 +50,9 @@ class JudgingTasks:
         return JudgingTasks(template=JudgePrompt.of(judge), protocol=judge.protocol, labels=labels)
 
     def of(self, items: Sequence[Labelled]) -> tuple[Prompt, ...]:
-        """All that can be asked of each item: of rankings nothing by a judge of one response, of a single response
-        nothing by a judge of two. ValueError where that comes to nothing at all."""
+        """All judging tasks that the items allow. A judge of one response can't use rankings; a judge of pairs can't
+        use single responses. Raises ValueError if no task is left.
+        """
         judging_tasks = [judging_task for item in items for judging_task in self._of(item)]
         if not judging_tasks:
             wanted, about = ("rankings", "response") if self._about == "pair" else ("scores", "group")
@@ -69,7 +68,7 @@ class JudgingTasks:
         return protocol_named(self.protocol).about
 
     def right_or_wrong(self, task_id: str, prompt: Prompt, response: str, *, right: bool) -> Prompt:
-        """Of a response whose truth a rule knows: the judge is to pass it, or not to."""
+        """The task to judge a response whose truth a rule knows: the judge has to pass it or to fail it."""
         return self._asked(task_id, prompt, [response], self._side(right))
 
     def _of(self, item: Labelled) -> list[Prompt]:
@@ -88,7 +87,7 @@ class JudgingTasks:
         return self._asked(item.item_id, item.prompt, [item.response], label, item.subset)
 
     def _ranked(self, task_id: str, item: RankedResponses, shown: list[int]) -> Prompt:
-        """In an order of its own, the same in every run."""
+        """The task of a ranking, in an order derived from its id: the same in every run."""
         order = random.Random(task_id).sample(shown, len(shown))
         label = f"best {order.index(item.best) + 1} of {len(order)}"
         return self._asked(task_id, item.prompt, [item.responses[index] for index in order], label, item.subset)
@@ -102,7 +101,7 @@ class JudgingTasks:
 
 
 def judged_right(scores: Sequence[float], label: str) -> bool:
-    """Do scores, in the order shown, agree with a label? ValueError for one that isn't of this module."""
+    """Whether scores, in the order shown, agree with a label. Raises ValueError for a label not made by this module."""
     if match := BEST_LABEL.fullmatch(label):
         best, count = int(match[1]) - 1, int(match[2])
         return len(scores) == count and all(scores[best] > s for i, s in enumerate(scores) if i != best)
@@ -113,12 +112,12 @@ def judged_right(scores: Sequence[float], label: str) -> bool:
 
 
 def num_scores(label: str) -> int:
-    """How many scores a judgement gives under this label."""
+    """The number of scores that a judgement gives under this label."""
     return int(match[2]) if (match := BEST_LABEL.fullmatch(label)) else 1
 
 
 def label_rule(parser: Parser, scale: Scale) -> Rule:
-    """Whether a judgement, as it was written, agrees with its label. One that can't be read doesn't."""
+    """A rule: whether a judgement, as written, agrees with its label. An unparseable one doesn't."""
 
     def is_right(text: str, label: str) -> bool:
         scores = parser(text, num_scores(label), scale)
@@ -128,14 +127,14 @@ def label_rule(parser: Parser, scale: Scale) -> Rule:
 
 
 def rule_of(judge: JudgeConfig) -> Rule:
-    """What decides about right and wrong in a run: of answers, or of judgements where a judge is in training."""
+    """The rule that decides right and wrong in a run: of answers, or of judgements if a judge is in training."""
     if judge.kind != "label":
-        return RULES[judge.rule]
-    return label_rule(PARSERS[judge.parser], judge.scale)
+        return rule_named(judge.rule)
+    return label_rule(parser_named(judge.parser), judge.scale)
 
 
 class LabelReward:
-    """Judges a judge: +1 where a judgement agrees with its label, -1 where it doesn't, can't be read or was cut."""
+    """Judges a judge: +1 if a judgement agrees with its label, -1 if it doesn't, is unparseable or was truncated."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
@@ -154,11 +153,11 @@ class LabelReward:
         return JudgeReport(verdict=verdict)
 
 
-Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # of a judging task
+Fate = Literal["kept", "too_easy", "none_right", "hinted", "too_long"]  # of a judging task in rejection sampling
 
 
 def kept_of(rollouts: Sequence[Rollout], right: Sequence[bool]) -> tuple[Fate, tuple[Rollout, ...]]:
-    """Right critiques of a judging task that isn't right every time."""
+    """The right critiques of a judging task, unless all of them are right."""
     if all(right):
         return "too_easy", ()
     kept = tuple(rollout for rollout, is_right in zip(rollouts, right, strict=True) if is_right)
@@ -166,7 +165,7 @@ def kept_of(rollouts: Sequence[Rollout], right: Sequence[bool]) -> tuple[Fate, t
 
 
 def hinted(judging_task: Prompt) -> Prompt:
-    """The judging task with its label told, in SPCT's words."""
+    """The judging task with its label shown, in SPCT's words."""
     assert judging_task.reference is not None, f"{judging_task.prompt_id}: judging tasks have labels"
     (message,) = judging_task.messages
     told = Message(role=message.role, content=f"{message.content}\n\n{hint_of(judging_task.reference)}")
@@ -180,6 +179,6 @@ def hint_of(label: str) -> str:
 
 
 def without_hint(rollout: Rollout, prompt_ids: tuple[int, ...]) -> Rollout:
-    """A critique as if it had been written in answer to the plain judging task."""
+    """A critique with the prompt of the plain judging task, as if written without the hint."""
     (turn,) = rollout.turns
     return dataclasses.replace(rollout, turns=(dataclasses.replace(turn, prompt_ids=prompt_ids),))

@@ -1,6 +1,6 @@
-"""Chat markup in a text, broken so that no tokenizer takes it for its own. Pure; it knows no template and no endpoint.
+"""Chat markup in a text, broken so that no tokenizer reads it as special tokens. Pure; knows no template or endpoint.
 
-A server that renders chat templates itself tokenizes the whole string: a role marker that a text spells becomes one.
+A server that renders chat templates tokenizes the whole string: a role marker spelled in a text becomes a real one.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# A special token's spelling ends at a space in no tokenizer known to us; a zero-width character some of them drop.
+# A space ends the spelling of a special token in every tokenizer we know; some tokenizers drop a zero-width character.
 BREAK = " "
 
 
 class Markup:
-    """What looks like chat markup, by regular expressions. Raises ValueError for one that can't be compiled."""
+    """Finds chat markup by regular expressions. Raises ValueError for an expression that doesn't compile."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
-        # A lookahead sees overlapping matches too; the group is their first character.
+        # A lookahead also finds overlapping matches; the group is their first character.
         self._starts = re.compile(f"(?=(?:{'|'.join(patterns)}))(.)", re.DOTALL) if patterns else None
 
     def broken(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""A rule for answers that are mathematics, by the library math-verify. It is imported when the rule is first asked."""
+"""A rule for answers that are mathematics, by the library math-verify. It is imported at the first use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 INSTALL = 'pip install -e ".[math]"'
-TIMEOUT_S = 1  # of each step; a tower of powers takes for ever
+TIMEOUT_S = 1  # per step of the library; a tower of powers would never end
 
 
 def is_installed() -> bool:
@@ -17,9 +17,9 @@ def is_installed() -> bool:
 
 def means_the_same(text: str, reference: str) -> bool:
     r"""The answer of the text (its last box, or what comes last) equals the reference as mathematics: fractions, roots,
-    intervals, sets, equations. ValueError for a reference that holds none.
+    intervals, sets, equations. Raises ValueError for a reference without mathematics.
 
-    For the main thread alone: the library's timeouts are signals.
+    Works in the main thread only, because the library's timeouts are signals.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("math_verify: its timeouts use signals, which only the main thread receives")

@@ -1,4 +1,4 @@
-"""The meta-RM as a vote sees it: a probability for each judgement that it is right. Holds no model."""
+"""The meta-RM as a vote sees it: for each judgement the probability that it is right. Holds no model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from models.types import EngineRefused, Scorer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaRm:
-    """Reads a judgement with all that the GRM was shown, in the GRM's own tokens (SPCT, arXiv 2504.02495).
+    """Scores a judgement together with the prompt that the GRM was shown, in the GRM's tokens (SPCT, arXiv 2504.02495).
 
-    context_tokens: the window of the model behind `scorer`.
+    context_tokens: the context window of the model behind `scorer`.
     """
 
     scorer: Scorer
     context_tokens: int
 
     async def scores(self, judged: Sequence[JudgedResponses], priority: int = 0) -> Sequence[float]:
-        """Raises EngineRefused for a judgement that exceeds the window or gets no finite score, or EngineDied."""
+        """One probability per judgement. Raises EngineRefused if a judgement exceeds the window or gets no finite
+        score, EngineDied if the engine is dead.
+        """
         sequences = [sequence_of(one.judgement) for one in judged]
         longest = max(map(len, sequences), default=0)
         if longest > self.context_tokens:
@@ -37,19 +39,19 @@ class MetaRm:
 
 
 def sequence_of(judgement: Judgement) -> tuple[int, ...]:
-    """What the meta-RM reads: the GRM's prompt, then what it sampled."""
+    """The tokens that the meta-RM reads: the GRM's prompt, then what it sampled."""
     return judgement.prompt_ids + judgement.completion.token_ids
 
 
 def sigmoid(logit: float) -> float:
-    """Without overflow, however sure the model is."""
+    """The sigmoid, without overflow for large logits."""
     power = math.exp(-abs(logit))
     return (1 if logit >= 0 else power) / (1 + power)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedResponses:
-    """A judgement, and what it is about. `responses` stand in the order shown, as the policy wrote them."""
+    """A judgement and the responses it judged, in the order shown."""
 
     prompt: Prompt
     responses: tuple[str, ...]
@@ -57,11 +59,11 @@ class JudgedResponses:
 
 
 class MetaRmScorer(Protocol):
-    """Judges judgements: which of them are likely to be right (SPCT, arXiv 2504.02495)."""
+    """Scores judgements: how likely each is right (SPCT, arXiv 2504.02495)."""
 
     async def scores(self, judged: Sequence[JudgedResponses], priority: int = 0) -> Sequence[float]:
-        """One probability, 0 to 1, for each, in their order. The lowest priority goes first.
+        """One probability from 0 to 1 per judgement, in their order. The lowest priority goes first.
 
-        Raises EngineDied or EngineRefused: the verdict fails by that cause then.
+        Raises EngineDied or EngineRefused: the verdict then fails with that cause.
         """
         ...

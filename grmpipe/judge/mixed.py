@@ -1,4 +1,4 @@
-"""Mixes judges into one reward. A component that fails fails the mixture: weights are never shifted to the others."""
+"""Mixes judges into one reward. If a component fails, the mixture fails: weights never shift to the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from grmpipe.types import Failed, Judge, JudgeReport, JudgeSession, JudgeTask, P
 
 
 class MixedJudge:
-    """The weighted mean of its components' rewards: name -> (judge, weight above 0), weights normalised."""
+    """The weighted mean of its components' rewards. Components: name -> (judge, weight above 0); weights are
+    normalised.
+    """
 
     def __init__(self, components: Mapping[str, tuple[Judge, float]]) -> None:
         if not components:
@@ -27,7 +29,7 @@ class MixedJudge:
 
 
 class MixedSession:
-    """All components at once; a sibling's report is final when each of them has reported on it."""
+    """The sessions of all components. A sibling's report is final when every component has reported on it."""
 
     def __init__(self, sessions: Mapping[str, JudgeSession], weights: Mapping[str, float]) -> None:
         self._sessions = sessions
@@ -64,7 +66,7 @@ class MixedSession:
         )
 
     def _verdict(self, parts: Mapping[str, Verdict | Failed]) -> Verdict | Failed:
-        """The mixture; or else the first failure, in the order of the components."""
+        """The mixture, or the first failure in the order of the components."""
         verdicts: dict[str, Verdict] = {}
         for name, part in parts.items():
             if isinstance(part, Failed):
@@ -74,6 +76,6 @@ class MixedSession:
 
 
 def marked(name: str, judge_tasks: Sequence[JudgeTask]) -> list[JudgeTask]:
-    """As of a component, which must be no mixture itself."""
+    """The judge tasks marked with the name of their component, which must not itself be a mixture."""
     assert not any(judge_task.component for judge_task in judge_tasks), "mixtures don't nest"
     return [dataclasses.replace(judge_task, component=name) for judge_task in judge_tasks]

@@ -1,21 +1,22 @@
-r"""Scores out of what a judge wrote, or the cause why there are none. Pure; never a default, never a guess.
+r"""Scores parsed from a judgement, or the cause why there are none. Pure; never a default, never a guess.
 
-The verdict is the last line that isn't blank, and nothing else: whatever stands elsewhere, a draft, the score of a
-criterion, a quotation of the work under judgement, is no verdict and never steps in. It isn't part of what a judge
-thinks: a thought that begins a judgement must end, in a line that is no quotation, before the verdict's line.
+The verdict is the last line that isn't blank, and nothing else. Text elsewhere (a draft, the score of a criterion, a
+quotation of the work under judgement) is never used instead. The verdict is not part of the judge's thinking: thinking
+that begins a judgement must end, in a line that isn't a quotation, before the verdict's line.
 
 A line ends at "\n" only: other line breaks may stand within a quotation.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Literal
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.forms import FORMS, Form
+from grmpipe.config.judge_tables import PARSERS
+from grmpipe.judge.forms import Form
 from grmpipe.types import DataCause
 from models.types import Completion
 
@@ -28,41 +29,37 @@ BLANK = " \t\r"
 THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 
 
-def parse_score_line(text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    """The last line, which must be a form of `Score: N`."""
-    return scores_in("score_line", text, num_scores, scale) if num_scores == 1 else "unparseable"
-
-
-def parse_boxed(text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    r"""The last line's \boxed{s_1, ..., s_n}: exactly `num_scores` integers (SPCT, arXiv 2504.02495)."""
-    return scores_in("boxed", text, num_scores, scale)
-
-
-PARSERS: dict[str, Parser] = {"score_line": parse_score_line, "boxed": parse_boxed}
+def parser_named(name: str) -> Parser:
+    """Reads the last line, which must be of the form that `judge.parser` names: exactly `num_scores` integers."""
+    return functools.partial(scores_in, PARSERS.found(name, Form))
 
 
 def scores_of(completion: Completion, parser: Parser, num_scores: int, scale: Scale) -> Scores | DataCause:
-    """A cut judgement is `truncated`, whatever verdict stands in it: it may have been about to say otherwise."""
+    """The scores of a judgement, or why there are none. A truncated one is `truncated`, even with a verdict in it,
+    which may have been a draft.
+    """
     if completion.finish_reason == "length":
         return "truncated"
     return parser(completion.text, num_scores, scale)
 
 
-def scores_in(name: str, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
-    match = line_of(name, scale, num_scores).fullmatch(verdict_line(text, FORMS[name]))
+def scores_in(form: Form, text: str, num_scores: int, scale: Scale) -> Scores | Unparseable:
+    if form.one_score and num_scores != 1:
+        return "unparseable"
+    match = line_of(form, scale, num_scores).fullmatch(verdict_line(text, form))
     if match is None:
         return "unparseable"
     scores = tuple(map(int, match.groups()))
     return scores if all(scale.low <= score <= scale.high for score in scores) else "unparseable"
 
 
-@lru_cache(maxsize=256)
-def line_of(name: str, scale: Scale, num_scores: int) -> re.Pattern[str]:
-    return re.compile(FORMS[name].line(NUMBER, scale, num_scores))
+@functools.lru_cache(maxsize=256)
+def line_of(form: Form, scale: Scale, num_scores: int) -> re.Pattern[str]:
+    return re.compile(form.line(NUMBER, scale, num_scores))
 
 
 def verdict_line(text: str, form: Form) -> str:
-    """The line where the verdict must stand; empty where there is none: nothing is written, or only thoughts are."""
+    """The line where the verdict must be. Empty if there is none: the judge wrote nothing, or only thinking."""
     lines = [line.strip(BLANK) for line in text.split("\n")]
     last = last_filled(lines)
     if last >= 0 and lines[last] in form.closings:
@@ -71,12 +68,14 @@ def verdict_line(text: str, form: Form) -> str:
 
 
 def last_filled(lines: Sequence[str]) -> int:
-    """The index of the last line that isn't blank; -1 where all are."""
+    """The index of the last line that isn't blank; -1 if all are blank."""
     return next((index for index in range(len(lines) - 1, -1, -1) if lines[index]), -1)
 
 
 def is_still_thinking(text: str, lines_before: Sequence[str]) -> bool:
-    """Does a judgement begin with a thought that doesn't end in these of its lines? One in a quotation is no end."""
+    """Whether a judgement begins with thinking that doesn't end within these lines. An end inside a quotation doesn't
+    count.
+    """
     if not text.lstrip(BLANK + "\n").startswith(THOUGHT_BEGINS):
         return False
     return not any(THOUGHT_ENDS in line and not line.startswith(">") for line in lines_before)

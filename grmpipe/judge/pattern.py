@@ -1,16 +1,14 @@
-r"""What a judgement may look like, as regular expressions that an engine's grammar holds it to. Pure.
+r"""The patterns of judgements: regular expressions for an engine's grammar. Pure.
 
-A pattern and its parser are one language: what the pattern lets through parses, and what parses is let through. Numbers
-stand as one writes them: no leading zeros.
+A pattern and its parser accept the same language: what the pattern matches parses, and what parses is matched. Numbers
+have no leading zeros.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from grmpipe.config.judge import Scale
-from grmpipe.judge.forms import FORMS
+from grmpipe.config.judge_tables import PARSERS
+from grmpipe.judge.forms import Form
 from grmpipe.judge.parse import THOUGHT_BEGINS, THOUGHT_ENDS
 
 MAX_SCORES = 1001  # alternatives in one pattern
@@ -18,27 +16,24 @@ MAX_SCORES = 1001  # alternatives in one pattern
 BLANK = r"[ \t\r]*"
 BLANK_LINES = r"[ \t\r\n]*"
 LINES = r"(?:[^\n]*\n)*"
-OWN = rf"{BLANK}(?:[^ \t\r\n>][^\n]*)?"  # how a line begins that is no quotation
+OWN = rf"{BLANK}(?:[^ \t\r\n>][^\n]*)?"  # the beginning of a line that isn't a quotation
 
 
-def judgement(name: str, scale: Scale, num_scores: int = 1) -> str:
-    """Whatever, or a thought and whatever; then the verdict's line."""
-    form = FORMS[name]
+def judgement_pattern(name: str, scale: Scale, num_scores: int = 1) -> str:
+    """Whatever, or a thought and whatever; then the verdict's line, as `judge.parser` names it."""
+    form = PARSERS.found(name, Form)
     closing = rf"(?:{BLANK}\n{BLANK_LINES}(?:{'|'.join(map(literal, form.closings))}))?" if form.closings else ""
     line = form.line(scores(scale), scale, num_scores)
     return rf"{BLANK_LINES}(?:{thought()}|{no_thought()})?{BLANK}{line}{closing}{BLANK_LINES}"
 
 
-PATTERNS: dict[str, Callable[[Scale, int], str]] = {name: functools.partial(judgement, name) for name in FORMS}
-
-
 def thought() -> str:
-    """Lines that begin with a thought, which ends in one of them that is no quotation."""
+    """The pattern of lines that begin with thinking, which ends in one of them that isn't a quotation."""
     return rf"{THOUGHT_BEGINS}(?:[^\n]*\n{LINES}{OWN}|[^\n]*){THOUGHT_ENDS}[^\n]*\n{LINES}"
 
 
 def no_thought() -> str:
-    """Lines whose first characters aren't those of a thought."""
+    """The pattern of lines that don't begin with thinking."""
     leaves = [rf"[^{THOUGHT_BEGINS[0]} \t\r\n][^\n]*"]
     for place, character in enumerate(THOUGHT_BEGINS[1:], start=1):
         leaves.append(rf"{THOUGHT_BEGINS[:place]}(?:[^{character}\n][^\n]*)?")
@@ -50,7 +45,7 @@ def literal(text: str) -> str:
 
 
 def scores(scale: Scale) -> str:
-    """Raises ValueError where there are too many to list."""
+    """The pattern of all scores of a scale. Raises ValueError if there are too many to list."""
     if scale.high - scale.low >= MAX_SCORES:
         raise ValueError(
             f"structured: {scale.high - scale.low + 1} different scores are too many for a pattern; "

@@ -1,4 +1,4 @@
-"""Judge sessions of judges that take each rollout by itself, and of groups of one. Asks nobody by itself."""
+"""Adapts judges of single rollouts to groups, and judges groups outside the pipeline. Asks no model itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.types import Completion, VersionSpan
 
 @runtime_checkable
 class RolloutJudge(Protocol):
-    """Judges one rollout, whatever its siblings are. Failures come back as values."""
+    """Judges one rollout, independently of its siblings. Failures are returned as values."""
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport: ...
 
@@ -30,7 +30,7 @@ class PointwiseAdapter:
 
 
 class PointwiseAdapterSession:
-    """A rollout is judged as soon as it has ended."""
+    """Judges each rollout as soon as it has ended."""
 
     def __init__(self, judge: RolloutJudge, prompt: Prompt) -> None:
         self._judge = judge
@@ -54,7 +54,7 @@ async def judge_group(
 ) -> tuple[JudgeReport, ...]:
     """The reports on all siblings of a group (at least one), in their order. The lowest priority goes first.
 
-    What the judge doesn't report on has failed as refused: one that compares can't take a rollout by itself.
+    A sibling without a report has failed as refused: a comparing judge can't take a rollout by itself.
     """
     session = judge.open(prompt, rollouts[0].group_id, len(rollouts))
     judge_tasks = list(session.begin())
@@ -73,7 +73,7 @@ async def judge_alone(judge: Judge, prompt: Prompt, rollout: Rollout, priority: 
 
 
 def refused(detail: str) -> JudgeReport:
-    """Nobody was asked."""
+    """The report of a rollout that was never sent."""
     failure = unasked("refused", detail)
     return JudgeReport(verdict=failure, failures=(failure,))
 
@@ -84,7 +84,7 @@ NOBODY = VersionSpan(model="nobody", version=0, start=0, end=0)
 
 
 def rollout_of_text(group_id: str, sibling: int, text: str) -> Rollout:
-    """A text as a rollout. It has no tokens: nothing can be trained on it."""
+    """A text as a rollout. It has no tokens, so nothing can be trained on it."""
     completion = Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", versions=(NOBODY,))
     turn = Turn(prompt_ids=(), completion=completion)
     return Rollout(group_id=group_id, sibling=sibling, turns=(turn,), status="finished")
@@ -95,7 +95,7 @@ async def judge_together(
 ) -> tuple[JudgeReport, ...]:
     """The reports on all texts, in their order, as on the siblings of one group (see judge_group).
 
-    The group id makes the judgements: under the same one the same engine gives the same.
+    The judgements depend on the group id: under the same id the same engine repeats them.
     """
     return await judge_group(
         judge, prompt, [rollout_of_text(group_id, i, text) for i, text in enumerate(texts)], priority

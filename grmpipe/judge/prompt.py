@@ -1,9 +1,9 @@
 """The judge's prompt: a Jinja template, with the work under judgement behind a fence. Knows no tokens and no engine.
 
 The fence: every line of the policy's text begins with "> ", whatever kind of line break it follows, so that no text of
-the policy can start a line of its own. A template may only print the fenced text, never compute with it: a filter could
-take the fence away. Of several texts each has a fence of its own. Principles stand without one: the judge wrote them
-before there was any text of the policy.
+the policy can start a line of the prompt. A template may only print the fenced text, never compute with it: a filter
+could remove the fence. Each of several texts has its own fence. Principles have none: the judge wrote them before there
+was any text of the policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.types import Message
 TEMPLATES = Path(__file__).parent / "templates"
 ITEM_OF = {"responses": "response", "steps": "step"}  # lists of texts, and the name of each in a loop
 FIELDS = ("question", "messages", "reference", "criteria", "principles", "num_scores", "score_min", "score_max")
-NEIGHBOURS = ("previtem", "nextitem")  # of a loop: its texts under another name
+NEIGHBOURS = ("previtem", "nextitem")  # attributes of a loop that hold its texts under another name
 SHOWN_PLAINLY_IN = (nodes.Template, nodes.If, nodes.For)
 PROBE = Prompt(
     prompt_id="probe",
@@ -35,9 +35,9 @@ JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
 
 
 class JudgePrompt:
-    """A template, checked when it is made: ValueError names the template and the field.
+    """A template, checked on construction: ValueError names the template and the field.
 
-    shared_principles: the judge wrote them ahead of time, and the template must show them.
+    shared_principles: whether the judge wrote them before any response, so that the template must show them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class JudgePrompt:
         protocol: str = DEFAULT_PROTOCOL,
         shared_principles: bool = False,
     ) -> JudgePrompt:
-        """`template` is the name of a shipped file (tiny, pointwise, ...) or a path."""
+        """Load a template. `template` is the name of a shipped file (tiny, pointwise, ...) or a path."""
         path = path_of("template", template)
         text = path.read_text(encoding="utf-8")
         return cls(text, name=str(path), scale=scale, protocol=protocol, shared_principles=shared_principles)
@@ -78,7 +78,7 @@ class JudgePrompt:
         return cls.load(config.template, config.scale, protocol=config.protocol, shared_principles=ahead)
 
     def render(self, prompt: Prompt, *texts: str, principles: str | None = None) -> str:
-        """What the judge reads of one text of the policy, or of several in the order shown.
+        """The prompt for one text of the policy, or for several in the order shown.
 
         ValueError if the template needs something that this prompt doesn't have.
         """
@@ -93,7 +93,7 @@ class JudgePrompt:
             "score_min": self._scale.low,
             "score_max": self._scale.high,
         }
-        # Left undefined otherwise: "None" must not reach a judge.
+        # Undefined if absent: the text "None" must not reach a judge.
         known = {"reference": prompt.reference, "criteria": rubric or None, "principles": principles}
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
@@ -105,18 +105,20 @@ class JudgePrompt:
             ) from error
 
     def _try_out(self) -> None:
-        """What only shows in rendering shows now: a sum of texts, an include, a branch that hides the response."""
+        """Render once with samples, to find what only rendering shows: joined texts, an include, a branch that hides
+        the response.
+        """
         texts = [f"what the policy wrote, {part}" for part in range(2 if self._shown in ITEM_OF else 1)]
         try:
             shown = self.render(PROBE, *texts, principles=PROBE_PRINCIPLES)
-        except Exception as error:  # a template is code of the user's, and may raise anything
+        except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}: {error}") from error
         if not all(fenced(text) in shown for text in texts):
             raise ValueError(f"{self._label}: hides the field {self._shown} if a prompt has a reference")
 
 
 class PrinciplesPrompt:
-    """A template that asks for principles, before there is any response: it shows the question alone."""
+    """A template that asks for principles before there is any response: it shows only the question."""
 
     FIELDS = ("question", "messages", "reference", "criteria")
 
@@ -128,13 +130,15 @@ class PrinciplesPrompt:
         self.render(PROBE)
 
     def render(self, prompt: Prompt) -> str:
-        """ValueError if the template needs something that this prompt doesn't have."""
+        """The prompt that asks for principles. ValueError if the template needs something that this prompt doesn't
+        have.
+        """
         known = {"reference": prompt.reference, "criteria": prompt.rubric or None}
         fields = {"question": question_of(prompt), "messages": prompt.messages}
         fields |= {name: value for name, value in known.items() if value is not None}
         try:
             return self._template.render(fields)
-        except Exception as error:  # a template is code of the user's, and may raise anything
+        except Exception as error:  # a user's template may raise anything
             raise ValueError(f"{self._label}, prompt {prompt.prompt_id}: {error}") from error
 
 
@@ -148,12 +152,14 @@ def path_of(key: str, template: str) -> Path:
 
 
 def fenced(text: str) -> str:
-    """Every line behind "> ". Line breaks are those of str.splitlines: form feeds and U+2028 too."""
+    """The text with "> " before every line. Line breaks are those of str.splitlines, which include form feeds and
+    U+2028.
+    """
     return "\n".join(f"> {line}" for line in text.splitlines() or [""])
 
 
 def question_of(prompt: Prompt) -> str:
-    """The last thing that the user says."""
+    """The last message of the user."""
     for message in reversed(prompt.messages):
         if message.role == "user":
             return message.content
@@ -168,7 +174,7 @@ def parsed(label: str, template_text: str) -> nodes.Template:
 
 
 def check(label: str, tree: nodes.Template, shown: str, needs: Sequence[str]) -> None:
-    """The template knows only our fields, and prints what it shows of the policy's, plainly."""
+    """Check that a template uses only known fields and prints the policy's text unchanged."""
     refuse_unknown(label, tree, (*FIELDS, shown))
     used = {node.name for node in tree.find_all(nodes.Name)}
     for field in (shown, *needs):
@@ -198,14 +204,14 @@ def how_to_show(field: str) -> str:
 
 
 def goes_over(loop: nodes.For, field: str) -> bool:
-    """`for response in responses`, and nothing else."""
+    """Whether a loop is `for response in responses` and nothing more."""
     if not isinstance(loop.iter, nodes.Name) or not isinstance(loop.target, nodes.Name):
         return False
     return (loop.iter.name, loop.target.name) == (field, ITEM_OF[field]) and loop.test is None
 
 
 def plain_prints(node: nodes.Node) -> Iterator[nodes.Name]:
-    """Names that go to the output as they are."""
+    """The names that a node prints unchanged."""
     for child in node.iter_child_nodes():
         if isinstance(child, nodes.Output):
             yield from (part for part in child.nodes if isinstance(part, nodes.Name))

@@ -1,13 +1,15 @@
-"""Judges by a rule: does the text give the reference answer? Asks no model, reads no critique."""
+"""Judges by a rule: whether a text gives the reference answer. Asks no model, reads no critique."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import cast
 
 from grmpipe.config.judge import Scale
+from grmpipe.config.judge_tables import RULES
 from grmpipe.judge.answer import answer_of, reference_answer
-from grmpipe.judge.math_rule import means_the_same
+from grmpipe.judge.math_rule import means_the_same as means_the_same
 from grmpipe.judge.pointwise_adapter import refused
 from grmpipe.judge.verdict import mean, voted
 from grmpipe.types import JudgeReport, Prompt, Rollout
@@ -16,15 +18,15 @@ Rule = Callable[[str, str], bool]
 
 
 def is_right(text: str, reference: str) -> bool:
-    """The number that the text gives as its answer is that of the reference, however they are written.
+    """Whether the text's answer is the same number as the reference, however they are written.
 
-    ValueError for a reference that isn't one number.
+    Raises ValueError for a reference that isn't one number.
     """
     return answer_of(text) == reference_answer(reference)
 
 
 def contains_reference(text: str, reference: str) -> bool:
-    """The reference stands in the text as whole words, whatever the case and the spacing: no "no" in "nothing"."""
+    """Whether the reference occurs in the text as whole words, ignoring case and spacing: no "no" in "nothing"."""
     words = words_of(reference)
     if not words:
         raise ValueError("reference is empty")
@@ -35,19 +37,18 @@ def words_of(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-RULES: dict[str, Rule] = {
-    "exact_answer": is_right,
-    "contains_reference": contains_reference,
-    "math_verify": means_the_same,
-}
+def rule_named(name: str) -> Rule:
+    """What `judge.rule` names."""
+    return cast(Rule, RULES.found(name))
 
 
 class RuleJudge:
-    """The highest score and reward 1 for right, the lowest and reward 0 for wrong; a prompt that can't be ruled on is
-    Failed."""
+    """Gives right answers the highest score and reward 1, wrong ones the lowest and reward 0. A prompt that the rule
+    can't decide is Failed.
+    """
 
     def __init__(self, rule: str, scale: Scale | None = None) -> None:
-        self._rule = RULES[rule]
+        self._rule = rule_named(rule)
         self._scale = scale or Scale()
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:

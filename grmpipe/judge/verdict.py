@@ -1,4 +1,4 @@
-"""Votes over the scores of judgements, and verdicts made of them and of other verdicts. Pure."""
+"""Votes over the scores of judgements; verdicts made from votes and from other verdicts. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import cast
 
 from grmpipe.config.judge import Scale
+from grmpipe.config.judge_tables import VOTES
 from grmpipe.types import Cause, Failed, JudgeReport, RewardSpan, Rollout, Verdict
 
-COMPONENT = "generative"  # what a GRM's reward is called in a breakdown
+COMPONENT = "generative"  # the name of a GRM's reward in a breakdown
 
 
 def outcome_place(rollout: Rollout) -> RewardSpan:
-    """Where one reward for the whole rollout goes: over the last turn's completion. Its value is 0."""
+    """The span of one reward for the whole rollout: the last turn's completion. Its value is 0."""
     num_tokens = len(rollout.turns[-1].completion.token_ids)
     return RewardSpan(turn=len(rollout.turns) - 1, start=0, end=num_tokens, value=0.0)
 
@@ -26,12 +28,12 @@ def outcome(rollout: Rollout, value: float) -> tuple[RewardSpan, ...]:
 
 
 def unasked(cause: Cause, detail: str) -> Failed:
-    """Nothing was sent: 0 attempts."""
+    """The failure of a judgement that was never requested: 0 attempts."""
     return Failed(stage="judge", cause=cause, attempts=0, detail=detail)
 
 
 def only_finite(report: JudgeReport) -> JudgeReport:
-    """Whatever judge it came from: a verdict or a judgement with a number that is none has failed as unparseable."""
+    """The report, checked: a verdict or judgement with a number that isn't finite becomes a failure, `unparseable`."""
     told = report
     if (broken := [one for one in report.judgements if not all(map(math.isfinite, one.scores))]) != []:
         failures = tuple(_not_finite(f"scores {one.scores}", 1) for one in broken)
@@ -56,13 +58,13 @@ def _not_finite(words: str, attempts: int) -> Failed:
 
 
 def all_failed(failures: Sequence[Failed]) -> Failed:
-    """The verdict where no judgement is of use: by the last cause."""
+    """The failed verdict of a rollout without a usable judgement: it has the last cause."""
     attempts = sum(failure.attempts > 0 for failure in failures)
     return Failed(stage="judge", cause=failures[-1].cause, attempts=attempts, detail=failures[-1].detail)
 
 
 def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scale: Scale) -> Verdict:
-    """The verdict of a judge called `name`, over the scores of the judgements that counted (at least one)."""
+    """The verdict of a judge called `name` over the scores of the judgements in the vote (at least one)."""
     score = vote(scores)
     reward = scale.reward_of(score)
     return Verdict(
@@ -77,7 +79,8 @@ def voted(name: str, rollout: Rollout, scores: Sequence[float], vote: Vote, scal
 def mixed(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
     """The weighted mean of components, weights normalised to sum 1. Spans over the same tokens are added up.
 
-    Beside a mean of steps the others' spans have a share in the mixture too: their component's."""
+    If one component rewards steps, the spans of the others keep their component's weight in the mixture.
+    """
     total = math.fsum(weights[name] for name in verdicts)
     shares = {name: weights[name] / total for name in verdicts}
     has_shares = any(span.share is not None for verdict in verdicts.values() for span in verdict.rewards)
@@ -109,22 +112,22 @@ def added(spans: Iterable[RewardSpan]) -> tuple[RewardSpan, ...]:
     return tuple(by_place.values())
 
 
-Vote = Callable[[Sequence[float]], float]  # the scores that one response got
-WON, TIED, LOST = 1.0, 0.5, 0.0  # by one of a pair
+Vote = Callable[[Sequence[float]], float]  # scores that one response got -> its score
+WON, TIED, LOST = 1.0, 0.5, 0.0  # of one response of a pair
 
 
 def mean(scores: Sequence[float]) -> float:
-    """The vote of SPCT on the judge's own scale (arXiv 2504.02495 sums; the mean ranks alike)."""
+    """The mean: SPCT's vote on the judge's own scale (arXiv 2504.02495 sums; the mean gives the same order)."""
     return math.fsum(scores) / len(scores)
 
 
 def median(scores: Sequence[float]) -> float:
-    """One judgement far off doesn't move it."""
+    """The median: one outlier doesn't move it."""
     return statistics.median(scores)
 
 
 def majority(scores: Sequence[float]) -> float:
-    """The score that most judgements gave; the mean of those that tie."""
+    """The score that most judgements gave; the mean of these if several tie."""
     return statistics.fmean(sorted(statistics.multimode(scores)))
 
 
@@ -138,25 +141,26 @@ def score_std(scores: Sequence[float]) -> float:
     return statistics.pstdev(scores)
 
 
-# `sum` ranks as its mean does, and is shown as k times it: so a judgement that failed makes no score smaller.
-VOTES: dict[str, Vote] = {"mean": mean, "sum": mean, "median": median, "majority": majority}
+def vote_named(name: str) -> Vote:
+    """The vote that `judge.vote` names, if it uses no meta-RM."""
+    return cast(Vote, VOTES.found(name))
 
 
 def pair_result(*orders: Sequence[float]) -> float:
-    """What one of a pair came to by the votes that it got: the mean within each order of showing, then over the orders.
+    """The result of one response of a pair: the mean of its votes within each order of showing, then over the orders.
 
-    So a judgement that failed in one order doesn't leave the other more of a say: a liking for a place stays balanced.
-    At least one vote in each order.
+    So a failed judgement in one order doesn't give the other more weight: position bias stays balanced. Needs at least
+    one vote in each order.
     """
     share = sum(Fraction(math.fsum(votes)) / len(votes) for votes in orders) / len(orders)
     return WON if share > TIED else LOST if share < TIED else TIED
 
 
-# -- guided by a meta-RM ---------------------------------------------------------------------------------------------
+# -- weighted by a meta-RM -------------------------------------------------------------------------------------------
 
 
 def weighted(scores: Sequence[float], weights: Sequence[float]) -> float:
-    """The mean by weights of 0 or more; the plain mean where all of them are 0."""
+    """The mean weighted by values of 0 or more; the plain mean if all are 0."""
     total_weight = math.fsum(weights)
     if total_weight == 0:
         return mean(scores)
@@ -164,6 +168,6 @@ def weighted(scores: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def best_indices(weights: Sequence[float], count: int) -> list[int]:
-    """Those of the `count` highest weights, in their own order; of equals the first."""
+    """The indices of the `count` highest weights, in ascending order; of equal weights the first."""
     ranked = sorted(range(len(weights)), key=lambda index: -weights[index])
     return sorted(ranked[:count])

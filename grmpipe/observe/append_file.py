@@ -1,4 +1,6 @@
-"""A file that grows by whole pieces: all of a piece or none of it. Knows nothing of what stands in it."""
+"""A file that grows by whole pieces: each piece is written completely or not at all. Knows nothing about its
+content.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from typing import BinaryIO
 
 
 class AppendFile:
-    """Each append is one write to the operating system (no fsync). Pieces end with a newline.
+    """A file to append to. Each append is one write to the operating system (no fsync). Pieces end with a newline.
 
-    Opened at the first append, so that a disk that refuses is the guard's business, not the constructor's.
+    It is opened at the first append, so that the guard, not the constructor, meets an error of the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -19,13 +21,13 @@ class AppendFile:
         self._file: BinaryIO | None = None
 
     def open(self) -> BinaryIO:
-        """Open it now; to be called where what already stands in the file must be looked at first."""
+        """Open the file now, for callers that must read its present content first."""
         if self._file is None:
             self._file = open_behind_last_line(self.path)
         return self._file
 
     def append(self, piece: bytes) -> None:
-        """Raises OSError when the piece can't be written whole; the file then ends where it ended before."""
+        """Append a piece. Raises OSError if it can't be written whole; the file then ends where it ended before."""
         file = self.open()
         written = file.write(piece)
         if written != len(piece):
@@ -33,7 +35,7 @@ class AppendFile:
             raise OSError(f"{self.path}: only part of a line could be written; is the disk full?")
 
     def tail(self, num_bytes: int) -> tuple[int, bytes]:
-        """Where the file ends, and its last bytes. Raises OSError."""
+        """The size of the file, and its last `num_bytes` bytes. Raises OSError."""
         descriptor = self.open().fileno()
         end = os.fstat(descriptor).st_size
         start = max(0, end - num_bytes)
@@ -46,9 +48,9 @@ class AppendFile:
 
 
 def open_behind_last_line(path: Path) -> BinaryIO:
-    """Unbuffered, at the end of the last whole line: what a killed run tore is cut off first.
+    """Open a file unbuffered, at the end of its last whole line: a line torn by a killed run is cut off first.
 
-    Every write goes to the end of the file (O_APPEND), whoever else writes there.
+    Every write goes to the end of the file (O_APPEND), even if other processes write there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -60,7 +62,7 @@ def open_behind_last_line(path: Path) -> BinaryIO:
 
 
 def end_of_last_line(file: BinaryIO, block_bytes: int = 65536) -> int:
-    """Offset behind the last newline; 0 if there is none."""
+    """The offset after the last newline; 0 if there is none."""
     stop = file.seek(0, 2)
     while stop > 0:
         start = max(0, stop - block_bytes)

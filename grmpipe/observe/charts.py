@@ -1,4 +1,4 @@
-"""Curves as the geometry of an SVG: paths, ticks, words beside them. Pure; knows no run and no file."""
+"""Curves as the geometry of an SVG: paths, ticks, labels. Pure; knows no run and no file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 560, 210
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 22  # room for the ticks' words
-MAX_POINTS = 300  # of a curve: more than a screen shows
-MAX_DOTS = 40  # a curve of fewer points shows each
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 22  # space for the labels of ticks
+MAX_POINTS = 300  # of a curve: more than a screen can show
+MAX_DOTS = 40  # a curve with fewer points shows each as a dot
 NUM_TICKS = 4
 
 Point = tuple[float, float]
@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One curve in its own units. quiet: drawn thin, as the ground for others."""
+    """One curve in its own units. quiet: drawn thin, as a background for others."""
 
     name: str
     points: Sequence[Point]
@@ -32,7 +32,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A series on the canvas. `dots`: x, y and the words of each. value: its last, in words; an area's mean."""
+    """A series on the canvas. `dots`: x, y and label of each. value: the last value as text; for an area its mean."""
 
     name: str
     path: str
@@ -48,15 +48,15 @@ class Chart:
     curves: Sequence[Curve]
     x_ticks: Sequence[Tick]
     y_ticks: Sequence[Tick]
-    bands: Sequence[tuple[float, float]] = ()  # x, width: stretches of steps that are marked
-    filled: bool = False  # curves are the upper edges of areas, the uppermost first
+    bands: Sequence[tuple[float, float]] = ()  # x, width: steps that are marked
+    filled: bool = False  # curves are the upper edges of areas, the topmost first
     width: int = WIDTH
     height: int = HEIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """From units to the canvas."""
+    """The mapping from units to the canvas."""
 
     x_low: float
     x_high: float
@@ -77,7 +77,7 @@ class Frame:
 
 
 def chart(title: str, series: Sequence[Series], *, note: str = "", marked: Iterable[float] = ()) -> Chart | None:
-    """marked: steps to be seen as bands. None where no series has a point."""
+    """A chart of series. marked: steps shown as bands. None if no series has a point."""
     drawn = [Series(name=one.name, points=thinned(one.points), quiet=one.quiet) for one in series if one.points]
     if not drawn:
         return None
@@ -93,7 +93,9 @@ def chart(title: str, series: Sequence[Series], *, note: str = "", marked: Itera
 
 
 def stacked(title: str, layers: Sequence[Series], *, note: str = "") -> Chart | None:
-    """Areas upon each other, the first at the bottom. All layers have the same x. None for less than two points."""
+    """A chart of areas on top of each other, the first at the bottom. All layers have the same x. None for fewer than
+    two points.
+    """
     if not layers or len(layers[0].points) < 2:
         return None
     heights = [0.0] * len(layers[0].points)
@@ -151,7 +153,7 @@ def framed(
     height: int = HEIGHT,
     margins: tuple[int, int, int, int] = (LEFT, RIGHT, TOP, BOTTOM),
 ) -> Frame:
-    """Around all points; what doesn't vary gets room all the same."""
+    """The frame around all points. A constant series also gets some height."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x_low, x_high = widened(min(xs), max(xs))
     y_low, y_high = widened(min(ys), max(ys))
@@ -166,7 +168,7 @@ def widened(low: float, high: float) -> Point:
 
 
 def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Means of neighbours where there are too many; the last point stays as it is."""
+    """Points reduced to means of neighbours if there are too many; the last point is kept."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / most)
@@ -191,7 +193,7 @@ def path_of(points: Sequence[Point], frame: Frame) -> str:
 
 
 def bands(steps: Sequence[float], frame: Frame) -> list[tuple[float, float]]:
-    """Each step from half a step before it to half a step behind it, within the frame."""
+    """One band per step, from half a step before it to half a step after it, within the frame."""
     found = []
     for step in steps:
         start = frame.x(max(frame.x_low, step - 0.5))
@@ -202,7 +204,7 @@ def bands(steps: Sequence[float], frame: Frame) -> list[tuple[float, float]]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers within, about NUM_TICKS of them."""
+    """About NUM_TICKS round numbers within the range."""
     rough = (high - low) / NUM_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
@@ -211,7 +213,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def whole_ticks(frame: Frame) -> list[float]:
-    """Of steps: there is no half one."""
+    """Ticks of steps: whole numbers only."""
     return [value for value in ticks(frame.x_low, frame.x_high) if abs(value - round(value)) < 1e-9]
 
 
@@ -220,7 +222,7 @@ def rounded(value: float) -> float:
 
 
 def short(value: float) -> str:
-    """Three digits that matter; whole numbers whole."""
+    """A number with three significant digits; whole numbers stay whole."""
     if value == round(value) and abs(value) < 1e6:
         return f"{value:.0f}"
     return f"{value:.3g}"

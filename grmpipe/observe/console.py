@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel in a terminal, a line a step elsewhere. Measures nothing."""
+"""The console during a run: a live panel in a terminal, one line per step elsewhere. Measures nothing."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from grmpipe.types import Metrics
 TREND_STEPS = 40
 SCALES = {ACCURACY: (0.0, 1.0), SCORE: (1.0, 10.0)}
 SAMPLES_SHOWN = 3
-PANEL_COLUMNS = 96  # lines longer than that are hard to read
+PANEL_COLUMNS = 96  # longer lines are hard to read
 
 
 class RunConsole(Console):
-    """A console that may go away (`| head`, a closed terminal): rich would end the process."""
+    """A console whose output may be closed (`| head`, a closed terminal), on which rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        with Path(os.devnull).open("wb") as nowhere:  # what is still buffered must be flushed to something
+        with Path(os.devnull).open("wb") as nowhere:  # buffered text must be flushed somewhere
             os.dup2(nowhere.fileno(), self.file.fileno())
 
 
@@ -55,7 +55,7 @@ class ConsoleSink:
         self._num_steps = num_steps
         self.console = console or RunConsole(highlight=False)
         self._latest: Metrics = {}
-        self._failed: Counter[str] = Counter()  # judgements by cause, since this process began
+        self._failed: Counter[str] = Counter()  # judgements by cause, since the process began
         self._trends: dict[Gauge, deque[float]] = {gauge: deque(maxlen=TREND_STEPS) for gauge in SCALES}
         self._live: Live | None = None
         self._guard = Guard()
@@ -73,7 +73,7 @@ class ConsoleSink:
             self._print(*(Text(line) for line in step_lines(step, self._num_steps, metrics)))
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Nothing: the panel is for numbers, `print_samples` comes at the end."""
+        """Does nothing: the panel shows numbers, and `print_samples` comes at the end."""
 
     def close(self) -> None:
         if self._live is not None:
@@ -87,15 +87,15 @@ class ConsoleSink:
         self._print(Text(f"ALARM  {readable(text)}", style="bold red"))
 
     def bottleneck(self, text: str) -> None:
-        """Who held up whom over the run."""
+        """Print the bottleneck of the run."""
         self._print(Text(f"bottleneck  {readable(text)}", style="yellow"))
 
     def print_samples(self, rows: Sequence[SampleRow]) -> None:
-        """Three rollouts with what the GRM said, so that a score is never seen without its critique."""
+        """Print three rollouts with the GRM's critiques, so that no score is shown without its critique."""
         self._print(*(sample_panel(row, self._width) for row in rows[:SAMPLES_SHOWN]))
 
     def print_files(self, run_dir: Path, files: Mapping[str, str]) -> None:
-        """`files`: name -> what it holds."""
+        """`files`: name -> its content."""
         grid = Table.grid(padding=(0, 2))
         for name, holds in files.items():
             grid.add_row(Text(name, style="bold"), Text(holds, style="dim"))
@@ -109,7 +109,7 @@ class ConsoleSink:
 
     def _show(self, panel: Panel) -> None:
         if self._live is None:
-            # No refresh thread: nothing but an event loop's own work runs beside the pipeline.
+            # No refresh thread: only the event loop's own work runs next to the pipeline.
             self._live = Live(console=self.console, auto_refresh=False)
             self._live.start()
         self._live.update(panel, refresh=True)
@@ -134,7 +134,7 @@ class ConsoleSink:
         return grid
 
     def _gauge_grid(self) -> Table:
-        """Pace on the left, who waits for whom on the right."""
+        """Pace on the left, stalls on the right."""
         grid = Table.grid(padding=(0, 2))
         for justify in ("left", "right", "left", "left", "right"):
             grid.add_column(justify=justify)
@@ -162,7 +162,7 @@ def truth_text(row: SampleRow) -> str:
 
 
 def readable(text: str) -> str:
-    """Models can sample escape sequences that recolour, clear or retitle a terminal."""
+    """The text without control characters: models can sample sequences that recolour, clear or retitle a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
 
 
@@ -170,6 +170,6 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """One character a value, on a fixed scale: [low, high]; what lies outside stands at its edge."""
+    """One character per value, on the fixed scale [low, high]; values outside are shown at its edge."""
     top = len(BARS) - 1
     return "".join(BARS[max(0, min(top, round((value - low) / (high - low) * top)))] for value in values)

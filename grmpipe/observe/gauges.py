@@ -1,4 +1,4 @@
-"""Which metrics a person watches, and how they are written. Pure: draws nothing."""
+"""The metrics that the console shows, and their formats. Pure: draws nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ FAILED_PREFIX = "judge/failed_"  # then the cause
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauge:
-    """`brief` stands in a line a step, `title` in the panel. `width`: of the value, so that lines align."""
+    """A shown metric. `brief`: its name in a line per step; `title`: in the panel. `width`: of the value, so that lines
+    align.
+    """
 
     metric: str
     title: str
@@ -53,11 +55,11 @@ HELD_OUT = (
     Gauge(metric="eval/true_accuracy_greedy", title="greedy", brief="greedy", decimals=2, width=4),
     Gauge(metric="eval/grm_score", title="GRM score", brief="score", decimals=1, width=4),
 )
-LINE = (PACE[0], ACCURACY, SCORE, PACE[1], PACE[3], *WAITS[1:])  # of a step, where there is no panel
+LINE = (PACE[0], ACCURACY, SCORE, PACE[1], PACE[3], *WAITS[1:])  # of a step, without a panel
 
 
 def failures_by_cause(metrics: Metrics) -> dict[str, int]:
-    """Judgements that failed in this step; causes that did not occur are left out."""
+    """Failed judgements of this step by cause, without causes that did not occur."""
     found = {
         name.removeprefix(FAILED_PREFIX): value for name, value in metrics.items() if name.startswith(FAILED_PREFIX)
     }
@@ -69,8 +71,9 @@ def failures_text(failures: Mapping[str, int]) -> str:
 
 
 def step_lines(step: int, num_steps: int, metrics: Metrics) -> Iterator[str]:
-    """A step where there is no panel: a line for its batch, a line for an evaluation of held-out prompts; none for
-    neither."""
+    """The lines of a step without a panel: one for its batch, one for an evaluation on held-out prompts. Empty if it
+    has neither.
+    """
     place = f"step {step:>{len(str(num_steps))}}/{num_steps}"
     if any(gauge.metric in metrics for gauge in LINE):
         # Failures come last: their text has no fixed width.
@@ -80,5 +83,5 @@ def step_lines(step: int, num_steps: int, metrics: Metrics) -> Iterator[str]:
 
 
 def written(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:
-    """What nobody measures in this run is left out: a replay has no engines, prompts may have no reference."""
+    """The gauges that this run measures: a replay has no engines, prompts may have no reference."""
     return [f"{gauge.brief} {gauge.text(metrics)}" for gauge in gauges if gauge.metric in metrics]

@@ -1,4 +1,4 @@
-"""The guard: what goes wrong while observing is counted and logged, and never fails a step."""
+"""The guard: errors in observing are counted and logged, and never fail a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Guard:
             self._tell_once(observer, error)
 
     def _tell_once(self, observer: str, error: Exception) -> None:
-        # By type and errno, not by message: a message that names the step would fill the log.
+        # By type and errno, not by message: a message with the step in it would fill the log.
         cause = (observer, type(error), getattr(error, "errno", None))
         if cause not in self._told:
             self._told.add(cause)

@@ -1,4 +1,4 @@
-"""An append-only file of JSON lines. Knows bytes, torn and damaged lines, and whose they are; never what a line means.
+"""An append-only file of JSON lines. Knows bytes, torn and damaged lines, and their run; never the meaning of a line.
 
     {"group_id":"g000001", ..., "run":"9f86d081884c7d65","xxh3":"ef46db3751d8e999"}
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from grmpipe.observe.append_file import AppendFile
 from grmpipe.observe.plain_json import json_bytes
-from models.weights.checksums import checksum
+from models.checksum import checksum
 
 log = logging.getLogger(__name__)
 
@@ -31,29 +31,32 @@ WAY_OUT = "remove that line to read the rest"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A place between two lines of a journal. after: how the line before it ends, so that a file that was changed since
-    is noticed."""
+    """A place between two lines of a journal. after: the end of the line before it, to notice a file that was changed
+    since.
+    """
 
     offset: int = 0  # bytes
     after: str = ""
 
 
 class Journal:
-    """A line counts once its newline stands; a line that can't be written whole is not written at all."""
+    """A JSON Lines file. A line counts once its newline is written; a line that can't be written whole isn't written at
+    all.
+    """
 
     def __init__(self, path: Path, *, run_id: str = "", checked: bool = True) -> None:
-        """run_id: of the run that writes; empty: lines don't tell. checked: lines end with their checksum."""
+        """run_id: of the run that writes; empty: lines name no run. checked: whether lines end with their checksum."""
         self.path = path
         self._run_id = run_id
         self._checked = checked
         self._file = AppendFile(path)
 
     def append(self, record: Mapping[str, object]) -> None:
-        """With the operating system when the call returns. Raises OSError."""
+        """Append a line; the operating system has it when the call returns. Raises OSError."""
         self._file.append(encode_line(record, self._run_id, checked=self._checked))
 
     def mark(self) -> Mark:
-        """Behind the last line. Raises OSError."""
+        """The mark after the last line. Raises OSError."""
         offset, tail = self._file.tail(TAIL_BYTES)
         return Mark(offset=offset, after=told(tail))
 
@@ -63,7 +66,7 @@ class Journal:
 
 def encode_line(record: Mapping[str, object], run_id: str = "", *, checked: bool = True) -> bytes:
     fields = {**record, RUN: run_id} if run_id else dict(record)
-    fields.pop(CHECKSUM, None)  # of a line that was read as it stands
+    fields.pop(CHECKSUM, None)  # of a line that is copied from a journal
     encoded = json_bytes(fields)
     if not checked:
         return encoded + b"\n"
@@ -77,8 +80,8 @@ def encode_line(record: Mapping[str, object], run_id: str = "", *, checked: bool
 def read_journal(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[dict[str, Any]]:
     """The records of a journal. A torn last line is ignored, a missing file is an empty journal.
 
-    run_id: lines of other runs are left out. since: begin there; a file that was changed before it is read whole.
-    Raises ValueError, naming file and line, where a whole line is damaged or no JSON object.
+    run_id: lines of other runs are left out. since: begin there; a file that was changed before that mark is read
+    whole. Raises ValueError, naming file and line, if a whole line is damaged or no JSON object.
     """
     return read_records(path, lambda record: record, run_id=run_id, since=since)
 
@@ -86,7 +89,7 @@ def read_journal(path: Path, *, run_id: str = "", since: Mark | None = None) -> 
 def read_records(
     path: Path, decode: Callable[[dict[str, Any]], T], *, run_id: str = "", since: Mark | None = None
 ) -> Iterator[T]:
-    """As `read_journal`, decoded. What `decode` can't read is a ValueError that names file and line as well."""
+    """Like `read_journal`, decoded. ValueError also names file and line of a record that `decode` can't read."""
     num_foreign, checked = 0, False
     for begin, line in lines_of(path, since):
         try:
@@ -108,7 +111,7 @@ def read_records(
 
 
 def read_what_can_be(path: Path) -> Iterator[dict[str, Any]]:
-    """The records that can be read, for a reader who can do without the others: these are logged by file and line."""
+    """The readable records, for a reader that can do without the others, which are logged by file and line."""
     for begin, line in lines_of(path):
         try:
             record, _, _ = parsed(line)
@@ -127,7 +130,9 @@ def decode_line(line: bytes, place: str) -> dict[str, Any]:
 
 
 def parsed(line: bytes) -> tuple[dict[str, Any], str, bool]:
-    """What a whole line says, the run that wrote it, and whether it had a checksum. ValueError says what is wrong."""
+    """The content of a whole line, the run that wrote it, and whether it had a checksum. ValueError says what is
+    wrong.
+    """
     body, tail = line[:-TAIL_BYTES], line[-TAIL_BYTES:]
     has_checksum = tail.startswith(BEGIN) and tail.endswith(END)
     if has_checksum and told(tail[len(BEGIN) : -len(END)]) != checksum(body):
@@ -145,7 +150,7 @@ def parsed(line: bytes) -> tuple[dict[str, Any], str, bool]:
 
 
 def lines_of(path: Path, since: Mark | None = None) -> Iterator[tuple[int, bytes]]:
-    """Whole lines and where they begin."""
+    """Whole lines and their offsets."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -176,7 +181,7 @@ def told(tail: bytes) -> str:
 
 
 def place_of(path: Path, offset: int) -> str:
-    """In words, by the number of the line: counted only where something is wrong with it."""
+    """The place of a line in words, by its number, which is counted only for errors."""
     number = 1
     with path.open("rb") as file:
         while offset > 0 and (block := file.read(min(offset, BLOCK_BYTES))):
@@ -188,7 +193,7 @@ def place_of(path: Path, offset: int) -> str:
 def replace_journal(
     path: Path, records: Iterable[Mapping[str, object]], *, run_id: str = "", checked: bool = True
 ) -> None:
-    """Rewrite a journal whole: a reader, or a kill, finds the old file or the new one."""
+    """Rewrite a journal atomically: a reader, or a kill, finds the old file or the new one."""
     draft = path.with_name(path.name + ".tmp")
     with draft.open("wb") as file:
         file.writelines(encode_line(record, run_id, checked=checked) for record in records)

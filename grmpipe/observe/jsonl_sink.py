@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a step, readable while the run goes on. Holds numbers only, and no checksums."""
+"""metrics.jsonl: one JSON object per step, readable during the run. Holds numbers only, and no checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class JsonlSink:
-    """`{"step": n, "time": seconds since 1970, name: value, ...}`; what is no finite number becomes null."""
+    """Writes `{"step": n, "time": seconds since 1970, name: value, ...}`; numbers that aren't finite become null."""
 
     name = "metrics.jsonl"
 
@@ -29,15 +29,15 @@ class JsonlSink:
         self._journal.append({"step": step, "time": round(self._now(), 3), **values})
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Nothing: rollouts.jsonl and judgements.jsonl hold them all."""
+        """Does nothing: rollouts.jsonl and judgements.jsonl hold all rollouts."""
 
     def close(self) -> None:
         self._journal.close()
 
     def truncate_after(self, step: int) -> None:
-        """Void what lies after a checkpoint. Atomic; a torn last line goes too, and what can't be read.
+        """Remove the steps after a checkpoint. Atomic; a torn last line and unreadable lines are removed too.
 
-        Metrics are there to be looked at: neither a damaged line nor a full disk keeps a run from going on.
+        Metrics are for display only: neither a damaged line nor a full disk stops a run.
         """
         self.close()
         path = self._journal.path

@@ -1,32 +1,32 @@
-"""Rows of a timeline: which row of its lane a span stands in, so that none overlap. Pure."""
+"""Rows of a timeline: the row of its lane in which a span is drawn, so that none overlap. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS_PER_LANE = 512  # above what an engine has in its batch: a profile is read from these spans
+ROWS_PER_LANE = 512  # more than the requests in an engine's batch: a profile is read from these spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneRow:
-    """One line of the picture. Chrome sorts rows by number and takes an overlap within one for a call stack."""
+    """One row of the timeline. Chrome sorts rows by number and shows an overlap within one as a call stack."""
 
     tid: int
     title: str
-    new: bool  # not yet introduced
+    new: bool  # not yet declared in the trace
 
 
 class Lanes:
-    """Spans come when they end; each takes the first row that was free since it began."""
+    """Assigns rows to spans. Spans come when they end; each takes the first row that was free since it began."""
 
     def __init__(self, rows_per_lane: int = ROWS_PER_LANE) -> None:
         self._rows_per_lane = rows_per_lane
-        self._last_end_s: dict[str, list[float]] = {}  # of each row of a lane
+        self._last_end_s: dict[str, list[float]] = {}  # lane -> the last end in each of its rows
         self._numbers: dict[str, int] = {}
         self.num_crowded_out = 0
 
     def place(self, lane: str, start_s: float, end_s: float) -> LaneRow | None:
-        """None when more spans overlap than a lane has rows: a false picture would be worse than a gap."""
+        """The row of a span. None if more spans overlap than a lane has rows: a wrong picture is worse than a gap."""
         ends_s = self._last_end_s.setdefault(lane, [])
         for index, last_end_s in enumerate(ends_s):
             if last_end_s <= start_s:

@@ -1,4 +1,4 @@
-"""Where log lines go: run.log takes all of them, the console our own warnings only."""
+"""Destinations of log lines: run.log gets all of them, the console only this project's warnings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rich.logging import RichHandler
 from grmpipe.config.redact import environment_secrets, mask
 
 OURS = ("grmpipe", "models", "scheduler")
-QUIET = ("httpx", "httpcore")  # a line for each request, by themselves
+QUIET = ("httpx", "httpcore")  # they log one line per request
 NOISY = ("ray", "transformers", "wandb", "torch", "vllm", "sglang", "asyncio")
 LINE = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
 def setup_logging(run_dir: Path, console: Console | None = None) -> None:
-    """Root logger to run_dir/run.log, Python warnings included. May be called again: the last call holds.
+    """Send the root logger, including Python warnings, to run_dir/run.log. May be called again: the last call counts.
 
-    Call it once the noisy libraries are imported (or again then): they bring console handlers of their own.
+    Call it (again) after importing the noisy libraries, which install their own console handlers.
     `console` is the one that draws the live panel, so that a warning doesn't tear it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def replace_handlers(logger: logging.Logger, *handlers: logging.Handler) -> None
 
 
 class MaskingFormatter(logging.Formatter):
-    """Blanks out secrets of the environment, in messages and tracebacks."""
+    """Masks secrets of the environment in messages and tracebacks."""
 
     def __init__(self, fmt: str) -> None:
         super().__init__(fmt, datefmt="%Y-%m-%d %H:%M:%S")
@@ -59,7 +59,9 @@ class MaskingFormatter(logging.Formatter):
 
 
 class LogFile(logging.FileHandler):
-    """A disk that refuses is told once, in one line: logging's own way is a traceback for each record."""
+    """A log file. An error of the disk is reported once, in one line: logging itself prints a traceback for each
+    record.
+    """
 
     _told = False
 
@@ -72,7 +74,7 @@ class LogFile(logging.FileHandler):
             print(f"grmpipe: {self.baseFilename} can't be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
-        """What is still in the buffer of a full disk is lost, and no reason to fail."""
+        """Close the file. The rest of the buffer is lost on a full disk, which is no reason to fail."""
         with contextlib.suppress(OSError):
             super().close()
 
@@ -84,7 +86,7 @@ def _file_handler(path: Path) -> logging.Handler:
 
 
 class BriefFormatter(MaskingFormatter):
-    """Without tracebacks: they stand in run.log."""
+    """A format without tracebacks: run.log has them."""
 
     def format(self, record: logging.LogRecord) -> str:
         record = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None, "stack_info": None})
@@ -94,5 +96,5 @@ class BriefFormatter(MaskingFormatter):
 def _console_handler(console: Console) -> logging.Handler:
     handler = RichHandler(logging.WARNING, console, show_time=False, show_path=False, markup=False)
     handler.setFormatter(BriefFormatter("%(message)s"))
-    handler.addFilter(lambda record: not record.__dict__.get("file_only"))  # what the console hears anyway
+    handler.addFilter(lambda record: not record.__dict__.get("file_only"))  # the console shows these anyway
     return handler

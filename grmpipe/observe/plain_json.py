@@ -1,4 +1,4 @@
-"""Values as JSON has them, and as bytes. Pure."""
+"""Values as plain JSON, and as bytes. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pydantic_core import PydanticSerializationError, to_json
 
 
 def finite(value: float) -> float | None:
-    """None for NaN and infinity. numpy scalars come along."""
+    """The number; None for NaN and infinity. Accepts numpy scalars."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
 def plain(value: object) -> object:
-    """Dataclasses and mappings become objects, sequences arrays; what JSON has no word for becomes its text."""
+    """The value as JSON types: dataclasses and mappings become objects, sequences arrays, other types their text."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -32,8 +32,8 @@ def plain(value: object) -> object:
 def json_bytes(record: Mapping[str, object], *, strict: bool = False) -> bytes:
     """One line of JSON in UTF-8, several times as fast as json.dumps. Raises TypeError for a type that JSON lacks.
 
-    Half of a surrogate pair, which byte-level models sample, becomes JSON's own escape. NaN and infinities become what
-    Python's json writes and reads; strict: null, for other readers, and what JSON has no word for becomes its text.
+    Half of a surrogate pair, which byte-level models sample, becomes a JSON escape. NaN and infinities are written as
+    Python's json does; strict: as null, for other readers, and types that JSON lacks as their text.
     """
     try:
         return to_json(record, inf_nan_mode="null" if strict else "constants")

@@ -1,4 +1,4 @@
-"""The journals of a run: every rollout, every judgement, how each group ended. Decides nothing."""
+"""The journals of a run: every rollout, every judgement, the end of each group. Decides nothing."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ ROLLOUTS, JUDGEMENTS, GROUPS = "rollouts.jsonl", "judgements.jsonl", "groups.jso
 
 
 class Recorder:
-    """Append-only; a line is with the operating system when the call returns. I/O errors never surface:
-    `failures` counts them by file.
+    """Writes the journals, append-only. The operating system has a line when the call returns. I/O errors never
+    surface: `failures` counts them by file.
 
-    It knows where the first lines of groups that have not ended stand (`marks`): a resume reads from there.
+    `marks` is where the first lines of groups in flight begin: a resume reads from there.
     """
 
     def __init__(self, run_dir: Path, run_id: str = "") -> None:
         self._rollouts = Journal(run_dir / ROLLOUTS, run_id=run_id)
         self._judgements = Journal(run_dir / JUDGEMENTS, run_id=run_id)
         self._groups = Journal(run_dir / GROUPS, run_id=run_id)
-        self._begins: dict[str, dict[str, Mark]] = {ROLLOUTS: {}, JUDGEMENTS: {}}  # by journal, then by group
+        self._begins: dict[str, dict[str, Mark]] = {ROLLOUTS: {}, JUDGEMENTS: {}}  # journal -> group_id -> mark
         self._guard = Guard()
         self.failures = self._guard.failures
 
     def marks(self) -> dict[str, Mark]:
-        """By journal: nothing before it is of a group that has not ended. One that can't be read has none."""
+        """Journal -> the mark before which all groups have ended. A journal that can't be read has none."""
         found: dict[str, Mark] = {}
         for journal in (self._rollouts, self._judgements, self._groups):
             with self._guard.watch(journal.path.name):
@@ -49,7 +49,7 @@ class Recorder:
         return found
 
     def go_on(self, marks: Mapping[str, Mark], group_ids: Iterable[str]) -> None:
-        """After a resume that read from `marks`: the lines of these groups may stand anywhere behind them."""
+        """Continue after a resume that read from `marks`: the lines of these groups may be anywhere after them."""
         for name, begins in self._begins.items():
             begins |= dict.fromkeys(group_ids, marks.get(name, Mark()))
 
@@ -67,7 +67,7 @@ class Recorder:
             self._judgements.append({**who, **encode_report(report)})
 
     def group_ended(self, end: GroupEnd) -> None:
-        """The line holds only what is known: see GroupEnd."""
+        """Write the end of a group. The line holds only known fields: see GroupEnd."""
         for begins in self._begins.values():
             begins.pop(end.group_id, None)
         with self._guard.watch(self._groups.path.name):
@@ -95,19 +95,21 @@ class RecordedRollout:
 
 
 def load_rollouts(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[RecordedRollout]:
-    """In the order they ended. Lazily: a long run's journal is larger than memory. As `read_journal` otherwise."""
+    """Rollouts in the order they ended, read lazily: a long run's journal exceeds the memory. Otherwise like
+    `read_journal`.
+    """
     return read_records(path, decode_recorded, run_id=run_id, since=since)
 
 
 def load_verdicts(
     path: Path, *, run_id: str = "", since: Mark | None = None
 ) -> Iterator[tuple[tuple[str, int], JudgeReport]]:
-    """((group_id, sibling), report); a rollout judged again comes again, the later report holds."""
+    """((group_id, sibling), report) for each verdict. A rollout may be judged again: the later report counts."""
     return read_records(path, decode_judged, run_id=run_id, since=since)
 
 
 def load_group_ends(path: Path, *, run_id: str = "", since: Mark | None = None) -> Iterator[GroupEnd]:
-    """In the order they ended. After a resume, what was trained after the checkpoint is void: the later line holds."""
+    """The ends of groups in their order. After a resume, ends after the checkpoint are void: the later line counts."""
     return read_records(path, lambda record: GroupEnd(**record), run_id=run_id, since=since)
 
 

@@ -1,4 +1,4 @@
-"""Rollouts and judgements as plain JSON objects, and back. Pure; the files are the recorder's."""
+"""Rollouts and judgements as plain JSON objects, and back. Pure; the recorder writes the files."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from models.types import Completion, Message, VersionSpan
 
 DIGITS, MAX_EXPONENT = 9, 308
 POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(MAX_EXPONENT + 1)])
-Record = dict[str, Any]  # of this file and the recorder only: what one line of a journal says
+Record = dict[str, Any]  # one line of a journal; used in this file and the recorder only
 
 
 def encode_logprobs(logprobs: Sequence[float]) -> list[float]:
-    """Samplers compute in float32: nine digits give each of those back exactly, in two thirds of the bytes."""
+    """Log-probs with nine digits, which give each float32 of the sampler back exactly, in two thirds of the bytes."""
     values_N = np.array(logprobs, dtype=np.float64)
     with np.errstate(all="ignore"):
         exponents_N = np.floor(np.log10(np.abs(values_N)))
         places_N = np.fmax(np.fmin(DIGITS - 1 - exponents_N, MAX_EXPONENT), 0)
         scales_N = POWERS_OF_TEN[places_N.astype(np.intp)]
         rounded_N = np.rint(values_N * scales_N) / scales_N
-    # Zeros, infinities and NaN stay as they are.
+    # Zeros, infinities and NaN are kept.
     return cast("list[float]", np.where(np.isfinite(rounded_N), rounded_N, values_N).tolist())
 
 
@@ -144,7 +144,9 @@ def decode_verdict(record: Record) -> Verdict:
 
 
 def encode_report(report: JudgeReport) -> Record:
-    """Under `verdict` or, for a judge that failed, under `failed`: no reader can take one for the other."""
+    """The record of a report, under `verdict` or, if the judge failed, under `failed`, so that no reader confuses
+    them.
+    """
     verdict = report.verdict
     ended = {"failed": encode_failed(verdict)} if isinstance(verdict, Failed) else {"verdict": encode_verdict(verdict)}
     return {
@@ -172,5 +174,5 @@ Flat = VersionSpan | RewardSpan | Criterion | Prompt | Rollout | Judgement | Fai
 
 
 def encode_flat(value: Flat) -> Record:
-    """Field by field, nothing nested: many times faster than dataclasses.asdict, which copies every token id."""
+    """The fields of a flat dataclass: many times faster than dataclasses.asdict, which copies every token id."""
     return {name: getattr(value, name) for name in value.__dataclass_fields__}

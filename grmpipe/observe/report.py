@@ -1,6 +1,6 @@
-"""report.html: a run as one page that needs nothing else, no network and no script. Made of the run's files alone.
+"""report.html: a run as one self-contained page, without network or scripts. Made only from the run's files.
 
-What models wrote is shown as text, whatever it looks like: the template escapes, and the page forbids itself scripts.
+Text of models is always shown as text: the template escapes it, and the page's policy forbids scripts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
 log = logging.getLogger(__name__)
 
 REPORT = "report.html"
-TEXT_CHARS = 6_000  # of one text that is shown
+TEXT_CHARS = 6_000  # of one text
 ALARMS = ("alarm/hacking", "alarm/fooled", "alarm/canary_drift")
 REST = "learns, engines busy"
 WAITS = (
@@ -35,7 +35,7 @@ MISMATCH = re.compile(r"mismatch/age_(\d+)/mean_nats")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """A number that is looked for first. before: at the start of the run."""
+    """One of the numbers at the top of the page. before: its value at the start of the run."""
 
     name: str
     value: str
@@ -44,7 +44,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """share: of the whole, 0 to 1."""
+    """A bar. share: of the whole, 0 to 1."""
 
     name: str
     share: float
@@ -53,7 +53,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """All that the template shows."""
+    """The data of the template."""
 
     run: RunFiles
     tiles: Sequence[Tile]
@@ -64,13 +64,13 @@ class Page:
     waits: Sequence[Bar]
     busy: Sequence[Bar]
     age: Sequence[Chart]
-    metrics: Mapping[str, Sequence[Spark]]  # by what stands before the slash
+    metrics: Mapping[str, Sequence[Spark]]  # by the part before the slash
 
 
 def write_report(run_dir: Path, bottleneck: str | None = None) -> bool:
-    """Whether it could be written: nothing that goes wrong here is raised.
+    """Write the report. Returns whether that worked; raises nothing.
 
-    bottleneck: for a run that left no summary.
+    bottleneck: for a run without a summary.
     """
     guard = Guard()
     with guard.watch(REPORT):
@@ -146,7 +146,7 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
 
 
 def failure_bars(run: RunFiles) -> list[Bar]:
-    """Of all that were asked; the bars are scaled to the most frequent cause."""
+    """Failed judgements as shares of all; bars are scaled to the most frequent cause."""
     most = max(run.failed.values(), default=0) or 1
     ordered = sorted(run.failed.items(), key=lambda item: -item[1])
     return [
@@ -156,7 +156,7 @@ def failure_bars(run: RunFiles) -> list[Bar]:
 
 
 def wait_bars(run: RunFiles) -> list[Bar]:
-    """Shares of the time of all steps."""
+    """Stalls as shares of the time of all steps."""
     seconds = run.total("time/step_s")
     if not seconds:
         return []
@@ -169,7 +169,7 @@ def wait_bars(run: RunFiles) -> list[Bar]:
 
 
 def busy_bars(run: RunFiles) -> list[Bar]:
-    """Shares of the time of all steps in which a role had something to do."""
+    """Busy times of roles as shares of the time of all steps."""
     seconds = run.total("time/step_s")
     shares = {role: min(1.0, busy_s / seconds) for role, busy_s in run.busy_s.items()} if seconds else {}
     return [Bar(name=role, share=share, text=f"{100 * share:.0f} %") for role, share in shares.items()]
@@ -200,7 +200,7 @@ def score_series(run: RunFiles) -> list[Series]:
 
 
 def spread_series(run: RunFiles) -> Iterator[Series]:
-    """Of one judgement each there is none."""
+    """The spread of judgements and of scores. With one judgement each there is none."""
     points = run.series("judge/score_std")
     if any(spread for _, spread in points):
         yield Series(name="mean of a batch", points=points)
@@ -228,7 +228,7 @@ def mismatch_series(run: RunFiles) -> Iterator[Series]:
 
 
 def wait_layers(run: RunFiles) -> list[Series]:
-    """The learner's states, which add up to a step."""
+    """The learner's states, which add up to the time of a step."""
     lines = [line for line in run.metrics if "time/step_s" in line]
     layers = [
         Series(name=title, points=[(line["step"], line.get(name, 0.0)) for line in lines]) for name, title in WAITS
@@ -251,7 +251,7 @@ def sparks(run: RunFiles) -> dict[str, list[Spark]]:
 
 
 def shown_text(text: str) -> str:
-    """Control characters can't hide or reorder what stands there; what is very long is cut in its middle."""
+    """Text that control characters can't hide or reorder; very long text loses its middle."""
     if len(text) > TEXT_CHARS:
         half, left_out = TEXT_CHARS // 2, len(text) - TEXT_CHARS
         text = f"{text[:half]}\n\n[… {left_out:,} characters left out …]\n\n{text[-half:]}"

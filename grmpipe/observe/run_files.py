@@ -1,7 +1,7 @@
-"""What the files of a run say, as far as they are there: for a reader, of a finished or a crashed run. Writes nothing.
+"""Reads the files of a finished or crashed run, as far as they exist. Writes nothing.
 
-Every file may be missing, torn or of another version: what can't be read is left out. Journals can be huge; only their
-two ends are read.
+Every file may be missing, torn or of another version: unreadable parts are left out. Journals can be huge, so only
+their two ends are read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from grmpipe.observe.charts import Point
 from grmpipe.observe.gauges import failures_by_cause
 from grmpipe.types import Metrics
 
-END_BYTES = 4_000_000  # of a journal, read at either end
+END_BYTES = 4_000_000  # read at each end of a journal
 LOG_BYTES = 16_000
 NEVER_ENDED = "no end recorded"
 
-Record = dict[str, Any]  # of this file only: a line of a journal, a part of the summary
+Record = dict[str, Any]  # a line of a journal or a part of the summary; used in this file only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Critique:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """A rollout with what the judge said. score: None where judging failed; the critiques then begin with the cause.
+    """A rollout with its judging. score: None if judging failed; the critiques then begin with the cause.
 
-    why: what it was chosen for.
+    why: the reason for showing it.
     """
 
     why: str
@@ -54,7 +54,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """metrics: a mapping a line, in the order of the file; each has its `step`."""
+    """The files of a run. metrics: one mapping per line, in the order of the file, with its `step`."""
 
     name: str
     status: str
@@ -118,7 +118,7 @@ def change_of(line: Record) -> str:
 
 
 def title_of(run_dir: Path, config: str) -> str:
-    """Directories have dates for names: the experiment says what was run."""
+    """The title of a run: its experiment, because directories are named by date."""
     experiment = re.search(r"^experiment: (\S+)$", config, re.MULTILINE)
     return f"{experiment[1]}, {run_dir.resolve().name}" if experiment else run_dir.resolve().name
 
@@ -127,12 +127,12 @@ def title_of(run_dir: Path, config: str) -> str:
 
 
 def numbers_of(record: Mapping[str, object]) -> dict[str, float]:
-    """What came to no number is left out."""
+    """The finite numbers of a record."""
     return {name: found for name in record if (found := number(record, name)) is not None}
 
 
 def number(record: Mapping[str, object], name: str) -> float | None:
-    """None for what is no finite number."""
+    """The number under a name; None if it isn't finite."""
     value = record.get(name)
     try:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
@@ -162,7 +162,7 @@ def failures_in(metrics: Iterable[Metrics]) -> dict[str, int]:
 
 
 def groups_of(summed: Record, metrics: Sequence[Metrics]) -> dict[str, int]:
-    """How they ended; without a summary, what the last step said."""
+    """The number of groups by how they ended; without a summary, as of the last step."""
     if summed:
         known = counts(summed)
         ended = {"trained": known.get("trained", 0), "in flight": known.get("in_flight", 0)}
@@ -196,7 +196,7 @@ class Pair:
 
 
 def shown_of(run_dir: Path) -> list[Shown]:
-    """Few, and telling ones: from the beginning, and of the last ones the ends of the scale and what went wrong."""
+    """A few informative rollouts: from the beginning and, of the last ones, the ends of the scale and failures."""
     rollouts, reports = ends_of(run_dir / "rollouts.jsonl"), ends_of(run_dir / "judgements.jsonl")
     early, late = (joined(*both) for both in zip(rollouts, reports, strict=True))
     late = late or early
@@ -222,7 +222,9 @@ def first_of(pairs: Sequence[Pair], key: Callable[[Pair], float] = lambda pair: 
 
 
 def joined(rollouts: Sequence[Record], reports: Sequence[Record]) -> list[Pair]:
-    """A journal of this name may also hold the judgements of labelled work: they have no group."""
+    """Rollouts and their reports by group and sibling. Judgements of labelled work, which have no group, are left
+    out.
+    """
     by_seat = {(report["group_id"], report["sibling"]): report for report in reports if "group_id" in report}
     seats = ((rollout, by_seat.get((rollout["group_id"], rollout["sibling"]))) for rollout in rollouts)
     return [Pair(rollout=rollout, report=report) for rollout, report in seats if report is not None]
@@ -254,7 +256,7 @@ def shown(why: str, pair: Pair) -> Shown:
 
 
 def score_of(judgement: Record, sibling: int) -> float | None:
-    """None where it isn't one number for each sibling: steps have several."""
+    """The sibling's score. None if the judgement has several scores per sibling, as for steps."""
     siblings, scores = judgement["siblings"], judgement["scores"]
     return dict(zip(siblings, scores, strict=True)).get(sibling) if len(siblings) == len(scores) else None
 
@@ -267,7 +269,7 @@ def reply_text(message: Record) -> str:
 
 
 def read_bytes(path: Path, *, from_end: int = 0) -> bytes:
-    """Of a missing file nothing. from_end: so many of the last ones, from the start of a line on."""
+    """The content of a file; empty if it is missing. from_end: only this many last bytes, from the start of a line."""
     try:
         with path.open("rb") as file:
             if from_end and path.stat().st_size > from_end:
@@ -279,7 +281,7 @@ def read_bytes(path: Path, *, from_end: int = 0) -> bytes:
 
 
 def ends_of(path: Path, num_bytes: int = END_BYTES) -> tuple[list[Record], list[Record]]:
-    """The first and the last lines of a journal. None is in both."""
+    """The first and the last lines of a journal, without overlap."""
     try:
         with path.open("rb") as file:
             first = file.readlines(num_bytes)
@@ -293,7 +295,7 @@ def ends_of(path: Path, num_bytes: int = END_BYTES) -> tuple[list[Record], list[
 
 
 def records(data: bytes) -> Iterator[Record]:
-    """Whole lines that are JSON objects."""
+    """The JSON objects on whole lines."""
     for line in data.splitlines(keepends=True):
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
@@ -337,7 +339,7 @@ def config_text(data: bytes, secrets: Sequence[str]) -> str:
 
 
 def config_line(line: str) -> str:
-    """Numbers, yes and no stay under any name, as in `redact`."""
+    """A line of the configuration. Numbers and booleans stay under any name, as in `redact`."""
     found = CONFIG_LINE.match(line)
     if not found or not looks_secret(found[2]) or re.fullmatch(r"[-+.\de]+|null|true|false|\{\}|\[\]", found[3]):
         return line

@@ -1,4 +1,4 @@
-"""Rollouts with their judgements, as people read them: rows of a table. Never used for training."""
+"""Rollouts with their judgements, as rows of a table for people. Never used for training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grmpipe.types import Failed, JudgeReport, Prompt, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """One rollout. A judge that failed leaves no score: the critique then says why."""
+    """One rollout. If judging failed there is no score, and the critique says why."""
 
     group_id: str
     sibling: int
@@ -17,7 +17,7 @@ class SampleRow:
     answer: str
     critique: str
     score: float | None
-    truth: float | None  # 1 right, 0 wrong, by a rule that sees the reference; None where there is no such rule
+    truth: float | None  # 1 right, 0 wrong, by a rule that sees the reference; None without such a rule
 
 
 def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: float | None = None) -> SampleRow:
@@ -34,7 +34,7 @@ def sample_row(prompt: Prompt, rollout: Rollout, report: JudgeReport, truth: flo
 
 
 def critique_of(report: JudgeReport) -> str:
-    """The judgements' texts; for a verdict that failed, the cause first."""
+    """The judgements' texts; for a failed verdict, the cause first."""
     texts = [judgement.completion.text for judgement in report.judgements]
     if isinstance(report.verdict, Failed):
         failed = report.verdict

@@ -1,4 +1,4 @@
-"""summary.json: what a run came to, and the objective that a sweeper asks for. Written once, atomically."""
+"""summary.json: the results of a run, and the objective for a sweeper. Written once, atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["completed", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSummary:
-    """Held-out metrics before the first and after the last step; empty where there was no evaluation."""
+    """Held-out metrics before the first and after the last step; empty without an evaluation."""
 
     initial: Metrics = field(default_factory=dict)
     final: Metrics = field(default_factory=dict)
@@ -31,10 +31,10 @@ class JudgingSummary:
     counted: int = 0  # in a vote
     failed: Mapping[str, int] = field(default_factory=dict)  # by cause
     tokens: int = 0  # sampled
-    saved_by_early_stop: int = 0  # tokens, estimated from below: judgements never asked, at the others' mean length
+    saved_by_early_stop: int = 0  # tokens, a lower bound: judgements never requested, at the others' mean length
     early_stop_error: float | None = None  # score units, mean of the audited: the vote at the stop against the full one
-    aborted_tasks: int = 0  # broken off by a new version of a GRM that learns
-    voided_verdicts: int = 0  # of groups that it judged anew
+    aborted_tasks: int = 0  # aborted by a new version of a GRM in training
+    voided_verdicts: int = 0  # of groups that it judged again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class GroupsSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The fields of summary.json, in this order."""
+    """The content of summary.json, with its fields in this order."""
 
     status: Status
     steps: int
@@ -63,7 +63,7 @@ class Summary:
     max_staleness_trained: int = 0
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots, by "policy->grm"
-    bottleneck: str | None = None  # who held up whom, and what to change; None where nothing dominated
+    bottleneck: str | None = None  # None if nothing dominated
     alarms: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()  # of the configuration, by resumes
     journal_failures: Mapping[str, int] = field(default_factory=dict)  # by file: lines that could not be written
@@ -73,7 +73,7 @@ class Summary:
         assert (self.failure is not None) == (self.status == "failed"), "only a failed run has a failure"
 
     def to_json(self) -> dict[str, object]:
-        """As plain JSON: what is no finite number becomes null."""
+        """The summary as plain JSON: numbers that aren't finite become null."""
         names = [field.name for field in fields(self) if field.name != "failure" or self.failure is not None]
         return {name: plain(getattr(self, name)) for name in names}
 
@@ -81,14 +81,14 @@ class Summary:
         return replace(self, objective=lookup(self, path))
 
     def write(self, path: Path) -> None:
-        """Raises OSError: whoever starts a sweep must know that there is no result."""
+        """Write the file. Raises OSError, because a sweep must know that there is no result."""
         draft = path.with_name(path.name + ".tmp")
         draft.write_text(json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         draft.replace(path)
 
 
 def written(summary: Summary, path: Path) -> Summary:
-    """Write it; where that fails, return one that says so behind the first cause: there is no result to be found."""
+    """Write the summary. If that fails, return a failed summary that says so after the first cause."""
     try:
         summary.write(path)
     except OSError as error:
@@ -101,7 +101,7 @@ def written(summary: Summary, path: Path) -> Summary:
 def lookup(summary: Summary, path: str) -> float:
     """The number at a dotted path, such as "eval.final.true_accuracy".
 
-    Raises ValueError that names the paths there are.
+    Raises ValueError that lists the paths.
     """
     known = dict(numbers(summary.to_json()))
     if path not in known:

@@ -10,14 +10,14 @@ from grmpipe.observe.guard import Guard
 from grmpipe.observe.lanes import LaneRow, Lanes
 from grmpipe.observe.plain_json import json_bytes
 
-SPILL_EVENTS = 256  # kept in memory at most
-SPILL_AFTER_S = 5.0  # a kill loses no more of the run's time than this
+SPILL_EVENTS = 256  # kept in memory, at most
+SPILL_AFTER_S = 5.0  # a kill loses at most this much of the run's time
 CLOSING = b"\n]\n"
 
 
 class Timeline:
-    """An EventSink. The file is an array of one event a line, written in pieces; a run that was killed leaves out
-    the closing bracket, which the format allows. A resumed run goes on in the same file, as a process of its own.
+    """An EventSink that writes timeline.json: an array with one event per line, written in pieces. A killed run leaves
+    out the closing bracket, which the format allows. A resumed run continues in the same file, as another process.
 
     I/O errors never surface: `failures` counts them.
     """
@@ -27,7 +27,7 @@ class Timeline:
         self._lanes = Lanes()
         self._pending: list[bytes] = []
         self._spilled_s = -float("inf")
-        # Not the process id: in a container every part of a resumed run may have the same one.
+        # Not the process id: in a container every part of a resumed run may have the same id.
         self._pid = int(time.time())
         self._opened = False
         self._guard = Guard()
@@ -35,7 +35,7 @@ class Timeline:
         self._put("M", "process_name", 0, args={"name": f"grmpipe, started {time.strftime('%Y-%m-%d %H:%M:%S')}"})
 
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
-        """Overlapping spans of a lane get rows of their own, "policy-0 · 2" and so on."""
+        """Record a span. Overlapping spans of a lane get their own rows, "policy-0 · 2" and so on."""
         row = self._lanes.place(lane, start_s, end_s)
         if row is not None:
             self._introduce(row)
@@ -44,13 +44,13 @@ class Timeline:
             self._spill_when_due(end_s)
 
     def flush(self) -> None:
-        """To the operating system, now. Events of a write that failed are lost: memory stays bounded."""
+        """Write to the operating system now. Events of a failed write are lost: memory stays bounded."""
         pending, self._pending = self._pending, []
         with self._guard.watch(self._file.path.name):
             self._append(b"".join(event + b",\n" for event in pending))
 
     def close(self) -> None:
-        """Ends the array: valid JSON from here on."""
+        """End the array: the file is valid JSON from here on."""
         self.flush()
         left_out = self._lanes.num_crowded_out
         label = f"{left_out} spans left out: a lane has too few rows" if left_out else "complete"
@@ -85,7 +85,7 @@ def micros(time_s: float) -> float:
 
 
 def reopen_array(append_file: AppendFile) -> None:
-    """Begin the array, or take its closing bracket off again."""
+    """Begin the array, or remove its closing bracket."""
     file = append_file.open()
     end = file.tell()
     if end == 0:

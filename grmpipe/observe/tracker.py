@@ -1,4 +1,4 @@
-"""Metrics and tables on their way out: a tracker and what a sink must do. Knows no sink by name."""
+"""Passes metrics and tables to sinks: the tracker and the protocol of a sink. Knows no sink by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grmpipe.types import Metrics
 
 
 class Sink(Protocol):
-    """Takes what a step came to. May raise: the tracker guards it."""
+    """Takes the results of a step. May raise: the tracker guards it."""
 
     @property
     def name(self) -> str: ...
@@ -25,7 +25,9 @@ class Sink(Protocol):
 
 
 class Tracker:
-    """Tells every sink. One that raises is counted in `failures`, and is told again at the next step."""
+    """Passes results to every sink. An error is counted in `failures`, and the sink is called again at the next
+    step.
+    """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     import wandb
 
 COLUMNS: tuple[str, ...] = ("step", *(field.name for field in fields(SampleRow)))
-START_TIMEOUT_S = 20.0  # W&B's own is 90: too long to look at a run that may be dead
+START_TIMEOUT_S = 20.0  # W&B's own is 90, which looks like a dead run
 FINISH_TIMEOUT_S = 120.0
 Mode = Literal["online", "offline", "disabled"]
 
 
 class WandbSink:
-    """One W&B run, whatever happens to the process: store `run_id` in checkpoints and give it back.
+    """A sink to one W&B run, which a resume continues: store `run_id` in checkpoints and pass it again.
 
-    Its files lie in `run_dir`/wandb. What can't go online goes offline (`wandb sync` sends it later).
+    Its files are in `run_dir`/wandb. If it can't go online it runs offline (`wandb sync` sends the files later).
     """
 
     name = "wandb"
@@ -50,7 +50,7 @@ class WandbSink:
             self._run.log({"step": step, **metrics})
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Rollouts with judgements, every `table_every` steps."""
+        """Send rollouts with judgements, every `table_every` steps."""
         every = self._config.table_every
         if self._run is None or not every or step % every:
             return
@@ -66,7 +66,7 @@ class WandbSink:
 
         run, self._run = self._run, None
         run.finish()
-        wandb.teardown()  # finish may return before the last records are in the file; this waits for them
+        wandb.teardown()  # waits for the last records: finish may return before they are in the file
 
     def _cells(self, step: int, row: SampleRow) -> list[object]:
         values = (getattr(row, column) for column in COLUMNS[1:])
@@ -74,7 +74,7 @@ class WandbSink:
 
 
 def modes_to_try(wandb_mode: str, environ: Mapping[str, str]) -> tuple[Mode, ...]:
-    """In this order, until one starts."""
+    """The modes to try, in this order, until one starts."""
     if wandb_mode == "disabled":
         return ()
     online = wandb_mode == "online" or (wandb_mode == "auto" and bool(environ.get("WANDB_API_KEY")))
@@ -84,10 +84,10 @@ def modes_to_try(wandb_mode: str, environ: Mapping[str, str]) -> tuple[Mode, ...
 def start(
     config: TrackingConfig, mode: Mode, run_dir: Path, run_config: Mapping[str, object], run_id: str
 ) -> wandb.Run:
-    """Offline this takes half a second, import included. `run_config` must be free of secrets."""
-    # Read before any settings of ours: no crash reports to W&B, no line about whose key it found.
+    """Start a W&B run; offline this takes half a second, with the import. `run_config` must be free of secrets."""
+    # Read before any of our settings: no crash reports to W&B, no line about the key it found.
     os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-    import wandb  # late: a run with W&B disabled shouldn't pay for it
+    import wandb  # late: a run without W&B shouldn't pay for it
 
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
@@ -102,9 +102,9 @@ def start(
             settings=quiet_settings(mode),
         )
     except Exception:
-        wandb.teardown(exit_code=1)  # or the next attempt is told that the run's id is in use
+        wandb.teardown(exit_code=1)  # otherwise the next attempt fails because the run's id is in use
         raise
-    # W&B's own step restarts at 0 when a run resumes offline; ours goes on.
+    # W&B's own step restarts at 0 when a run resumes offline; ours continues.
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
     return run

@@ -1,4 +1,4 @@
-"""Who held up whom over a run, and what to change: one sentence from its waits. Pure."""
+"""The bottleneck of a run and what to change, in one sentence, from its stall times. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal
 
 from grmpipe.pipeline.stall_times import StallTimes
 
-MIN_SHARE = 0.2  # of the time of the steps: less isn't worth a sentence
-MIN_LEAD = 1.25  # over the next longest wait: where two are alike, neither is the bottleneck
+MIN_SHARE = 0.2  # of the steps' time: a smaller share isn't reported
+MIN_LEAD = 1.25  # times the second longest stall: below it, neither of the two is the bottleneck
 
 Holder = Literal["policy", "judge", "batch", "weights"]
 
@@ -23,20 +23,20 @@ SUBJECTS: Mapping[Holder, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What of a run decides which change is possible.
+    """The settings of a run that decide which changes are possible.
 
-    judge: where judgements are made; None where only a rule judges.
+    judge: where judgements are made; None if only a rule judges.
     """
 
     judge: Literal["here", "outside"] | None
     num_judgements: int
     max_staleness: int
     rate_limited: bool = False
-    elastic_pools: Mapping[str, str] = field(default_factory=dict)  # role -> the pool whose slots come and go
+    elastic_pools: Mapping[str, str] = field(default_factory=dict)  # role -> the elastic pool that its slots are in
 
 
 def bottleneck(times: StallTimes, setup: Setup) -> str | None:
-    """None where nothing dominates."""
+    """The sentence for the report. None if no stall dominates."""
     stalls: dict[Holder, float] = {
         "policy": times.rollouts_s,
         "judge": times.verdicts_s,
@@ -51,7 +51,7 @@ def bottleneck(times: StallTimes, setup: Setup) -> str | None:
 
 
 def advice(holder: Holder, setup: Setup) -> list[str]:
-    """What would shorten a wait, each as a key and a direction; the surest first."""
+    """Changes that would shorten a stall, each as a key and a direction. The most certain first."""
     changes = {
         "policy": [more_slots("policy", setup), "lower rollout.max_new_tokens"],
         "judge": judging(setup),

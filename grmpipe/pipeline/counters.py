@@ -1,4 +1,4 @@
-"""Counts what flows by: tokens, judgements, failures by cause. Per step and in total; it decides nothing."""
+"""Counts of tokens, judgements and failures by cause, per step and in total; metrics of a step. Decides nothing."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from scheduler.admission import Ledger
 
 @dataclass(slots=True)
 class Counters:
-    """Since the last step, or since the run began."""
+    """Counts since the last step, or since the run began."""
 
     rollouts: int = 0
     truncated: int = 0
     policy_tokens: int = 0
-    asked: int = 0  # judgements requested, re-asked ones included
+    asked: int = 0  # judgements requested, retries included
     counted: int = 0  # judgements that entered a vote
     judge_tokens: int = 0
-    aborted: int = 0  # judge tasks that a new version of the judge broke off
-    voided: int = 0  # verdicts of groups that it had to judge again
+    aborted: int = 0  # judge tasks aborted because a new version of the judge came
+    voided: int = 0  # verdicts that a new version of the judge had to give again
     failed: Counter[str] = field(default_factory=Counter)  # judgements by cause
-    saved_tokens: int = 0  # of judgements that an early stop left out, estimated from below
-    audits: int = 0  # rollouts judged in full to try the early stop
-    audit_error: float = 0.0  # score units, summed up: the vote at the stop against the full one
+    saved_tokens: int = 0  # in judgements that an early stop left out; a lower bound
+    audits: int = 0  # rollouts judged in full to check the early stop
+    audit_error: float = 0.0  # sum, in score units, of the differences between the vote at the stop and the full one
     stalls: StallTimes = field(default_factory=StallTimes)
 
     @staticmethod
     def restored(saved: Mapping[str, object]) -> Counters:
-        """From what `FlowCounters.saved` gave a checkpoint."""
+        """Counters from what `FlowCounters.saved` wrote into a checkpoint."""
         failed = Counter(saved["failed"])  # type: ignore[call-overload]
         stalls = StallTimes(**saved.get("stalls", {}))  # type: ignore[arg-type]
         return Counters(**{**saved, "failed": failed, "stalls": stalls})
@@ -59,7 +59,7 @@ class Counters:
 
 
 class FlowCounters:
-    """`step` starts anew with every step, `total` goes on over a resume."""
+    """Counters of a run: `step` restarts with every step, `total` continues over a resume."""
 
     def __init__(self) -> None:
         self.step = Counters()
@@ -86,22 +86,22 @@ class FlowCounters:
         self.step.failed.update(failure.cause for failure in report.failures)
 
     def judge_changed(self, *, aborted: int, voided: int) -> None:
-        """A new version of the GRM judges from now on."""
+        """Count what a change of the judge's version aborted and voided."""
         self.step.aborted += aborted
         self.step.voided += voided
 
     def waited(self, times: StallTimes) -> None:
-        """At the end of a step."""
+        """Add the stall times of a step, at its end."""
         self.step.stalls = self.step.stalls.plus(times)
 
     def close_step(self) -> Counters:
-        """This step's counts; they enter the totals."""
+        """Return this step's counts and add them to the totals."""
         closed, self.step = self.step, Counters()
         self.total.add(closed)
         return closed
 
     def total_so_far(self) -> Counters:
-        """With the open step."""
+        """The totals, including the open step."""
         counts = Counters()
         counts.add(self.total)
         counts.add(self.step)
@@ -122,7 +122,7 @@ class FlowCounters:
 def step_metrics(
     report: StepReport, counts: Counters, ledger: Ledger, is_right: Rule, algorithm: AlgorithmConfig
 ) -> Metrics:
-    """Everything that one step is told by."""
+    """All metrics of one step."""
     return {
         **flow_metrics(counts, report.stalls.steps_s),
         **batch_metrics(report.groups, report.step - 1, algorithm),
@@ -147,13 +147,13 @@ def step_metrics(
 
 
 def truth_metrics(groups: Sequence[JudgedGroup], is_right: Rule) -> Metrics:
-    """How much of a batch is right by the rule: shown, never trained on. Empty where there are no references."""
+    """The share of a batch that is right by the rule: reported, never trained on. Empty if there are no references."""
     right = [verdict for group in groups for verdict in ruled(group, is_right)]
     return {"train/true_accuracy": statistics.fmean(right)} if right else {}
 
 
 def ruled(group: JudgedGroup, is_right: Rule) -> list[bool]:
-    """Each sibling by the rule. Empty without a reference, or with one that it can't read: a rubric."""
+    """Whether the rule accepts each sibling. Empty without a reference, or with a rubric as one."""
     reference = group.prompt.reference
     if reference is None:
         return []
@@ -164,7 +164,7 @@ def ruled(group: JudgedGroup, is_right: Rule) -> list[bool]:
 
 
 def flow_metrics(counts: Counters, seconds: float) -> Metrics:
-    """What moved in a step that took `seconds`."""
+    """Metrics of the rollouts and judgements that ended in a step of `seconds`."""
     metrics = {
         "rollout/finished": float(counts.rollouts),
         "rollout/truncated_share": counts.truncated / counts.rollouts if counts.rollouts else 0.0,
@@ -185,7 +185,7 @@ def flow_metrics(counts: Counters, seconds: float) -> Metrics:
 
 
 def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: AlgorithmConfig) -> Metrics:
-    """What a batch of version `version` was trained on: scores, rewards, lengths, ages."""
+    """Metrics of the batch that version `version` was trained on: scores, rewards, lengths, staleness."""
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
     verdicts = [verdict for _, verdict in pairs if isinstance(verdict, Verdict)]
     lengths = [rollout.num_sampled_tokens for rollout, _ in pairs]
@@ -215,13 +215,13 @@ def batch_metrics(groups: Sequence[JudgedGroup], version: int, algorithm: Algori
 
 
 def has_zero_advantages(group: JudgedGroup, algorithm: AlgorithmConfig) -> bool:
-    """Whether its verdicts, before any penalty, are all alike to the estimator: nothing to learn from."""
+    """Whether the estimator gives all siblings an advantage of zero, before any penalty: nothing to learn from."""
     judged = zip(group.rollouts, group.verdicts, strict=True)
     return all_advantages_zero([rewards_of(r, v) for r, v in judged if isinstance(v, Verdict)], algorithm)
 
 
 def score_length_correlation(pairs: Sequence[tuple[Rollout, object]]) -> float | None:
-    """Pearson's, over a batch; None where one of the two doesn't vary."""
+    """Pearson correlation of score and length over a batch. None if one of the two doesn't vary."""
     points = [(r.num_sampled_tokens, v.score) for r, v in pairs if isinstance(v, Verdict)]
     lengths, scores = [float(x) for x, _ in points], [y for _, y in points]
     if len(set(lengths)) < 2 or len(set(scores)) < 2:

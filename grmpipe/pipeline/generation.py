@@ -1,4 +1,4 @@
-"""From prompts to judged groups: admits, plays, judges, and ends groups at their deadline. Holds and trains none."""
+"""From prompts to judged groups: admits, plays, judges, ends groups at their deadline. Holds and trains no group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grmpipe.pipeline.group_buffer import GroupBuffer
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig, PipelineComponents, RecoveredGroup
 from grmpipe.pipeline.rollout_gate import PolicyFitness
 from grmpipe.types import JudgeReport, JudgeSession, JudgeTask, Prompt, Verdict
-from models.seeds import derive_seed
+from models.seeds import derive_seed, first_name
 from models.types import EngineRefused
 from scheduler.clock import ActiveClock, PauseGate
 from scheduler.routing.router import RequestKillsEngines
@@ -28,7 +28,7 @@ UNBOUNDED = 1 << 30
 
 
 class Producer:
-    """Opens groups while there is room, and brings each to its end. The buffer holds them: it holds none itself."""
+    """Opens groups while there is room, and brings each to its end. The buffer holds them."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Producer:
         counters: FlowCounters,
         judge_version: int,
     ) -> None:
-        """engines: runs while rollouts or judgements are in flight. clock: of the deadlines."""
+        """engines: meter that runs while rollouts or judgements are in flight. clock: the clock of group deadlines."""
         self.judge_version = judge_version
-        self.judging_gate = PauseGate(clock)  # while it is held no judge task begins
+        self.judging_gate = PauseGate(clock)  # while it is held, no judge task begins
         self.playing: Stage[tuple[Group, int]] = Stage(
             "play",
             self._play,
@@ -56,7 +56,7 @@ class Producer:
             self._judge,
             lambda item: item[0].group_id,
             width=config.judge_concurrency,
-            bound=0,  # all: who waits is ranked, and admission bounds them
+            bound=0,  # unbounded: the waiting are ranked, and admission limits their number
             rank=lambda item: self._rank(item[0]),
             shared_meter=engines,
         )
@@ -69,12 +69,12 @@ class Producer:
         self._buffer = buffer
         self._clock = clock
         self._counters = counters
-        self._num_judging = 0  # judge tasks under way
+        self._num_judging = 0  # judge tasks in progress
 
     # -- admit ---------------------------------------------------------------------------------------------------------
 
     async def admit(self) -> None:
-        """Returns when the prompts are over."""
+        """Open groups until the prompts are over."""
         for prompt_index in self._buffer.prompts_to_reopen:
             await self._open(prompt_index, self._parts.prompts.at(prompt_index))
         while True:
@@ -90,7 +90,7 @@ class Producer:
             await self._open(prompt_index, prompt)
 
     async def _open(self, prompt_index: int, prompt: Prompt) -> None:
-        """Open the group of a prompt with what is kept of it, and send the rest of its siblings to play."""
+        """Open the group of a prompt with its recovered work, and send its other siblings to play."""
         group, kept = self._buffer.open(prompt_index, prompt)
         if self._parts.too_long(prompt):
             log.warning("prompt %s is longer than the model's context window: skipped", prompt.prompt_id)
@@ -106,7 +106,7 @@ class Producer:
             await self.playing.put((group, sibling))
 
     async def _open_session(self, group: Group, kept: RecoveredGroup) -> None:
-        """Open the judging of a group: with verdicts that are kept, and what is to do on the rollouts without one."""
+        """Open a group's judge session: add recovered verdicts, and queue judge tasks for rollouts without one."""
         session = group.session = self._parts.judge.open(group.prompt, group.group_id, group.size)
         to_judge = [*session.begin()]
         reports = kept.reports if self._still_holds(kept.reports, group.size) else {}
@@ -122,7 +122,7 @@ class Producer:
             await self.judging.put((group, session, judge_task))
 
     def _still_holds(self, reports: Mapping[int, JudgeReport], size: int) -> bool:
-        """A group is judged by one version of the judge: by the present one, or wholly by one before."""
+        """Whether recovered verdicts are valid: all by the judge's present version, or all by the same earlier one."""
         verdicts = [report.verdict for report in reports.values()]
         versions = {verdict.grm_version for verdict in verdicts if isinstance(verdict, Verdict)}
         by_one_before = len(reports) == size and len(versions) == 1 and max(versions) < self.judge_version
@@ -134,7 +134,7 @@ class Producer:
         group, sibling = item
         if not group.is_open:
             return
-        seed = derive_seed(self._config.seed, f"{group.group_id}/{sibling}")
+        seed = derive_seed(self._config.seed, first_name(f"{group.group_id}/{sibling}"))
         request = RolloutRequest(group_id=group.group_id, sibling=sibling, seed=seed)
         try:
             rollout = await self._parts.play(request, group.prompt, lambda: self._buffer.first_token(group))
@@ -177,14 +177,17 @@ class Producer:
         self._parts.judge_guard.verdict(report)
 
     def _rank(self, group: Group) -> int:
-        """Of its verdicts: groups of the batch that is due first go first, of these the one that lacks the fewest,
-        of these the oldest. Of two degrees of urgency the greater overtakes as many groups as a batch has."""
+        """The rank of a group's judge tasks; the lowest is served first. Groups that are due in an earlier batch come
+        first, then those that lack fewer verdicts, then older ones. One more degree of urgency overtakes
+        `groups_per_batch` groups.
+        """
         urgency = self._buffer.batches_ahead(group) * group.size + len(group.missing_verdicts())
         return rank(arrival=group.prompt_index, urgency=urgency, patience=self._config.groups_per_batch)
 
     async def change_judge(self, version: int, change: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
-        """Bring the judge to another version. No group is judged by two: what is being judged is broken off, the
-        verdicts of groups that still lack some are void, and these groups are judged again."""
+        """Bring the judge to another version. No group is judged by two versions: judge tasks in progress are aborted,
+        the verdicts of groups that still lack some are voided, and these groups are judged again.
+        """
         with self.judging_gate.held():
             aborted = self._num_judging
             for group in self._buffer.being_judged():
@@ -201,11 +204,11 @@ class Producer:
     # -- end -----------------------------------------------------------------------------------------------------------
 
     async def _expire(self, group: Group) -> None:
-        """End a group at its deadline. One that never starts has as long to start as it has to end."""
+        """End a group at its deadline. The deadline restarts with the group's first token."""
         if not group.is_open:
             return
         reached = -1.0
-        while (deadline := group.deadline_s) != reached:  # it moves when the group starts
+        while (deadline := group.deadline_s) != reached:  # it moves when the first token comes
             await self._clock.sleep_until(deadline)
             reached = deadline
         log.warning("group %s reached its deadline: %s", group.group_id, self._buffer.why_waiting(group.group_id))
@@ -215,35 +218,35 @@ class Producer:
             self._parts.judge_guard.verdict(JudgeReport(verdict=timeout))
 
     def _fail(self, group: Group, cause: str, detail: str = "") -> None:
-        if group.is_open:  # siblings may fail at the same moment, with their engine
+        if group.is_open:  # siblings may fail together, with their engine
             self._buffer.drop(group, cause, detail)
             self._ended(group)
 
     def _ended(self, group: Group) -> None:
-        """A group is open no more: end all work on it."""
+        """Cancel all work on a group that is no longer open."""
         for stage in (self.playing, self.judging, self.expiring):
             stage.cancel(group.group_id)
         self._fitness.group_ended(group)
 
 
 def cause_of(error: EngineRefused | RolloutAborted) -> str:
-    """Of a group that is dropped for it."""
+    """The cause of dropping a group for this error."""
     if isinstance(error, RequestKillsEngines):
         return KILLED_ENGINES
     return "rollout_refused" if isinstance(error, EngineRefused) else "rollout_died"
 
 
 def with_version(report: JudgeReport, judge_version: int) -> JudgeReport:
-    """A verdict knows which version of the judge gave it."""
+    """The report with the version of the judge that gave its verdict."""
     if judge_version == 0 or not isinstance(report.verdict, Verdict):
         return report
     return dataclasses.replace(report, verdict=dataclasses.replace(report.verdict, grm_version=judge_version))
 
 
 def rank(*, arrival: int, urgency: int, patience: int) -> int:
-    """The lowest rank is served first. Urgency 0 is the greatest; arrivals are numbered, alike ones are one party.
+    """The rank of a waiting item; the lowest is served first. `arrival` numbers the groups; urgency 0 is the highest.
 
-    Whoever is less urgent by n degrees is overtaken by none but the next n * patience arrivals: after these he is
+    An item that is less urgent by n degrees is overtaken only by the next n * patience arrivals. After these it is
     first, however many more come.
     """
     return arrival + patience * urgency

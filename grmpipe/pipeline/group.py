@@ -11,7 +11,7 @@ from grmpipe.types import Failed, JudgedGroup, JudgeSession, Prompt, Rollout, Ve
 
 
 class GroupState(Enum):
-    """Where a group stands. The table of `Group` says what leads from one to the next."""
+    """The state of a group. The table in `Group` has the transitions."""
 
     ROLLING_OUT = "rolling out"
     JUDGING = "judging"
@@ -33,7 +33,7 @@ OPEN = frozenset({GroupState.ROLLING_OUT, GroupState.JUDGING})  # rollouts and v
 
 
 class Group:
-    """Everything that is known of a group, and its state:
+    """All that is known about a group, and its state:
 
         state        it has                        goes to   when
         ROLLING_OUT  some rollouts, some verdicts  JUDGING   its last rollout ends
@@ -42,23 +42,23 @@ class Group:
         JUDGING      all rollouts, some verdicts   READY     its last verdict comes; at the deadline those that are
                                                              missing become timeouts
                                                    DROPPED   judge_*: fewer than `min_valid_siblings` are valid
-        READY        all verdicts                  TAKEN     it is due, and the open batch has a place for it
-                                                   DROPPED   no_signal: its rewards are all alike
+        READY        all verdicts                  TAKEN     it is due, and the open batch has room for it
+                                                   DROPPED   zero_advantage: its rewards are all alike
                                                              stale: too old for the open batch
         TAKEN        a place in the open batch     TRAINED   the batch was stepped and its weights pushed
         all of these                               DROPPED   end_of_prompts: what is left fills no batch
 
-    Whatever comes late or twice is refused: the first answer wins. A missing rollout drops the group: the survivors are
-    the short ones, a biased baseline. Missing verdicts don't, down to `min_valid_siblings`. When the judge changes, the
-    verdicts are void and the state stays as it is.
+    Late or repeated results are refused: the first one counts. A missing rollout drops the group, because the remaining
+    ones are the short ones and would bias the baseline. Missing verdicts don't, down to `min_valid_siblings`. When the
+    judge changes, the verdicts are void and the state stays the same.
 
-    opened_at:  version, as `GroupBuffer.open` says: no token of the group is older.
-    session:    the judge's session; None before it is opened, and once the group has left ROLLING_OUT and JUDGING.
-    judging_begun: whether the judge has begun on it, since its verdicts were void last.
-    started:    whether a first token came.
-    deadline_s: on the clock of deadlines.
-    cause, detail: of a dropped group, and what was said of it.
-    early:      the learner went on with what it had before the next group came.
+    opened_at:  version at which `GroupBuffer.open` opened it: no token of the group is older.
+    session:    the judge's session; None before it is opened and after the group has left JUDGING.
+    judging_begun: whether a judge task has begun since its verdicts were last voided.
+    started:    whether its first token was sampled.
+    deadline_s: on the clock of group deadlines, which stands still during pushes and pauses.
+    cause, detail: why the group was dropped.
+    early:      the learner trained on it before the next group was ready (early start).
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Group:
 
     @property
     def rollouts(self) -> Sequence[Rollout]:
-        """Those that ended, in sibling order."""
+        """Rollouts that ended, in sibling order."""
         return [self._rollouts[sibling] for sibling in sorted(self._rollouts)]
 
     @property
@@ -105,14 +105,14 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The lowest of the tokens sampled so far."""
+        """The lowest version of its tokens sampled so far."""
         return min(rollout.oldest_version for rollout in self._rollouts.values())
 
     def rollout_of(self, sibling: int) -> Rollout:
         return self._rollouts[sibling]
 
     def lacks_verdicts(self, siblings: Iterable[int]) -> bool:
-        """Whether any of these has none."""
+        """Whether any of these siblings has no verdict."""
         return any(sibling not in self._verdicts for sibling in siblings)
 
     def missing_rollouts(self) -> list[int]:
@@ -122,7 +122,7 @@ class Group:
         return [sibling for sibling in range(self.size) if sibling not in self._verdicts]
 
     def judged(self) -> JudgedGroup:
-        """The group as training takes it: from READY on."""
+        """The group as training takes it. Valid from READY on."""
         assert not self.is_open and self.state is not GroupState.DROPPED, self.state
         return JudgedGroup(
             group_id=self.group_id,
@@ -134,7 +134,7 @@ class Group:
     # -- what happens to it --------------------------------------------------------------------------------------------
 
     def add_rollout(self, rollout: Rollout) -> bool:
-        """False: refused."""
+        """Add a finished rollout. Returns False if it is late or repeated."""
         if not self.is_open or rollout.sibling in self._rollouts:
             return False
         self._rollouts[rollout.sibling] = rollout
@@ -143,7 +143,7 @@ class Group:
         return True
 
     def add_verdict(self, sibling: int, verdict: Verdict | Failed) -> bool:
-        """False: refused."""
+        """Add a verdict, or the failure to get one. Returns False if it is late or repeated."""
         if not self.is_open or sibling not in self._rollouts or sibling in self._verdicts:
             return False
         self._verdicts[sibling] = verdict
@@ -152,7 +152,7 @@ class Group:
         return True
 
     def void_verdicts(self) -> int:
-        """Forget them: the judge that gave them is another now. Returns how many there were."""
+        """Remove all verdicts, because the judge changed. Returns how many there were."""
         assert self.is_open, self.state
         num_void = len(self._verdicts)
         self._verdicts.clear()
@@ -160,9 +160,10 @@ class Group:
         return num_void
 
     def expire(self) -> list[Failed]:
-        """The deadline has passed: missing verdicts become timeouts, a missing rollout drops the group.
+        """End the group at its deadline: missing verdicts become timeouts, a missing rollout drops the group.
 
-        Returns the timeouts: none where a rollout is missing, which is no fault of the judge."""
+        Returns the timeouts; none if a rollout is missing, which is not the judge's fault.
+        """
         if missing := self.missing_rollouts():
             siblings = ", ".join(map(str, missing))
             self.drop("rollout_timeout", f"no rollout by the group deadline of {self.group_id}'s siblings {siblings}")
@@ -170,11 +171,11 @@ class Group:
         return [late for sibling in self.missing_verdicts() if self.add_verdict(sibling, late)]
 
     def take(self) -> None:
-        """Into the open batch."""
+        """Move it into the open batch."""
         self._enter(GroupState.TAKEN)
 
     def train(self) -> None:
-        """The batch was stepped and pushed."""
+        """Mark it as trained: its batch was stepped and pushed."""
         self._enter(GroupState.TRAINED)
 
     def drop(self, cause: str, detail: str = "") -> None:

@@ -16,19 +16,19 @@ from grmpipe.pipeline.why_waiting import NUM_SHOWN, OpenBatch, why_ended, why_op
 from grmpipe.types import Failed, GroupEnd, JudgedGroup, JudgeReport, Prompt, Rollout
 from scheduler.admission import Admission, Ledger
 
-NUM_ENDS_REMEMBERED = 256  # for whoever asks why one of them doesn't train
+NUM_ENDS_REMEMBERED = 256  # ended groups for which `why_waiting` still has an answer
 
 
 class GroupBuffer:
-    """Generation fills it, training empties it; both wait here: for room, and for news.
+    """The groups in flight. Generation fills it, training empties it; both wait here, for room and for news.
 
              open           add_rollout        add_report, expire          take           stepped
         prompt --> ROLLING_OUT -------> JUDGING ----------------> READY ---------> TAKEN --------> TRAINED
                        |                   |                        |                |
                        +-------------------+------------------------+----------------+--> DROPPED, with its cause
 
-    `Group` says what leads from one state to the next. A group is in flight until it is TRAINED or DROPPED: then it
-    leaves the buffer, the journal is told, and there is room for another prompt. READY and TAKEN keep their place.
+    `Group` has the transitions. A group is in flight until it is TRAINED or DROPPED: then it leaves the buffer, the
+    journal records it, and there is room for another prompt. READY and TAKEN groups still count as in flight.
 
     Example, with groups_per_batch=2 and max_staleness=0:
         a, b are opened          capacity 0: generation waits in `until_room`
@@ -46,13 +46,15 @@ class GroupBuffer:
         pipeline_state: PipelineState | None = None,
         kept: Mapping[int, RecoveredGroup] | None = None,
     ) -> None:
-        """now: seconds of the clock of deadlines. on_change: hears what there is for training, whenever it changes.
-        kept: by prompt index, finished work from before a resume."""
+        """now: seconds of the clock of group deadlines. on_change: called with the supply of groups whenever it
+        changes.
+        kept: prompt index -> finished work from before a resume.
+        """
         pipeline_state = pipeline_state or PipelineState()
         self.version = pipeline_state.version  # completed optimizer steps
         self.next_prompt_index = pipeline_state.next_prompt_index
         self.max_staleness_trained = pipeline_state.max_staleness_trained
-        self.groups: dict[str, Group] = {}  # in flight, in order of opening
+        self.groups: dict[str, Group] = {}  # group_id -> group, in order of opening
         self.prompts_over = False
         self._admission = Admission(
             groups_per_batch=config.groups_per_batch,
@@ -67,20 +69,20 @@ class GroupBuffer:
             prompt_index: RecoveredGroup(group_id=name) for prompt_index, name in pipeline_state.in_flight.items()
         } | dict(kept or {})
         self._untaken = UntakenGroups()
-        self._batch: list[Group] = []  # taken, in this order
+        self._batch: list[Group] = []  # in the order in which they were taken
         self._trained = pipeline_state.version * config.groups_per_batch
         self._dropped = Counter(pipeline_state.dropped)
         self._submitted = self._trained + self._dropped.total()
-        self._num_resampled = 0  # groups without signal that were dropped since the last step
+        self._num_resampled = pipeline_state.num_resampled  # zero-advantage groups dropped since the last step
         self._ends: deque[GroupEnd] = deque(maxlen=NUM_ENDS_REMEMBERED)
-        self._news = asyncio.Event()  # a group left OPEN, the prompts are over, or the run is to stop
+        self._news = asyncio.Event()  # set when a group leaves OPEN, the prompts are over, or the run is to stop
         self._room = asyncio.Event()
 
     # -- for generation ------------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Groups that may be opened now."""
+        """The number of groups that may be opened now."""
         return self._admission.capacity(self.version, len(self.groups))
 
     async def until_room(self) -> None:
@@ -90,13 +92,14 @@ class GroupBuffer:
 
     @property
     def prompts_to_reopen(self) -> list[int]:
-        """Of the groups that were in flight at the cut."""
+        """Indices of the prompts whose groups were in flight when the run stopped."""
         return sorted(prompt_index for prompt_index in self._recovered if prompt_index < self.next_prompt_index)
 
     def open(self, prompt_index: int, prompt: Prompt) -> tuple[Group, RecoveredGroup]:
-        """A group for the next prompt, or for one to reopen, and the work on it from before a resume, if there is any.
+        """Open a group for the next prompt, or reopen one. Returns it and its work from before a resume, if any.
 
-        It counts as opened at our version, or at the lowest of the tokens that it comes with."""
+        It counts as opened at the current version, or at the lowest version of its recovered tokens.
+        """
         kept = self._recovered.pop(prompt_index, None) or RecoveredGroup(
             group_id=f"{self._config.group_prefix}{prompt_index:06d}"
         )
@@ -121,17 +124,17 @@ class GroupBuffer:
         self.tell()
 
     def set_deadline(self, group: Group) -> None:
-        """A group has `group_deadline_s` from now on."""
+        """Set the group's deadline to `group_deadline_s` from now."""
         group.deadline_s = self._now() + self._config.group_deadline_s
 
     def first_token(self, group: Group) -> None:
-        """One of its siblings has begun: the group's clock starts with the first of them."""
+        """Restart the group's deadline when the first of its siblings has a token."""
         if group.is_open and not group.started:
             group.started = True
             self.set_deadline(group)
 
     def add_rollout(self, group: Group, rollout: Rollout, *, journalled: bool = False) -> bool:
-        """False: refused. journalled: the journal has it already."""
+        """Add a rollout. Returns False if it is refused. journalled: whether the journal has it already."""
         with self._moving(group):
             if not group.add_rollout(rollout):
                 return False
@@ -140,7 +143,7 @@ class GroupBuffer:
         return True
 
     def add_report(self, group: Group, sibling: int, report: JudgeReport, *, journalled: bool = False) -> bool:
-        """False: refused. journalled: the journal has it already."""
+        """Add a verdict's report. Returns False if it is refused. journalled: whether the journal has it already."""
         with self._moving(group):
             if not group.add_verdict(sibling, report.verdict):
                 return False
@@ -149,22 +152,22 @@ class GroupBuffer:
         return True
 
     def expire(self, group: Group) -> list[Failed]:
-        """Its deadline has passed. Returns the verdicts that became timeouts."""
+        """End a group whose deadline has passed. Returns the verdicts that became timeouts."""
         with self._moving(group):
             return group.expire()
 
     def drop(self, group: Group, cause: str, detail: str = "") -> None:
-        """Give it up; another prompt takes its place."""
+        """Drop a group; another prompt takes its place."""
         with self._moving(group):
             group.drop(cause, detail)
 
     def being_judged(self) -> list[Group]:
-        """Open groups that the judge has begun on, by id."""
+        """Open groups that a judge task has begun on, sorted by id."""
         begun = (group for group in self.groups.values() if group.is_open and group.judging_begun)
         return sorted(begun, key=lambda group: group.group_id)
 
     def batches_ahead(self, group: Group) -> int:
-        """Batches that may still leave a group out: 0 means that it is due in the open one."""
+        """The number of batches that may still leave a group out: 0 means that it is due in the open one."""
         return self._admission.batches_ahead(group.opened_at, self.version)
 
     # -- for training --------------------------------------------------------------------------------------------------
@@ -179,8 +182,13 @@ class GroupBuffer:
         return len(self._batch)
 
     @property
+    def num_untaken(self) -> int:
+        """Groups in flight that the open batch doesn't have."""
+        return len(self._untaken)
+
+    @property
     def places_left(self) -> int:
-        """In the open batch."""
+        """Groups that the open batch still lacks."""
         return self._config.groups_per_batch - len(self._batch)
 
     @property
@@ -189,15 +197,20 @@ class GroupBuffer:
 
     @property
     def is_over(self) -> bool:
-        """No group will become ready any more."""
+        """Whether no group will become ready any more."""
         return self.prompts_over and not self._untaken.count(*OPEN)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no group is open, and none may be opened under this version any more."""
+        return (self.prompts_over or self.capacity <= 0) and not self._untaken.count(*OPEN)
+
     def tell(self) -> None:
-        """Wake whoever waits for news."""
+        """Wake all who wait for news."""
         self._news.set()
 
     async def news(self, within_s: float) -> bool:
-        """Whether there was any in that time."""
+        """Wait for news for up to `within_s` seconds. Returns whether there was any."""
         self._news.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -205,24 +218,31 @@ class GroupBuffer:
         return self._news.is_set()
 
     def take(self) -> JudgedGroup | None:
-        """The ready group that is due first, first come first, if the open batch may have it; else it may have none.
+        """Take the ready group that is due first; in a deterministic run the next one in the order of the prompts. None
+        if there is none, or the open batch may not have it yet.
 
-        Stale ones are dropped on the way."""
+        Drops stale groups that it meets. In a deterministic run it drops zero-advantage groups too, in that order.
+        """
         for ready in self._untaken.ready_opened_before(self.version - self._config.max_staleness):
             if self._is_stale(ready):
                 self.drop(ready, "stale")
-        group = self._untaken.first_ready()
-        if group is None or not self._may_take(group):
-            return None
-        with self._moving(group):
-            group.take()
-        self._batch.append(group)
-        return group.judged()
+        while (group := self._next_ready()) is not None and self._may_take(group):
+            with self._moving(group):
+                if not (self._config.deterministic and self._resample(group)):
+                    group.take()
+            if group.state is GroupState.TAKEN:
+                self._batch.append(group)
+                return group.judged()
+        return None
+
+    def _next_ready(self) -> Group | None:
+        return self._untaken.first_of_prompts() if self._config.deterministic else self._untaken.first_ready()
 
     def stepped(self) -> tuple[JudgedGroup, ...]:
-        """The open batch was stepped and its weights pushed: the version is the next one, and there is room.
+        """Close the open batch after its step and push: the version rises by one, and there is room again.
 
-        Returns the batch."""
+        Returns the batch.
+        """
         batch, taken = self.batch, self._batch
         oldest = max(self.version - group.version for group in taken)
         self.max_staleness_trained = max(self.max_staleness_trained, oldest)
@@ -239,13 +259,13 @@ class GroupBuffer:
         return batch
 
     def give_up(self) -> None:
-        """The prompts are over, and what is left fills no batch."""
+        """Drop all groups: the prompts are over, and the remaining groups fill no batch."""
         self._batch = []
         for group in list(self.groups.values()):
             self.drop(group, "end_of_prompts")
         self.check()
 
-    # -- what it tells -------------------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     @property
     def ledger(self) -> Ledger:
@@ -257,11 +277,11 @@ class GroupBuffer:
         )
 
     def check(self) -> None:
-        """Nothing is lost: submitted == trained + dropped + in flight, and each of these is in one place."""
+        """Assert that no group is lost: submitted == trained + dropped + in flight, and each group is in one place."""
         assert self.ledger.in_flight == len(self._untaken) + len(self._batch)
 
     def state(self, judge_version: int) -> PipelineState:
-        """Where it stands between two steps. Groups of the open batch are in flight: they weren't stepped."""
+        """The state between two steps. Groups of the open batch count as in flight: they weren't stepped."""
         reopening = {prompt_index: self._recovered[prompt_index].group_id for prompt_index in self.prompts_to_reopen}
         return PipelineState(
             version=self.version,
@@ -270,10 +290,11 @@ class GroupBuffer:
             dropped=dict(self._dropped),
             max_staleness_trained=self.max_staleness_trained,
             judge_version=judge_version,
+            num_resampled=self._num_resampled,
         )
 
     def why_waiting(self, group_id: str) -> str:
-        """Why a group does not train: its state, and what it waits for."""
+        """Why a group does not train: its state and what it waits for."""
         if (group := self.groups.get(group_id)) is None:
             return self._why_gone(group_id)
         if group.is_open:
@@ -284,7 +305,7 @@ class GroupBuffer:
         return f"{group.state.value}: {why}"
 
     def pending(self) -> str:
-        """Groups that the open batch doesn't have, those that are due first before the others, each with its why."""
+        """The groups that are not in the open batch, those due first before the others, each with its reason."""
         waiting = [group for group in self.groups.values() if group.state is not GroupState.TAKEN]
         waiting.sort(key=lambda group: group.opened_at)
         shown = [f"{group.group_id} ({self.why_waiting(group.group_id)})" for group in waiting[:NUM_SHOWN]]
@@ -323,10 +344,10 @@ class GroupBuffer:
 
     @contextmanager
     def _moving(self, group: Group) -> Iterator[None]:
-        """The one place where groups change their state: the index follows, and all who have to are told."""
+        """The one place where groups change their state: updates the index and notifies everyone concerned."""
         before = group.state
         yield
-        if group.state is GroupState.READY and before in OPEN:
+        if group.state is GroupState.READY and before in OPEN and not self._config.deterministic:
             self._resample(group)
         if group.state is before:
             return
@@ -340,13 +361,15 @@ class GroupBuffer:
             self.tell()
         self._on_change(self._untaken.supply())
 
-    def _resample(self, group: Group) -> None:
-        """Drop a group that teaches nothing, up to `max_zero_advantage_groups` in a step."""
+    def _resample(self, group: Group) -> bool:
+        """Drop a zero-advantage group, up to `max_zero_advantage_groups` in a step. Returns whether it did."""
         if self._num_resampled >= self._config.max_zero_advantage_groups:
-            return
-        if has_zero_advantages(group.judged(), self._config.algorithm):
-            self._num_resampled += 1
-            group.drop("zero_advantage")
+            return False
+        if not has_zero_advantages(group.judged(), self._config.algorithm):
+            return False
+        self._num_resampled += 1
+        group.drop("zero_advantage")
+        return True
 
     def _end(self, group: Group) -> None:
         del self.groups[group.group_id]

@@ -1,4 +1,4 @@
-"""What the pipeline is put together from, what it is told, and what it tells. No behaviour."""
+"""The interfaces of the pipeline: its components, its settings, its reports. No behaviour."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from scheduler.clock import ActiveClock
 from scheduler.events import EventSink
 from scheduler.weights.weight_sync import SyncReport
 
-KILLED_ENGINES = "rollout_killed_engines"  # the cause of a group that is dropped for it
+KILLED_ENGINES = "rollout_killed_engines"  # the cause of dropping such a group
 
 
 class Prompts(Protocol):
     def at(self, prompt_index: int) -> Prompt:
-        """The prompt at an index. Raises EndOfData when the data set is over."""
+        """The prompt at an index. Raises EndOfData at the end of the data set."""
         ...
 
 
 class Trainer(Protocol):
-    """The learner's side of a batch."""
+    """The learner as the pipeline sees it."""
 
     async def take(self, group: JudgedGroup) -> None: ...
 
     async def while_waiting(self) -> bool:
-        """The batch isn't full and no group is ready: go on with what was taken, where that is worth it.
+        """Train on the groups taken so far, if that is worth it, while the batch isn't full and no group is ready.
 
-        Returns whether it went on. A replay has to at the same places: gradients that are summed in other parts differ
-        in their last bits."""
+        Returns whether it did. A replay must do so at the same places: gradients summed in other parts differ in their
+        last bits.
+        """
         ...
 
     async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
-        """End the batch: the groups that were taken since the last step, in that order."""
+        """End the batch. `batch`: the groups taken since the last step, in that order."""
         ...
 
     async def discard(self) -> None: ...
 
 
 class GroupJournal(Protocol):
-    """Where finished work is kept."""
+    """A record of finished work."""
 
     def rollout(self, prompt_index: int, prompt: Prompt, rollout: Rollout) -> None: ...
 
@@ -54,7 +55,7 @@ class GroupJournal(Protocol):
 
 
 class JudgeGuard(Protocol):
-    """Decides from its verdicts whether a judge is fit. Raises when it is not, for good."""
+    """Decides from its verdicts whether a judge is fit. Raises when it is unfit for good."""
 
     def verdict(self, report: JudgeReport) -> None: ...
 
@@ -63,7 +64,7 @@ class JudgeGuard(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineComponents:
-    """What the pipeline is put together from."""
+    """The components of the pipeline."""
 
     prompts: Prompts
     too_long: Callable[[Prompt], bool]
@@ -78,7 +79,7 @@ class PipelineComponents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowConfig:
-    """The numbers of the flow."""
+    """Settings of the flow."""
 
     num_steps: int
     groups_per_batch: int
@@ -89,19 +90,20 @@ class FlowConfig:
     rollout_concurrency: int
     judge_concurrency: int
     seed: int
-    group_prefix: str = "g"  # of group_ids; of two flows in one run each has its own
-    rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: whatever they do
-    rollout_failure_window: int = 32  # groups
+    group_prefix: str = "g"  # of group_ids; each of two flows in one run has its own
+    rollout_max_failure_rate: float = 1.0  # of groups that the policy's engines fail; 1: no limit
+    rollout_failure_window: int = 32  # in groups
     rollout_pause_s: float = 30.0
-    max_zero_advantage_groups: int = 0  # dropped and replaced in one step, where a group's rewards are all alike
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # to which they are alike or not
-    report_wait_s: float = 60.0  # a wait longer than this names what it waits for
+    max_zero_advantage_groups: int = 0  # at most this many are dropped and replaced in one step
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)  # decides whether they are alike
+    deterministic: bool = False  # take groups in the order of their prompts; settle all open ones before a push
+    report_wait_s: float = 60.0  # log what the learner waits for after this long
 
     @staticmethod
     def of(
         train: TrainConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, judge_concurrency: int, seed: int
     ) -> FlowConfig:
-        """Of the policy's flow in a run."""
+        """The settings of the policy's flow in a run."""
         return FlowConfig(
             num_steps=train.num_steps,
             groups_per_batch=train.groups_per_batch,
@@ -117,6 +119,7 @@ class FlowConfig:
             rollout_pause_s=rollout.pause_s,
             max_zero_advantage_groups=int(algorithm.dynamic_sampling_batches * train.groups_per_batch),
             algorithm=algorithm,
+            deterministic=train.deterministic,
         )
 
 
@@ -124,8 +127,8 @@ class FlowConfig:
 class RecoveredGroup:
     """Finished work of a group from before a resume: its rollouts, and the verdicts it has.
 
-    `renamed`: other work under its old name is void, so what is kept goes on, and to the journal, under a new one.
-    `killed_engines`: its requests did, so it is asked for nothing any more.
+    `renamed`: other work under its old name is void, so the kept work continues, and is journalled, under a new one.
+    `killed_engines`: its requests killed engines, so no more are sent.
     """
 
     group_id: str
@@ -137,24 +140,25 @@ class RecoveredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineState:
-    """Where the flow stands between two optimizer steps: what a checkpoint keeps of it."""
+    """The state of the flow between two optimizer steps, as a checkpoint stores it."""
 
     version: int = 0
     next_prompt_index: int = 0
     in_flight: Mapping[int, str] = field(default_factory=dict)  # prompt index -> group_id
     dropped: Mapping[str, int] = field(default_factory=dict)
     max_staleness_trained: int = 0
-    judge_version: int = 0  # of a judge that learns in the same run
+    judge_version: int = 0  # of a judge that trains in the same run
+    num_resampled: int = 0  # zero-advantage groups dropped since the last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One optimizer step. `step` is the version it made; times are seconds."""
+    """A report of one optimizer step. `step` is the version it made; times are in seconds."""
 
     step: int
     groups: tuple[JudgedGroup, ...]
     learner: Metrics
     sync: SyncReport
-    stalls: StallTimes  # and how long the step took
+    stalls: StallTimes  # with the duration of the step
     learner_busy_s: float
-    policy_idle_s: float  # no rollout in flight: admission was shut, the learner is behind
+    policy_idle_s: float  # time without a rollout in flight: admission was closed, the learner was behind

@@ -1,4 +1,4 @@
-"""The flow, and nothing else. One loop for synchronous and asynchronous training.
+"""The flow of training, and nothing else. One loop for synchronous and asynchronous training.
 
 The life of a group. GroupBuffer holds all groups, in these states; the loops hold none.
 
@@ -11,7 +11,7 @@ The life of a group. GroupBuffer holds all groups, in these states; the loops ho
        +------------------- room ------------------ DROPPED                                           |
        +------------------- room, and a new version of the policy ------------------------------------+
 
-The loops, which run side by side until `train` is done:
+The loops run concurrently until `train` is done:
 
 admit   consumes      prompts: first those whose groups a resume reopens, then the next of the data
         produces      ROLLING_OUT groups: their siblings for play, the groups themselves for expire
@@ -23,16 +23,17 @@ play    consumes      siblings of open groups, up to `rollout_concurrency` at on
         unblocked by  an answer, which a replaced engine may give; the end of its group, which cancels it
 judge   consumes      what can be judged, of the groups that are due first, up to `judge_concurrency` at once
         produces      verdicts: the last one makes its group READY, or drops it
-        waits for     a judge that is fit; judging_hold (a GRM that learns: its warm-up, its push); the GRM's engines
-        unblocked by  the judge's monitor; the end of the hold; an answer; the end of its group, which cancels it
+        waits for     a judge that is fit; the judging gate (held while a GRM warms up or is pushed); the GRM's engines
+        unblocked by  the judge's monitor; the gate opens; an answer; the end of its group, which cancels it
 expire  consumes      open groups, all at once
         produces      ends at the deadline: missing verdicts are timeouts, a missing rollout drops the group
         waits for     the deadline, on a clock that stands still during pushes and pauses
         unblocked by  time; the end of the group, which cancels it
 train   consumes      READY groups, those that are due first before the others
         produces      gradients, steps, versions of the policy, room
-        waits for     a group that the open batch may take; `GroupBuffer.why_waiting` says for each why it is none
-        unblocked by  news: a group left ROLLING_OUT or JUDGING, the prompts are over, or somebody interrupts
+        waits for     a group that the open batch may take; `GroupBuffer.why_waiting` gives each group's reason;
+                      in a deterministic run, before a push, the end of every group in ROLLING_OUT or JUDGING
+        unblocked by  news: a group left ROLLING_OUT or JUDGING, the prompts are over, or an interrupt
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from scheduler.supervise import run_until
 
 
 class Pipeline:
-    """Runs the flow from a state until `num_steps` are done, the prompts are over, or somebody interrupts."""
+    """Runs the flow from a given state until `num_steps` are done, the prompts are over, or it is interrupted."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Pipeline:
         pipeline_state: PipelineState | None = None,
         kept: Mapping[int, RecoveredGroup] | None = None,
     ) -> None:
-        """`kept` holds, by prompt index, the work that a resume found."""
+        """`kept`: prompt index -> the finished work that a resume found."""
         pipeline_state = pipeline_state or PipelineState()
         self.clock = ActiveClock()
         self.counters = FlowCounters()
@@ -89,19 +90,19 @@ class Pipeline:
 
     @property
     def ledger(self) -> Ledger:
-        """Every group that was submitted, and what became of it."""
+        """The number of groups submitted, and what became of them."""
         return self.buffer.ledger
 
     def state(self) -> PipelineState:
-        """The flow as it stands."""
+        """The state of the flow now."""
         return self.buffer.state(self.producer.judge_version)
 
     def interrupt(self) -> None:
-        """Stop at the next place between two steps: `run` raises Interrupted."""
+        """Stop between this step and the next: `run` raises Interrupted."""
         self.consumer.interrupt()
 
     async def run(self) -> None:
-        """Returns when all steps are done or the prompts are over. The first crash of any stage ends it, as itself."""
+        """Run until all steps are done or the prompts are over. The first crash of any stage is raised as it is."""
         try:
             await run_until(
                 self.consumer.run(),

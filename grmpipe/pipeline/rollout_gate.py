@@ -1,4 +1,4 @@
-"""Opens no group while the policy's engines bring no rollouts, and then stops the run. Asks no engine itself."""
+"""Opens no group while the policy's engines return no rollouts, and then stops the run. Sends no request itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grmpipe.pipeline.group import Group
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, FlowConfig
 from grmpipe.types import Failed, InfraCause
 
-CAUSES: Mapping[str, InfraCause] = {  # of dropped groups, that the policy's engines answer for
+CAUSES: Mapping[str, InfraCause] = {  # causes of dropped groups that are the fault of the policy's engines
     "rollout_refused": "refused",
     "rollout_timeout": "timeout",
     "rollout_died": "died",
@@ -22,7 +22,7 @@ class PolicyUnfit(Unfit):
 
 
 class PolicyFitness(Fitness):
-    """Counts the ends of groups: with all rollouts, or by a cause that the policy's engines answer for."""
+    """Counts ended groups: with all rollouts, or dropped because the policy's engines failed."""
 
     work = "rolling out"
     unfit = PolicyUnfit
@@ -39,7 +39,7 @@ class PolicyFitness(Fitness):
         return cls(breaker)
 
     def group_ended(self, group: Group) -> None:
-        """Raises PolicyUnfit when the gate closes for good. Groups that were never asked for don't count."""
+        """Count an ended group that sent requests. Raises PolicyUnfit when the gate closes for good."""
         if (cause := CAUSES.get(group.cause)) is not None:
             self.record(Failed(stage="rollout", cause=cause, attempts=1, detail=group.detail))
         elif group.is_rolled_out:

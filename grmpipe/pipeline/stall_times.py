@@ -1,9 +1,10 @@
-"""Who holds up whom, in seconds of a step. Kept by changes of state, without polling; it decides nothing.
+"""Stall times of a step: who waited for whom, in seconds. Updated by changes of state, without polling; decides
+nothing.
 
-The learner is in one of four states at any moment of a step, so that these never overlap:
+The learner is in exactly one of these states at any moment, so the times never overlap:
 
     wants a group, and has to wait -> rollouts_s or verdicts_s, by what the open batch lacks
-    takes groups, steps            -> its work; training_s of it while nobody else could work
+    takes groups, steps            -> its work; training_s is the part in which nothing else could work
     pushes its weights             -> weight_sync_s
 """
 
@@ -18,14 +19,14 @@ from scheduler.stage import BusyMeter, StateMeter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallTimes:
-    """Seconds by the loop's clock.
+    """Stall times, in seconds on the event loop's clock.
 
-    steps_s:   of the steps themselves; what is done between two of them (evaluations, checkpoints) isn't in it.
-    rollouts_s: the learner wanted a group, and the batch lacked rollouts: fewer groups were rolled out than it has
-               places left, or one that is due in this batch still rolled out.
-    verdicts_s: the learner wanted a group, and the batch lacked only verdicts.
-    training_s: the learner worked, no rollout and no judgement was in flight, and the step's end would let new groups
-               in: engines idle because admission held.
+    steps_s:   duration of the steps, without what is done between them (evaluations, checkpoints).
+    rollouts_s: the learner waited for a group, and the batch lacked rollouts: fewer groups were rolled out than it has
+               places left, or one that is due in this batch was still rolling out.
+    verdicts_s: the learner waited for a group, and the batch lacked only verdicts.
+    training_s: the learner worked, no rollout and no judgement was in flight, and the end of the step would admit new
+               groups: the engines were idle because of admission.
     weight_sync_s: the push that ends a step: pauses of the engines, transfer, confirmation.
     """
 
@@ -51,11 +52,11 @@ class StallTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSupply:
-    """What there is for the open batch beside the groups that it has.
+    """The groups that the open batch can still get.
 
-    oldest_rolling_out: the lowest version that a group which lacks rollouts was opened at; None: there is none.
-    num_judging:        groups that lack verdicts only.
-    num_ready:          groups that lack nothing.
+    oldest_rolling_out: the lowest version at which a group that lacks rollouts was opened; None if there is none.
+    num_judging:        number of groups that lack only verdicts.
+    num_ready:          number of groups that lack nothing.
     """
 
     oldest_rolling_out: int | None = None
@@ -64,10 +65,12 @@ class GroupSupply:
 
 
 class StallTracker:
-    """Told of every change: of what there is for the learner, and of the learner itself (the three contexts)."""
+    """Measures stall times. Must be notified of every change: of the supply of groups and of the learner (three
+    contexts).
+    """
 
     def __init__(self, max_staleness: int) -> None:
-        self.engines = BusyMeter()  # rollouts and judgements in flight
+        self.engines = BusyMeter()  # runs while rollouts or judgements are in flight
         self._max_staleness = max_staleness
         self._supply = GroupSupply()
         self._learner = StateMeter()
@@ -82,7 +85,7 @@ class StallTracker:
 
     @contextmanager
     def wanting(self, places: int, version: int) -> Iterator[None]:
-        """The batch of `version` has so many places left, and the learner asks for a group."""
+        """Context: the learner waits for a group, and the batch of `version` has `places` places left."""
         self._wanted = (places, version)
         self._look()
         try:
@@ -93,7 +96,7 @@ class StallTracker:
 
     @contextmanager
     def learning(self, makes_room: bool) -> Iterator[None]:
-        """`makes_room`: the end of this step will let new groups in."""
+        """Context: the learner works. `makes_room`: whether the end of this step will admit new groups."""
         self._learner.enter("work")
         idle_s = -self._learner.seconds("work") + self.engines.busy_s
         try:
@@ -112,7 +115,7 @@ class StallTracker:
             self._learner.enter(None)
 
     def close_step(self, steps_s: float) -> StallTimes:
-        """What this step was held up by; the next begins."""
+        """Return the stall times of this step and start the next."""
         times = StallTimes(
             steps_s=steps_s,
             rollouts_s=self._learner.seconds("policy"),
@@ -125,12 +128,12 @@ class StallTracker:
         return times
 
     def _look(self) -> None:
-        """Something changed: whom does the learner wait for now?"""
+        """Update whom the learner waits for now."""
         if self._wanted is not None:
             self._learner.enter("judge" if self._lacks_only_verdicts(*self._wanted) else "policy")
 
     def _lacks_only_verdicts(self, places: int, version: int) -> bool:
-        due = version - self._max_staleness  # opened under this version or an older one: no later batch may train it
+        due = version - self._max_staleness  # no later batch may train a group opened at this version or earlier
         supply = self._supply
         late = supply.oldest_rolling_out is not None and supply.oldest_rolling_out <= due
         return supply.num_judging > 0 and not late and supply.num_judging + supply.num_ready >= places

@@ -1,4 +1,4 @@
-"""From judged groups to versions of the policy: takes them as they are due, steps, pushes. Holds none."""
+"""From judged groups to versions of the policy: takes groups as they are due, steps, pushes. Holds no group."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from scheduler.weights.weight_sync import SyncReport
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SHOWN_FROM_S = 1e-3  # a group that only waits to be packed costs the learner no time worth a span
+SHOWN_FROM_S = 1e-3  # shorter work of the learner on a group gets no span in the timeline
 
 
 class Interrupted(Exception):
-    """Somebody asked the run to stop between two optimizer steps."""
+    """The run was asked to stop, and did so between two optimizer steps."""
 
 
 class Consumer:
-    """The learner's loop: a step is a batch of groups, an update, a push, and room for the next groups. It holds no
-    group: the open batch is the buffer's."""
+    """The learner's loop. A step is a batch of groups, an update and a push; its end makes room for new groups. It
+    holds no group: the open batch is in the buffer.
+    """
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Consumer:
         self._buffer.tell()
 
     async def run(self) -> None:
-        """Returns when all steps are done. Raises Interrupted, or EndOfData where the rest fills no batch."""
+        """Run all steps. Raises Interrupted, or EndOfData if the remaining groups fill no batch."""
         while self.version < self._config.num_steps:
             await self.after_step(await self._step())
 
@@ -71,12 +72,15 @@ class Consumer:
         with stalls.learning(self._makes_room):
             metrics = await self._parts.trainer.step(self._buffer.batch)
         learned = now()
+        if self._config.deterministic:
+            await self._settle()
+        settled = now()
         with stalls.pushing():
             sync = await self._push()
         groups = self._buffer.stepped()
         ended = now()
         self._parts.events.span("learner", f"step {self.version}", filled, learned)
-        self._parts.events.span("weight sync", f"version {self.version}", learned, ended, bytes=sync.num_bytes)
+        self._parts.events.span("weight sync", f"version {self.version}", settled, ended, bytes=sync.num_bytes)
         step_stalls = stalls.close_step(ended - began)
         return StepReport(
             step=self.version,
@@ -84,40 +88,47 @@ class Consumer:
             learner=metrics,
             sync=sync,
             stalls=step_stalls,
-            learner_busy_s=learned - began - step_stalls.for_groups_s,
+            learner_busy_s=settled - began - step_stalls.for_groups_s,
             policy_idle_s=max(0.0, ended - began - (self._playing.busy_s - played_s)),
         )
 
     async def _fill(self) -> None:
-        """The learner works on a group as soon as the batch has it, and on what it holds back while none is ready."""
+        """Fill the batch. The learner works on a group once it is taken, on held-back ones while none is ready."""
         while (places := self._buffer.places_left) > 0:
             if (group := self._ready_group()) is None:
                 await self._go_on()
                 with self._waits.wanting(places, self.version):
-                    group = await self._next_group()
+                    group = await self._until(self._ready_group)
             await self._learn(self._parts.trainer.take(group))
 
     def _ready_group(self) -> JudgedGroup | None:
         if self._interrupted:
             raise Interrupted
-        return self._buffer.take()
+        group = self._buffer.take()
+        if group is None and self._buffer.is_over:
+            raise EndOfData("no prompts left, and no group in flight")
+        return group
 
-    async def _next_group(self) -> JudgedGroup:
-        """Names, every `report_wait_s`, what it waits for."""
+    async def _settle(self) -> None:
+        """Wait until every group that may be opened under these weights is opened and judged. Then no group has tokens
+        of two versions, and the version that opens a group does not depend on time."""
+        with self._waits.wanting(self._buffer.num_untaken, self.version):
+            await self._until(lambda: self._buffer.is_settled)
+
+    async def _until(self, found: Callable[[], T | None]) -> T:
+        """Look at each news of a group, and return what is found. Logs every `report_wait_s` what it waits for."""
         now = asyncio.get_running_loop().time
         report_at = now() + self._config.report_wait_s
-        while True:
-            if (group := self._ready_group()) is not None:
-                return group
-            if self._buffer.is_over:
-                raise EndOfData("no prompts left, and no group in flight")
+        while not (sought := found()):
             if not await self._buffer.news(within_s=report_at - now()):
                 log.warning("the learner waits for groups; pending: %s", self._buffer.pending())
                 report_at += self._config.report_wait_s
+        return sought
 
     async def _go_on(self) -> None:
-        """No group is ready: the learner does what it can with those that it has."""
-        if not self._buffer.num_taken:
+        """Let the learner train on the groups it has, while no group is ready. Not in a deterministic run: when that is
+        depends on time."""
+        if self._config.deterministic or not self._buffer.num_taken:
             return
         if await self._learn(self._parts.trainer.while_waiting()):
             self._buffer.last_taken.early = True
@@ -138,12 +149,12 @@ class Consumer:
 
     @property
     def _makes_room(self) -> bool:
-        """Whether the end of the open batch will let new groups in: not in the last steps."""
+        """Whether the end of the open batch will admit new groups: not in the last steps."""
         last = self.version + self._config.max_staleness + 1 >= self._config.num_steps
         return not last and not self._buffer.prompts_over
 
     async def give_up(self) -> None:
-        """The prompts are over and what is left fills no batch."""
+        """Drop the incomplete batch: the prompts are over and the remaining groups fill no batch."""
         await self._parts.trainer.discard()
         log.warning("no more prompts: %d groups of an incomplete batch are dropped", len(self._buffer.groups))
         self._buffer.give_up()

@@ -1,4 +1,4 @@
-"""An index of the groups that no batch has yet: which is due first, and how many stand where. It decides nothing."""
+"""An index of the groups that no batch has taken: which is due first, how many are in each state. Decides nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ UNTAKEN = (GroupState.ROLLING_OUT, GroupState.JUDGING, GroupState.READY)
 
 
 class UntakenGroups:
-    """By state, then by `opened_at`, each in order of coming to its state. The buffer keeps it, as groups move.
+    """Groups by state, then by `opened_at`, each in the order in which it entered the state. The buffer updates it.
 
-    Whatever it is asked takes as many steps as there are versions in flight, not as many as there are groups."""
+    The time of a query grows with the number of versions in flight, not with the number of groups; but for
+    `first_of_prompts`, which only a deterministic run asks.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[GroupState, dict[int, dict[str, Group]]] = {state: {} for state in UNTAKEN}
@@ -25,7 +27,7 @@ class UntakenGroups:
         self._groups[group.state].setdefault(group.opened_at, {})[group.group_id] = group
 
     def remove(self, group: Group, state: GroupState) -> None:
-        """From the place of a state that it has left."""
+        """Remove a group from a state that it has left."""
         alike = self._groups[state][group.opened_at]
         del alike[group.group_id]
         if not alike:
@@ -35,7 +37,7 @@ class UntakenGroups:
         return sum(len(alike) for state in states for alike in self._groups[state].values())
 
     def by_opening(self) -> Counter[int]:
-        """opened_at -> how many."""
+        """opened_at -> number of groups."""
         counts: Counter[int] = Counter()
         for versions in self._groups.values():
             counts.update({opened_at: len(alike) for opened_at, alike in versions.items()})
@@ -49,9 +51,15 @@ class UntakenGroups:
         )
 
     def first_ready(self) -> Group | None:
-        """The one that was opened at the lowest version, of these the one that became ready first."""
+        """The group opened at the lowest version; among these, the one that became ready first."""
         ready = self._groups[GroupState.READY]
         return next(iter(ready[min(ready)].values())) if ready else None
+
+    def first_of_prompts(self) -> Group | None:
+        """The group of the lowest prompt index, if it is ready. Groups of later prompts wait for it."""
+        groups = (group for state in UNTAKEN for alike in self._groups[state].values() for group in alike.values())
+        first = min(groups, key=lambda group: group.prompt_index, default=None)
+        return first if first is not None and first.state is GroupState.READY else None
 
     def ready_opened_before(self, version: int) -> list[Group]:
         ready = self._groups[GroupState.READY]

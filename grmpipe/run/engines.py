@@ -1,4 +1,4 @@
-"""The engines of a run behind their routers, and the pools whose slots move between roles. Decides no move."""
+"""The engines of a run behind their routers, and its elastic pools. Decides no move."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from scheduler.slots.sleep import put_to_sleep
 from scheduler.weights.stored_weights import StoredWeights
 from scheduler.weights.weight_sync import WeightSync
 
-MakeEngine = Callable[[int], Engine]  # by the rank of its seat; it travels to where the engine will live
+MakeEngine = Callable[[int], Engine]  # rank of its seat -> engine; sent to the engine's process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEngines:
     """The engines of a run, by role.
 
-    restart: makes a dead one anew, by the name that the role has for it.
-    stored:  the weights of a GRM that nobody trains, where its engines lose them to the policy.
+    restart: restarts a dead engine, by the role's name for it.
+    stored:  weights of an untrained GRM that shares its engines with the policy; None otherwise.
     """
 
     routers: Mapping[str, Router]
     restart: Mapping[str, Restart]
-    swaps: bool = False  # the roles of a slot see one engine
+    swaps: bool = False  # whether the roles of a slot share one engine
     stored: StoredWeights | None = None
 
     def bring_current(self, syncs: Mapping[str, WeightSync]) -> dict[str, BringCurrent]:
-        """What a newcomer of each role needs before its first request. syncs: of the roles that learn."""
+        """Role -> what brings a new engine up to date before its first request. syncs: of trained roles."""
         frozen = need_no_weights if self.stored is None else self.stored.bring_current
         ways: dict[str, BringCurrent] = dict.fromkeys(self.routers, frozen)
         return ways | {role: functools.partial(sync.catch_up, anew=self.swaps) for role, sync in syncs.items()}
 
 
 async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink) -> ServingEngines:
-    """All engines. Of those that share a device's memory one role sleeps before the next one starts."""
+    """Start all engines. Of roles that share a device's memory, one sleeps before the next one starts."""
     models, served = prepared.models, prepared.roles.served
     if any(role.shares_with for role in prepared.roles.seated):
         return await start_shared(cluster, prepared, events)
@@ -67,7 +67,7 @@ async def start_routers(cluster: Cluster, prepared: Prepared, events: EventSink)
 
 
 def engine_factory(model: Model, roles: Roles, seed: int) -> MakeEngine:
-    """Makes the engine of a seat of the role, and of all roles that it serves."""
+    """A function that makes the engine of a seat of the role, and of all roles that it serves."""
     return functools.partial(
         roles.engine_on_slot(model.name).make, roles.served[model.name].engine_spec(model.path, seed)
     )
@@ -79,8 +79,9 @@ async def start_engines(cluster: Cluster, model: Model, prepared: Prepared, even
 
 
 async def start_shared(cluster: Cluster, prepared: Prepared, events: EventSink) -> ServingEngines:
-    """An engine a slot, with the GRM's weights: what it scores by them is what a swap is held to. The policy's come by
-    the first push, before anybody asks for a token of it."""
+    """Start one engine per slot, with the GRM's weights: its scores by them are the reference of a swap. The first push
+    brings the policy's, before any of its tokens is sampled.
+    """
     placement, grm = prepared.placement, prepared.grm
     assert grm is not None
     role = prepared.roles.served[grm.name]
@@ -101,10 +102,10 @@ async def start_shared(cluster: Cluster, prepared: Prepared, events: EventSink) 
 
 
 async def stored_weights(model: Model, engine: Engine, prepared: Prepared) -> StoredWeights:
-    """Of an engine that was just started from them."""
+    """The weights of an engine that was just started from them."""
     role = prepared.roles.served[model.name]
     sync = role.sync
-    if role.dtype != "float32":  # their bucket names no type
+    if role.dtype != "float32":  # their bucket has no dtype
         sync = replace(sync, probe_tolerance=sync.probe_tolerance_16bit)
     probe_ids = model.renderer.render(prepared.prompts.at(0).messages)[: sync.probe_tokens]
     return StoredWeights(path=model.path, probe_ids=probe_ids, logprobs=await engine.score(probe_ids), config=sync)
@@ -116,7 +117,7 @@ def router_of(model: Model, engines: Mapping[str, Engine], prepared: Prepared, e
 
 
 def continuation_of(model: Model, roles: Roles) -> Continuation:
-    """What a request that moves goes on with: by what its engine draws by."""
+    """What a request needs to migrate, by how its engine makes random numbers."""
     by_position = roles.served[model.name].engine.seeds_by_position
     return Continuation(decode=model.renderer.decode, seed_after=same_seed if by_position else other_seed)
 
@@ -137,7 +138,7 @@ def elastic_pools(
     events: EventSink,
     memory_still: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
 ) -> tuple[ElasticPool, ...]:
-    """The pools whose slots move. memory_still: of the learner."""
+    """The elastic pools. memory_still: context of the learner, see ElasticRole."""
     placement, roles = prepared.placement, prepared.roles
     pools = {name: slots for name in placement.pools if (slots := placement.elastic_slots(name))}
     return tuple(

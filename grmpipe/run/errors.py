@@ -1,10 +1,10 @@
-"""How a run ends badly, in words for its user. The exit codes are launch.py's."""
+"""The errors that end a run, in words for its user. launch.py sets the exit codes."""
 
 from __future__ import annotations
 
 
 class RunFailed(Exception):
-    """The first cause, in plain words, and where to look. Exit code 1."""
+    """The first cause in plain words, and which file has more. Exit code 1."""
 
 
 class RunInterrupted(Exception):

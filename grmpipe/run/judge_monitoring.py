@@ -1,6 +1,6 @@
-"""Watches the judge beside a run: canaries, adversarial replies, its biases, the fit against KL, limits on any metric.
+"""Monitors the judge during a run: canaries, adversarial replies, biases, the fit against KL, limits on any metric.
 
-What it finds goes to the metrics and the alarms; a limit may pause judging or stop the run. It trains on nothing.
+Its results are metrics and alarms; a limit may pause judging or stop the run. It trains on nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCORE, KL, TOKENS = "train/grm_score", "train/kl_nats", "response_length/mean"
 class MonitoredJudge:
     """The judge as the judge monitor knows it.
 
-    compares: it can't take a response by itself.  frozen: it doesn't learn, so that any drift is an alarm.
+    compares: whether it needs several responses.  frozen: whether it isn't trained, so that any drift is an alarm.
     """
 
     judge: Judge
@@ -45,7 +45,7 @@ class MonitoredJudge:
 
 
 class JudgeMonitor:
-    """`tell` takes an alarm. What it must know after a resume stands in the run's own files."""
+    """The monitor of a run's judge. `tell` receives alarms. Its state for a resume is in the run's files."""
 
     def __init__(
         self, monitored: MonitoredJudge, config: JudgeMonitorConfig, run_dir: Path, tell: Callable[[str], None]
@@ -62,8 +62,9 @@ class JudgeMonitor:
         self._exceeded: list[Exceeded] = []
 
     async def first(self, step: int, seen: Sequence[tuple[Prompt, Rollout]]) -> Metrics:
-        """Before the first step. `seen`: rollouts of the first evaluation; they become canaries unless there are
-        some."""
+        """Measure before the first step. `seen`: rollouts of the first evaluation; they become canaries unless there
+        are some.
+        """
         if not self._config.every:
             return {}
         if not self._canaries:
@@ -75,7 +76,7 @@ class JudgeMonitor:
         return metrics | self._limits.metrics()
 
     async def after_step(self, step: int, metrics: Metrics) -> Metrics:
-        """What a step's metrics gain. `metrics`: all others of it."""
+        """Returns further metrics of a step. `metrics`: all its other metrics."""
         told = self._monitored.fitness.bias_metrics() | self._fitted(metrics)
         if self._config.every and step % self._config.every == 0:
             told |= await self._check(step)
@@ -83,7 +84,7 @@ class JudgeMonitor:
         return told | self._limits.metrics()
 
     def act(self, last: bool) -> None:
-        """Sound what was exceeded, once the metrics are on disk. Raises JudgeUnfit to stop the run."""
+        """Raise alarms for exceeded limits, after the metrics were written. Raises JudgeUnfit to stop the run."""
         for one in self._exceeded:
             if one.new:
                 self._tell(one.text)
@@ -117,7 +118,7 @@ class JudgeMonitor:
         self._drifting = is_sure
 
     def _probes(self) -> list[AdversarialProbe]:
-        """The first prompts there are; a judge that compares gets a real response beside the reply."""
+        """The first prompts; a comparing judge gets a real response next to the reply."""
         canaries = self._canaries[: self._config.adversarial_prompts]
         return [
             AdversarialProbe(prompt=one.prompt, rival=one.texts[0] if self._monitored.compares else None)
@@ -125,7 +126,7 @@ class JudgeMonitor:
         ]
 
     def _fitted(self, metrics: Metrics) -> Metrics:
-        """Without a reference model there is no KL, and nothing to fit."""
+        """The fit of the score against KL; empty without a reference model, which gives no KL."""
         if (point := point_of(metrics)) is None:
             return {}
         self._points.append(point)
@@ -154,12 +155,12 @@ class JudgeMonitor:
 
 
 def was_ringing(past: Sequence[Mapping[str, float]], name: str) -> bool:
-    """At the last reading of an alarm: not every line of the metrics has one."""
+    """Whether an alarm was on at its last reading: not every line of the metrics has one."""
     return next((line[f"alarm/{name}"] == 1.0 for line in reversed(past) if f"alarm/{name}" in line), False)
 
 
 def point_of(metrics: Metrics) -> tuple[float, float] | None:
-    """sqrt(KL) of a whole response, and the judge's score. The metric is a mean over tokens."""
+    """(sqrt(KL) of a whole response, the judge's score). The KL metric is a mean over tokens."""
     kl, tokens, score = metrics.get(KL), metrics.get(TOKENS), metrics.get(SCORE)
     if kl is None or tokens is None or score is None:
         return None
@@ -170,7 +171,7 @@ def point_of(metrics: Metrics) -> tuple[float, float] | None:
 
 
 def write_canaries(path: Path, canaries: Sequence[Canary]) -> None:
-    """A line each, once: a resume compares with the beginning of the run."""
+    """Write one line per canary, once: a resume compares with the beginning of the run."""
     replace_journal(path, [asdict(canary) for canary in canaries])
 
 

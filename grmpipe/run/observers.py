@@ -1,4 +1,4 @@
-"""All who watch a run, in one place: metrics, journals, timeline, console, W&B. None of them can fail a step."""
+"""All observers of a run in one place: metrics, journals, timeline, console, W&B. None of them can fail a step."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 FILES = {
     REPORT: "the run on one page: open it in a browser",
     "summary.json": "the result of the run",
+    "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
+    "judged.jsonl": "every item with its scores and critiques",
+    "accuracy.png": "accuracy over k",
     "metrics.jsonl": "one line per step",
     "rollouts.jsonl": "every rollout, with token ids and log-probs",
     "judgements.jsonl": "every judgement, with its critique",
@@ -47,7 +50,7 @@ FILES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
-    """Open from the first evaluation to the summary."""
+    """The observers of a run, open from the first evaluation to the summary."""
 
     tracker: Tracker
     metrics: JsonlSink
@@ -58,11 +61,11 @@ class Observers:
 
     @staticmethod
     def open(config: RunConfig, run_dir: Path, wandb_run_id: str | None, *, gauges: bool = True) -> Observers:
-        """`gauges`: whether the console shows each step; what it shows is a policy's."""
+        """`gauges`: whether the console shows each step; it shows metrics of a policy."""
         console = ConsoleSink(config.train.num_steps) if config.tracking.console else None
         setup_logging(run_dir, console.console if console else None)
         wandb = WandbSink(config.tracking, run_dir, without_secrets(config, free_on_resume), wandb_run_id)
-        setup_logging(run_dir, console.console if console else None)  # again: W&B brings handlers of its own
+        setup_logging(run_dir, console.console if console else None)  # again, because W&B adds its own handlers
         metrics = JsonlSink(run_dir / "metrics.jsonl")
         sinks: list[Sink] = [metrics, wandb]
         return Observers(
@@ -79,7 +82,7 @@ class Observers:
             self.console.note(text)
 
     def tell_changes(self, changes: Sequence[str]) -> None:
-        """What resumes changed of the configuration."""
+        """Show what resumes changed in the configuration."""
         for change in changes:
             log.info("changed %s", change)
             self.note(f"changed {change}")
@@ -90,11 +93,11 @@ class Observers:
 
     @property
     def journal_failures(self) -> dict[str, int]:
-        """By file: lines of this process that could not be written. What they held is lost to a resume or a replay."""
+        """File -> lines that this process could not write. A resume or a replay lacks them."""
         return {**self.recorder.failures, **{k: v for k, v in self.tracker.failures.items() if k == self.metrics.name}}
 
     def show_end(self, run_dir: Path, rows: Sequence[SampleRow], bottleneck: str | None) -> None:
-        """The run's page; some rollouts with their critiques, who held up whom, and where the files are."""
+        """Write the report; show some rollouts with their critiques, the bottleneck, and where the files are."""
         write_report(run_dir)
         if self.console:
             self.console.print_samples(rows)

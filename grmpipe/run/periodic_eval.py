@@ -1,4 +1,4 @@
-"""Held-out evaluations before, during and after the steps; sounds the alarm when the judge is being fooled."""
+"""Held-out evaluations before, during and after the steps; raises the reward-hacking alarm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reading = tuple[int, float, float]  # step, the GRM's score, gold accuracy
 
 
 class PeriodicEval:
-    """The first and the last evaluation are on all held-out problems, those between on the anchors only."""
+    """Runs held-out evaluations: the first and the last on all problems, those between only on the anchors."""
 
     def __init__(
         self, evaluator: Evaluator, alarm: RewardHackingDetector, observers: Observers, *, anchors: int, every: int
@@ -28,7 +28,7 @@ class PeriodicEval:
         self.alarms: list[str] = []
         self.readings: list[Reading] = []
         self.rows: list[SampleRow] = []  # of the last evaluation
-        self.seen: list[tuple[Prompt, Rollout]] = []  # in it
+        self.seen: list[tuple[Prompt, Rollout]] = []  # of the last evaluation
         self._evaluator = evaluator
         self._alarm = alarm
         self._observers = observers
@@ -36,40 +36,41 @@ class PeriodicEval:
         self._every = every
         self.interrupted = False
         self._evaluating: asyncio.Task[HeldOutEvaluation] | None = None
-        self.ringing = False  # told once, until an evaluation finds nothing
+        self.ringing = False  # reported once, until an evaluation finds nothing
 
     async def first(self, step: int, beside: Callable[[], Awaitable[Metrics]] | None = None) -> None:
-        """`beside`: what else is measured before the first step, once this has looked; it gets into the same line."""
+        """Evaluate before the first step. `beside`: what else is measured then, afterwards; it is in the same line of
+        metrics.
+        """
         self.initial = await self._evaluate(step, None)
         self._log(step, named(self.initial) | (await beside() if beside is not None else {}))
 
     async def after_step(self, step: int, last: bool) -> Metrics:
-        """What a step's metrics gain by an evaluation, if one is due."""
+        """The metrics of an evaluation after a step, if one is due."""
         if last:
             self.final = await self._evaluate(step, None)
             return named(self.final)
         return named(await self._evaluate(step, self._anchors)) if step % self._every == 0 else {}
 
     async def last(self, step: int) -> None:
-        """For a run that ended before its last step."""
+        """Evaluate a run that ended before its last step."""
         if not self.final:
             self.final = await self._evaluate(step, None)
             self._log(step, named(self.final))
 
     def interrupt(self) -> None:
-        """No more evaluations; one under way ends now, and counts for nothing."""
+        """Stop evaluations; one in progress ends now and isn't counted."""
         self.interrupted = True
         if self._evaluating is not None:
             self._evaluating.cancel()
 
     def _log(self, step: int, metrics: Metrics) -> None:
-        """An evaluation that belongs to no step has a line of its own; without held-out problems there is nothing to
-        say."""
+        """Log an evaluation that belongs to no step on its own line. Does nothing without held-out problems."""
         if metrics:
             self._observers.tracker.log(step, metrics)
 
     def restore(self, initial: Metrics, alarms: tuple[str, ...], readings: tuple[Reading, ...]) -> None:
-        """Go on where a checkpoint left off: the alarm compares with the start of the run, not of the resumption."""
+        """Continue from a checkpoint: the alarm compares with the start of the run, not of its resumption."""
         self.initial, self.alarms, self.readings = initial, list(alarms), list(readings)
         for step, score, gold in readings:
             self.ringing = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold) is not None
@@ -101,7 +102,7 @@ class PeriodicEval:
         self.ringing = told is not None
 
     def tell(self, alarm: str) -> None:
-        """To the summary, the log and whoever watches."""
+        """Report an alarm to the summary, the log and the console."""
         self.alarms.append(alarm)
         log.info("alarm: %s", alarm)
         self._observers.alarm(alarm)

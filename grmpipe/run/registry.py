@@ -46,7 +46,7 @@ def custom_judge(prepared: Prepared, *_: object) -> Judge:
 async def ray_cluster(config: RunConfig, placement: Placement) -> Cluster:
     from scheduler.processes.ray_cluster import RayCluster
 
-    with section(""):  # what only the machines of a cluster that is joined can tell is refused as anything else is
+    with section(""):  # what only the machines of a joined cluster know is refused in the same form
         return await RayCluster.start(config.cluster, placement)
 
 
@@ -55,7 +55,7 @@ async def inprocess_cluster(config: RunConfig, placement: Placement) -> Cluster:
 
 
 class MakeJudge(Protocol):
-    """`grm`: what a generative judge asks; `meta`: what guides its vote. None where there is none."""
+    """`grm`: of a generative judge; `meta`: the meta-RM for its vote. None if there is none."""
 
     def __call__(self, prepared: Prepared, grm: Grm | None, meta_rm: MetaRmScorer | None = None, /) -> Judge: ...
 

@@ -1,4 +1,4 @@
-"""task=report: the page of a run that is there already, a crashed or a running one too. Starts nothing."""
+"""task=report: writes the report of an existing run, also of a crashed or running one. Starts nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grmpipe.run_dir.directory import HOME, holds_run
 
 
 def make_report(config: RunConfig) -> str:
-    """Return where the page is. Raises ConfigError where there is no run, RunFailed where it can't be written."""
+    """Return the path of the report. Raises ConfigError if there is no run, RunFailed if it can't be written."""
     run_dir = Path(config.run_dir) if config.run_dir else HOME / config.experiment / "latest"
     if not holds_run(run_dir):
         raise ConfigError(f"run_dir: {run_dir} holds no run; type run_dir=runs/<experiment>/latest")
@@ -26,12 +26,12 @@ def make_report(config: RunConfig) -> str:
 
 
 def bottleneck_so_far(run_dir: Path) -> str | None:
-    """Of a run that left no summary."""
+    """The bottleneck of a run without a summary."""
     if (run_dir / "summary.json").exists():
         return None
     try:
         config = read_yaml(run_dir / "config.yaml")
-    except ConfigError:  # of another version: what could be changed isn't known
+    except ConfigError:  # of another version: unknown keys
         return None
     return bottleneck(stalls_of(read_run(run_dir)), setup_of(config))
 

@@ -1,9 +1,10 @@
-"""Rejective fine-tuning of a GRM: it samples critiques of labelled work, and imitates those that judged right.
+"""task=train_judge_rft: rejection-sampling fine-tuning of a GRM, which imitates its right critiques.
 
     judging tasks -> [3 samples each] -> rule -> keep | drop | [one hinted sample] -> critiques.jsonl -> fine-tuning
     steps
 
-Sampling is durable: after a kill, `resume=auto` samples only what is missing; the few steps are made anew.
+Sampling is durable: after a kill, `resume=auto` samples only what is missing, and makes the few steps again. There are
+no checkpoints.
 """
 
 from __future__ import annotations
@@ -24,89 +25,62 @@ from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.labels import Fate, hinted, kept_of, without_hint
 from grmpipe.observe.journal import Journal, read_journal
 from grmpipe.observe.records import decode_rollout, encode_rollout
-from grmpipe.observe.summary import EvalSummary, Status, Summary, written
-from grmpipe.run.components import make_evaluator, make_play, make_push, too_long
-from grmpipe.run.observers import Observers
+from grmpipe.observe.summary import EvalSummary, Status, Summary
+from grmpipe.run.components import make_evaluator, make_play, too_long
+from grmpipe.run.composition import compose_push
+from grmpipe.run.export import export
 from grmpipe.run.periodic_eval import named
-from grmpipe.run.signals import ended_by_signals
+from grmpipe.run.session import Run, Session
 from grmpipe.run.start import RunComponents, start
-from grmpipe.run_dir.changes import changes_of
 from grmpipe.train.batching.packer import rounds_of
 from grmpipe.train.batching.samples import count, split_rollout
 from grmpipe.types import Metrics, Prompt, Rollout, TrainingSample
 from grmpipe.validate.prepare import Prepared
 from models.seeds import derive_seed
 from models.types import EngineRefused, ignore_first_token
-from scheduler.supervise import describe_failure, raising_first, run_until
+from scheduler.supervise import raising_first, run_until
 
 log = logging.getLogger(__name__)
 
 CRITIQUES = "critiques.jsonl"
-# With advantage 1 on every token it is the plain negative log-likelihood.
+# With advantage 1 on every token the loss is the plain negative log-likelihood.
 IMITATION = AlgorithmConfig(loss="policy_gradient", correction="none")
 
 
-async def train_judge_rft(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
-    """Sample, fine-tune, export to <run_dir>/policy. `resumed` is always None: there are no checkpoints."""
-    with ended_by_signals():
-        return await rft_to_an_end(prepared, run_dir, resumed)
+class RftRun(Run[Prepared]):
+    """A GRM that imitates its own right critiques."""
 
+    is_policy_run = False
 
-async def rft_to_an_end(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
-    assert resumed is None
-    prepared = prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION))
-    observers = Observers.open(prepared.config, run_dir, None, gauges=False)
-    run = RftRun(prepared, run_dir, observers)
-    observers.tell_changes(changes := changes_of(run_dir))
-    try:
-        summary = dataclasses.replace(await run.execute(), changes=changes)
-    finally:
-        observers.close()
-    summary = written(summary, run_dir / "summary.json")
-    observers.show_end(run_dir, [], None)
-    return summary
-
-
-class RftRun:
-    """From prepared parts to a summary. What goes wrong within is not raised: the summary says it."""
-
-    def __init__(self, prepared: Prepared, run_dir: Path, observers: Observers) -> None:
-        self.steps = 0
-        self.looks: dict[str, Metrics] = {"initial": {}, "final": {}}
-        self._prepared = prepared
-        self._config = prepared.config
-        self._run_dir = run_dir
-        self._observers = observers
+    def __init__(self, prepared: Prepared, session: Session) -> None:
+        super().__init__(prepared.under(dataclasses.replace(prepared.config, algorithm=IMITATION)), session)
+        self._steps = 0
+        self._evaluations: dict[str, Metrics] = {"initial": {}, "final": {}}
+        self._running: RunComponents | None = None
         self._began_s = time.monotonic()
 
-    async def execute(self) -> Summary:
-        running: RunComponents | None = None
-        try:
-            self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-            running = await start(self._prepared, self._observers.timeline, self._run_dir)
-            looks = {f"the health of {health.role}": health.run() for health in running.health}
-            await run_until(self._run(running), **looks)
-            return self._summary("completed")
-        except asyncio.CancelledError:
-            return self._summary("interrupted")
-        except Exception as error:
-            log.exception("the run failed", extra={"file_only": True})
-            return self._summary("failed", describe_failure(error))
-        finally:
-            if running is not None:
-                await running.close()
+    async def run(self) -> Status:
+        self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
+        self._running = running = await start(self._prepared, self._observers.timeline, self._run_dir)
+        await run_until(self._train(running), **running.background())
+        return "completed"
 
-    async def _run(self, running: RunComponents) -> None:
-        self._observers.metrics.truncate_after(-1)  # of before a resume: the steps are made anew
-        await make_push(running)(0)
+    async def close(self) -> None:
+        if self._running is not None:
+            await self._running.close()
+
+    async def _train(self, running: RunComponents) -> None:
+        self._observers.metrics.truncate_after(-1)  # a resume makes the steps again
+        push = compose_push(running.sync, running.policy, running.share)
+        await push(0)
         await self._evaluate(running, "initial")
         num_judging_tasks, num_samples = len(self._prepared.prompts), self._config.rft.num_samples
         self._observers.note(f"the GRM judges {num_judging_tasks} judging tasks, {num_samples} times each")
         critiques = await Sampling(self._prepared, running, self._run_dir / CRITIQUES, self._observers.note).run()
         await self._imitate(running, critiques)
-        await make_push(running)(self.steps)
+        await push(self._steps)
         await self._evaluate(running, "final")
-        await running.learner.export(str(self._run_dir / "policy"))
+        await export(running.learner, self._run_dir / "policy", self._config.policy)
 
     async def _imitate(self, running: RunComponents, critiques: Sequence[Rollout]) -> None:
         if not critiques:
@@ -121,39 +95,34 @@ class RftRun:
             for round_ in rounds_of(batch, train.micro_batch_tokens, running.learner.size, train.prefix_sharing):
                 await running.learner.accumulate(round_)
             metrics = await running.learner.step(count(batch, oldest_version=0))
-            self.steps += 1
-            self._observers.tracker.log(self.steps, metrics)
+            self._steps += 1
+            self._observers.tracker.log(self._steps, metrics)
 
     def _epochs(self) -> Iterable[random.Random]:
         return (random.Random(f"{self._config.seed} {n}") for n in range(self._config.rft.num_epochs))
 
     async def _evaluate(self, running: RunComponents, when: str) -> None:
         evaluated = await make_evaluator(self._prepared, running).evaluate(f"held-out-{when}")
-        self.looks[when] = evaluated.metrics
+        self._evaluations[when] = evaluated.metrics
         log.info("held-out, %s: %s", when, evaluated.metrics)
         told = ", ".join(f"{name} {value:.3f}" for name, value in evaluated.metrics.items())
-        self._observers.note(f"held out, after {self.steps} steps: {told}")
+        self._observers.note(f"held out, after {self._steps} steps: {told}")
         if when == "initial" and evaluated.metrics:
             self._observers.tracker.log(0, named(evaluated.metrics))
 
-    def _summary(self, status: Status, failure: str | None = None) -> Summary:
-        summary = Summary(
+    def summary(self, status: Status, failure: str | None) -> Summary:
+        return Summary(
             status=status,
-            steps=self.steps,
-            versions={"policy": self.steps},
+            steps=self._steps,
+            versions={"policy": self._steps},
             wall_s=round(time.monotonic() - self._began_s, 3),
-            eval=EvalSummary(initial=self.looks["initial"], final=self.looks["final"]),
+            eval=EvalSummary(initial=self._evaluations["initial"], final=self._evaluations["final"]),
             failure=failure,
         )
-        try:
-            return summary.with_objective(self._config.objective)
-        except ValueError as error:
-            log.info("%s", error)
-            return summary
 
 
 class Sampling:
-    """Every judging task, once, with what is kept of it in a journal."""
+    """Samples every judging task once, and journals what is kept of it."""
 
     def __init__(self, prepared: Prepared, running: RunComponents, path: Path, note: Callable[[str], None]) -> None:
         self._prepared = prepared
@@ -224,14 +193,14 @@ def imitated(critique: Rollout) -> Sequence[TrainingSample]:
 
 
 def num_batches(num_samples: int, size: int) -> int:
-    """Of an epoch."""
+    """The number of batches of an epoch."""
     return max(1, num_samples // size)
 
 
 def batches(
     samples: Sequence[TrainingSample], size: int, epochs: Iterable[random.Random]
 ) -> Iterable[list[TrainingSample]]:
-    """Each epoch in an order of its own; what fills no batch joins the epoch's last one."""
+    """The batches of all epochs, each in its own order; a rest that fills no batch joins the last one."""
     for order in epochs:
         shuffled = order.sample(samples, len(samples))
         starts = [size * number for number in range(num_batches(len(shuffled), size))]

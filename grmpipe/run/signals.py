@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP, made an orderly end of a run: as an interruption. Stops nothing itself."""
+"""Turns Ctrl-C, SIGTERM and SIGHUP into an orderly end of a run, as an interruption. Stops nothing itself."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from types import FrameType
 from typing import NoReturn
 
 LEAVE_AFTER_S = 2.0
-ENDING = (signal.SIGTERM, signal.SIGHUP)  # a scheduler, a closed terminal; Ctrl-C is asyncio's own until a run asks
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # a scheduler, a closed terminal; asyncio has Ctrl-C until a run asks
 
 _end: ContextVar[Callable[[], object] | None] = ContextVar("_end", default=None)
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP cancel the task that this stands in, as asyncio.run does on Ctrl-C; a second one ends the
-    process at once. From here on, so that a start that takes minutes can be ended, too.
+    """Context: SIGTERM and SIGHUP cancel the current task, as asyncio.run does on Ctrl-C; a second signal ends the
+    process at once. It covers the start of a run, which may take minutes.
     """
     task = asyncio.current_task()
     assert task is not None, "signals end a task"
@@ -36,8 +36,9 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def asked_to_stop(stop: Callable[[], None]) -> Iterator[None]:
-    """The first signal, Ctrl-C as well, calls `stop`, which sees to a checkpoint; the second ends the process at once,
-    without. Afterwards signals mean what they meant before."""
+    """Context: the first signal, including Ctrl-C, calls `stop`, which leads to a checkpoint; the second ends the
+    process at once, without one. Afterwards the earlier handlers are back.
+    """
 
     def first() -> None:
         signal.signal(signal.SIGINT, _leave)
@@ -53,7 +54,9 @@ def asked_to_stop(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Processes get a moment to be ended in; Ray alone may take ten seconds, and ends them without us as well."""
+    """End the process after a moment in which others can end. Ray alone may take ten seconds, and also ends without
+    us.
+    """
     last = threading.Timer(LEAVE_AFTER_S, os._exit, (130,))
     last.daemon = True
     last.start()
@@ -61,7 +64,9 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _listen(numbers: Sequence[signal.Signals], call: Callable[[], object]) -> Callable[[], None]:
-    """The first of these signals calls `call`. One that is ignored (nohup) stays so. Returns its end."""
+    """Call `call` at the first of these signals. An ignored signal (nohup) stays ignored. Returns a function that ends
+    this.
+    """
     loop = asyncio.get_running_loop()
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 

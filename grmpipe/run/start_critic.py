@@ -10,7 +10,6 @@ from grmpipe.config.roles import ResolvedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec
 from grmpipe.validate.critic_model import CriticModel
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
@@ -21,9 +20,11 @@ ROLE = "critic"
 async def start_critic(
     cluster: Cluster, model: CriticModel | None, config: RunConfig, roles: Mapping[str, ResolvedRole], events: EventSink
 ) -> Critic | None:
-    """Its ranks; None where no advantage asks one."""
+    """Start the critic. None if no estimator needs one."""
     if model is None:
         return None
+    from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec  # late: it imports torch
+
     spec = CriticSpec(
         model_path=model.path,
         tokenizer_path=model.tokenizer_path,

@@ -1,4 +1,4 @@
-"""Starts the processes of the meta-RM, seen as one scorer. Trains nothing, votes nothing."""
+"""Starts the processes of the meta-RM, as one scorer. Trains nothing, votes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from grmpipe.config.roles import ResolvedRole
 from grmpipe.config.run_config import RunConfig
 from grmpipe.judge.meta_rm import MetaRm
 from grmpipe.validate.meta_rm_model import MetaRmModel
-from models.engines.scorer import ScalarScorer, ScorerSpec
 from scheduler.events import EventSink
 from scheduler.processes.actors import Cluster
 from scheduler.routing.scorers import ScorerPool
@@ -24,9 +23,11 @@ async def start_scorers(
     roles: Mapping[str, ResolvedRole],
     events: EventSink,
 ) -> ScorerPool | None:
-    """A process on each seat of the role, seen as one scorer; None where no meta-RM guides the vote."""
+    """Start a process on each seat of the role, as one scorer. None if no vote uses a meta-RM."""
     if meta_rm is None:
         return None
+    from models.engines.scorer import ScalarScorer, ScorerSpec  # late: it imports torch
+
     spec = ScorerSpec(
         path=meta_rm.path,
         dtype=config.meta_rm.dtype,
@@ -45,7 +46,7 @@ async def start_scorers(
 
 
 def meta_rm_of(meta_rm: MetaRmModel | None, scorers: ScorerPool | None) -> MetaRm | None:
-    """What a vote asks."""
+    """The meta-RM for votes."""
     if meta_rm is None or scorers is None:
         return None
     return MetaRm(scorer=scorers, context_tokens=meta_rm.context_tokens)

@@ -1,4 +1,4 @@
-"""A run whose learner and engines share their slots in time: put together. Decides no phase."""
+"""Makes the time-shared pool of a run's learner and engines. Decides no phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def time_share_of(
     learner: TimeSharedLearnerGroup,
     events: EventSink,
 ) -> TimeShare:
-    """The time-shared pool of the learner; the learner has given its device up by then."""
+    """The time-shared pool of the learner, which must have freed its device before."""
     time_sharing = {name: prepared.roles.served[name] for name in prepared.placement.time_sharing_roles}
     roles = {
         name: SharedRole(

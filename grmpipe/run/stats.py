@@ -1,4 +1,4 @@
-"""What a run took and came to, resumes included: time by role, and the summary. It changes nothing."""
+"""The statistics of a run, including before resumes: time by role, and the summary. Changes nothing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from grmpipe.pipeline.counters import Counters
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
 from grmpipe.run.cotrain.cotraining import CoTraining
+from grmpipe.run.start import RunComponents
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.train.critic.critic import Critic
 from grmpipe.types import Metrics
@@ -28,7 +29,7 @@ from scheduler.slots.health import RoleHealth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """How far the flow has come."""
+    """The progress of the flow."""
 
     version: int = 0
     judging: JudgingSummary = field(default_factory=JudgingSummary)
@@ -39,11 +40,11 @@ class RunProgress:
 
 class RunStats:
     def __init__(self, config: RunConfig) -> None:
-        self.before = RunProgress()  # where a resume goes on from
+        self.before = RunProgress()  # the state that a resume continues from
         self.learner_busy_s = 0.0
-        self.cotraining: CoTraining | None = None  # once it is started
+        self.cotraining: CoTraining | None = None  # set once it is started
         self.critic: Critic | None = None
-        self.health: tuple[RoleHealth, ...] = ()  # of the engines, once they are started
+        self.health: tuple[RoleHealth, ...] = ()  # of the engines; set once they are started
         self.elastic: tuple[ElasticPool, ...] = ()
         self.scorers: ScorerPool | None = None
         self._grm = "grm" if config.judged_by_model else None
@@ -58,6 +59,11 @@ class RunStats:
         self.cluster: Cluster | None = None
         self._roles = config.roles
         self._cpu_s_at_begin = self._cpu_s()
+
+    def watch(self, running: RunComponents) -> None:
+        """Take statistics from the started components from now on."""
+        self.cluster, self.health, self.elastic = running.cluster, running.health, running.elastic
+        self.scorers, self.critic = running.scorers, running.critic
 
     @property
     def since_start_s(self) -> float:
@@ -75,12 +81,12 @@ class RunStats:
 
     @property
     def grm_version(self) -> int:
-        """Its completed optimizer steps: 0 where it doesn't learn."""
+        """The GRM's completed optimizer steps; 0 if it isn't trained."""
         return self.cotraining.version if self.cotraining is not None else self._grm_version_before
 
     @property
     def engines_replaced(self) -> dict[str, int]:
-        """By role."""
+        """Role -> number of replaced engines."""
         replaced = Counter(self._replaced_before)
         replaced.update({health.role: health.num_replaced for health in self.health})
         if self.scorers is not None:
@@ -89,14 +95,14 @@ class RunStats:
 
     @property
     def moves(self) -> dict[str, int]:
-        """Of elastic slots, by the way they went."""
+        """Direction ("policy->grm") -> number of moves of elastic slots."""
         moves = Counter(self._moves_before)
         for pool in self.elastic:
             moves.update(pool.moves)
         return dict(moves)
 
     def slot_metrics(self) -> Metrics:
-        """How elastic slots stand, and how often they moved; nothing where there are none."""
+        """The roles of elastic slots, and the number of their moves; empty without elastic slots."""
         if not self.elastic:
             return {}
         slots = Counter[str]()
@@ -107,22 +113,23 @@ class RunStats:
         }
 
     def driver_metrics(self) -> Metrics:
-        """CPU seconds in the step that ends: of this process (the pipeline's, and of what else lives in it), and of
-        each role whose processes are all on this machine."""
+        """CPU seconds of the step that ends: of the driver process, and of each role whose processes are all on this
+        machine.
+        """
         began_s, now_s = self._cpu_s_at_begin, self._cpu_s()
         return {f"{name}/cpu_s": max(0.0, now_s[name] - began_s[name]) for name in now_s if name in began_s}
 
     def step_begins(self) -> None:
-        """What lies between two steps (evaluations, checkpoints) counts in neither."""
+        """Mark the beginning of a step: the time between two steps (evaluations, checkpoints) counts in neither."""
         self._cpu_s_at_begin = self._cpu_s()
 
     def _cpu_s(self) -> dict[str, float]:
-        """So far, by role."""
+        """Role -> CPU seconds so far."""
         ids = {role: self.cluster.process_ids(role) for role in self._roles} if self.cluster is not None else {}
         return {"driver": time.process_time()} | {role: cpu_seconds(found) for role, found in ids.items() if found}
 
     def busy_s(self, pipeline: Pipeline | None) -> dict[str, float]:
-        """By role: seconds with at least one training request in flight; of the learner, seconds in its calls."""
+        """Role -> seconds with at least one training request in flight; for the learner, seconds in its calls."""
         busy: defaultdict[str, float] = defaultdict(float, self._busy_before_s)
         busy["learner"] += self.learner_busy_s
         if self.critic is not None:
@@ -136,7 +143,7 @@ class RunStats:
         return {role: round(seconds, 3) for role, seconds in busy.items()}
 
     def _versions(self, version: int) -> dict[str, int]:
-        """By model name. Every batch is a step of the critic as well."""
+        """Model name -> version. Every batch is also a step of the critic."""
         versions = {"policy": version}
         if self._grm is not None:
             versions[self._grm] = self.grm_version
@@ -173,7 +180,7 @@ class RunStats:
 
 
 def setup_of(config: RunConfig) -> Setup:
-    """What can be changed about a run that waits."""
+    """The settings that decide which advice can shorten a run's stalls."""
     judge: Literal["here", "outside"] | None = "here" if config.judged_by_model else None
     return Setup(
         judge="outside" if config.judge_is_remote else judge,
@@ -185,14 +192,14 @@ def setup_of(config: RunConfig) -> Setup:
 
 
 def elastic_pools(config: RunConfig) -> dict[str, str]:
-    """role -> its pool, where slots change their role."""
+    """Role -> its elastic pool."""
     placement = config.placement
     served = {role: where.pool for role, where in placement.roles.items() if role in config.served}
     return {role: pool for role, pool in served.items() if pool in placement.pools and placement.pools[pool].elastic}
 
 
 def is_rate_limited(config: RunConfig) -> bool:
-    """Whether limits of ours stand before an outside judge."""
+    """Whether requests to a remote judge are rate-limited here."""
     endpoint = resolve_engine("grm", config).endpoint if config.judge_is_remote else None
     return endpoint is not None and endpoint.is_limited
 
@@ -212,7 +219,7 @@ def progress_of(pipeline: Pipeline) -> RunProgress:
 
 
 def progress_at(state: RunState, groups_per_batch: int) -> RunProgress:
-    """Of a run that is resumed and has no pipeline yet: it may fail before it has one."""
+    """The progress of a resumed run that has no pipeline yet, and may fail before it has one."""
     pipeline_state, trained = state.pipeline_state, state.pipeline_state.version * groups_per_batch
     total = Counters.restored(state.totals)
     return RunProgress(

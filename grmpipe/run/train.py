@@ -1,148 +1,91 @@
-"""One training run: start or resume, evaluate, flow, evaluate, sum up; and every way out of it leaves whole files."""
+"""task=train: a policy learns from a judge. Start or resume, evaluate, run the pipeline, evaluate, export."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from grmpipe.config.run_config import ConfigError
 from grmpipe.judge.monitor.circuit_breaker import JudgeFitness, RewardHackingDetector
 from grmpipe.judge.monitor.preflight import NUM_PROMPTS, preflight_judgement
 from grmpipe.observe.recorder import GROUPS
-from grmpipe.observe.summary import Status, Summary, written
+from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.observe.summary import Status, Summary
 from grmpipe.pipeline.counters import step_metrics
 from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, PipelineState, RecoveredGroup, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
 from grmpipe.run.components import make_evaluator, make_parts
 from grmpipe.run.cotrain.cotraining import CoTraining
+from grmpipe.run.export import export
 from grmpipe.run.judge_monitoring import JudgeMonitor, MonitoredJudge
-from grmpipe.run.observers import Observers
 from grmpipe.run.periodic_eval import PeriodicEval
-from grmpipe.run.signals import asked_to_stop, ended_by_signals
+from grmpipe.run.session import Run, Session
+from grmpipe.run.signals import asked_to_stop
 from grmpipe.run.start import RunComponents, start
 from grmpipe.run.stats import RunStats
-from grmpipe.run_dir.changes import changes_of
 from grmpipe.run_dir.checkpoint_writer import CheckpointWriter
-from grmpipe.run_dir.checkpoints import Checkpoints
 from grmpipe.run_dir.identity import run_id_of
 from grmpipe.run_dir.run_state import RunState, find_kept, void_group_ends
-from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.types import Metrics
 from grmpipe.validate.prepare import Prepared
-from models.settings import ModelConfig
 from scheduler.gc_tuning import infrequent_gc
-from scheduler.supervise import describe_failure, run_until
+from scheduler.supervise import run_until
 
 log = logging.getLogger(__name__)
 
-SUMMARY = "summary.json"
 
+class TrainingRun(Run[Prepared]):
+    """A policy that learns from a judge: held-out evaluations, the flow between them, checkpoints, the export."""
 
-async def train(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
-    """Run to an end of any kind; show at the end what a person wants to see. `resumed`: a checkpoint to go on from."""
-    with ended_by_signals():
-        return await train_to_an_end(prepared, run_dir, resumed)
-
-
-async def train_to_an_end(prepared: Prepared, run_dir: Path, resumed: Path | None) -> Summary:
-    checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=prepared.config.train.keep_checkpoints)
-    state = checkpoints.load(resumed) if resumed else None
-    (run_dir / SUMMARY).unlink(missing_ok=True)  # of before a resume: untrue from now on
-    observers = Observers.open(prepared.config, run_dir, state.wandb_run_id if state else None)
-    run = TrainingRun(prepared, run_dir, observers, checkpoints, state)
-    observers.tell_changes(changes := changes_of(run_dir))
-    try:
-        summary = await run.execute(resumed)
-    finally:
-        observers.close()
-    summary = replace(summary, changes=changes, journal_failures=observers.journal_failures)
-    summary = written(summary, run_dir / SUMMARY)
-    observers.show_end(run_dir, run.periodic_eval.rows if run.periodic_eval else [], summary.bottleneck)
-    return summary
-
-
-class TrainingRun:
-    """From prepared parts to a summary. What goes wrong within the run is not raised: the summary says it."""
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        run_dir: Path,
-        observers: Observers,
-        checkpoints: Checkpoints,
-        state: RunState | None,
-    ) -> None:
-        """`state`: where a resume goes on from."""
-        self.periodic_eval: PeriodicEval | None = None
-        self._prepared = prepared
-        self._config = prepared.config
-        self._run_dir = run_dir
-        self._observers = observers
-        self._checkpoints = checkpoints
-        self._writer = CheckpointWriter(checkpoints)
+    def __init__(self, prepared: Prepared, session: Session) -> None:
+        super().__init__(prepared, session)
+        self._state = session.state
+        self._writer = CheckpointWriter(session.checkpoints)
         self._stats = RunStats(prepared.config)
+        self._running: RunComponents | None = None
         self._pipeline: Pipeline | None = None
-        self._state = state
-        if state is not None:
-            self._stats.restore(state, prepared.config.train.groups_per_batch)
+        self._periodic_eval: PeriodicEval | None = None
+        if self._state is not None:
+            self._stats.restore(self._state, prepared.config.train.groups_per_batch)
 
-    async def execute(self, resumed: Path | None) -> Summary:
-        """`resumed`: the checkpoint that holds the learner."""
-        running: RunComponents | None = None
-        try:
-            self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
-            running = await start(self._prepared, self._observers.timeline, self._run_dir)
-            if resumed is not None:
-                await running.learner.load(str(resumed / "learner"))
-                if running.trainable_grm is not None:
-                    await running.trainable_grm.learner.load(str(resumed / "grm_learner"))
-                if running.critic is not None:
-                    await running.critic.ranks.load(str(resumed / "critic"))
-            self._observers.note(f"ready after {self._stats.since_start_s:.0f} s; files in {self._run_dir}")
-            self._stats.cluster = running.cluster
-            self._stats.health, self._stats.elastic = running.health, running.elastic
-            self._stats.scorers, self._stats.critic = running.scorers, running.critic
-            looks = {f"the health of {health.role}": health.run() for health in running.health}
-            balance = {f"the balance of {pool.name}": pool.run() for pool in running.elastic}
-            values = (
-                {"the values of the critic": running.critic.value_cache.run()} if running.critic is not None else {}
-            )
-            return self._summary(await run_until(self._train(running), **looks, **balance, **values))
-        except asyncio.CancelledError:
-            return self._summary("interrupted")
-        except ConfigError:  # found on a preflight judgement: nothing was trained
-            if self._state is None:  # and the directory is free for the same command with that set right
-                (self._run_dir / "config.yaml").unlink(missing_ok=True)
-            raise
-        except Exception as error:
-            log.exception("the run failed", extra={"file_only": True})
-            await self._writer.close(wait=True)
-            return self._summary("failed", describe_failure(error) + self._save_failed_batch(error))
-        finally:
-            await self._writer.close(wait=False)
-            if running is not None:
-                await running.close()
+    @property
+    def rows(self) -> Sequence[SampleRow]:
+        return self._periodic_eval.rows if self._periodic_eval is not None else ()
+
+    async def run(self) -> Status:
+        self._observers.note(f"starting {', '.join(self._config.roles)} ({self._config.cluster.kind})")
+        self._running = running = await start(self._prepared, self._observers.timeline, self._run_dir)
+        if (resumed := self._session.resumed) is not None:
+            for model in running.trained:
+                await model.ranks.load(str(resumed / model.learner_role))
+        self._observers.note(f"ready after {self._stats.since_start_s:.0f} s; files in {self._run_dir}")
+        self._stats.watch(running)
+        return await run_until(self._train(running), **running.background())
+
+    async def after_failure(self, error: Exception) -> str:
+        await self._writer.close(wait=True)
+        return self._save_failed_batch(error)
+
+    async def close(self) -> None:
+        await self._writer.close(wait=False)
+        if self._running is not None:
+            await self._running.close()
 
     async def _train(self, running: RunComponents) -> Status:
-        """All steps, between two held-out evaluations."""
+        """Make all steps, between two held-out evaluations."""
         if self._state is None and self._config.judged_by_model:
             await self._try_judge(running)
         pipeline_state, kept = self._restore()
-        periodic_eval, parts = self._make_periodic_eval(running), make_parts(self._prepared, running, self._observers)
+        periodic_eval, cotraining = self._make_periodic_eval(running), self._make_cotraining(running)
+        parts = make_parts(self._prepared, running, self._observers, cotraining)
         judge_monitor = self._make_judge_monitor(running, parts, periodic_eval)
         await parts.push_weights(pipeline_state.version)
-        if (cotraining := self._make_cotraining(running)) is not None:
+        if cotraining is not None:
             await cotraining.push(cotraining.version)
-            parts, pipeline_state = (
-                cotraining.with_cotraining(parts),
-                replace(pipeline_state, judge_version=cotraining.version),
-            )
+            pipeline_state = replace(pipeline_state, judge_version=cotraining.version)
 
         async def after_step(report: StepReport) -> None:
             await self._after_step(report, running, pipeline, periodic_eval, judge_monitor)
@@ -160,6 +103,16 @@ class TrainingRun:
                 pipeline_state.version, lambda: judge_monitor.first(pipeline_state.version, periodic_eval.seen)
             )
             judge_monitor.act(last=False)
+        return await self._run_pipeline(running, pipeline, periodic_eval, cotraining)
+
+    async def _run_pipeline(
+        self,
+        running: RunComponents,
+        pipeline: Pipeline,
+        periodic_eval: PeriodicEval,
+        cotraining: CoTraining | None,
+    ) -> Status:
+        """Run to the last step, or to the step in which a signal came; both end with a checkpoint."""
 
         async def flow() -> None:
             await pipeline.run()
@@ -211,7 +164,7 @@ class TrainingRun:
         self._stats.step_begins()
 
     def _make_cotraining(self, running: RunComponents) -> CoTraining | None:
-        """Of a GRM that learns beside the policy."""
+        """The training of a GRM next to the policy, if there is one."""
         if running.trainable_grm is None:
             return None
         self._stats.cotraining = CoTraining(
@@ -235,7 +188,7 @@ class TrainingRun:
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
         judge = self._config.judge
-        self.periodic_eval = PeriodicEval(
+        self._periodic_eval = PeriodicEval(
             make_evaluator(self._prepared, running),
             RewardHackingDetector(
                 min_score_rise=judge.shown_score(judge.anchor_min_score_rise), min_gold_fall=judge.anchor_min_gold_fall
@@ -245,13 +198,13 @@ class TrainingRun:
             every=judge.anchor_every,
         )
         if (state := self._state) is not None:
-            self.periodic_eval.restore(state.eval_initial, state.alarms, state.hacking_readings)
-        return self.periodic_eval
+            self._periodic_eval.restore(state.eval_initial, state.alarms, state.hacking_readings)
+        return self._periodic_eval
 
     def _make_judge_monitor(
         self, running: RunComponents, parts: PipelineComponents, periodic_eval: PeriodicEval
     ) -> JudgeMonitor:
-        """After `_restore`: it goes on from what the metrics' file holds."""
+        """Call after `_restore`: it continues from the file of metrics."""
         config, judge = self._config, self._config.judge
         assert isinstance(parts.judge_guard, JudgeFitness)
         monitored = MonitoredJudge(
@@ -265,24 +218,14 @@ class TrainingRun:
         return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.tell)
 
     async def _export(self, running: RunComponents) -> None:
-        """Whatever was trained, as Hugging Face directories, with the chat template that it was trained under."""
-        trained: dict[str, tuple[LearnerGroup | CriticGroup, ModelConfig]] = {
-            "policy": (running.learner, self._config.policy)
-        }
-        if running.critic is not None:
-            trained["critic"] = (running.critic.ranks, self._config.policy)
-        if running.trainable_grm is not None:
-            trained["grm"] = (running.trainable_grm.learner, self._config.grm)
-        for name, (learner, model) in trained.items():
-            directory = self._run_dir / name
-            await learner.export(str(directory))
-            if template := model.chat_template:
-                shutil.copyfile(template, directory / "chat_template.jinja")
+        """Export every trained model as a Hugging Face directory with the chat template that it was trained with."""
+        for model in running.trained:
+            await export(model.ranks, self._run_dir / model.name, model.settings)
 
-    # -- cuts --------------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _restore(self) -> tuple[PipelineState, dict[int, RecoveredGroup]]:
-        """Where to go on: a checkpoint, or the beginning; in both cases with what the journals hold beyond it."""
+        """The state to continue from: a checkpoint, or the beginning; with what the journals have after it."""
         pipeline_state = self._state.pipeline_state if self._state else PipelineState()
         run_id, marks = run_id_of(self._run_dir), self._state.journal_marks if self._state else {}
         kept = find_kept(self._run_dir, pipeline_state, self._prepared.prompts, run_id, marks)
@@ -300,15 +243,14 @@ class TrainingRun:
         return pipeline_state, kept
 
     async def _checkpoint(self, running: RunComponents, pipeline: Pipeline, periodic_eval: PeriodicEval) -> None:
-        """Begin one; with train.async_checkpoints=false it is there at the end, else soon."""
+        """Begin a checkpoint; with train.async_checkpoints=false it is complete when this returns, otherwise soon."""
         await self._writer.settled()
-        draft, aside = self._checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
-        cotraining = self._stats.cotraining
-        grm = draft / "grm_learner"
+        draft, aside = self._session.checkpoints.draft(pipeline.version), self._config.train.async_checkpoints
+        cotraining, grm = self._stats.cotraining, running.trainable_grm
         state = RunState(
             pipeline_state=pipeline.state(),
-            journal_marks=self._observers.recorder.marks(),  # of the same moment as the cut
-            grm_pipeline_state=await cotraining.begin_save(grm, aside=aside) if cotraining is not None else None,
+            journal_marks=self._observers.recorder.marks(),  # taken at the same moment as the pipeline's state
+            grm_pipeline_state=await cotraining.begin_save(draft, aside=aside) if cotraining is not None else None,
             wall_s=self._stats.wall_s,
             eval_initial=periodic_eval.initial,
             totals=pipeline.counters.saved(),
@@ -319,19 +261,16 @@ class TrainingRun:
             engines_replaced=self._stats.engines_replaced,
             moves=self._stats.moves,
         )
-        saving: dict[str, LearnerGroup | CriticGroup] = {"learner": running.learner}
-        if running.critic is not None:
-            saving["critic"] = running.critic.ranks
-        for folder, learner in saving.items():
-            await learner.begin_save(str(draft / folder), aside=aside)
-        if running.trainable_grm is not None:
-            saving[grm.name] = running.trainable_grm.learner
-        self._writer.publish_when_written(draft, state, saving)
+        ranks = {model.learner_role: model.ranks for model in running.trained}
+        for role, learner in ranks.items():
+            if grm is None or learner is not grm.learner:  # its own flow has begun that save
+                await learner.begin_save(str(draft / role), aside=aside)
+        self._writer.publish_when_written(draft, state, ranks)
         if not aside:
             await self._writer.settled()
 
     def _save_failed_batch(self, error: Exception) -> str:
-        """The batch of a step that came to no number, to be replayed. Returns a line for the user."""
+        """Save the batch of a step with non-finite numbers, to replay it. Returns a line for the user."""
         if not isinstance(error, ArithmeticError) or self._pipeline is None:
             return ""
         path = self._run_dir / "failed_batch.jsonl"
@@ -346,18 +285,13 @@ class TrainingRun:
     def _stop(self, pipeline: Pipeline) -> None:
         self._observers.note("stopping after this step, with a checkpoint; a second signal stops at once")
         pipeline.interrupt()
-        if self.periodic_eval is not None:
-            self.periodic_eval.interrupt()
+        if self._periodic_eval is not None:
+            self._periodic_eval.interrupt()
 
-    def _summary(self, status: Status, failure: str | None = None) -> Summary:
+    def summary(self, status: Status, failure: str | None) -> Summary:
         evaluated: tuple[Metrics, Metrics, tuple[str, ...]] = ({}, {}, ())
-        if (evaluate := self.periodic_eval) is not None:
+        if (evaluate := self._periodic_eval) is not None:
             evaluated = (evaluate.initial, evaluate.final, tuple(evaluate.alarms))
         elif (state := self._state) is not None:
             evaluated = (state.eval_initial, {}, state.alarms)
-        summary = self._stats.summary(status, failure, self._pipeline, *evaluated)
-        try:
-            return summary.with_objective(self._config.objective)
-        except ValueError as error:
-            log.info("%s", error)
-            return summary
+        return self._stats.summary(status, failure, self._pipeline, *evaluated)

@@ -1,19 +1,16 @@
-"""task=train_meta_rm: a meta-RM learns from labelled judgements which to trust. Samples, trains, measures, exports.
+"""task=train_meta_rm: a meta-RM learns from labelled judgements which are right. Samples, trains, measures, exports.
 
     labelled work -> GRM, k judgements each -> right or wrong by the label -> BCE on a scalar head -> <run_dir>/meta_rm
 
-First the GRM has its slots, then the learner has its own: never both at once.
+First the GRM uses its slots, then the learner its own: never both at the same time.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -23,12 +20,11 @@ from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.labelled_judgements import LabelledJudgement, SampledExamples, Split, batches, sample, write_examples
 from grmpipe.judge.meta_rm import sigmoid
-from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary, written
+from grmpipe.observe.summary import EvalSummary, JudgingSummary, Status, Summary
 from grmpipe.run.engines import engine_factory
 from grmpipe.run.errors import RunFailed
-from grmpipe.run.observers import Observers
 from grmpipe.run.registry import CLUSTERS
-from grmpipe.run.signals import ended_by_signals
+from grmpipe.run.session import Run, Session
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar.scalar_learner import ScalarLearner, ScalarLearnerSpec
 from grmpipe.types import Metrics
@@ -37,66 +33,40 @@ from grmpipe.validate.shared_folder import check_shared
 from scheduler.placement import Placement
 from scheduler.processes.actors import ActorGroup, Cluster
 from scheduler.routing.router import Router
-from scheduler.supervise import describe_failure
-
-log = logging.getLogger(__name__)
 
 STEPS_PER_NOTE = 20
 
 
-async def train_meta_rm(ready: MetaRmTraining, run_dir: Path) -> Summary:
-    """Run to an end of any kind. What goes wrong within is not raised: the summary says it."""
-    with ended_by_signals():
-        return await train_meta_to_an_end(ready, run_dir)
+class MetaRmRun(Run[MetaRmTraining]):
+    """A scalar model that learns which judgements are right."""
 
+    is_policy_run = False
 
-async def train_meta_to_an_end(ready: MetaRmTraining, run_dir: Path) -> Summary:
-    observers = Observers.open(ready.config, run_dir, None, gauges=False)
-    run = MetaRmTrainingRun(ready, run_dir, observers)
-    try:
-        summary = await run.execute()
-    finally:
-        observers.close()
-    summary = written(summary, run_dir / "summary.json")
-    observers.show_end(run_dir, [], None)
-    return summary
-
-
-class MetaRmTrainingRun:
-    def __init__(self, ready: MetaRmTraining, run_dir: Path, observers: Observers) -> None:
-        self._ready = ready
-        self._config = ready.config
-        self._run_dir = run_dir
-        self._observers = observers
+    def __init__(self, prepared: MetaRmTraining, session: Session) -> None:
+        super().__init__(prepared, session)
         self._began_s = time.monotonic()
         self._num_steps = 0
-        self._looks: list[Metrics] = []
-        self._sampled = SampledExamples(examples=ready.stored, failed={}, num_tokens=0)
+        self._evaluations: list[Metrics] = []
+        self._sampled = SampledExamples(examples=prepared.stored, failed={}, num_tokens=0)
 
-    async def execute(self) -> Summary:
-        try:
-            if not self._ready.stored:
-                await self._sample()
-            await self._learn()
-        except asyncio.CancelledError:
-            return self._summary("interrupted")
-        except Exception as error:
-            log.exception("the run failed", extra={"file_only": True})
-            return self._summary("failed", describe_failure(error))
-        return self._summary("completed")
+    async def run(self) -> Status:
+        if not self._prepared.stored:
+            await self._sample()
+        await self._learn()
+        return "completed"
 
     async def _sample(self) -> None:
-        ready, judge = self._ready, self._config.judge
-        num_items = sum(map(len, ready.judging_tasks.values()))
+        prepared, judge = self._prepared, self._config.judge
+        num_items = sum(map(len, prepared.judging_tasks.values()))
         self._observers.note(f"the GRM judges {num_items} items, {judge.num_judgements} times each")
-        async with self._cluster(ready.sampling) as cluster:
-            make_engine = engine_factory(ready.grm, ready.roles, self._config.seed)
-            engines = await cluster.start_engines(ready.grm.name, make_engine)
-            router = Router(ready.grm.name, engines, self._observers.timeline)
-            grm = LocalGrm(ready.grm.name, router, ready.grm.renderer, ready.grm.context_tokens)
+        async with self._cluster(prepared.sampling) as cluster:
+            make_engine = engine_factory(prepared.grm, prepared.roles, self._config.seed)
+            engines = await cluster.start_engines(prepared.grm.name, make_engine)
+            router = Router(prepared.grm.name, engines, self._observers.timeline)
+            grm = LocalGrm(prepared.grm.name, router, prepared.grm.renderer, prepared.grm.context_tokens)
             client = GrmClient(grm, judge, self._config.seed)
-            self._sampled = await sample(client, ready.judging_tasks, judge.num_judgements)
-        for split in ready.judging_tasks:
+            self._sampled = await sample(client, prepared.judging_tasks, judge.num_judgements)
+        for split in prepared.judging_tasks:
             if len({example.right for example in self._of(split)}) < 2:
                 causes = ", ".join(f"{n} {cause}" for cause, n in self._sampled.failed.items()) or "none failed"
                 raise RunFailed(f"the judgements of {split} are all right or all wrong, or there are none ({causes})")
@@ -105,12 +75,12 @@ class MetaRmTrainingRun:
     async def _learn(self) -> None:
         config, train = self._config, self._config.train
         spec = ScalarLearnerSpec(
-            model_path=self._ready.start_path,
-            tokenizer_path=self._ready.grm.path,
+            model_path=self._prepared.start_path,
+            tokenizer_path=self._prepared.grm.path,
             train=train,
-            device=self._ready.learner.device,
+            device=self._prepared.learner.device,
         )
-        async with self._cluster(self._ready.learning) as cluster:
+        async with self._cluster(self._prepared.learning) as cluster:
             await check_shared(cluster, self._run_dir)
             learner = await cluster.start_group("learner", functools.partial(ScalarLearner, spec))
             await self._evaluate(learner)
@@ -127,7 +97,7 @@ class MetaRmTrainingRun:
             await learner.call_all("export", str(self._run_dir / "meta_rm"))
 
     async def _evaluate(self, learner: ActorGroup) -> None:
-        """At the held-out judgements, before the first step and after the last."""
+        """Evaluate on the held-out judgements, before the first step and after the last."""
         examples = self._of("held_out")
         probabilities = [0.0] * len(examples)
         for indices in self._rounds(examples, learner.size):
@@ -137,9 +107,9 @@ class MetaRmTrainingRun:
                 ends = batch.sequence_lengths_S.cumsum() - 1
                 for i, logit in zip(some, cast(np.ndarray, scores_T)[ends], strict=False):  # an idle rank has none
                     probabilities[i] = sigmoid(float(logit))
-        self._looks.append(measure(examples, probabilities, self._config.judge.k_meta))
-        self._observers.tracker.log(self._num_steps, {f"eval/{name}": x for name, x in self._looks[-1].items()})
-        told = ", ".join(f"{name} {value:.3f}" for name, value in self._looks[-1].items())
+        self._evaluations.append(measure(examples, probabilities, self._config.judge.k_meta))
+        self._observers.tracker.log(self._num_steps, {f"eval/{name}": x for name, x in self._evaluations[-1].items()})
+        told = ", ".join(f"{name} {value:.3f}" for name, value in self._evaluations[-1].items())
         self._observers.note(f"held out, after {self._num_steps} steps: {told}")
 
     def _of(self, split: Split) -> list[LabelledJudgement]:
@@ -157,26 +127,23 @@ class MetaRmTrainingRun:
         finally:
             await cluster.shutdown()
 
-    def _summary(self, status: Status, failure: str | None = None) -> Summary:
-        sampled, looks = self._sampled, self._looks
+    def summary(self, status: Status, failure: str | None) -> Summary:
+        sampled, evaluations = self._sampled, self._evaluations
         failed = sum(sampled.failed.values())
-        counted = 0 if self._ready.stored else len(sampled.examples)
-        summary = Summary(
+        counted = 0 if self._prepared.stored else len(sampled.examples)
+        return Summary(
             status=status,
             steps=self._num_steps,
             versions={"meta_rm": self._num_steps},
             wall_s=round(time.monotonic() - self._began_s, 3),
-            eval=EvalSummary(initial=looks[0] if looks else {}, final=looks[1] if len(looks) > 1 else {}),
+            eval=EvalSummary(
+                initial=evaluations[0] if evaluations else {}, final=evaluations[1] if len(evaluations) > 1 else {}
+            ),
             judging=JudgingSummary(
                 asked=counted + failed, counted=counted, failed=sampled.failed, tokens=sampled.num_tokens
             ),
             failure=failure,
         )
-        try:
-            return summary.with_objective(self._config.objective)
-        except ValueError as error:
-            log.info("%s", error)
-            return summary
 
 
 def classified(example: LabelledJudgement) -> Classified:

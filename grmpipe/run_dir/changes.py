@@ -1,4 +1,4 @@
-"""changes.jsonl: the keys that resumes of a run changed, and from which step on. Decides nothing about them."""
+"""changes.jsonl: the keys that resumes of a run changed, and from which step. Decides nothing about them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHANGES_FILE = "changes.jsonl"
 
 
 def record_changes(run_dir: Path, run_id: str, step: int, changes: Sequence[ConfigChange]) -> None:
-    """Raises OSError."""
+    """Append the changes of a resume. Raises OSError."""
     journal = Journal(run_dir / CHANGES_FILE, run_id=run_id)
     try:
         for change in changes:
@@ -24,6 +24,6 @@ def record_changes(run_dir: Path, run_id: str, step: int, changes: Sequence[Conf
 
 
 def changes_of(run_dir: Path) -> tuple[str, ...]:
-    """In words, in the order of time."""
+    """The changes in words, in the order of time."""
     lines = read_what_can_be(run_dir / CHANGES_FILE)
     return tuple(f"after step {x.get('step')}: {x.get('key')}: {x.get('old')} -> {x.get('new')}" for x in lines)

@@ -1,4 +1,4 @@
-"""A run's checkpoints while they are written beside its training: one at a time, published when whole. Begins none."""
+"""Writes checkpoints while training continues: one at a time, published when complete. Begins none."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ log = logging.getLogger(__name__)
 
 
 class Saving(Protocol):
-    """All ranks of what learns, with a save under way."""
+    """All ranks of a trained model, with a save in progress."""
 
     async def saved(self) -> tuple[StoredFile, ...]: ...
 
 
 class CheckpointWriter:
-    """Publishes a draft once everybody's files are on the disk. check() and settled() raise what a write raised."""
+    """Publishes a draft once the files of all ranks are on the disk. check() and settled() raise the error of a failed
+    write.
+    """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
         self._writing: asyncio.Task[None] | None = None
 
     def publish_when_written(self, draft: Path, state: RunState, folders: Mapping[str, Saving]) -> None:
-        """folders: of the draft, and who writes there."""
+        """Publish a draft when it is written. folders: folder of the draft -> who writes there."""
         assert self._writing is None, "one at a time"
         self._writing = asyncio.create_task(self._publish(draft, state, folders), name="checkpoint")
 
     def check(self) -> None:
-        """To be called between steps: a write that failed fails the run."""
+        """Raise the error of a failed write. Call it between steps."""
         if self._writing is not None and self._writing.done():
             ended, self._writing = self._writing, None
             ended.result()
 
     async def settled(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no save is in progress."""
         if self._writing is not None:
             ended, self._writing = self._writing, None
             await ended
 
     async def close(self, *, wait: bool) -> None:
-        """At the end of a run that failed: its last checkpoint may be whole in a moment. Raises nothing."""
+        """Close at the end of a failed run, whose last checkpoint may be complete in a moment. Raises nothing."""
         if self._writing is not None and not wait:
             self._writing.cancel()
         try:

@@ -1,4 +1,4 @@
-"""`checkpoints/` of a run: each published whole or not at all, the newest whole one found again. Knows no model."""
+"""`checkpoints/` of a run: publishes each whole or not at all, finds the newest whole one. Knows no model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from models.stored_files import StoredFile, first_difference, stored_files, sync
 STATE_FILE = "run_state.json"
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest"
-PUBLISHED = re.compile(r"step_(\d+)(?:\.(\d+))?")  # a step that is published again is step_N.1, and so on
+PUBLISHED = re.compile(r"step_(\d+)(?:\.(\d+))?")  # a step that is published again becomes step_N.1, and so on
 DRAFT_SUFFIX = ".draft"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """checkpoint: the newest whole one, None where there is none. damaged: those that were passed over, and why."""
+    """The checkpoints found. checkpoint: the newest whole one, or None. damaged: newer ones that were skipped, and
+    why.
+    """
 
     checkpoint: Path | None
     damaged: tuple[str, ...] = ()
@@ -32,15 +34,16 @@ class Found:
 class Checkpoints:
     """`checkpoints/step_N/` of a run, and the file that names the latest one.
 
-    A directory of that name was complete, and on the disk, before it got its name. Anything else in there is nobody's
-    business.
+    A directory gets such a name only when it is complete and on the disk. Everything else in there is ignored.
     """
 
     directory: Path
     keep: int
 
     def draft(self, step: int) -> Path:
-        """An empty directory to write a checkpoint into. What is published of this step stays as it is meanwhile."""
+        """An empty directory to write a checkpoint into. Published checkpoints of this step stay unchanged
+        meanwhile.
+        """
         there = [_order(path) for path in self._published() if _order(path)[0] == step]
         name = f"step_{step}.{max(there)[1] + 1}" if there else f"step_{step}"
         draft = self.directory / f"{name}{DRAFT_SUFFIX}"
@@ -49,9 +52,10 @@ class Checkpoints:
         return draft
 
     def publish(self, draft: Path, state: RunState, files: Sequence[StoredFile]) -> Path:
-        """Make a draft the latest checkpoint: one rename, then that of the file that names it. Older ones go then.
+        """Make a draft the latest checkpoint, by one rename, and then by renaming the file that names it. Then delete
+        older ones.
 
-        files: all that was written into it, synced to the disk.
+        files: all files in the draft, synced to the disk.
         """
         (draft / STATE_FILE).write_text(state.to_json(), encoding="utf-8")
         _write_manifest(draft, [*files, *stored_files(draft, [STATE_FILE])])
@@ -67,7 +71,7 @@ class Checkpoints:
         return whole
 
     def find(self) -> Found:
-        """The one that `latest` names if it is whole, else the newest that is."""
+        """The checkpoint that `latest` names if it is whole, otherwise the newest whole one."""
         pointed, damaged = self._pointed()
         newest_first = sorted(self._published(), key=_order, reverse=True)
         candidates = [path for path in newest_first if path == pointed]
@@ -89,7 +93,7 @@ class Checkpoints:
         sync_directory(self.directory)
 
     def _pointed(self) -> tuple[Path | None, tuple[str, ...]]:
-        """Where `latest` points, and what is wrong with it."""
+        """The checkpoint that `latest` names, and what is wrong with it."""
         try:
             name = (self.directory / LATEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:  # killed before the first was named
@@ -103,7 +107,9 @@ class Checkpoints:
         return [path for path in _folders(self.directory) if PUBLISHED.fullmatch(path.name)]
 
     def _forget_others(self, newest: Path) -> None:
-        """Beyond `keep`; and what the newest replaces: the same step, later ones of a lineage that ended, drafts."""
+        """Delete checkpoints beyond `keep`, those that the newest replaces (the same step, later ones from before a
+        resume), and drafts.
+        """
         step, _ = _order(newest)
         older = sorted((path for path in self._published() if _order(path)[0] < step), key=_order)
         replaced = [path for path in self._published() if _order(path)[0] >= step and path != newest]
@@ -121,7 +127,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _order(published: Path) -> tuple[int, int]:
-    """The step, and how often it had been published before."""
+    """The step, and how often it was published before."""
     match = PUBLISHED.fullmatch(published.name)
     assert match is not None, "asked of published checkpoints only"
     return int(match[1]), int(match[2] or 0)
@@ -133,7 +139,7 @@ def _write_manifest(draft: Path, files: Sequence[StoredFile]) -> None:
 
 
 def _difference(checkpoint: Path) -> str | None:
-    """What of a published checkpoint isn't as it was written; None where all is."""
+    """The difference of a published checkpoint from what was written; None if there is none."""
     try:
         listed = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
         files = [StoredFile(**file) for file in listed["files"]]

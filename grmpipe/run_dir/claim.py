@@ -1,4 +1,4 @@
-"""A run's directory, claimed by this process: found or made, locked, with the first files in it. Trains nothing."""
+"""Claims a run's directory for this process: finds or makes it, locks it, writes its first files. Trains nothing."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from grmpipe.run_dir.directory import (
 from grmpipe.run_dir.identity import RunIdentity, check_inputs, read_identity, run_id_of
 from grmpipe.run_dir.lock import locked
 
-OWNER_ONLY = 0o700  # of a run's directory: it holds what was asked and answered
+OWNER_ONLY = 0o700  # of a run's directory: it holds prompts and answers
 
 
 class Claim:
-    """Use as a context: what is claimed is this process's alone until the end of the block.
+    """A claim of a run's directory, used as a context: no other process writes there until the end of the block.
 
-    A run that is gone on with is locked at once, a new one by `open`, once it is known that it may start.
+    A resumed run is locked at once, a new one by `open`, after all checks.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        """Raises ConfigError where the directory can't be had."""
+        """Find the run's directory. Raises ConfigError if it can't be used."""
         self._config = config
-        with ExitStack() as held:  # given back where something is refused
+        with ExitStack() as held:  # released if the run is refused
             if (run_dir := run_to_resume(config)) is not None and not is_complete(run_dir, config):
                 held.enter_context(locked(run_dir))
             self.place = locate_run(config)
@@ -44,7 +44,7 @@ class Claim:
             self._held = held.pop_all()
 
     def _check(self) -> None:
-        """Of a run that is gone on with."""
+        """Check a run that is resumed."""
         if (identity := read_identity(self.place.run_dir)) is not None:
             check_inputs(identity, self._config, self.place.run_dir)
         run_dir, done, wanted = self.place.run_dir, steps_done(self.place), self._config.train.num_steps
@@ -60,7 +60,7 @@ class Claim:
         self._held.close()
 
     def open(self) -> Path:
-        """The first things on disk. Returns the run's directory."""
+        """Write the first files. Returns the run's directory."""
         try:
             if not self.place.resumed:
                 self._make()
@@ -74,13 +74,13 @@ class Claim:
         return self.place.run_dir
 
     def _change(self) -> None:
-        """What this resume changes is written down, and holds from here on."""
+        """Record the changes of this resume; they apply from now on."""
         place = self.place
         record_changes(place.run_dir, run_id_of(place.run_dir), steps_done(place), place.changes)
         write_config(place.run_dir, self._config)
 
     def _make(self) -> None:
-        """A directory that no other run has: one without a name of the user's is made under the next free name."""
+        """Make a directory that no other run has: if the user gave no name, under the next free name."""
         run_dir = self.place.run_dir
         if self._config.run_dir is None:
             run_dir = make_first(run_dir)
@@ -88,7 +88,7 @@ class Claim:
             run_dir.mkdir(OWNER_ONLY, parents=True, exist_ok=True)
         self.place = RunLocation(run_dir=run_dir)
         self._held.enter_context(locked(run_dir))
-        if holds_run(run_dir):  # it was begun since `locate_run` looked
+        if holds_run(run_dir):  # another process began it since `locate_run`
             raise refusal(run_dir)
         write_config(run_dir, self._config)
 
@@ -100,14 +100,14 @@ def write_config(run_dir: Path, config: RunConfig) -> None:
 
 
 def steps_done(place: RunLocation) -> int:
-    """Where the run goes on."""
+    """The step from which the run continues."""
     if place.checkpoint is None:
         return 0
     return Checkpoints(directory=place.checkpoint.parent, keep=1).load(place.checkpoint).pipeline_state.version
 
 
 def make_first(wanted: Path) -> Path:
-    """The directory of that name, or of the next one that is free."""
+    """Make the directory of this name, or of the next free one."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for path in new_run_dirs(wanted):
         try:

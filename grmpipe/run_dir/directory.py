@@ -1,4 +1,4 @@
-"""Where a run's files go, and whether there is a run to go on with. Looks and names; `point_latest` alone writes."""
+"""The place of a run's files, and whether there is a run to resume. Only `point_latest` writes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HOME = Path("runs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocation:
-    """A run's directory. resumed: it holds the run already. checkpoint: what to go on from; none: from the beginning.
+    """A run's directory. resumed: it holds the run already. checkpoint: where to continue; None: from the beginning.
     changes: keys that this resume changes. complete: there is nothing left to do.
 
-    notes: what is damaged in there, and what is done about it.
+    notes: what is damaged in it, and what is done about that.
     """
 
     run_dir: Path
@@ -34,7 +34,9 @@ class RunLocation:
 
 
 def locate_run(config: RunConfig) -> RunLocation:
-    """A new run never writes into an old one's files; a resumed one never changes what is trained."""
+    """The location of a run. A new run never writes into another run's files; a resumed one never changes what is
+    trained.
+    """
     named = config.run_dir
     if (run_dir := run_to_resume(config)) is not None:
         return resumed(run_dir, config)
@@ -46,17 +48,17 @@ def locate_run(config: RunConfig) -> RunLocation:
 
 
 def run_to_resume(config: RunConfig) -> Path | None:
-    """The directory of the run that resume=auto goes on with; None where there is none."""
+    """The directory of the run that resume=auto continues. None if there is none."""
     if config.resume != "auto":
         return None
     home = HOME / config.experiment
-    latest = home / (home / "latest").resolve().name  # as the run itself called it
+    latest = home / (home / "latest").resolve().name  # the name that the run used for itself
     run_dir = Path(config.run_dir) if config.run_dir else latest
     return run_dir if holds_run(run_dir) else None
 
 
 def is_complete(run_dir: Path, config: RunConfig) -> bool:
-    """A run that did all its steps is complete until more are wanted of it."""
+    """Whether a run did all its steps. It is incomplete again when more steps are wanted."""
     if status_of(run_dir)[0] != "completed":
         return False
     return config.task != "train" or config.train.num_steps <= read_yaml(run_dir / "config.yaml").train.num_steps
@@ -71,18 +73,18 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def new_run_dir(home: Path) -> Path:
-    """A name that is free now; whoever makes the directory finds out whether it still is."""
+    """A name that is free now; the process that makes the directory finds out whether it still is."""
     wanted = home / datetime.datetime.now().strftime("%Y%m%d_%H%M%S")
     return next(path for path in new_run_dirs(wanted) if not path.exists())
 
 
 def new_run_dirs(wanted: Path) -> Iterator[Path]:
-    """Names to try, the best one first."""
+    """Names to try, the preferred one first."""
     return (wanted if n == 0 else wanted.with_name(f"{wanted.name}_{n}") for n in range(1000))
 
 
 def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
-    """The run at its newest whole checkpoint; one that has none yet starts over."""
+    """The run at its newest whole checkpoint; without one it starts over."""
     written = run_dir / "config.yaml"
     if lacking := torn_off(written):
         raise ConfigError(
@@ -104,7 +106,7 @@ def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
 
 
 def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
-    """The newest whole one, and what was passed over for it. Raises ConfigError where all are damaged."""
+    """The newest whole checkpoint, and the damaged ones skipped for it. Raises ConfigError if all are damaged."""
     found = Checkpoints(directory=run_dir / "checkpoints", keep=1).find()
     if not found.damaged:
         return found.checkpoint, ()
@@ -118,7 +120,7 @@ def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
-    """How the run ended, None for one that runs or was killed; and what is wrong with the file that says it."""
+    """How the run ended (None if it runs or was killed), and what is wrong with the file that says so."""
     summary = run_dir / "summary.json"
     if not summary.exists():
         return None, ()
@@ -129,7 +131,7 @@ def status_of(run_dir: Path) -> tuple[str | None, tuple[str, ...]]:
 
 
 def point_latest(run_dir: Path, config: RunConfig) -> None:
-    """runs/<experiment>/latest -> this run; a run elsewhere has no such link."""
+    """Point runs/<experiment>/latest to this run. A run in another directory has no such link."""
     home = HOME / config.experiment
     if run_dir.resolve().parent != home.resolve():
         return

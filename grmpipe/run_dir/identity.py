@@ -1,4 +1,4 @@
-"""run.json: the id of a run, and checksums of the files that decide what it trains. Kept from the first start on."""
+"""run.json: the id of a run, and checksums of the files that decide what it trains. Written at the first start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ IDENTITY_FILE = "run.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """run_id: stands in each line of the run's journals. inputs: the key that names a file -> its checksum (xxh3)."""
+    """The identity of a run. run_id: part of each line of its journals. inputs: key that names a file -> its checksum
+    (xxh3).
+    """
 
     run_id: str
     inputs: Mapping[str, str]
@@ -35,7 +37,7 @@ class RunIdentity:
 
 
 def read_identity(run_dir: Path) -> RunIdentity | None:
-    """None for a run of a version that kept none. Raises ConfigError for one that can't be read."""
+    """The identity of a run; None if an older version wrote none. Raises ConfigError for a file that can't be read."""
     path = run_dir / IDENTITY_FILE
     if not path.exists():
         return None
@@ -50,14 +52,15 @@ def read_identity(run_dir: Path) -> RunIdentity | None:
 
 
 def run_id_of(run_dir: Path) -> str:
-    """Empty where a run has none."""
+    """The id of a run; empty if it has none."""
     identity = read_identity(run_dir)
     return identity.run_id if identity is not None else ""
 
 
 def check_inputs(identity: RunIdentity, config: RunConfig, run_dir: Path) -> None:
-    """Raises ConfigError where a file isn't the one that the run began with: its rollouts answer other prompts then, or
-    were judged by another template. One that is missing is named by whoever opens it."""
+    """Raises ConfigError if a file differs from the one that the run began with: its rollouts would answer other
+    prompts, or come from another judge template. A missing file is reported by the code that opens it.
+    """
     now = checksums_of(config)
     changed = [key for key, was in identity.inputs.items() if now.get(key, was) != was]
     if changed:
@@ -73,8 +76,8 @@ def checksums_of(config: RunConfig) -> dict[str, str]:
 
 
 def input_files(config: RunConfig) -> dict[str, Path]:
-    """The files that decide what is sampled, judged and trained, by key. Models are not among them."""
-    if config.data.retrain_from is not None:  # the other files are not looked at
+    """Key -> file, for the files that decide what is sampled, judged and trained. Models are not among them."""
+    if config.data.retrain_from is not None:  # the other files aren't used
         template = config.policy.chat_template
         return {"policy.chat_template": Path(template)} if template is not None else {}
     named = {

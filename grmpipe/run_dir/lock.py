@@ -1,4 +1,4 @@
-"""The lock on a run's directory: one process at a time writes there. Knows nothing of what it writes."""
+"""The lock on a run's directory: one process at a time writes there. Knows nothing of its content."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from grmpipe.config.run_config import ConfigError
 log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the file system has no locks
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Until the end of the block, or of the process, however it ends. Raises ConfigError that names who holds it."""
+    """Hold the lock until the end of the block, or of the process in any way. Raises ConfigError that names the
+    holder.
+    """
     descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         take(descriptor, run_dir)
@@ -45,7 +47,7 @@ def take(descriptor: int, run_dir: Path) -> None:
             raise
         log.warning("%s is on a file system without locks: make sure that no other process writes there", run_dir)
         return
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+    with contextlib.suppress(OSError):  # on a full disk the lock has no holder's name
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{this_process()}\n".encode(), 0)
 

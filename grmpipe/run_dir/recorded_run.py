@@ -1,4 +1,4 @@
-"""The batches that a run trained, out of its journals, in its order. Reads; plays, judges and trains nothing.
+"""The batches that a run trained, from its journals, in its order. Reads only.
 
 groups.jsonl says which groups each step trained, in the order in which they were taken; rollouts.jsonl holds their
 siblings, judgements.jsonl their verdicts.
@@ -18,12 +18,14 @@ from grmpipe.observe.records import Record, decode_report
 from grmpipe.types import Failed, GroupEnd, JudgedGroup, Verdict
 
 T = TypeVar("T")
-Places = dict[str, dict[int, int]]  # group_id -> sibling -> where its line begins, in bytes
+Places = dict[str, dict[int, int]]  # group_id -> sibling -> offset of its line in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """Open it with `open_recorded`. Lines are found by their place: a long run's journals are larger than memory."""
+    """The journals of a run; open it with `open_recorded`. Lines are read by their offsets: journals exceed the
+    memory.
+    """
 
     rollouts: Path
     steps: tuple[tuple[GroupEnd, ...], ...]  # whole batches only
@@ -40,11 +42,11 @@ class RecordedRun:
 
     @property
     def max_staleness(self) -> int:
-        """Of the groups as they were trained."""
+        """The largest staleness of the groups when they were trained."""
         return max(number - (end.version or 0) for number, ends in enumerate(self.steps) for end in ends)
 
     def batch(self, step: int) -> tuple[JudgedGroup, ...]:
-        """What made version `step`. ValueError names the line that can't be read."""
+        """The batch that made version `step`. ValueError names the line that can't be read."""
         return tuple(self._group(end.group_id) for end in self.steps[step - 1])
 
     def _group(self, group_id: str) -> JudgedGroup:
@@ -53,7 +55,7 @@ class RecordedRun:
         judgements, places = judgements_beside(self.rollouts), self.verdict_places.get(group_id, {})
         reports = {sibling: read(judgements, place, decode_report) for sibling, place in places.items()}
         verdicts = {sibling: report.verdict for sibling, report in reports.items()}
-        # A GRM that learns judges a group anew: what its older version said was void when the group ended.
+        # A GRM in training may judge a group again: verdicts of its older version were void when the group ended.
         newest = max((verdict.grm_version for verdict in verdicts.values() if isinstance(verdict, Verdict)), default=0)
         return JudgedGroup(
             group_id=group_id,
@@ -64,8 +66,9 @@ class RecordedRun:
 
 
 def open_recorded(rollouts: Path) -> RecordedRun:
-    """Of a run's rollouts.jsonl, or of its directory. Torn last lines are ignored, and so is a batch that wasn't
-    written whole: a run that crashed opens as well. ValueError says what is missing."""
+    """Open a run by its rollouts.jsonl or its directory. Torn last lines and an incomplete last batch are ignored, so a
+    crashed run opens too. ValueError says what is missing.
+    """
     rollouts = rollouts / "rollouts.jsonl" if rollouts.is_dir() else rollouts
     for needed in (rollouts, judgements_beside(rollouts), rollouts.with_name("groups.jsonl")):
         if not needed.exists():
@@ -101,7 +104,7 @@ def trained_steps(groups: Path) -> tuple[tuple[GroupEnd, ...], ...]:
 
 
 def places_in(path: Path, wanted: Collection[str]) -> Places:
-    """Of two lines under one name the later holds."""
+    """The offsets of the wanted lines. Of two lines for the same rollout the later counts."""
     places: Places = {}
     begin = 0
     with path.open("rb") as file:
@@ -118,7 +121,7 @@ def places_in(path: Path, wanted: Collection[str]) -> Places:
 
 
 def check_whole(run: RecordedRun) -> None:
-    """Every group that was trained has all its siblings."""
+    """Raise ValueError if a trained group lacks a sibling."""
     siblings: Sequence[int] = range(len(run.rollout_places.get(run.steps[0][0].group_id, ())))
     for number, ends in enumerate(run.steps, start=1):
         for end in ends:
@@ -135,14 +138,14 @@ def judgements_beside(rollouts: Path) -> Path:
 
 
 def in_time(verdict: Verdict | Failed | None, grm_version: int) -> Verdict | Failed:
-    """What a sibling's judging came to when its group ended: no verdict by then is the deadline's failure."""
+    """The verdict of a sibling when its group ended: without one by then, the failure of the deadline."""
     if verdict is None or (isinstance(verdict, Verdict) and verdict.grm_version != grm_version):
         return Failed(stage="judge", cause="timeout", attempts=1, detail="group deadline")
     return verdict
 
 
 def read(path: Path, place: int, decode: Callable[[Record], T]) -> T:
-    """One line, decoded."""
+    """One line at an offset, decoded."""
     with path.open("rb") as file:
         file.seek(place)
         record = decode_line(file.readline(), f"{path}, byte {place}")

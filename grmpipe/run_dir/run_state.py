@@ -1,4 +1,4 @@
-"""What a run is between two optimizer steps: saved beside the weights, found again on resume."""
+"""The state of a run between two optimizer steps: saved with the weights, found again on resume."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from grmpipe.observe.recorder import (
 )
 from grmpipe.pipeline.interfaces import KILLED_ENGINES, PipelineState, Prompts, RecoveredGroup
 from grmpipe.types import GroupEnd, JudgeReport, Metrics, Prompt
+from models.seeds import repeated_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """One atomic cut. Seeds are derived from names, so there is no random state to keep."""
+    """The state of a run. Seeds are derived from names, so there is no random state to save."""
 
     pipeline_state: PipelineState
-    wall_s: float  # so far, resumes included
+    wall_s: float  # so far, including before resumes
     eval_initial: Metrics
-    totals: Mapping[str, object]  # the counters'
+    totals: Mapping[str, object]  # of the counters
     busy_s: Mapping[str, float]
     alarms: tuple[str, ...] = ()
     wandb_run_id: str | None = None
     hacking_readings: tuple[tuple[int, float, float], ...] = ()  # (step, score, gold accuracy)
     engines_replaced: Mapping[str, int] = field(default_factory=dict)  # by role
     moves: Mapping[str, int] = field(default_factory=dict)  # of elastic slots
-    grm_pipeline_state: PipelineState | None = None  # of the flow of a GRM that learns too
-    journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # by journal: a resume reads what stands behind
+    grm_pipeline_state: PipelineState | None = None  # of the flow of a GRM in training
+    journal_marks: Mapping[str, Mark] = field(default_factory=dict)  # journal -> where a resume begins to read
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -70,11 +71,9 @@ def find_kept(
 ) -> dict[int, RecoveredGroup]:
     """Finished work in the journals that is valid at a checkpoint, by prompt index.
 
-    Rollouts sampled by versions up to the checkpoint are kept, with their verdicts; later ones are void, and so are
-    those of
-    another prompt than the one at its index. One with void work goes on under a new group_id, so that no name stands
-    for two
-    things. run_id: lines of other runs don't count. marks: where in the journals groups begin that haven't ended.
+    Rollouts sampled by versions up to the checkpoint are kept, with their verdicts. Later ones are void, and so are
+    those of another prompt than the one at the index. A group with void work continues under a new group_id, so that no
+    id has two meanings. run_id: lines of other runs don't count. marks: where groups in flight begin in the journals.
     """
     marks = marks or {}
     recorded: dict[int, list[RecordedRollout]] = {}
@@ -96,7 +95,7 @@ def find_kept(
 
 
 def _killers(ends: Iterable[GroupEnd], pipeline_state: PipelineState) -> list[GroupEnd]:
-    """Groups whose requests killed engines: drawn again, they are dropped at once."""
+    """Groups whose requests killed engines: when reopened, they are dropped at once."""
     drawn_again = (
         end
         for end in ends
@@ -106,9 +105,10 @@ def _killers(ends: Iterable[GroupEnd], pipeline_state: PipelineState) -> list[Gr
 
 
 def void_group_ends(run_dir: Path, pipeline_state: PipelineState, run_id: str = "", mark: Mark | None = None) -> None:
-    """Take out of groups.jsonl what ended after the checkpoint: those prompts are in flight again, or not yet taken.
+    """Remove from groups.jsonl the groups that ended after the checkpoint: their prompts are in flight again, or not
+    yet used.
 
-    mark: where it ended at the cut.
+    mark: the end of the file at the checkpoint.
     """
     path = run_dir / GROUPS
     if not path.exists():
@@ -144,7 +144,7 @@ def _kept(
             valid.setdefault(line.rollout.sibling, line)
     names = list(dict.fromkeys(line.rollout.group_id for line in lines))
     renamed = len(valid) < len(lines)
-    group_id = f"{names[0].split('~')[0]}~{len(names)}" if renamed else names[0]
+    group_id = repeated_as(names[0], len(names)) if renamed else names[0]
     return RecoveredGroup(
         group_id=group_id,
         renamed=renamed,

@@ -1,4 +1,4 @@
-"""An optimizer step on a sharded model: learning rate, gradients divided, checked, clipped, applied. Knows no loss."""
+"""An optimizer step on a sharded model: divides, checks and clips gradients, sets the learning rate. Knows no loss."""
 
 from __future__ import annotations
 
@@ -10,32 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from grmpipe.config.train import TrainConfig
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import Metrics
 
 
-class NonFiniteGradients(ArithmeticError):
-    """The gradient norm is inf or nan. The batch was discarded, the weights are as they were."""
-
-    def __init__(self, norm: float, lr_key: str = "train.lr", group_ids: tuple[str, ...] = ()) -> None:
-        """`group_ids`: of groups whose advantages aren't finite, where that is the cause."""
-        super().__init__(norm, lr_key, group_ids)
-        self.norm = norm
-        self.lr_key = lr_key
-        self.group_ids = group_ids
-
-    def __str__(self) -> str:
-        told = f"the gradient norm is {self.norm}"
-        if self.group_ids:
-            few = ", ".join(self.group_ids[:8]) + (", ..." if len(self.group_ids) > 8 else "")
-            return (
-                f"{told}, since the advantages of {len(self.group_ids)} groups are not finite ({few}): no step was "
-                "made; check their rewards in judgements.jsonl, and the KL or values subtracted from them"
-            )
-        return f"{told}: training diverged, no step was made; try a lower {self.lr_key}"
-
-
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """Of what learns: frozen parameters have no moments."""
+    """The optimizer of the trained parameters: frozen ones have no moments."""
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=train.lr,
@@ -73,10 +53,10 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(step: float, config: TrainConfig) -> float:
-    """The rate after `step` of num_steps steps: linear warm-up, then the decay over what is left of the run.
+    """The rate after `step` of num_steps steps: linear warm-up, then the decay over the rest of the run.
 
-    With several optimizer steps on a batch each is its share of a step: the second of four on the first batch is made
-    at 0.25. Neither end is 0: a step that learns nothing would still be paid for.
+    With several optimizer steps per batch each counts as a fraction: the second of four on the first batch is made at
+    0.25. The rate is 0 at neither end: such a step would cost time and learn nothing.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)

@@ -1,4 +1,4 @@
-"""A save that ranks write beside their training, as the driver waits for it. Begins none."""
+"""Waits for a save that ranks write while they train. Begins none."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import cast
 from models.stored_files import StoredFile
 from scheduler.processes.actors import ActorGroup
 
-FIRST_POLL_S, LAST_POLL_S = 0.01, 1.0  # a rank answers between its other calls: it is asked less and less often
+FIRST_POLL_S, LAST_POLL_S = 0.01, 1.0  # a rank answers between its other calls, so the interval grows
 
 
 async def files_of_save(actors: ActorGroup) -> tuple[StoredFile, ...]:
-    """What all ranks wrote. Raises what the write raised."""
+    """The files that all ranks wrote. Raises the error of a failed write."""
     poll_s = FIRST_POLL_S
     while True:
         told = cast(list[tuple[StoredFile, ...] | None], await actors.call_all("saved"))

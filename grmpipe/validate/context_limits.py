@@ -1,14 +1,16 @@
-"""What the policy and the judge are shown fits: their templates, their windows. Asks neither."""
+"""Checks that prompts fit the templates and context windows of policy and judge. Asks neither."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge_tables import PARSERS
 from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.judge.forms import Form
 from grmpipe.judge.grm import estimated_tokens
-from grmpipe.judge.pattern import PATTERNS
+from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt
 from grmpipe.types import Prompt
 from grmpipe.validate.data import Data
@@ -18,7 +20,7 @@ from models.types import Message
 
 
 def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
-    """Its chat template takes the prompts, and its window takes at least one of them with an answer."""
+    """Check that the policy's chat template accepts the prompts, and its window at least one of them with an answer."""
     kinds = {tuple(message.role for message in prompt.messages): prompt for prompt in (*data.held_out, *data.train)}
     with section("policy."):
         for prompt in kinds.values():
@@ -34,9 +36,11 @@ def check_policy(config: RunConfig, policy: Model, data: Data) -> None:
 
 
 def check_judge(config: RunConfig, role: ServedRole, grm: Model | None, data: Data) -> None:
-    """Its template takes the prompts, and its window takes at least one of them with a full answer and a critique.
+    """Check that the judge's template accepts the prompts, and its window at least one of them with a full answer and a
+    critique.
 
-    A full one: who could write what the judge can't read would escape it. `grm` is None for a judge outside.
+    A full answer, because a policy that writes more than the judge can read would escape it. `grm`: None for a remote
+    judge.
     """
     template = check_template(config.judge, (*data.train, *data.held_out))
     ahead = config.judge.principles == "shared"
@@ -63,7 +67,7 @@ def check_judge(config: RunConfig, role: ServedRole, grm: Model | None, data: Da
 
 
 def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt:
-    """The judge's templates can be had, and the prompts have what these show. Raises ConfigError."""
+    """Check that the judge's templates load, and that the prompts have the fields they show. Raises ConfigError."""
     with section("judge."):
         template = JudgePrompt.of(judge)
         principles = PrinciplesPrompt(judge.principles_template) if judge.principles == "shared" else None
@@ -73,8 +77,9 @@ def check_template(judge: JudgeConfig, prompts: Sequence[Prompt]) -> JudgePrompt
                 principles.render(prompt)
         if judge.protocol_kind.scores == "criteria":
             check_rubrics(judge.protocol, prompts)
+        PARSERS.found(judge.parser, Form)
         if judge.structured:
-            PATTERNS[judge.parser](judge.scale, 1)
+            judgement_pattern(judge.parser, judge.scale)
     return template
 
 
@@ -90,9 +95,10 @@ def check_rubrics(protocol: str, prompts: Sequence[Prompt]) -> None:
 def check_context_limit(
     *, name: str, context_tokens: int, key: str, new_tokens: int, lengths: Iterable[tuple[Prompt, int]], what: str
 ) -> None:
-    """At least one prompt leaves room for `new_tokens`: it ends at the first that does. A run skips the others.
+    """Check that at least one prompt leaves room for `new_tokens`; stops at the first that does. A run skips the
+    others.
 
-    A window of 0 isn't known, and takes all.
+    A window of 0 is unknown and accepts all.
     """
     too_long = []
     for prompt, num_tokens in lengths:

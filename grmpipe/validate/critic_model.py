@@ -1,4 +1,4 @@
-"""The model of a critic: found, and checked against the policy. Loads nothing."""
+"""The model of a critic: finds it, and checks it against the policy. Loads nothing."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from dataclasses import dataclass
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from models.hub import find_files
-from models.lm.packed_check import check_packable
-from models.lm.scalar_head import outline_scalar_head
 from models.renderer import Renderer
 from models.tiny.resolve import resolve_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticModel:
-    """What its ranks load: it reads the policy's own tokens."""
+    """The model that the critic's ranks load. It reads the policy's tokens."""
 
     path: str
     tokenizer_path: str
 
 
 def find_critic(config: RunConfig, policy: Model, progress: Callable[[str, float], None]) -> CriticModel:
-    """Raises ValueError (`path: ...`) for what can have no scalar head, another tokenizer or a smaller window."""
+    """Find the critic's model. Raises ValueError (`path: ...`) if it can't have a scalar head, has another tokenizer or
+    a smaller window.
+    """
+    from models.lm.packed_check import check_packable  # late: seconds, which few runs need
+    from models.lm.scalar_head import outline_scalar_head
+
     path = config.critic.path
     if path is None:
         check_packable(outline_scalar_head(policy.path), policy.path)

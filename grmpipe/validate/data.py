@@ -1,4 +1,6 @@
-"""Prompts that a run may train on and look at: read, told apart, and fit for its judge. Trains nothing."""
+"""Prompts for training and for evaluation: reads them, separates them, checks that the judge can use them. Trains
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ HELD_OUT_OF = {"tiny://train": "tiny://held_out", "tiny://judgements": "tiny://j
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """Prompts to train on and prompts to look at; none is both."""
+    """Prompts for training and for evaluation. They have none in common."""
 
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
 
 
 def read_data(config: RunConfig) -> Data:
-    """Prompts of both kinds; what the judge and the rule can't do without is there."""
+    """Read both kinds of prompts, and check that they have what the judge and the rule need."""
     with section("data.path: "):
         prompts = prompts_at(config, config.data.path, config.data.num_prompts)
     with section("data.eval_path: "):
@@ -49,14 +51,14 @@ def read_data(config: RunConfig) -> Data:
 
 
 def prompts_at(config: RunConfig, path: str, count: int) -> tuple[Prompt, ...]:
-    """What the policy is asked: prompts, or labelled work in the judge's own prompt where a judge is in training."""
+    """Prompts for the policy, or labelled work in the judge's own prompt if a judge is in training."""
     if config.judge.kind != "label":
         return load_prompts(path, num_tiny_prompts=count)
     return judging_tasks_at(config, path, count)
 
 
 def judging_tasks_at(config: RunConfig, path: str, count: int, held_out: Sequence[Prompt] = ()) -> tuple[Prompt, ...]:
-    """Of labelled work, without that on a prompt which is held out."""
+    """Judging tasks from labelled work, without those on a held-out prompt."""
     judge = config.judge
     with section("judge."):
         judging_tasks = JudgingTasks.under(judge, config.labels)
@@ -71,7 +73,7 @@ def judging_tasks_at(config: RunConfig, path: str, count: int, held_out: Sequenc
 
 
 def stored_judging_tasks(config: RunConfig, data: Data) -> PromptStream | None:
-    """Of cotrain.data_path. Without it the policy's own prompts must say what is right."""
+    """The judging tasks of cotrain.data_path. Without that file, checks that the policy's prompts have references."""
     cotrain = config.cotrain
     with section("judge."):
         JudgingTasks.under(config.judge, config.labels)
@@ -108,7 +110,7 @@ def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
 
 
 def check_references(config: RunConfig, path: str, prompts: Sequence[Prompt]) -> None:
-    """Can the rule work with those of the prompts at `path`? Raises ValueError, which names the file and the line."""
+    """Check that the rule can use the references of the prompts at `path`. ValueError names the file and the line."""
     for prompt in prompts:
         try:
             check_reference(config, prompt)
@@ -117,7 +119,7 @@ def check_references(config: RunConfig, path: str, prompts: Sequence[Prompt]) ->
 
 
 def check_reference(config: RunConfig, prompt: Prompt) -> None:
-    """Can the rule work with it? Raises ValueError."""
+    """Check that the rule can use a prompt's reference. Raises ValueError."""
     if prompt.reference is None:
         raise ValueError(
             f"the prompt has no reference, and the rule {config.judge.rule} needs one; "
@@ -127,7 +129,7 @@ def check_reference(config: RunConfig, prompt: Prompt) -> None:
 
 
 def check_amount(config: RunConfig, num_prompts: int) -> None:
-    """Is there a batch in it?"""
+    """Check that the prompts make at least one batch."""
     epochs, batch = config.data.max_epochs, config.train.groups_per_batch
     if epochs is not None and epochs * num_prompts < batch:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Deadlines that must be told apart: whose silence ended a group? Refuses, measures nothing."""
+"""Checks that deadlines can be distinguished: which silence ended a group. Refuses, measures nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 
 
 def check_deadlines(config: RunConfig) -> None:
-    """A judgement must be able to time out before the deadline of its group takes all of its verdicts at once."""
+    """Check that a judgement can time out before its group's deadline, which would take all verdicts at once."""
     judge_s, group_s = config.judge.timeout_s, config.rollout.group_deadline_s
     if config.judged_by_model and judge_s >= group_s:
         rollout = config.rollout

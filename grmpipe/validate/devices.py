@@ -1,4 +1,4 @@
-"""What a GPU makes of a configuration: shares of its memory that can't be had, choices that are slow there.
+"""Checks of GPUs: shares of memory that exceed it, and notes on choices that are slow there.
 
 Refusals are ConfigErrors that name the key and what to type; notes are sentences for the user. Starts nothing.
 """
@@ -13,11 +13,11 @@ from grmpipe.config.run_config import ConfigError, RunConfig
 from models.lm.footprint import Footprint
 from scheduler.placement import Placement
 
-LARGE = 1e9  # parameters: from here on the embedded engine, which runs without graphs, holds a GPU back
+LARGE = 1e9  # parameters from which the embedded engine, which has no CUDA graphs, slows a GPU down
 
 
 def check_shares(roles: Roles, placement: Placement) -> None:
-    """Engines that hold a GPU's memory at the same time don't ask for more than all of it."""
+    """Check that engines that hold a GPU's memory at the same time don't ask for more than all of it."""
     asked = {
         role.name: share
         for role in roles.seated
@@ -42,7 +42,7 @@ def check_shares(roles: Roles, placement: Placement) -> None:
 
 
 def device_notes(config: RunConfig, roles: Roles, footprints: Mapping[str, Footprint | None]) -> list[str]:
-    """What is allowed on a GPU, and maybe not meant. footprints: by served role, as far as they are known."""
+    """Notes on what is allowed on a GPU but may not be meant. footprints: role -> footprint, None if unknown."""
     notes = []
     on_gpus = [role for role in roles.values() if role.device == "cuda"]
     for role in (role for role in on_gpus if role.dtype_key and role.dtype == "float32"):

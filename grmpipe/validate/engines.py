@@ -1,4 +1,4 @@
-"""What can be known, and refused, of a run's engines before anything starts. Starts none.
+"""Checks of a run's engines before anything starts. Starts none.
 
 Every refusal is a ConfigError that names the key and what to type.
 """
@@ -17,7 +17,7 @@ from scheduler.placement import Placement
 
 
 def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None:
-    """Places that the engines can fill, and limits that leave time to answer. The same on every machine."""
+    """Check that engines can use their places, and that limits leave time to answer. The same on every machine."""
     for role in roles.served.values():
         check_joined(role)
         if role.engine.endpoint is not None:
@@ -29,7 +29,7 @@ def check_options(roles: Roles, config: RunConfig, placement: Placement) -> None
 
 
 def check_limits(role: ServedRole, endpoint: Endpoint, config: RunConfig) -> None:
-    """Can all judgements that may be in flight be sent before they time out?"""
+    """Check that all judgements that may be in flight can be sent before they time out."""
     judge, per_minute = config.judge, endpoint.requests_per_minute
     if per_minute and judge.max_concurrency * 60 / per_minute > judge.timeout_s:
         fitting = int(judge.timeout_s * per_minute / 60)
@@ -41,7 +41,7 @@ def check_limits(role: ServedRole, endpoint: Endpoint, config: RunConfig) -> Non
             f"type judge.max_concurrency={max(1, fitting // 2)}, or a longer judge.timeout_s"
         )
     if tokens := endpoint.tokens_per_minute:
-        one_s = judge.max_new_tokens * 60 / tokens  # the prompt aside
+        one_s = judge.max_new_tokens * 60 / tokens  # without the prompt
         if one_s > judge.timeout_s:
             key = role.option_key("tokens_per_minute")
             fitting = math.ceil(60 * judge.max_new_tokens / judge.timeout_s)
@@ -53,8 +53,8 @@ def check_limits(role: ServedRole, endpoint: Endpoint, config: RunConfig) -> Non
 
 
 def check_slots(role: ResolvedRole) -> None:
-    """Does a process use all GPUs that its seat has?"""
-    by_engine = isinstance(role, ServedRole)  # a rank of a learner, or a scorer, knows one GPU
+    """Check that a process uses all GPUs of its seat."""
+    by_engine = isinstance(role, ServedRole)  # a rank of a learner, or a scorer, uses one GPU
     if role.num_gpus == 1 or (isinstance(role, ServedRole) and role.engine.tensor_parallel):
         return
     other_engine = f" or {role.name}.engine=vllm, which splits one model over several" if by_engine else ""
@@ -66,7 +66,7 @@ def check_slots(role: ResolvedRole) -> None:
 
 
 def check_sleep(role: ServedRole, placement: Placement) -> None:
-    """On a GPU that several use by turns, the engine that doesn't serve must give its memory back."""
+    """Check that engines of an elastic or time-shared pool can free a GPU's memory while they don't serve."""
     if role.name in placement.time_sharing_roles:
         sharing, others = "time_shared", "the learner"
     elif role.is_elastic and not role.shares_with:
@@ -87,7 +87,7 @@ def check_sleep(role: ServedRole, placement: Placement) -> None:
 
 
 def check_joined(role: ServedRole) -> None:
-    """One server per replica."""
+    """Check that each replica has one server."""
     joined, replicas = role.engine.joined, role.num_replicas
     if joined and joined != replicas:
         raise ConfigError(
@@ -97,7 +97,7 @@ def check_joined(role: ServedRole) -> None:
 
 
 def check_tensor_parallel(role: ServedRole, heads: Heads) -> None:
-    """Each GPU gets the same number of attention heads, and whole key heads or copies of one."""
+    """Check that each GPU gets the same number of attention heads, and whole key heads or copies of one."""
     num_gpus = role.num_gpus
     fits = heads.query % num_gpus == 0 and (heads.key % num_gpus == 0 or num_gpus % heads.key == 0)
     if not fits:
@@ -109,7 +109,7 @@ def check_tensor_parallel(role: ServedRole, heads: Heads) -> None:
 
 
 def context_limit_of(role: ServedRole, model_tokens: int) -> int:
-    """The window that a role's requests have: its engine's, which may not exceed the model's (0: not known)."""
+    """The context window for a role's requests: its engine's, which may not exceed the model's (0: unknown)."""
     window = role.engine.options.max_context_tokens or model_tokens
     if window > model_tokens > 0:
         key = role.option_key("max_context_tokens")
@@ -120,17 +120,19 @@ def context_limit_of(role: ServedRole, model_tokens: int) -> int:
     return window
 
 
-# -- what only the machines of the run can tell --------------------------------------------------------------------
+# -- depends on the machines of the run ----------------------------------------------------------------------------
 
 
 def check_rule_installed(config: RunConfig) -> None:
-    """Of the rules one needs a library."""
+    """Check that the library of the rule is installed, if it needs one."""
     if config.judge.rule == "math_verify" and not math_rule.is_installed():
         raise ConfigError(f"judge.rule: math_verify needs math-verify; type {math_rule.INSTALL}")
 
 
 def check_installed(roles: Roles, config: RunConfig) -> None:
-    """Is what the engines need here? The machines of a joined cluster have environments of their own."""
+    """Check that what the engines need is installed. Skipped for a joined cluster, whose machines have their own
+    environments.
+    """
     for role in roles.served.values():
         if role.engine.outside or config.cluster.address is None:
             with section(""):

@@ -1,23 +1,25 @@
-"""What must be so where a model learns by adapters; refused before anything starts. Starts nothing."""
+"""Checks of LoRA adapters before anything starts. Starts nothing."""
 
 from __future__ import annotations
 
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import ConfigError, RunConfig
-from models.lm.lora import check_targets, peft_missing
+from models.lm.installed_peft import peft_missing
 
 
 def check_peft(config: RunConfig) -> None:
-    """Is the library here? The machines of a joined cluster have environments of their own."""
+    """Check that peft is installed. Skipped for a joined cluster, whose machines have their own environments."""
     for role, model in reversed(config.models.items()) if config.cluster.address is None else ():
         if model.lora.learns and (missing := peft_missing()):
             raise ConfigError(f"{role}.lora.rank: {missing}, or {role}.lora.rank=0")
 
 
 def check_lora_targets(model: Model, config: RunConfig) -> None:
-    """Has the model the layers that are to get adapters?"""
+    """Check that the model has the layers that are to get adapters."""
     lora = config.models[model.name].lora
     if lora.learns:
+        from models.lm.lora import check_targets  # late: seconds, which few runs need
+
         try:
             check_targets(model.path, lora)
         except ValueError as error:

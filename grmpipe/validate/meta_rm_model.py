@@ -1,4 +1,4 @@
-"""The model of a meta-RM: found, and checked against the GRM. Loads nothing."""
+"""The model of a meta-RM: finds it, and checks it against the GRM. Loads nothing."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from dataclasses import dataclass
 from grmpipe.config.roles import Model
 from grmpipe.config.run_config import RunConfig
 from models.hub import find_files
-from models.lm.packed_check import check_packable
-from models.lm.scalar_head import outline_scalar_head, scalar_config
 from models.renderer import Renderer
 from models.tiny.resolve import resolve_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaRmModel:
-    """A directory with a scalar head, which reads the GRM's own tokens."""
+    """A directory of a model with a scalar head. It reads the GRM's tokens."""
 
     path: str
     context_tokens: int
 
 
 def find_meta_rm(config: RunConfig, grm: Model, progress: Callable[[str, float], None]) -> MetaRmModel:
-    """Raises ValueError (`path: ...`) for what has no scalar head, or another tokenizer."""
+    """Find the meta-RM. Raises ValueError (`path: ...`) if it has no scalar head, or another tokenizer."""
     assert config.meta_rm.path is not None
     directory = find_files(resolve_model(config.meta_rm.path, progress), weights=True)
+    from models.lm.packed_check import check_packable  # late: seconds, which few runs need
+    from models.lm.scalar_head import outline_scalar_head, scalar_config
+
     scalar_config(directory)
     check_packable(outline_scalar_head(directory), directory)
     return MetaRmModel(path=directory, context_tokens=shared_context_limit(directory, config, grm))
 
 
 def shared_context_limit(directory: str, config: RunConfig, grm: Model) -> int:
-    """The window of a model that reads what the GRM read and wrote. Raises ValueError for other tokens."""
+    """The context window of a model that reads what the GRM read and wrote. Raises ValueError for another tokenizer."""
     try:
         renderer = Renderer.load(directory, config.grm.chat_template)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""All that can be known of task=train_meta_rm, and refused, before anything starts. Writes nothing, starts nothing."""
+"""Checks of task=train_meta_rm before anything starts. Writes nothing, starts nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scheduler.placement import Placement, place
 
 
 def prepare_meta_training(config: RunConfig, progress: Progress) -> MetaRmTraining:
-    """Every refusal is a ConfigError that names the key and what to type."""
+    """Prepare a training of a meta-RM. Every refusal is a ConfigError that names the key and what to type."""
     check_task(config)
     sampling, learning = (seat(config, role) for role in ("grm", "learner"))
     stored = read_stored(config)
@@ -60,7 +60,7 @@ def check_task(config: RunConfig) -> None:
 
 def seat(config: RunConfig, role: str) -> Placement:
     with section(""):
-        placement = place(config.placement, (role,), config.served)
+        placement = place(config.placement, (role,), config.served, config.learners)
     check_machine(config, placement)
     return placement
 
@@ -73,7 +73,7 @@ def read_stored(config: RunConfig) -> tuple[LabelledJudgement, ...]:
 
 
 def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
-    """Labelled work to train on and to measure on; none is in both."""
+    """Read labelled work for training and for measuring; none is in both."""
     held_out_path = HELD_OUT_OF.get(config.data.path) if config.data.eval_path == "auto" else config.data.eval_path
     if held_out_path is None:
         raise ConfigError("data.eval_path: held-out labelled responses are needed to measure the result; give a file")
@@ -89,7 +89,7 @@ def read_judging_tasks(config: RunConfig) -> Mapping[Split, Sequence[Prompt]]:
 
 
 def find_start(config: RunConfig, grm: Model, progress: Progress) -> str:
-    """The directory that training starts from: the GRM, or what reads the same tokens."""
+    """The directory that training starts from: the GRM, or a model that reads the same tokens."""
     if config.meta_rm.start_path is None:
         directory = grm.path
     else:
@@ -107,10 +107,10 @@ def find_start(config: RunConfig, grm: Model, progress: Progress) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaRmTraining:
-    """A training that may start.
+    """A checked training of a meta-RM.
 
-    start_path: the model that gets a head, or goes on with its own.
-    judging tasks:    what the GRM is asked; `stored` are judgements that need not be sampled.
+    start_path: the model that gets a head, or already has one.
+    judging tasks:    the questions for the GRM; `stored`: judgements that need not be sampled.
     """
 
     config: RunConfig

@@ -1,10 +1,11 @@
-"""Every role on its slots, with an engine and a way for weights that work there. Starts nothing."""
+"""Assigns every role its slots, engine and transport, and checks that they work together. Starts nothing."""
 
 from __future__ import annotations
 
 from grmpipe.config.roles import Roles, ServedRole, resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.validate.deadlines import check_deadlines
+from grmpipe.validate.determinism import check_deterministic
 from grmpipe.validate.devices import check_shares
 from grmpipe.validate.engines import check_options
 from grmpipe.validate.seats import seats_of
@@ -15,7 +16,7 @@ from scheduler.placement import Placement
 
 
 def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
-    """Every role on its slots, whatever this machine has, and what follows for each."""
+    """Assign every role its slots, whatever this machine has, and resolve the roles."""
     placement = seats_of(config)
     with section(""):
         roles = resolve_roles(config, placement)
@@ -23,14 +24,15 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     check_deadlines(config)
     check_shared_engine(roles)
     check_shares(roles, placement)
+    check_deterministic(config, placement, roles)
     with section(""):
         wanted_transport(config.sync.transport)
     for role in (role for role in roles.seated if role.learner is not None):
-        if config.cluster.address is None:  # the machines of a joined cluster are known when it is joined
+        if config.cluster.address is None:  # the machines of a joined cluster are known only after joining
             with section(""):
                 transport_of(role, config, placement, same_machine=True)
         if role.learner != "learner":
-            check_stays_awake(role)
+            check_stays_awake(role, placement)
     if config.task == "train_judge_rft" and placement.time_sharing_roles:
         pool = placement.seats["learner"][0].pool
         raise ConfigError(
@@ -40,8 +42,13 @@ def seat_roles(config: RunConfig) -> tuple[Placement, Roles]:
     return placement, roles
 
 
-def check_stays_awake(role: ServedRole) -> None:
+def check_stays_awake(role: ServedRole, placement: Placement) -> None:
     """The weights of a judge that learns are pushed between any two moments."""
+    if role.name in placement.time_sharing_roles:
+        raise ConfigError(
+            f"placement.roles.{role.learner}.pool: only the policy's learner can alternate with engines; set "
+            f"placement.pools.{role.pool}.time_shared=false, or placement.roles.{role.name}.pool to another one"
+        )
     if role.is_elastic and not role.shares_with:
         raise ConfigError(
             f"cotrain.enabled: the pool {role.pool} is elastic, and a sleeping engine takes no weights of a GRM that "

@@ -1,4 +1,4 @@
-"""All that can be known of a run, and refused, before anything starts. Writes nothing, starts nothing.
+"""Checks a run before anything starts. Writes nothing, starts nothing.
 
 Every refusal is a ConfigError that names the key and what to type.
 """
@@ -37,7 +37,7 @@ from scheduler.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run that may start."""
+    """A checked run, ready to start."""
 
     config: RunConfig
     policy: Model
@@ -46,18 +46,18 @@ class Prepared:
     held_out: tuple[Prompt, ...]
     placement: Placement
     roles: Roles
-    meta_rm: MetaRmModel | None = None  # guides the vote
-    judging_tasks: PromptStream | None = None  # stored ones, for a GRM that learns beside the policy
-    critic: CriticModel | None = None  # what advantages ask
+    meta_rm: MetaRmModel | None = None  # weights the judgements in a vote
+    judging_tasks: PromptStream | None = None  # stored ones, for a GRM that is trained next to the policy
+    critic: CriticModel | None = None  # for estimators that need values
 
     @property
     def is_right(self) -> Rule:
-        """The rule that training never sees (unless the user makes it the judge)."""
+        """The rule that only metrics use, unless the user makes it the judge."""
         return rule_of(self.config.judge)
 
     @property
     def models(self) -> tuple[Model, ...]:
-        """Of the roles that engines serve here."""
+        """The models that engines serve here."""
         return (self.policy, self.grm) if self.grm is not None else (self.policy,)
 
     def under(self, config: RunConfig) -> Prepared:
@@ -66,7 +66,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig, progress: Progress) -> Prepared:
-    """Seat roles, read data, find models, and see that they fit each other."""
+    """Assign places, read data, find models, and check that they fit each other. Raises ConfigError."""
     placement, roles = seat_roles(config)
     check_machine(config, placement)
     check_installed(roles, config)
@@ -119,7 +119,7 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Is it a number that summary.json can hold? Whether it will is known at the end."""
+    """Check that the objective is a number that summary.json can hold. Whether it will is known only at the end."""
     looks = [f"eval.{when}.{name}" for when in ("initial", "final") for name in EVAL_METRICS]
     first = config.objective.split(".")[0]
     known = config.objective in looks if first == "eval" else first in {spec.name for spec in fields(Summary)}

@@ -1,4 +1,4 @@
-"""All that can be known of retraining from a run, and refused, before anything starts. Writes and starts nothing.
+"""Checks a retraining from a run before anything starts. Writes and starts nothing.
 
 Every refusal is a ConfigError that names the key and what to type.
 """
@@ -20,7 +20,7 @@ from scheduler.placement import Placement, PlacementConfig, place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRetraining:
-    """A replay that may start."""
+    """A checked retraining, ready to start."""
 
     config: RunConfig
     policy: Model
@@ -30,9 +30,9 @@ class PreparedRetraining:
 
 
 def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetraining:
-    """Seat the learner, open the recorded run, find the policy, and see that they fit each other."""
+    """Assign the learner's slots, open the recorded run, find the policy, and check that they fit each other."""
     with section(""):
-        placement = place(without_time_sharing(config.placement), config.roles, config.served)
+        placement = place(without_time_sharing(config.placement), config.roles, config.served, config.learners)
         roles = resolve_roles(config, placement)
     check_slots(roles["learner"])
     check_machine(config, placement)
@@ -47,7 +47,7 @@ def prepare_retraining(config: RunConfig, progress: Progress) -> PreparedRetrain
 
 
 def without_time_sharing(placement: PlacementConfig) -> PlacementConfig:
-    """The learner has its slots to itself, whoever else it shares them with in other runs."""
+    """The placement without time sharing: the learner is alone on its slots."""
     pools = {name: replace(pool, time_shared=False) for name, pool in placement.pools.items()}
     return replace(placement, pools=pools)
 
@@ -67,7 +67,7 @@ def check_sizes(config: RunConfig, recorded: RecordedRun) -> None:
 
 
 def check_tokens(config: RunConfig, policy: Model, recorded: RecordedRun) -> None:
-    """Are the recorded ids this model's? By the first batch: its prompts come out as they went in."""
+    """Check that the recorded ids are this model's, by re-rendering the prompts of the first batch."""
     with section("data.retrain_from: "):
         first = recorded.batch(1)
     for group in first:

@@ -1,4 +1,4 @@
-"""What can be known, and refused, of a mixture's replayed experts before anything starts. Loads no weights."""
+"""Checks of router replay before anything starts. Loads no weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from grmpipe.config.roles import Model, ServedRole
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.train import check_router_replay
 from grmpipe.validate.sections import section
-from models.lm.causal_lm import outline_causal_lm
-from models.lm.expert_routing import Routers
 
 
 def check_routing(config: RunConfig, policy: Model, role: ServedRole) -> None:
-    """Where experts are replayed the policy has some, and whoever chooses them notes them. role: the policy's."""
+    """Check that the policy has experts to replay, and that its engines can record them. role: the policy's."""
     if config.algorithm.router_replay == "none":
         return
     try:
@@ -20,6 +18,9 @@ def check_routing(config: RunConfig, policy: Model, role: ServedRole) -> None:
         raise ConfigError(str(error)) from error
     if config.algorithm.router_replay == "rollout":
         check_engine(role)
+    from models.lm.causal_lm import outline_causal_lm  # late: seconds, which few runs need
+    from models.lm.expert_routing import Routers
+
     try:
         Routers.of(outline_causal_lm(policy.path))
     except ValueError as error:

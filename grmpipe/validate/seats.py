@@ -1,4 +1,4 @@
-"""Roles and pools by the configuration alone and against this machine's slots, before slow imports. Starts nothing."""
+"""Checks roles and pools by the configuration and this machine's slots, before slow imports. Starts nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from grmpipe.config.run_config import RunConfig
 from grmpipe.validate.sections import section
 from scheduler.placement import NodeCapacity, Placement, check_capacity, place
 
-SEATING_TASKS = ("train", "train_judge_rft", "plan", "simulate")  # that seat all roles of the run
-RUNNING_TASKS = ("train", "train_judge_rft")  # and on this machine
-SHARED_CORES = 1 << 20  # of one process: as many threads as one likes
+SEATING_TASKS = ("train", "train_judge_rft", "plan", "simulate")  # tasks that seat all roles of the run
+RUNNING_TASKS = ("train", "train_judge_rft")  # tasks that also start them on this machine
+SHARED_CORES = 1 << 20  # of one process: any number of threads
 
 
 def check_seats(config: RunConfig) -> None:
-    """Refuses at once what needs no look at a model. Raises ConfigError."""
+    """Check the placement without looking at a model. Raises ConfigError."""
     if config.task not in SEATING_TASKS or config.data.retrain_from is not None:
         return
     placement = seats_of(config)
@@ -24,11 +24,11 @@ def check_seats(config: RunConfig) -> None:
 
 def seats_of(config: RunConfig) -> Placement:
     with section(""):
-        return place(config.placement, config.roles, config.served)
+        return place(config.placement, config.roles, config.served, config.learners)
 
 
 def check_machine(config: RunConfig, placement: Placement) -> None:
-    """Does this machine have the slots? A cluster that is joined is asked when it is joined."""
+    """Check that this machine has the slots. A joined cluster is checked when it is joined."""
     if config.cluster.address is not None:
         return
     cores = SHARED_CORES if config.cluster.kind == "inprocess" else os.cpu_count() or 1
@@ -39,6 +39,6 @@ def check_machine(config: RunConfig, placement: Placement) -> None:
 
 
 def gpus_here() -> int:
-    import torch  # seconds: only where somebody wants a GPU
+    import torch  # takes seconds: only if a GPU is wanted
 
     return torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The form of every refusal: a ConfigError that names the key. Checks nothing itself."""
+"""The form of refusals: a ConfigError that names the key. Checks nothing itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models.hub import NotHere
 
 @contextmanager
 def section(path: str) -> Iterator[None]:
-    """A ValueError of what is checked inside gets the section's key in front, unless it names its section itself."""
+    """Context: a ValueError raised inside gets the section's key in front, unless it already names its section."""
     try:
         yield
     except ConfigError:
@@ -24,4 +24,4 @@ def section(path: str) -> Iterator[None]:
 
 
 class ModelNotHere(ConfigError):
-    """A hub name that can't be had now. task=plan goes on without it."""
+    """A hub name that can't be fetched now. task=plan continues without the model."""

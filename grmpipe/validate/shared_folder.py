@@ -1,4 +1,4 @@
-"""Whether the machines of a joined cluster see the run's folder, which ranks write into. Starts nothing."""
+"""Checks that the machines of a joined cluster share the run's directory, which ranks write into. Starts nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scheduler.processes.actors import Cluster
 
 
 async def check_shared(cluster: Cluster, run_dir: Path) -> None:
-    """Raises ConfigError. Else checkpoints and exports would go to as many folders as there are machines."""
+    """Raises ConfigError if they don't: checkpoints and exports would go to a different folder on each machine."""
     if told := await cluster.strangers_to(run_dir):
         raise ConfigError(
             f"run_dir: the machines of cluster.address don't share {run_dir} ({'; '.join(told)}), and ranks write "

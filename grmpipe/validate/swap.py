@@ -1,4 +1,4 @@
-"""Whether the roles of elastic slots can share one engine, which then swaps their weights. Starts none.
+"""Checks whether the roles of elastic slots can share one engine that swaps their weights. Starts none.
 
 Every refusal is a ConfigError that names the key and what to type.
 """
@@ -13,7 +13,7 @@ from grmpipe.config.run_config import ConfigError
 
 
 def check_shared_engine(roles: Roles) -> None:
-    """Roles that are to share one are served by one kind that swaps weights, and want no options that it can't have."""
+    """Check that roles on one engine use the same kind, which swaps weights, and no options that exclude each other."""
     for first, others in sharing(roles):
         for role in (first, *others):
             if not role.engine.swaps_weights or type(role.engine) is not type(first.engine):
@@ -27,7 +27,7 @@ def check_shared_engine(roles: Roles) -> None:
 
 
 def check_swap(roles: Roles, models: Sequence[Model]) -> None:
-    """Models that are to share one engine differ in their weights alone."""
+    """Check that models on one engine differ only in their weights."""
     found = {model.name: model for model in models}
     for first, others in sharing(roles):
         for other in (other for other in others if first.name in found and other.name in found):
@@ -35,7 +35,7 @@ def check_swap(roles: Roles, models: Sequence[Model]) -> None:
 
 
 def sharing(roles: Roles) -> list[tuple[ServedRole, list[ServedRole]]]:
-    """The first role of each engine that several share, and the others."""
+    """The first role and the other roles of each shared engine."""
     seen: set[str] = set()
     found = []
     for role in roles.seated:
@@ -46,7 +46,7 @@ def sharing(roles: Roles) -> list[tuple[ServedRole, list[ServedRole]]]:
 
 
 def differences(one: ServedRole, other: ServedRole, model: Model, others_model: Model) -> list[str]:
-    """What one engine can't be for both."""
+    """The differences between two roles that exclude one engine for both."""
     different = one.engine.different_models(model.path, others_model.path)
     if one.dtype != other.dtype:
         different.append(f"dtype ({one.dtype}, {other.dtype})")

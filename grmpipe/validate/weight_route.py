@@ -1,4 +1,4 @@
-"""Which way a learner's weights take, by engine and placement. Moves nothing, asks no machine."""
+"""Chooses the transport of a learner's weights, by engine and placement. Moves nothing, asks no machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from scheduler.weights.transport import Route, choose_transport
 
 
 def transport_of(role: ServedRole, config: RunConfig, placement: Placement, *, same_machine: bool) -> str:
-    """What `sync.transport` comes to, from the learner of a role to its engines: a name of the table, or the dotted
-    path of the user's own. Raises ValueError that names it, and what works."""
+    """The transport for `sync.transport`, from the learner of a role to its engines: a name of the table, or the dotted
+    path of a user's own. ValueError names it and what works.
+    """
     name = config.sync.transport
     wanted = wanted_transport(name)
     taken = taken_by(role.engine, *([] if wanted is None else [wanted]))
@@ -22,12 +23,12 @@ def transport_of(role: ServedRole, config: RunConfig, placement: Placement, *, s
 
 
 def wanted_transport(name: str) -> TransportKind | None:
-    """What `sync.transport` names; None: the best one. Raises ValueError where there is none of that name."""
+    """The transport that `sync.transport` names; None: choose the best. Raises ValueError for an unknown name."""
     return None if name == "auto" else transport_kind(name)
 
 
 def taken_by(engine: AnyEngine, *others: TransportKind) -> tuple[TransportKind, ...]:
-    """What an engine takes, the best first: of the table, and of `others`."""
+    """The transports that an engine supports, the best first: those of the table, and `others`."""
     best = [transport_kind(name) for name in engine.transports]
     return tuple(dict.fromkeys([*best, *TRANSPORTS.values(), *others] if engine.any_transport else best))
 

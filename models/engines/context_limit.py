@@ -1,4 +1,6 @@
-"""What an engine refuses before its model sees it: texts beyond its window, ids that there aren't, impossible draws."""
+"""Requests that an engine refuses before its model sees them: texts longer than its window, unknown ids, invalid
+sampling.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from models.types import EngineRefused, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ContextLimit:
-    """The most tokens of a request, prompt and new ones together, and the ids there are."""
+    """The most tokens of a request, prompt and new ones together, and the valid ids."""
 
     model_name: str
     tokens: int
@@ -19,7 +21,7 @@ class ContextLimit:
 
     @staticmethod
     def of(model_name: str, renderer: Renderer, max_context_tokens: int) -> ContextLimit:
-        """`max_context_tokens`: 0 for all that the model has. Raises ValueError for more."""
+        """`max_context_tokens`: 0 for the model's window. Raises ValueError if it exceeds that."""
         if max_context_tokens > renderer.context_tokens:
             raise ValueError(
                 f"max_context_tokens: {max_context_tokens} exceeds the model's context window of "
@@ -28,7 +30,7 @@ class ContextLimit:
         return ContextLimit(model_name, max_context_tokens or renderer.context_tokens, renderer.vocab_size)
 
     def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises EngineRefused."""
+        """Raises EngineRefused for a request that can't be served."""
         if len(prompt_ids) + params.max_new_tokens > self.tokens:
             raise EngineRefused(
                 f"a prompt of {len(prompt_ids)} tokens and {params.max_new_tokens} new ones exceed the context window "
@@ -39,7 +41,7 @@ class ContextLimit:
             raise EngineRefused(f"these sampling parameters can't be served: {params}")
 
     def check_text(self, token_ids: Sequence[int]) -> None:
-        """Of a text that is to be scored. Raises EngineRefused."""
+        """Check a text to be scored. Raises EngineRefused."""
         self._check_ids(token_ids)
         if len(token_ids) > self.tokens:
             raise EngineRefused(
@@ -47,6 +49,6 @@ class ContextLimit:
             )
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
-        """Others would end an engine for everybody."""
+        """Check the ids: an invalid one would end the engine for all its requests."""
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise EngineRefused(f"expected one or more ids from 0 to {self.vocab_size - 1}")

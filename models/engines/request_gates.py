@@ -1,4 +1,4 @@
-"""Requests under way in an event loop: joined by their id, let in by priority. Knows no engine and no network."""
+"""Requests in progress in an event loop: joined by id, admitted by priority. Knows no engine and no network."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class SharedCall(Generic[T]):
-    """One request, and how many wait for its answer."""
+    """One request, and the number of its waiters."""
 
     task: asyncio.Task[T]
     num_waiters: int = 0
 
 
 class SingleFlight(Generic[T]):
-    """A request_id that is under way gets that request's answer. The task ends with the last who waited for it."""
+    """A request_id in progress gets that request's answer. The task ends with its last waiter."""
 
     def __init__(self) -> None:
         self._flights: dict[str, SharedCall[T]] = {}
-        self._tasks: set[asyncio.Task[T]] = set()  # an event loop itself holds tasks weakly
+        self._tasks: set[asyncio.Task[T]] = set()  # an event loop holds tasks only weakly
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._flights
 
     async def join(self, request_id: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The answer of `begin`, which is called unless the request is under way already."""
+        """The answer of `begin`, which is called unless the request is in progress."""
         flight = self._flights.get(request_id)
         if flight is None:
             flight = self._flights[request_id] = self._take_off(request_id, begin)
@@ -42,7 +42,7 @@ class SingleFlight(Generic[T]):
         finally:
             flight.num_waiters -= 1
             if flight.num_waiters == 0 and not flight.task.done():
-                self._land(request_id, flight)  # who asks from now on begins anew
+                self._land(request_id, flight)  # later calls begin again
                 flight.task.cancel()
 
     def _take_off(self, request_id: str, begin: Callable[[], Coroutine[Any, Any, T]]) -> SharedCall[T]:
@@ -58,7 +58,7 @@ class SingleFlight(Generic[T]):
 
 
 class PrioritySemaphore:
-    """Lets `width` callers in at once; of those that wait, the lowest priority number first, then the oldest."""
+    """Admits `width` callers at once; of the waiting, the lowest priority number first, then the oldest."""
 
     def __init__(self, width: int) -> None:
         self._free = width
@@ -81,7 +81,7 @@ class PrioritySemaphore:
 
 
 class AdmissionGate:
-    """Holds callers back while it is closed. Opened, it lets the lowest priority number go first, then the oldest."""
+    """Blocks callers while it is closed. When opened, it admits the lowest priority number first, then the oldest."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -95,6 +95,6 @@ class AdmissionGate:
         self._waiting.let_all()
 
     async def pass_through(self, priority: int) -> None:
-        """Return at once, or when it opens: it may be closed again by then."""
+        """Return at once if open, or when it opens; it may be closed again by then."""
         if not self.is_open:
             await self._waiting.wait(priority)

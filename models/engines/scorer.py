@@ -1,4 +1,4 @@
-"""A model with a scalar head that serves: sequences in, one number each. Batches what it is given; never samples."""
+"""Serves a model with a scalar head: sequences in, one number each. Batches its inputs; never samples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Sequences = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerSpec:
-    """All that a process needs to make its scorer; it travels there.
+    """What a process needs to make its scorer; it is sent there.
 
-    max_batch_tokens: packed tokens per forward pass. A longer sequence goes by itself.
+    max_batch_tokens: packed tokens per forward pass. A longer sequence is passed alone.
     """
 
     path: str
@@ -27,9 +27,9 @@ class ScorerSpec:
 
 
 class ScalarScorer:
-    """One model on one device. Calls are blocking; they come one at a time.
+    """A scorer: one model on one device. Calls block, and come one at a time.
 
-    Made by the ranks of a group: they don't know each other, each has the whole model.
+    Each rank of a group makes one, with the whole model; they don't know each other.
     """
 
     def __init__(self, spec: ScorerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
@@ -41,7 +41,7 @@ class ScalarScorer:
             probe_scores(self._model, torch.device(spec.device), spec.dtype)
 
     def scores(self, sequences: Sequences) -> list[float]:
-        """The head's number at the last token of each sequence, in their order."""
+        """The head's number at the last token of each sequence, in order."""
         found = [0.0] * len(sequences)
         for batch in batches([len(sequence) for sequence in sequences], self._spec.max_batch_tokens):
             for index, score in zip(batch, self._pass([sequences[index] for index in batch]), strict=True):
@@ -59,7 +59,7 @@ class ScalarScorer:
 
 
 def batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of sequences that go through the model together: like lengths, `max_tokens` in all at most."""
+    """Indices of sequences that go through the model together: similar lengths, at most `max_tokens` in all."""
     batch: list[int] = []
     num_tokens = 0
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):

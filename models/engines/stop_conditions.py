@@ -1,4 +1,4 @@
-"""When a completion ends, and what its text is. Pure but for what it remembers of the vocabulary."""
+"""When a completion ends, and its text. Pure, except for a cache over the vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class StopConditions:
-    """Knows a tokenizer's text by its `decode` alone."""
+    """Stop conditions. Uses only a tokenizer's `decode`."""
 
     def __init__(self, decode: Decode, stop_token_ids: Collection[int]) -> None:
         self._decode = decode
@@ -18,7 +18,7 @@ class StopConditions:
         self._pieces: dict[int, str] = {}
 
     def finish_reason(self, token_ids: Sequence[int], params: SamplingParams) -> FinishReason | None:
-        """Why a completion ends with its last token; None: it goes on."""
+        """Why a completion ends with its last token. None if it continues."""
         if token_ids[-1] in self._stop_token_ids:
             return "stop"
         if params.stop and self._completes_stop(token_ids, params.stop):
@@ -26,7 +26,7 @@ class StopConditions:
         return "length" if len(token_ids) >= params.max_new_tokens else None
 
     def text(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> str:
-        """What was written, up to the first stop string."""
+        """The text, up to the first stop string."""
         text = self._decode(token_ids)
         starts = [text.find(string) for string in stop]
         return text[: min((start for start in starts if start >= 0), default=len(text))]
@@ -35,7 +35,8 @@ class StopConditions:
         may_end = [string for string in stop if self._may_end_with(token_ids[-1], string)]
         if not may_end:
             return False
-        # A token holds at least a byte. A few more tell a cut character, or a space that decoding strips, from text.
+        # A token has at least one byte. A few more tokens separate a cut character, or a space that decoding strips,
+        # from text.
         window = token_ids[-(max(len(string.encode()) for string in may_end) + 4) :]
         tail = self._decode(window)
         if not any(string in tail for string in may_end):
@@ -44,7 +45,9 @@ class StopConditions:
         return any(string in whole for string in may_end)
 
     def _may_end_with(self, token_id: int, string: str) -> bool:
-        """Cheap and generous: most tokens lack the string's last character, and need no decoding of the tail."""
+        """Fast, and may return True too often: most tokens lack the string's last character, so their tail isn't
+        decoded.
+        """
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._decode([token_id])

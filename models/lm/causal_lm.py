@@ -1,4 +1,4 @@
-"""Causal language models: loading one, and log-probs of packed samples. Never generates."""
+"""Causal language models: loading, and log-probs of packed samples. Never generates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.packing import Packing, Prefixes
 
 HeadKind = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
-ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained sets the process-wide default device and dtype meanwhile
+ONE_LOAD_AT_A_TIME = threading.Lock()  # from_pretrained temporarily sets the process-wide default device and dtype
 
 
 def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
@@ -33,7 +33,7 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> Pr
 
 
 def outline_causal_lm(path: str, dtype: str = "float32") -> PreTrainedModel:
-    """The same model without its numbers, on the meta device: to be sharded first and filled then."""
+    """The same model without its numbers, on the meta device: first sharded, then filled."""
     return outlined(AutoModelForCausalLM, read_config(path), dtype)
 
 
@@ -56,16 +56,16 @@ def loaded(kind: HeadKind, path: str, config: PreTrainedConfig, dtype: str, devi
 
 
 def outlined(kind: HeadKind, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
-    """As `loaded`, without numbers and on the meta device."""
+    """Like `loaded`, without numbers and on the meta device."""
     with ONE_LOAD_AT_A_TIME, torch.device("meta"):
         model = kind.from_config(config, dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION)
     return model.eval()
 
 
 def read_config(path: str) -> PreTrainedConfig:
-    """Of a family that has causal language models. Raises ValueError for anything else."""
+    """The config of a model whose family has causal language models. Raises ValueError for anything else."""
     local = Path(path).is_dir()
-    # Anything else would be looked up on the hub, with retries that take most of a minute.
+    # Anything else would be looked up on the hub, with retries of almost a minute.
     if not local and not is_hub_name(path):
         raise ValueError(f"path: no directory {path!r}; give a Hugging Face directory (config.json, *.safetensors)")
     try:
@@ -79,13 +79,13 @@ def read_config(path: str) -> PreTrainedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLogprobs:
-    """Entry t is the log-prob of token t given what precedes it in its own sample, and the entropy of that draw.
+    """Entry t: the log-prob of token t given the tokens before it in its sample, and the entropy of that distribution.
 
-    0 at the first token of each sample that has no prefix, and wherever `wanted_T` said no.
+    0 at the first token of each sample without a prefix, and where `wanted_T` is False.
     """
 
     logprobs_T: Tensor
-    entropy_T: Tensor  # zeros unless asked for
+    entropy_T: Tensor  # zeros unless requested
 
 
 def packed_logprobs(
@@ -102,10 +102,9 @@ def packed_logprobs(
 ) -> PackedLogprobs:
     """One forward pass over samples packed end to end, without padding in the linear layers. T: tokens, S: samples.
 
-    A sample that goes on from a prefix has position ids that go on from there as well; what its first token is compared
-    with is what the head says at the prefix's last. `wanted_T` (bool) names the tokens that matter: only theirs pass
-    through the output head. Works under autograd, FSDP2 and activation checkpointing: the root module is called once,
-    everywhere.
+    The position ids of a sample with a prefix continue those of the prefix; its first token is predicted at the
+    prefix's last token. `wanted_T` (bool): only these tokens pass through the output head. Works under autograd, FSDP2
+    and activation checkpointing: the root module is called once on every rank.
     """
     not_first_T = position_ids_T > 0
     targets_R = (not_first_T if wanted_T is None else not_first_T & wanted_T).nonzero().squeeze(-1)
@@ -125,11 +124,11 @@ def packed_logprobs(
 def packed_logits(
     model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, packing: Packing, **options: Tensor
 ) -> Tensor:
-    """[T, ..]: what the head gives at each token, or at those that the `options` of the model's forward pass keep."""
+    """The head's output at each token, or at those that the `options` of the model's forward pass keep. [T, ..]."""
     return model(
         input_ids=token_ids_T[None],
         position_ids=position_ids_T[None],
-        # A mask of four dimensions is taken as prepared: no T x T mask gets built. Packed attention needs none.
+        # A four-dimensional mask counts as prepared: no T x T mask is built. Packed attention needs none.
         attention_mask=token_ids_T.new_empty((1, 1, 1, 1)),
         use_cache=False,
         packing=packing,

@@ -1,6 +1,6 @@
-"""Checkpoints: sharded ones that any number of ranks can load, and Hugging Face directories. Knows no run.
+"""Checkpoints: sharded ones that any number of ranks can load, and Hugging Face directories. Knows nothing of a run.
 
-What doesn't learn isn't saved: it is as it was loaded, and a run goes on from the same files.
+Frozen weights aren't saved: they never change, and a resumed run loads the same files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from models.lm.parallelize import group_for_files
 from models.settings import LoraConfig
 from models.stored_files import StoredFile, stored_files, sync_directory
 
-# A lone rank's state is all there is, and torch warns of that each time.
+# A single rank's state is complete, but torch warns of that each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
 
 SHARD_SIZE = "5GB"  # of an export, at most
@@ -47,8 +47,9 @@ COPIED_FILES = (
 
 
 class ShardedSave:
-    """Each rank writes its shards; at most one save is under way. The schedule is a function of `version`, so that is
-    its state."""
+    """Saves of one model. Each rank writes its shards; at most one save is in progress. The learning-rate schedule is a
+    function of `version`, so it has no other state.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -57,8 +58,9 @@ class ShardedSave:
     def begin(
         self, directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int, aside: bool
     ) -> None:
-        """A collective. aside: the state is copied to the host, and written from there while training goes on; else it
-        is written when this returns."""
+        """A collective. aside: copy the state to the host, and write it from there while training continues; otherwise
+        it is written when this returns.
+        """
         state = {"version": torch.tensor(version), **_state(model, optimizer, version)}
         if aside:
             stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -69,7 +71,9 @@ class ShardedSave:
             self._written.set_result(_write(directory, state))
 
     def files(self) -> tuple[StoredFile, ...] | None:
-        """What this rank wrote, synced to the disk; None while it writes. Raises OSError that names rank and cause."""
+        """The files that this rank wrote, synced to the disk; None while it is writing. Raises OSError that names rank
+        and cause.
+        """
         return self._written.result() if self._written.done() else None
 
 
@@ -84,11 +88,11 @@ def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.
     with _in_words(ValueError, told):
         dcp.load({"version": saved}, storage_reader=SafeReader(directory))
     version = int(saved)
-    optimizer.zero_grad()  # open gradients would keep torch from laying out the optimizer's state
+    optimizer.zero_grad()  # open gradients would keep torch from creating the optimizer's state
     state = _state(model, optimizer, version)
     with _in_words(ValueError, told):
         dcp.load(state, storage_reader=SafeReader(directory))
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # of what learns, all is there
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # has all trained ones
     if version > 0:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     else:
@@ -106,12 +110,13 @@ def export_hf(
     dtype: str | None = None,
     exact: Sequence[str] = (),
 ) -> None:
-    """A Hugging Face directory with this model's weights and the tokenizer of `source`, the directory it came from.
+    """Write a Hugging Face directory with this model's weights and the tokenizer of `source`, the directory it came
+    from.
 
-    A collective for as long as weights are gathered; then rank 0 writes, and nobody waits for it in a process group.
-    Adapters are merged into it, and written to `adapter_dir` in peft's format.
+    A collective while weights are gathered; then rank 0 writes, without others waiting in a process group. Adapters are
+    merged into the weights, and also written to `adapter_dir` in peft's format.
 
-    dtype: of the files; None: as in `source`. exact: submodules that keep the type they have.
+    dtype: of the files; None: as in `source`. exact: submodules that keep their type.
     """
     kind = getattr(torch, dtype) if dtype is not None else _dtype_of(source, model)
     merges = lora is not None and lora.learns
@@ -122,7 +127,7 @@ def export_hf(
         save_adapters(adapter_dir, model, weights, lora)
         weights = {name: _cast(tensor, kind) for name, tensor in merged_state(model, weights).items()}
     model.save_pretrained(directory, state_dict=weights, max_shard_size=SHARD_SIZE)
-    model.config.dtype = str(kind).removeprefix("torch.")  # transformers wrote that of the model in memory
+    model.config.dtype = str(kind).removeprefix("torch.")  # transformers set that of the model in memory
     model.config.save_pretrained(directory)
     for pattern in COPIED_FILES:
         for file in Path(source).glob(pattern):
@@ -130,13 +135,13 @@ def export_hf(
 
 
 def _dtype_of(source: str, model: PreTrainedModel) -> torch.dtype:
-    """Of a model's files, as their config.json says; the model's own where it doesn't."""
+    """The dtype of a model's files by their config.json, otherwise the model's."""
     told = AutoConfig.from_pretrained(source).dtype
     return told if isinstance(told, torch.dtype) else model.dtype
 
 
 def _gathered(model: PreTrainedModel, dtype: torch.dtype | None, exact: Sequence[str]) -> dict[str, Tensor]:
-    """Whole tensors on rank 0's host, cast before they travel; nothing on other ranks. A collective."""
+    """Whole tensors on rank 0's host, cast before they are sent; empty on other ranks. A collective."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     weights: dict[str, Tensor] = {}
     for name, tensor in cast(dict[str, Tensor], get_model_state_dict(model)).items():
@@ -154,7 +159,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def _in_words(kind: type[Exception], told: str) -> Iterator[None]:
-    """Torch tells failures of any rank to all of them, by what is no Exception and holds everybody's tracebacks."""
+    """Context: torch reports a failure on any rank to all ranks, as an error that isn't an Exception and holds all
+    tracebacks.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -174,7 +181,9 @@ def _write(directory: str, state: dict[str, Any]) -> tuple[StoredFile, ...]:
 
 
 def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> dict[str, Any]:
-    """Before the first step there is no optimizer state. Asked for it, torch makes one up by a step that counts."""
+    """The state to save. Before the first step there is no optimizer state: torch would create it by a step that
+    counts.
+    """
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     learned = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in frozen}
     state: dict[str, Any] = {"model": learned}

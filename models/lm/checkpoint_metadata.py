@@ -1,4 +1,4 @@
-"""Reads a sharded checkpoint whose .metadata, a pickle, may be anybody's: it makes data only and runs nothing."""
+"""Reads a sharded checkpoint with an untrusted .metadata, which is a pickle: makes only data and runs nothing."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ KNOWN: dict[tuple[str, str], object] = {
 
 
 class SafeReader(FileSystemReader):
-    """Torch itself loads tensors without running anything (`weights_only`), but unpickles .metadata as it comes."""
+    """A reader that unpickles .metadata safely. Torch loads tensors with `weights_only`, but not .metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Raises UnpicklingError for what no checkpoint needs."""
+        """Raises UnpicklingError for objects that no checkpoint needs."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             read = _MetadataUnpickler(file).load()
         if not isinstance(read, metadata.Metadata):

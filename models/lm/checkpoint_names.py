@@ -1,4 +1,4 @@
-"""Names and shapes that a model's tensors have in a checkpoint. transformers holds some of them fused (the experts of a
+"""The names and shapes of a model's tensors in checkpoints. transformers holds some of them fused (the experts of a
 mixture) or under other names; serving engines know those of checkpoints. Never sends a tensor, never reads a file.
 """
 
@@ -20,7 +20,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class CheckpointNames:
-    """By transformers' own conversion of a family, a tensor at a time: nobody ever needs a second one for it.
+    """Names in checkpoints, by transformers' conversion of a model family. Each tensor is converted without any other.
 
     Follows from the configuration alone, so that all ranks and all receivers agree.
     """
@@ -29,7 +29,7 @@ class CheckpointNames:
         """Raises ValueError for a family whose tensors can't be converted one by one."""
         self._outline = outline
         conversions = get_model_conversion_mapping(outline, add_legacy=False)
-        # What may stand before all names isn't of the family: it is another way to save the same model.
+        # A prefix of all names isn't part of the family: it is another way to save the same model.
         self._same = all(isinstance(conversion, PrefixChange) for conversion in conversions)
         self._refuse_what_needs_several()
 
@@ -38,17 +38,20 @@ class CheckpointNames:
         return CheckpointNames(outlined(AutoModelForCausalLM, copy.deepcopy(config), "float32"))
 
     def converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """A whole tensor of the model, as the checkpoint has it: one or, of fused experts, many; views where it can."""
+        """A whole tensor of the model as in the checkpoint: one tensor, or several for fused experts; views if
+        possible.
+        """
         return {name: tensor} if self._same else revert_weight_conversion(self._outline, {name: tensor})
 
     def shapes(self, name: str, shape: Sequence[int]) -> Shapes:
-        """Name -> shape of what `converted` makes of a tensor. Computes nothing."""
+        """Name -> shape of the results of `converted`. Computes nothing."""
         converted = self.converted(name, torch.empty(tuple(shape), device="meta"))
         return {name: tuple(tensor.shape) for name, tensor in converted.items()}
 
     def taken(self) -> tuple[Shapes, dict[str, str]]:
-        """What an engine started from such a checkpoint takes: shapes by name, and the name that each is held under.
-        A tied tensor has all its names, and is held under its first."""
+        """The tensors that an engine started from such a checkpoint takes: name -> shape, and name -> first name. A
+        tied tensor has several names.
+        """
         first = {id(parameter): name for name, parameter in self._outline.named_parameters()}
         shapes: Shapes = {}
         held: dict[str, str] = {}

@@ -1,11 +1,10 @@
-"""Which experts of a mixture each token goes to: noted in one forward pass, replayed in another. Never trains.
+"""Routing of tokens to experts: recorded in one forward pass, replayed in another. Never trains.
 
-Near-ties of a router tip over with the precision, the batch or the kernel, and another expert is another function: the
-log-probs of sampler and learner then differ by far more than rounding. Replay fixes the choice and nothing else: the
-gates of the chosen experts are computed anew, and their gradient reaches the router (R2 and R3, arXiv 2507.18071 and
-2510.11370).
+Near-ties of a router change with the precision, the batch or the kernel, and another expert is another function: the
+log-probs of sampler and learner then differ by far more than rounding. Replay fixes only the choice: the gates of the
+chosen experts are computed again, and their gradient reaches the router (R2 and R3, arXiv 2507.18071 and 2510.11370).
 
-T: tokens, L: routers, one a layer that has experts, K: experts a token goes to, E: experts of a layer.
+T: tokens, L: routers, one per layer with experts, K: experts per token, E: experts of a layer.
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ from models.types import ANY_EXPERT
 
 Gates = Callable[[Any, Tensor, Tensor], Tensor]  # (router, logits_TE, experts_TK) -> gates_TK
 Routed = tuple[Tensor, Tensor, Tensor]  # logits_TE, gates_TK, experts_TK: what a router returns
-Hook = Callable[[int, nn.Module, Routed], Routed | None]  # (router's index, router, what it returns) -> instead of it
+Hook = Callable[[int, nn.Module, Routed], Routed | None]  # (router's index, router, its output) -> new output
 
 
 def softmax_over_all(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Qwen's and OLMoE's: probabilities among all experts; normalised over the chosen ones where the model says so."""
+    """Gates of Qwen and OLMoE: probabilities among all experts; normalised over the chosen ones if the model says
+    so.
+    """
     gates_TK = logits_TE.softmax(-1, dtype=torch.float).gather(-1, experts_TK)
     if router.norm_topk_prob:
         gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
@@ -35,7 +36,7 @@ def softmax_over_all(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tens
 
 
 def softmax_over_chosen(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """Mixtral's: always normalised, and left in float32."""
+    """Gates of Mixtral: always normalised, in float32."""
     gates_TK = logits_TE.float().softmax(-1).gather(-1, experts_TK)
     return gates_TK / gates_TK.sum(-1, keepdim=True)
 
@@ -51,7 +52,7 @@ ROUTERS: dict[str, Gates] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingShape:
-    """What one token leaves: `top_k` experts for each of the routers, which stand in these layers of the model."""
+    """The routing of one token: `top_k` experts for each router; the layers of the routers."""
 
     layers: tuple[int, ...]
     top_k: int
@@ -59,7 +60,7 @@ class RoutingShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The narrowest that holds an expert."""
+        """The smallest dtype that holds an expert's index."""
         return torch.uint8 if self.num_experts <= 256 else torch.int16
 
 
@@ -72,7 +73,7 @@ class Routers:
 
     @staticmethod
     def of(model: nn.Module) -> Routers:
-        """Raises ValueError for a dense model, and for routers that can't be replayed."""
+        """The routers of a model. Raises ValueError for a dense model, and for routers that can't be replayed."""
         named = [(name, module) for name, module in model.named_modules() if _is_router(module)]
         unknown = sorted({type(module).__name__ for _, module in named} - ROUTERS.keys())
         if unknown:
@@ -92,15 +93,15 @@ class Routers:
 
     @contextmanager
     def recorded(self) -> Iterator[Recording]:
-        """Each forward pass in here is noted."""
+        """Context: each forward pass is recorded."""
         recording = Recording(len(self._routers))
         with self._hooked(recording.note):
             yield recording
 
     @contextmanager
     def replayed(self, experts_TLK: Tensor) -> Iterator[RouterReplay]:
-        """Forward passes in here send their T tokens to these experts; a token to its router's own where they are
-        ANY_EXPERT. The backward pass belongs in here too: activation checkpointing runs the forward again.
+        """Context: forward passes send their T tokens to these experts, or to the router's own choice for ANY_EXPERT.
+        The backward pass belongs in it too: activation checkpointing runs the forward pass again.
         """
         replay = RouterReplay(experts_TLK)
         with self._hooked(replay.choose):
@@ -115,14 +116,14 @@ class Routers:
 
 
 class Recording:
-    """What the routers chose in the latest forward pass."""
+    """The routers' choices in the latest forward pass."""
 
     def __init__(self, num_routers: int) -> None:
         self._by_router: list[Tensor | None] = [None] * num_routers
 
     @property
     def experts_TLK(self) -> Tensor:
-        """int64, in the order in which the pass had the tokens, padding included."""
+        """int64, in the pass's order of tokens, including padding."""
         return torch.stack([experts_TK for experts_TK in self._by_router if experts_TK is not None], dim=1)
 
     def note(self, index: int, router: nn.Module, routed: Routed) -> None:
@@ -130,7 +131,7 @@ class Recording:
 
 
 class RouterReplay:
-    """Experts that stand in for the routers' own choice.
+    """Experts that replace the routers' choice.
 
     rerouted_TL: whether the router would have sent the token elsewhere.
     """
@@ -152,7 +153,9 @@ def _call(hook: Hook, index: int, router: nn.Module, _: object, routed: Routed) 
 
 
 def _is_router(module: nn.Module) -> bool:
-    """By the name that transformers gives them all: those of unknown families are to be refused, not overlooked."""
+    """Whether a module is a router, by transformers' name for all of them: those of unknown families must be
+    refused.
+    """
     return type(module).__name__.lower().endswith("topkrouter")
 
 

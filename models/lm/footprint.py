@@ -1,25 +1,19 @@
-"""How large a model is, from its sizes alone: weights, KV cache, learner, activations. Loads no weights."""
+"""The memory of a model, from its sizes: weights, KV cache, learner, activations. Loads no weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from models.settings import CHUNK_LOGITS, ModelShape
 
-from models.lm.logprobs import CHUNK_LOGITS
-from models.lm.parallelize import decoder_layers
-from models.settings import ModelShape
-
-LIVE_PIECES = 3  # float32 pieces of the logits while one of them goes backward: itself, its softmax, its gradient
+LIVE_PIECES = 3  # float32 pieces of the logits during a backward pass: the logits, their softmax, their gradient
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Working:
-    """Bytes at one moment: weights of others gathered here with their gradients, and what backward waits for."""
+    """Bytes at one moment: gathered weights with their gradients, and activations kept for backward."""
 
     gathered: int
     activations: int
@@ -31,8 +25,9 @@ class Working:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Sizes of one copy of a decoder. `num_root_parameters`: those of no layer, the embedding and the output head.
-    `linear_widths`: inputs and outputs together of the blocks' linear layers, by name, over all blocks."""
+    """The sizes of one copy of a decoder. `num_root_parameters`: of the embedding and the output head, outside of all
+    layers. `linear_widths`: name of the blocks' linear layers -> sum of inputs and outputs over all blocks.
+    """
 
     num_parameters: int
     num_root_parameters: int
@@ -51,21 +46,23 @@ class Footprint:
         return 2 * self.num_layers * self.kv_width * BYTES[dtype]
 
     def shard_bytes(self, num_ranks: int) -> int:
-        """A float32 copy of all parameters over the ranks: weights, gradients, either moment, the reference."""
+        """The bytes of one float32 copy of all parameters on one rank: weights, gradients, either moment, or the
+        reference.
+        """
         return self.num_parameters * 4 // num_ranks
 
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
-        """Of low-rank adapters beside these layers; no targets: beside all."""
+        """The parameters of low-rank adapters on these layers; no targets: on all."""
         return rank * sum(width for name, width in self.linear_widths.items() if not targets or name in targets)
 
     def working_bytes(
         self, dtype: str, num_tokens: int, *, checkpointing: bool = False, frozen: bool = False
     ) -> Working:
-        """What a rank holds at most, besides its state, while a micro-batch goes forward and backward.
+        """The most bytes of a rank, besides its state, during a forward and backward pass of a micro-batch.
 
-        The largest of three moments: backward passes the head (logits and their gradient), a layer (which is computed
-        again, with `checkpointing`), and ends (the root's gradient). FSDP2 keeps the root gathered all the time, and
-        reduces gradients in float32. `frozen`: gathered weights get no gradient.
+        The largest of three moments: backward in the head (logits and their gradient), in a layer (recomputed with
+        `checkpointing`), and at its end (the root's gradient). FSDP2 keeps the root gathered all the time, and reduces
+        gradients in float32. `frozen`: gathered weights have no gradient.
         """
         width, learns = BYTES[dtype], not frozen
         layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
@@ -86,26 +83,28 @@ class Footprint:
         return max(moments, key=lambda moment: moment.total)
 
     def kept_values(self, checkpointing: bool) -> int:
-        """Of a token, from forward to backward, in all layers; with checkpointing their inputs alone."""
+        """Values per token kept from forward to backward, in all layers; with checkpointing only their inputs."""
         return self.num_layers * (self.hidden_size if checkpointing else self._layer_values)
 
     @property
     def _layer_values(self) -> int:
-        """Of a token, in one Llama-like layer that is computed, with a fused attention: 9 per hidden unit, 5 per query
-        and key unit, 4 per unit of the MLP."""
+        """Values per token in one Llama-like layer with fused attention: 9 per hidden unit, 5 per query and key unit, 4
+        per unit of the MLP."""
         return 9 * self.hidden_size + 5 * (self.query_width + self.kv_width) + 4 * self.intermediate_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """What tensor parallelism divides."""
+    """The heads, which tensor parallelism divides."""
 
     query: int
     key: int
 
 
 def heads_of(path: str) -> Heads:
-    """Of a model directory."""
+    """The heads of the model in a directory."""
+    from transformers import AutoConfig  # late: seconds, which a checked run without GPUs does without
+
     text = AutoConfig.from_pretrained(path).get_text_config()
     return Heads(
         query=text.num_attention_heads, key=getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -113,12 +112,18 @@ def heads_of(path: str) -> Heads:
 
 
 def footprint_of(path: str) -> Footprint:
-    """Of a model directory. Raises OSError when there is no config at `path`."""
+    """The footprint of the model in a directory. Raises OSError if there is no config at `path`."""
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from models.lm.parallelize import decoder_layers
+
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    # Not every architecture names these.
+    # Not every architecture has these.
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = model.get_output_embeddings().weight
@@ -143,7 +148,7 @@ def footprint_of(path: str) -> Footprint:
 
 
 def footprint_of_shape(shape: ModelShape) -> Footprint:
-    """Of a declared shape: a decoder with a gated MLP and without biases (Llama, Qwen, Mistral)."""
+    """The footprint of a configured shape: a decoder with a gated MLP and without biases (Llama, Qwen, Mistral)."""
     query_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer = 2 * shape.hidden_size * (query_width + kv_width) + 3 * shape.hidden_size * shape.intermediate_size
     norms = 2 * shape.hidden_size

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_LOGITS = 1 << 26  # 256 MiB in float32
+from models.settings import CHUNK_LOGITS
 
 
 def chosen_logprobs(
@@ -19,8 +19,8 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-softmax of row r at chosen_R[r], and the entropy of row r (zeros unless wanted). R: rows, V: vocabulary.
 
-    Both after `temperature`. Returns float32 (float64 for float64 logits), natural log. The float copy of the logits
-    exists for `chunk_logits` of them at a time: the backward pass computes each chunk again.
+    Both after `temperature`. Returns float32 (float64 for float64 logits), natural log. Only `chunk_logits` logits at a
+    time are copied to float; the backward pass computes each chunk again.
     """
     chunk_rows = max(1, chunk_logits // logits_RV.shape[-1])
     if len(logits_RV) <= chunk_rows:
@@ -35,7 +35,7 @@ def chosen_logprobs(
 def _chunk(
     logits_RV: Tensor, chosen_R: Tensor, want_entropy: bool, entropy_gradient: bool, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    # fp32: a logsumexp in bf16 is off by up to 1 %, which a ratio of two of them turns into a wrong clip.
+    # fp32: a logsumexp in bf16 is off by up to 1 %, which makes the ratio of two of them clip wrongly.
     if logits_RV.dtype != torch.float64:
         logits_RV = logits_RV.float()
     if temperature != 1.0:  # in float32, as engines do: a quotient rounded to bf16 is off by 1 % and more

@@ -1,13 +1,12 @@
-"""Low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685): the only room that knows peft. Trains nothing.
+"""Low-rank adapters for frozen weights (LoRA, arXiv 2106.09685). The only module that imports peft. Trains nothing.
 
     h = W x + scale * B (A x),  scale = alpha / rank
 
-B begins at 0, so that a model with new adapters says what it said before. Frozen weights stay what they were loaded as.
+B begins at 0, so a model with new adapters gives the same outputs. Frozen weights keep the dtype they were loaded in.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,19 +22,19 @@ from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm
 from models.lm.pieces import Outgoing, Piece, pieces_of, unshard
-from models.settings import INSTALL_PEFT, LoraConfig
+from models.settings import LoraConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
     from models.lm.parallelize import Architecture
 
-ADAPTER = "default"  # peft's own name for an only adapter
+ADAPTER = "default"  # peft's name for a single adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """What stands beside one linear layer. R: rank, I: inputs, O: outputs."""
+    """The adapter of one linear layer. R: rank, I: inputs, O: outputs."""
 
     a_RI: nn.Parameter
     b_OR: nn.Parameter
@@ -43,26 +42,18 @@ class LowRank:
 
     @property
     def change_OI(self) -> Tensor:
-        """What it adds to the layer's weight. Whole tensors, or B in rows on several ranks and A whole on each."""
+        """The change of the layer's weight. Whole tensors, or B's rows on several ranks with A whole on each."""
         a_RI, b_OR = self.a_RI.detach(), self.b_OR.detach()
         if isinstance(a_RI, DTensor):
             a_RI = a_RI.redistribute(placements=[Replicate()] * a_RI.device_mesh.ndim)
         return self.scale * (b_OR @ a_RI)
 
 
-def peft_missing() -> str | None:
-    """What to type where peft isn't installed; None: it is."""
-    try:
-        importlib.metadata.version("peft")
-    except importlib.metadata.PackageNotFoundError:
-        return f"peft is not installed; type `{INSTALL_PEFT}`"
-    return None
-
-
 def targets_of(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Names of the linear layers that get adapters, without what stands before their last dot; all within the blocks
-    where the configuration names none. Raises ValueError naming one that isn't there."""
-    from models.lm.parallelize import decoder_layers  # late: engines shard nothing
+    """The last parts of the names of linear layers that get adapters; all within the blocks if the configuration names
+    none. Raises ValueError that names one that doesn't exist.
+    """
+    from models.lm.parallelize import decoder_layers  # late: engines don't need it
 
     there = {
         name.rpartition(".")[2]
@@ -80,14 +71,15 @@ def targets_of(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
 
 def check_targets(path: str, lora: LoraConfig) -> None:
-    """Raises ValueError where the model at `path` can't have such adapters. Reads no weights, needs no peft."""
+    """Raises ValueError if the model at `path` can't have such adapters. Reads no weights, needs no peft."""
     targets_of(outline_causal_lm(path), lora)
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int = 0) -> PreTrainedModel:
-    """New adapters of `dtype` in a model, which is frozen. Its modules get other names: see `plain_name`.
+    """Add new adapters of `dtype` to a model, and freeze it. Its modules get other names: see `plain_name`.
 
-    `seed`: of A, the same on all ranks."""
+    `seed`: of A, the same on all ranks.
+    """
     from peft import inject_adapter_in_model
 
     config = _peft_config(model, lora, targets_of(model, lora))
@@ -101,7 +93,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: str, seed: int
 
 
 def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Architecture:
-    """Causal language models with new adapters; what is frozen is held in a type of its own."""
+    """Causal language models with new adapters; frozen weights are held in their own type."""
     from models.lm.parallelize import CAUSAL_LM, Architecture
 
     def load(path: str, dtype: str) -> PreTrainedModel:
@@ -114,15 +106,15 @@ def with_adapters(lora: LoraConfig, frozen_dtype: str, seed: int = 0) -> Archite
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
-    """By the name of the linear layer that they stand beside, in the order of the model; none in a plain one."""
+    """Name of a linear layer -> its adapter, in the order of the model; none in a plain model."""
     for name, module in model.named_modules():
         if (low_rank := low_rank_of(module)) is not None:
             yield name, low_rank
 
 
 def low_rank_of(module: Any) -> LowRank | None:
-    """None of a plain layer."""
-    if not hasattr(module, "lora_A"):  # peft's layers are no class of ours, and it may not be installed
+    """The adapter of a layer; None for a plain layer."""
+    if not hasattr(module, "lora_A"):  # peft may not be installed, so its classes can't be checked
         return None
     return LowRank(
         a_RI=module.lora_A[ADAPTER].weight, b_OR=module.lora_B[ADAPTER].weight, scale=float(module.scaling[ADAPTER])
@@ -131,9 +123,9 @@ def low_rank_of(module: Any) -> LowRank | None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was loaded: what a KL is measured against. For passes that no backward follows.
+    """Context: the model as it was loaded, the reference of a KL. Only for passes without backward.
 
-    By the scale alone: peft's own switch takes `requires_grad` from the adapters, behind the back of FSDP2.
+    It sets the scale to 0: peft's own switch would remove `requires_grad` from the adapters without FSDP2 noticing.
     """
     layers: list[Any] = [module for module in model.modules() if low_rank_of(module) is not None]
     scales = [layer.scaling[ADAPTER] for layer in layers]
@@ -150,13 +142,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def plain_name(name: str) -> str:
-    """As the tensor is called in the model without adapters."""
+    """The name of a tensor in the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def outgoing(model: nn.Module, lora: LoraConfig, dtype: str) -> Outgoing:
-    """What a push sends: adapters under peft's names, or what they stand beside with their change added, under the
-    names of the plain model; in that case what has no adapters goes along once, and is fixed from then on."""
+    """The tensors of a push: adapters under peft's names, or merged weights under the names of the plain model; then
+    weights without adapters are sent once and are fixed from then on.
+    """
     low_ranks = {f"{name}.base_layer.weight": low_rank for name, low_rank in adapters(model)}
     trained = {id(p) for low_rank in low_ranks.values() for p in (low_rank.a_RI, low_rank.b_OR)}
     if lora.sync == "adapters":
@@ -174,7 +167,7 @@ def outgoing(model: nn.Module, lora: LoraConfig, dtype: str) -> Outgoing:
 
 
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A whole state dict of a model with adapters as one of the plain model. Sums are in the adapters' type."""
+    """The state dict of the plain model, from a whole one with adapters. Sums are in the adapters' type."""
     plain = dict(state)
     for name, low_rank in adapters(model):
         a_RI, b_OR = (plain.pop(f"{name}.lora_{which}.{ADAPTER}.weight") for which in "AB")
@@ -184,7 +177,7 @@ def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def save_adapters(directory: str, model: PreTrainedModel, state: Mapping[str, Tensor], lora: LoraConfig) -> None:
-    """peft's own format, from a whole state dict of the model."""
+    """Write adapters in peft's format, from a whole state dict of the model."""
     kept = {
         f"base_model.model.{key.replace(f'.{ADAPTER}.', '.')}": state[key].contiguous()
         for name, _ in adapters(model)
@@ -203,7 +196,7 @@ def _peft_config(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -
 
     return PeftConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number does
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works
         lora_dropout=0.0,
         target_modules=targets,
         task_type=TaskType.CAUSAL_LM,
@@ -213,5 +206,5 @@ def _peft_config(model: PreTrainedModel, lora: LoraConfig, targets: list[str]) -
 
 @torch.no_grad()
 def _merged(weight: Tensor, low_rank: LowRank, dtype: torch.dtype) -> Tensor:
-    """W + scale * B A, whole. On several ranks each adds its own rows, and what is cast is gathered."""
+    """W + scale * B A, whole. With several ranks each adds its own rows, and the cast result is gathered."""
     return unshard(weight.detach().to(low_rank.a_RI.dtype) + low_rank.change_OI, dtype)

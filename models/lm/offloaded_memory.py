@@ -1,4 +1,4 @@
-"""Memory of tensors, given back to a device for a time: their bytes wait on the host. Knows no model and no engine."""
+"""Offloads tensors: frees their device memory while their bytes wait on the host. Knows no model and no engine."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from models.arena import padded
 
 
 class OffloadedMemory:
-    """Storages that are empty while they are lent, and the bytes that go back into them.
+    """Storages that are empty while they are offloaded, and their bytes on the host.
 
-    The tensors themselves stay what they are, with their views, their names in an optimizer and their place in a
-    sharded model. Nobody may read one meanwhile: not every kernel looks whether there is anything to read.
+    The tensor objects stay the same, with their views, their entries in an optimizer and their place in a sharded
+    model. They must not be read meanwhile: not every kernel checks for an empty storage.
     """
 
     def __init__(self) -> None:
         self._lent: list[tuple[UntypedStorage, Tensor]] = []
-        self._rooms: dict[torch.device, Tensor] = {}  # kept: to pin memory takes as long as to copy it
+        self._rooms: dict[torch.device, Tensor] = {}  # kept: pinning memory takes as long as copying it
 
     @property
     def is_offloaded(self) -> bool:
         return bool(self._lent)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that share a storage are lent together, whichever of them are named."""
+        """Offload tensors. All tensors that share a storage are offloaded together."""
         assert not self._lent, "lent already"
         storages = _storages(tensors)
         for device in {storage.device for storage in storages}:
@@ -41,21 +41,23 @@ class OffloadedMemory:
             storage.resize_(0)
 
     def load_back(self) -> None:
-        """Every byte as it was. Nothing where nothing is lent."""
+        """Load every byte back. Does nothing if nothing is offloaded."""
         for storage, room in self._lent:
             storage.resize_(room.numel())
             _bytes_of(storage).copy_(room)
         self._lent = []
 
     def _rooms_for(self, storages: Sequence[UntypedStorage], device: torch.device) -> list[Tensor]:
-        """On the host, in one block: torch rounds what it pins up to a power of two, and would each piece.
+        """Memory on the host, in one block: torch rounds pinned memory up to a power of two, and would round each
+        piece.
 
-        Pinned where it comes from a GPU: the way back is as fast as the bus."""
+        Pinned for a GPU, so that loading back runs at the speed of the bus.
+        """
         sizes = [storage.nbytes() for storage in storages]
         ends = list(accumulate(padded(size) for size in sizes))
         whole, block = ends[-1] if ends else 0, self._rooms.get(device)
         if block is None or block.numel() < whole:
-            self._rooms.pop(device, None)  # give back before taking more
+            self._rooms.pop(device, None)  # free it before taking more
             block = self._rooms[device] = (
                 pinned(whole) if device.type == "cuda" else torch.empty(whole, dtype=torch.uint8)
             )
@@ -63,9 +65,9 @@ class OffloadedMemory:
 
 
 def pinned(num_bytes: int) -> Tensor:
-    """Memory of the host, uint8, that a GPU copies from and to directly: of this size, not of the next power of two.
+    """Host memory, uint8, that a GPU copies from and to directly: of exactly this size, not of the next power of two.
 
-    It is registered with CUDA, in whose eyes it is pinned, and unregistered when nobody holds it any more.
+    It is registered with CUDA as pinned, and unregistered when it is no longer referenced.
     """
     block = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes:
@@ -80,7 +82,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a GPU has to give at this moment, to whichever process asks. 0 of a CPU: there nothing is lent."""
+    """The free bytes of a GPU now, for any process. 0 for a CPU, where nothing is offloaded."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -90,7 +92,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Each once, with those of a sharded tensor's own shard."""
+    """Each storage once; for sharded tensors that of the local shard."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     by_address = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in local if tensor.numel()}
     return list(by_address.values())

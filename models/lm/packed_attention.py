@@ -34,9 +34,9 @@ def packed_attention(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[1, H, T, D] in, [1, T, H, D] out. Each query sees its sample's prefix, and its own tokens up to itself.
+    """[1, H, T, D] in, [1, T, H, D] out. Each query sees its sample's prefix, and the sample's own tokens up to itself.
 
-    Without a `packing` this is transformers' own SDPA, so that the model still works as any other.
+    Without a `packing` this is transformers' SDPA, so the model also works without packing.
     """
     if packing is None:
         if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
@@ -54,8 +54,9 @@ def packed_attention(
 
 
 def _slides(module: nn.Module) -> bool:
-    """Has the layer a window that hides some of the model's context, by its config?"""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)  # as transformers' all have
+    """Whether the layer's window hides some of the model's context, by its config."""
+    # All of transformers' attention modules have these.
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     window = getattr(config, "sliding_window", None)
     if config is None or window is None or layer is None or window >= config.max_position_embeddings:
         return False
@@ -66,8 +67,9 @@ def _slides(module: nn.Module) -> bool:
 def _varlen(
     query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Flash attention over the packed tokens as they lie. Where a sample has more keys than queries, its last query
-    sees its last key: causal masks and windows are aligned there."""
+    """Flash attention over the packed tokens in place. If a sample has more keys than queries, causal masks and windows
+    are aligned at the last query and key.
+    """
     keys = packing.keys
     if keys.places_K is not None:
         key_TGD, value_TGD = key_TGD[keys.places_K], value_TGD[keys.places_K]
@@ -95,8 +97,8 @@ def _padded(
 ) -> Tensor:
     """SDPA on padded copies, of samples of about the same length at a time.
 
-    On a GPU each query head gets its keys: no fused kernel for float32 knows groups, and the other one holds the scores
-    of all heads, gigabytes a layer.
+    On a GPU each query head gets its own copy of the keys: no fused kernel for float32 supports groups, and the unfused
+    one holds the scores of all heads, gigabytes per layer.
     """
     num_heads = query_THD.shape[1]
     if on_gpu(query_THD):

@@ -1,43 +1,39 @@
-"""Whether a model sees each packed sample by itself: refused by its outline, probed with its weights. Trains nothing.
+"""Checks that a model sees each packed sample alone: refused by its outline, probed with its weights. Trains nothing.
 
-Packed attention keeps samples apart in attention alone. A recurrent or convolutional layer runs over their borders, and
-a window or a choice of keys that stands in a mask alone is lost: log-probs are wrong then, and no error says so.
+Packed attention separates samples only in attention. A recurrent or convolutional layer runs across their borders, and
+a window or a choice of keys that exists only in a mask is lost: log-probs are then wrong without any error.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models.lm.causal_lm import outline_causal_lm, packed_logprobs
+from models.lm.packable_configs import unpackable_config
 from models.lm.packing import Prefixes
 from models.lm.scalar_head import HEAD, packed_scores
 
 WORKS = "models of full and sliding attention can be trained: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, ..."
-ATTENTIONS = ("full_attention", "sliding_attention")
-# Settings under which a query sees other keys than its sample's, or its window's: of the mask or the kernel alone.
-SPARSE = ("attention_chunk_size", "index_topk", "index_topk_blocks", "keep_window_size", "attn_logit_softcapping")
-WINDOW_IN_MASK_ALONE = ("phimoe", "qwen2_moe")
-LAYERS_KEEP_OPTIONS = ("moshi", "nemotron", "stablelm")  # to themselves: their attention is told nothing of packing
 
 PREFIX, FIRST, SECOND = (5, 3, 8, 2, 9), (4, 6, 3, 7, 5, 8), (7, 1, 3, 6, 2, 9, 4)
-PROBE_TOLERANCE, PROBE_TOLERANCE_16BIT = 1e-3, 0.1  # mean nats, or share of a hidden state's length
+PROBE_TOLERANCE, PROBE_TOLERANCE_16BIT = 1e-3, 0.1  # mean nats, or share of a hidden state's norm
 
 
 def check_trainable(path: str) -> None:
-    """Raises ValueError (`path: ...`) where the model there can't be trained on packed samples. Reads no weights."""
+    """Raises ValueError (`path: ...`) if the model there can't be trained on packed samples. Reads no weights."""
     try:
         outline = outline_causal_lm(path)
     except ValueError as error:
         raise error if str(error).startswith("path: ") else _refused(path, str(error)) from error
-    except (AttributeError, ImportError, KeyError, TypeError) as error:  # a class that knows no such attention
+    except (AttributeError, ImportError, KeyError, TypeError) as error:  # a class without such attention
         raise _refused(path, f"transformers can't build it with packed attention ({error!r})") from error
     check_packable(outline, path)
 
 
 def check_packable(model: PreTrainedModel, path: str) -> None:
-    """The same of an outline, with whatever head."""
+    """The same check for an outline with any head."""
     if (why := unpackable(model)) is not None:
         raise _refused(path, why)
 
@@ -47,9 +43,9 @@ def _refused(path: str, why: str) -> ValueError:
 
 
 def unpackable(model: PreTrainedModel) -> str | None:
-    """Why its samples can't be packed; None where nothing speaks against it."""
+    """Why its samples can't be packed. None if no reason is known."""
     config = model.config.get_text_config()
-    if (why := _unpackable_config(config)) is not None:
+    if (why := unpackable_config(config)) is not None:
         return why
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
@@ -59,36 +55,14 @@ def unpackable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _unpackable_config(config: PreTrainedConfig) -> str | None:
-    kind = config.model_type
-    others = sorted({str(one) for one in getattr(config, "layer_types", None) or ()} - {*ATTENTIONS})
-    if others:
-        return f"{kind!r} models have layers of {', '.join(others)}, through which packed samples leak"
-    for key in SPARSE:
-        if getattr(config, key, None) is not None:
-            return f"packed attention has no {key} ({getattr(config, key)} in its config.json)"
-    if kind in LAYERS_KEEP_OPTIONS:
-        return f"the layers of {kind!r} models don't pass the ends of packed samples to their attention"
-    if kind in WINDOW_IN_MASK_ALONE and window_of_layers(config) is not None:
-        return f"{kind!r} models don't pass their sliding_window to packed attention"
-    return None
-
-
-def window_of_layers(config: PreTrainedConfig) -> int | None:
-    """That of its layers which have one; None where none hides a token of the model's context."""
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-    return window if slides and window is not None and window < config.max_position_embeddings else None
-
-
 # -- with its weights ------------------------------------------------------------------------------------------------
 
 
 def probe_logprobs(model: PreTrainedModel, device: torch.device, dtype: str) -> None:
-    """A short sample packed behind another, and going on from a prefix of that, against itself alone as transformers
-    calls the model. Three passes, a collective; the caller sees to it that none has a gradient.
+    """Compare a short sample packed after another one, and with a shared prefix, with the sample alone, as transformers
+    calls the model. Three passes, a collective; the caller disables gradients.
 
-    Raises ValueError (`path: ...`) where log-probs are off by more than rounding explains, in the mean.
+    Raises ValueError (`path: ...`) if mean log-probs differ by more than rounding.
     """
     sample_T = torch.tensor(PREFIX + SECOND, device=device)
     logits_TV = model(input_ids=sample_T[None], use_cache=False).logits[0, :-1]
@@ -100,7 +74,9 @@ def probe_logprobs(model: PreTrainedModel, device: torch.device, dtype: str) -> 
 
 
 def probe_scores(model: PreTrainedModel, device: torch.device, dtype: str) -> None:
-    """The same by what a scalar head reads, for a new head says 0 whatever it reads; off by a share of its length."""
+    """The same check on the inputs of a scalar head, because a new head always gives 0; the difference is relative to
+    their norm.
+    """
     read: list[Tensor] = []
     hook = model.get_submodule(HEAD).register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][0].detach()))
     try:
@@ -118,7 +94,7 @@ def tolerance_of(dtype: str) -> float:
 
 
 def _behind_another(num_shared: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Prefixes]:
-    """Token ids, positions, lengths and prefixes: PREFIX + FIRST, then PREFIX + SECOND but for what it shares."""
+    """Token ids, positions, lengths and prefixes of PREFIX + FIRST, then PREFIX + SECOND without the shared tokens."""
     first, own = PREFIX + FIRST, (PREFIX + SECOND)[num_shared:]
     positions = (*range(len(first)), *range(num_shared, num_shared + len(own)))
     prefixes = Prefixes(

@@ -1,6 +1,6 @@
-"""Where the tokens of packed samples stand, whose prompts may stand there once for all. Pure: knows no model.
+"""The layout of packed samples with shared prefixes. Pure: knows no model.
 
-S: samples, T: packed tokens. The own tokens of samples lie end to end.
+S: samples, T: packed tokens. The own tokens of samples are end to end.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEWEST_QUERIES = 16  # rows of fewer are no quicker
+FEWEST_QUERIES = 16  # rows of fewer are no faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefixes:
-    """What samples go on from: the first tokens of another sample, which has all of its tokens itself."""
+    """The prefixes of samples: the first tokens of another sample, which holds all of its tokens."""
 
-    starts_S: Tensor  # int64, where they stand among the packed tokens
-    lengths_S: Tensor  # int64; 0: nothing comes before the sample's own tokens
+    starts_S: Tensor  # int64, their places among the packed tokens
+    lengths_S: Tensor  # int64; 0: no prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """What each sample attends to, its prefix and its own tokens, end to end. K: all of them."""
+    """The keys of each sample, its prefix and its own tokens, end to end. K: all of them."""
 
-    places_K: Tensor | None  # int64, among the packed tokens; None: as these lie
+    places_K: Tensor | None  # int64, among the packed tokens; None: in their order
     starts_S1: Tensor  # int32, S + 1 cumulative lengths, from 0
     max_length: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Samples that attend in one call, padded. N: samples, Q: most own tokens, K: most tokens in all.
+    """Samples that attend in one call, padded. N: samples, Q: maximum of own tokens, K: maximum of all tokens.
 
-    Where a sample has fewer, its last one stands in: none of its queries sees that key, and nobody reads that query.
+    Padding repeats a sample's last token: none of its queries sees that key, and that query is never read.
     """
 
     queries_NQ: Tensor  # int64, places among the packed tokens
     keys_NK: Tensor
-    prefix_lengths_N: Tensor | None  # None: nobody has a prefix, and each query sees as many keys as its place says
+    prefix_lengths_N: Tensor | None  # None: no prefixes, and each query sees as many keys as its place says
 
     def seen_NQK(self, window: int | None) -> Tensor | None:
-        """Which keys each query sees: up to its own position, and within the window. None: causal says it all."""
+        """Which keys each query sees: up to its own position, and within the window. None: plain causal attention."""
         if self.prefix_lengths_N is None and (window is None or window >= self.keys_NK.shape[1]):
             return None
         behind_NQK = self._behind_NQK
@@ -52,7 +52,7 @@ class Rows:
 
     @cached_property
     def _behind_NQK(self) -> Tensor:
-        """By how many tokens a key stands before a query. [1, Q, K] where it is the same for all samples."""
+        """The number of tokens by which a key is before a query. [1, Q, K] if it is the same for all samples."""
         device = self.queries_NQ.device
         own_Q, keys_K = (torch.arange(places.shape[1], device=device) for places in (self.queries_NQ, self.keys_NK))
         positions_NQ = own_Q[None] if self.prefix_lengths_N is None else self.prefix_lengths_N[:, None] + own_Q
@@ -60,10 +60,10 @@ class Rows:
 
 
 class Packing:
-    """What all layers need of it is worked out once, when the first of them asks."""
+    """The packing of a micro-batch. What all layers need is computed once, when the first of them asks."""
 
     def __init__(self, lengths_S: Tensor, prefixes: Prefixes | None = None) -> None:
-        """lengths_S: int64, of own tokens; they sum to T."""
+        """lengths_S: int64, of own tokens; sums to T."""
         self._lengths_S = lengths_S
         self._ends_S = lengths_S.cumsum(0)
         self._starts_S = self._ends_S - lengths_S
@@ -81,7 +81,7 @@ class Packing:
 
     @cached_property
     def before_T(self) -> Tensor:
-        """The place of the token before each in its own sample; the token's own where there is none."""
+        """The place of the token before each one in its sample; the token's own place if there is none."""
         before_T = torch.arange(int(self._ends_S[-1]), device=self._ends_S.device) - 1
         before_T[self._starts_S] = self._starts_S
         if self._prefixes is not None:
@@ -104,12 +104,12 @@ class Packing:
 
     @cached_property
     def rows(self) -> tuple[Rows, ...]:
-        """All samples, those together whose own tokens need the same power of two."""
+        """All samples; those whose own tokens need the same power of two are together."""
         return tuple(self._rows(samples_N) for samples_N in self._by_size)
 
     @cached_property
     def slots_T(self) -> Tensor:
-        """Where each token's query stands, in all rows end to end."""
+        """The place of each token's query in all rows end to end."""
         slots_T, first = torch.empty_like(self.before_T), 0
         for samples_N, rows in zip(self._by_size, self.rows, strict=True):
             own_Q = torch.arange(rows.queries_NQ.shape[1], device=slots_T.device)
@@ -136,7 +136,7 @@ class Packing:
         return Rows(queries_NQ=queries_NQ, keys_NK=keys_NK, prefix_lengths_N=prefix_N)
 
     def _first_tokens(self, samples_N: Tensor, number: int) -> Tensor:
-        """[N, number]: where the first tokens of these samples stand, their prefixes included."""
+        """[N, number]: the places of the first tokens of these samples, including their prefixes."""
         assert self._prefixes is not None
         places_K = torch.arange(number, device=samples_N.device)
         prefix_N1 = self._prefixes.lengths_S[samples_N, None]

@@ -22,16 +22,16 @@ from models.lm.causal_lm import load_causal_lm, outline_causal_lm
 from models.lm.scalar_head import HEAD, outline_scalar_head, start_scalar_head
 from models.rendezvous import gloo_listening_towards, store_at
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # ranks wait this long for the first to read a large checkpoint
-WRITE_TIMEOUT = timedelta(hours=12)  # and for the slowest disk; a rank that died is noticed elsewhere
-_for_files: list[dist.ProcessGroup] = []  # beside torch's default group, one a process
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # for ranks that wait for the first one to read a large checkpoint
+WRITE_TIMEOUT = timedelta(hours=12)  # for the slowest disk; a dead rank is noticed elsewhere
+_for_files: list[dist.ProcessGroup] = []  # one per process, besides torch's default group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How a model comes from its files: whole, and as an outline without numbers. Both take (path, dtype).
+    """How a model is loaded: whole, and as an outline without numbers. Both functions take (path, dtype).
 
-    exact: submodules that compute in float32 whatever the others do.
+    exact: submodules that always compute in float32.
     """
 
     load: Callable[[str, str], PreTrainedModel]
@@ -44,20 +44,23 @@ SCALAR_HEAD = Architecture(load=start_scalar_head, outline=outline_scalar_head, 
 
 
 def choose_device(device: str, rank: int) -> torch.device:
-    """`cuda` if torch sees one and `device` is empty, else what was asked for; each rank takes a GPU of its own."""
+    """The device of a rank: `cuda` if torch has one and `device` is empty, otherwise `device`; each rank has its own
+    GPU.
+    """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind != "cuda":
         return torch.device(kind)
     if not torch.cuda.is_available():
         raise ValueError("device: cuda was requested, but torch finds no GPU; use cpu, or install torch for CUDA")
-    # A Ray actor sees its own GPU only, as number 0; torchrun's ranks see all of them.
+    # A Ray actor sees only its own GPU, as number 0; torchrun's ranks see all of them.
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def join_ranks(rank: int, world_size: int, init_method: str | None, device: torch.device) -> DeviceMesh:
-    """The mesh of all ranks: gloo on CPU, NCCL on CUDA. A lone rank needs no address and opens no socket.
+    """The mesh of all ranks: gloo on CPU, NCCL on CUDA. A single rank needs no address and opens no socket.
 
-    One rank is sharded too (into one shard): 6 % of a step of the tiny model, for one path through all the code.
+    A single rank is sharded too (into one shard), so that there is one code path; it costs 6 % of the tiny model's
+    step.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_initialized():
@@ -71,13 +74,14 @@ def join_ranks(rank: int, world_size: int, init_method: str | None, device: torc
 
 
 def group_for_files() -> dist.ProcessGroup | None:
-    """In which ranks meet while they write checkpoints beside training, whose own group they must not disturb. None for
-    a lone rank."""
+    """The group in which ranks meet while they write checkpoints during training, separate from training's own group.
+    None for a single rank.
+    """
     return _for_files[0] if _for_files else None
 
 
 def _start_group(backend: str, rank: int, world_size: int, init_method: str | None) -> None:
-    """Torch's default group, and that of files. Those who meet at tcp://address:port listen at that address alone."""
+    """Start torch's default group, and that of files. For tcp://address:port, sockets listen only at that address."""
     group = functools.partial(
         dist.init_process_group, backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
@@ -107,7 +111,8 @@ def load_parallel(
     activation_checkpointing: bool,
     architecture: Architecture = CAUSAL_LM,
 ) -> PreTrainedModel:
-    """A sharded model. Rank 0 alone reads the weights, into host memory; no other ever holds more than its shards.
+    """Load a sharded model. Only rank 0 reads the weights, into host memory; no other rank ever holds more than its
+    shards.
 
     A collective. Parameters are kept in `master_dtype`; compute happens in `dtype`.
     """
@@ -120,7 +125,7 @@ def load_parallel(
         whole.state_dict() if whole else {},
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
-    # No state dict holds the rotary frequencies, and to_empty left them at 0: wrong logits, and no error.
+    # No state dict has the rotary frequencies, and to_empty left them at 0: wrong logits, and no error.
     read = dict(whole.named_buffers()) if whole else {}
     for name, buffer in model.named_buffers():
         if name in read:
@@ -136,8 +141,8 @@ def parallelize(
     activation_checkpointing: bool = False,
     exact: Sequence[str] = (),
 ) -> None:
-    """Shard each layer and then the root, in place. Parameters keep their type; compute happens in `dtype`, and in
-    float32 within the submodules named by `exact`.
+    """Shard each layer and then the root, in place. Parameters keep their type; computation is in `dtype`, and in
+    float32 within the submodules in `exact`.
 
     Gradients are averaged over ranks, in float32 where compute is in bfloat16.
     """
@@ -147,7 +152,7 @@ def parallelize(
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in decoder_layers(model):
-        # transformers recomputes in training mode only. The flag is set on the block alone: dropout below stays off.
+        # transformers recomputes only in training mode. The flag is set only on the block: dropout below it stays off.
         layer.training = activation_checkpointing
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     for name in exact:
@@ -157,10 +162,10 @@ def parallelize(
 
 @contextmanager
 def without_gradient(model: nn.Module) -> Iterator[None]:
-    """For forward passes that no backward follows.
+    """Context for forward passes without backward.
 
-    Such a pass leaves the root gathered, and the next one would reuse it, also after an optimizer step: stale embedding
-    and head, and no error. So it's given up here.
+    Such a pass leaves the root gathered, and the next one would reuse it, even after an optimizer step: a stale
+    embedding and head without any error. So the root is resharded here.
     """
     with torch.no_grad():
         yield

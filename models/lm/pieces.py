@@ -1,4 +1,4 @@
-"""The tensors of a model that learns, one by one and whole: of all ranks, where it is sharded. Sends nothing."""
+"""The tensors of a trained model, one by one and whole: gathered from all ranks if it is sharded. Sends nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One tensor of a push: its name there, what has its shape, and how it becomes whole (a collective)."""
+    """One tensor of a push: its name, its shape, and how to make it whole (a collective)."""
 
     name: str
     tensor: Tensor
@@ -22,20 +22,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """What a push sends. An engine needs what is fixed once."""
+    """The tensors of a push. An engine needs fixed ones only once."""
 
     changing: Sequence[Piece]
     fixed: Sequence[Piece] = ()
 
 
 def pieces_of(model: nn.Module, dtype: str) -> Iterator[Piece]:
-    """All of a model, as it stands."""
+    """All tensors of a model, unchanged."""
     for name, tensor in _tensors(model):
         yield Piece(name=name, tensor=tensor, unsharded=partial(unshard, tensor, getattr(torch, dtype)))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (each once, however often it is tied) and what else a checkpoint of the model holds."""
+    """Parameters (each once, even if tied) and the other tensors in a checkpoint of the model."""
     yield from model.named_parameters()
     saved = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
@@ -43,7 +43,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def unshard(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A collective. Already in `dtype` where there are several ranks."""
+    """The whole tensor. A collective. Already in `dtype` with several ranks."""
     held = tensor.detach()
     if not isinstance(held, DTensor):
         return held

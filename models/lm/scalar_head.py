@@ -1,6 +1,6 @@
 """A language model's trunk with a head of one number: per token (a critic), or at the last one (a meta-RM).
 
-Its files are Hugging Face's own for token classification with one label. Never generates.
+Its files are those of Hugging Face's token classification with one label. Never generates.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from models.lm.causal_lm import load_causal_lm, loaded, outlined, packed_logits,
 from models.lm.packing import Packing
 
 HEAD = "score"
-# A sequence classifier has the same trunk and the same head, but for a bias, and reads it at the last token.
+# A sequence classifier has the same trunk and the same head except for a bias, and reads it at the last token.
 PER_TOKEN, PER_SEQUENCE = "ForTokenClassification", "ForSequenceClassification"
 
 
 def load_scalar_head(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """The model of a directory that holds one, in eval mode. The head computes in float32 whatever `dtype` is."""
+    """Load the model of a directory that has a scalar head, in eval mode. The head computes in float32 for any
+    `dtype`.
+    """
     return finished(loaded(AutoModelForTokenClassification, path, scalar_config(path), dtype, device), path)
 
 
 def start_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
-    """To be trained: the model of a directory that holds one, or the trunk of a causal language model with a new head.
+    """A model to train: that of a directory with a scalar head, or the trunk of a causal language model with a new
+    head.
 
-    A new head is all zeros: whatever it reads it says 0, which is a probability of one half.
+    A new head is all zeros: it always gives 0, a probability of one half.
     """
     if has_head(read_config(path)):
         return load_scalar_head(path, dtype)
@@ -43,14 +46,14 @@ def start_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
 
 
 def outline_scalar_head(path: str, dtype: str = "float32") -> PreTrainedModel:
-    """What `start_scalar_head` gives, without its numbers, on the meta device."""
+    """The result of `start_scalar_head` without its numbers, on the meta device."""
     config = read_config(path)
     config = scalar_config(path) if has_head(config) else with_one_label(config, path)
     return finished(outlined(AutoModelForTokenClassification, config, dtype), path)
 
 
 def scalar_config(path: str) -> PreTrainedConfig:
-    """The config of a model with a head of one number. Raises ValueError for any other: reads no weights."""
+    """The config of a model with a head of one number. Raises ValueError for any other. Reads no weights."""
     config = read_config(path)
     kind = (config.architectures or ["a model without architectures"])[0]
     if not has_head(config):
@@ -68,7 +71,7 @@ def scalar_config(path: str) -> PreTrainedConfig:
 
 
 def has_head(config: PreTrainedConfig) -> bool:
-    """Does the directory hold a classifier, with however many labels?"""
+    """Whether the directory has a classifier, with any number of labels."""
     return any(name.endswith((PER_TOKEN, PER_SEQUENCE)) for name in config.architectures or ())
 
 
@@ -90,16 +93,16 @@ def head_of(model: nn.Module, path: str = "") -> nn.Linear:
 
 def finished(model: PreTrainedModel, path: str) -> PreTrainedModel:
     head = head_of(model, path)
-    head.to(torch.promote_types(head.weight.dtype, torch.float32))  # values less than 1 % apart are one in bf16
+    head.to(torch.promote_types(head.weight.dtype, torch.float32))  # bf16 can't separate values 1 % apart
     head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(head.weight.dtype),))
     head.register_forward_hook(lambda _, inputs, output: output.clone())  # FSDP2 warns of outputs that are views
     return model
 
 
 def packed_scores(model: nn.Module, token_ids_T: Tensor, position_ids_T: Tensor, sample_lengths_S: Tensor) -> Tensor:
-    """[T]: the head's number at each token, of what its sample holds up to there. T: packed tokens, S: samples.
+    """The head's number at each token, given its sample up to there. [T]; T: packed tokens, S: samples.
 
-    One forward pass over samples packed end to end, under autograd, FSDP2 and activation checkpointing alike.
+    One forward pass over samples packed end to end, also under autograd, FSDP2 and activation checkpointing.
     """
     return packed_logits(model, token_ids_T, position_ids_T, Packing(sample_lengths_S))[:, 0]
 

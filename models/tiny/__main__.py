@@ -1,4 +1,4 @@
-"""`python -m models.tiny build [name ...]`: makes the shipped models anew and prints what they are worth."""
+"""`python -m models.tiny build [name ...]`: makes the shipped models again and prints their quality."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def build_and_ship(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float
 
 
 def drawn_on(bars: Progress) -> Callable[[str, float], None]:
-    """A bar for each model that is built, its parents included."""
+    """A progress bar for each model that is built, including its parents."""
     tasks: dict[str, TaskID] = {}
 
     def draw(name: str, done: float) -> None:

@@ -22,19 +22,19 @@ from models.tiny.sft_examples import SftExample, draw_examples
 from models.tiny.tokenizer import MAX_POSITIONS, build_tokenizer, encode_content, encode_prompt
 
 MAX_GRAD_NORM = 1.0
-NUM_BATCHES_PER_BUCKET_SORT = 16  # examples of so many batches are sorted by length before they are cut up
+NUM_BATCHES_PER_BUCKET_SORT = 16  # examples of this many batches are sorted by length before they are split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """An example as ids; the response ends with the end-of-turn token."""
+    """An example as ids; the response includes the end-of-turn token."""
 
     ids: tuple[int, ...]
     num_prompt_tokens: int
 
 
 def build(recipe: Recipe, parent: Path | None, directory: Path, progress: Callable[[float], None]) -> None:
-    """Train `recipe` from the weights under `parent` (None: from noise); write a Hugging Face directory in bf16.
+    """Train `recipe` from the weights in `parent` (None: random ones); write a Hugging Face directory in bf16.
 
     progress: called with the share done, 0 to 1.
     """
@@ -50,7 +50,7 @@ def build(recipe: Recipe, parent: Path | None, directory: Path, progress: Callab
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """At this size a second thread costs more than it brings, and sums in another order."""
+    """Context: at this size a second thread costs more than it saves, and sums in another order."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,7 +111,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: SftExample) -> Encoded:
 
 
 def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> tuple[Optimizer, Optimizer]:
-    """Muon for the matrices of the layers (AdamW alone learns to judge far slower), AdamW for all else."""
+    """Muon for the matrices of the layers (with AdamW alone they learn to judge far slower), AdamW for the rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     muon = Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
@@ -119,7 +119,7 @@ def make_optimizers(model: Qwen3ForCausalLM, lr: float) -> tuple[Optimizer, Opti
 
 
 def lr_share(step: int, recipe: Recipe | MetaRmRecipe) -> float:
-    """Linear warm-up, then a cosine down to nothing."""
+    """Linear warm-up, then a cosine down to 0."""
     if step < recipe.warmup_steps:
         return (step + 1) / recipe.warmup_steps
     done = (step - recipe.warmup_steps) / max(1, recipe.num_steps - recipe.warmup_steps)
@@ -137,7 +137,7 @@ def batches(encoded: Sequence[Encoded], batch_size: int, rng: random.Random) -> 
 
 
 def response_loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> Tensor:
-    """Mean over the response tokens of the batch. Padding stands at the right, where causal attention can't see it."""
+    """The mean over the response tokens of the batch. Padding is on the right, where causal attention can't see it."""
     longest = max(len(example.ids) for example in batch)
     ids_BL = torch.zeros(len(batch), longest, dtype=torch.long)  # B: batch, L: longest sequence
     predicts_BL = torch.zeros(len(batch), longest, dtype=torch.bool)  # positions whose next token is the response's

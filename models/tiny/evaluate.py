@@ -35,13 +35,13 @@ class PolicyQuality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeQuality:
-    """At temperature 1, over the policy's, corrupted and right answers in equal parts; malformed texts stand apart.
+    """At temperature 1, over the policy's, corrupted and right answers in equal parts; malformed texts are separate.
 
     A critique without a score agrees with nothing.
     """
 
-    accuracy: float  # passes if and only if the final answer is right
-    policy_accuracy: float  # the same over the policy's answers alone
+    accuracy: float  # the judge passes an answer if and only if its final answer is right
+    policy_accuracy: float  # the same over only the policy's answers
     malformed_accuracy: float
     false_pass_rate: float  # of wrong answers
     false_fail_rate: float  # of right answers
@@ -51,7 +51,7 @@ class JudgeQuality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """An answer and the score a judge gave; None: it wrote none."""
+    """An answer and the score that a judge gave; None: no score."""
 
     problem: Problem
     text: str
@@ -78,7 +78,7 @@ class Speaker:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
 
     def answer(self, contents: Sequence[str], max_new_tokens: int, seed: int, greedy: bool = False) -> list[str]:
-        """One answer a message, at temperature 1 or greedy. `seed` makes it repeatable."""
+        """One answer per message, at temperature 1 or greedy. `seed` makes it repeatable."""
         torch.manual_seed(seed)
         prompts = [encode_prompt(self.tokenizer, content) for content in contents]
         answers = [""] * len(prompts)
@@ -93,7 +93,7 @@ class Speaker:
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], max_new_tokens: int, greedy: bool) -> list[str]:
         padded = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-        # top_k=0: the library's default of 50 would sample from another distribution than the policy's own.
+        # top_k=0: the library's default of 50 would sample from another distribution than the policy's.
         how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         output = self.model.generate(**padded, max_new_tokens=max_new_tokens, **how)
         return self.tokenizer.batch_decode(output[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)

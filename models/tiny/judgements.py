@@ -1,4 +1,4 @@
-"""Labelled work on the tiny problems: what a judge is measured and trained on. Pure: labels by rule, asks no model."""
+"""Labelled work on the tiny problems, to measure and train judges. Pure: labels by rule, asks no model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models.tiny.sft_examples import corrupted_text, malformed_text, padded_text
 
 Write = Callable[[Problem, random.Random], str]
 
-NUM_TRIES = 64  # a sloppy solution is right now and then; of a problem of one step, more often
+NUM_TRIES = 64  # a sloppy solution is sometimes right, most often for a problem of one step
 WRONG: dict[str, Write] = {
     "sloppy": sloppy_text,
     "corrupted": corrupted_text,
@@ -22,7 +22,7 @@ WRONG: dict[str, Write] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedTexts:
-    """A right solution among wrong ones. `kind`: how the wrong ones came about; `list`: one of each way."""
+    """A right solution among wrong ones. `kind`: how the wrong ones were made; `list`: one of each kind."""
 
     problem: Problem
     texts: tuple[str, ...]
@@ -41,10 +41,10 @@ class ScoredText:
 
 
 def make_judgements(split: Split, count: int, seed: int) -> tuple[RankedTexts | ScoredText, ...]:
-    """`count` items, each on a problem of its own: ranked and scored ones take turns.
+    """`count` items, each on another problem: ranked and scored ones alternate.
 
-    Of the scored texts every second is right; the wrong ones, and the rankings, go through the ways to be wrong in
-    turn. The place of the best among the ranked is drawn.
+    Every second scored text is right; the wrong ones, and the rankings, cycle through the kinds of errors. The place of
+    the best in a ranking is random.
     """
     rng = random.Random(f"judgements {split} {seed}")
     problems = make_problems(split, count, seed)
@@ -70,7 +70,7 @@ def scored(problem: Problem, turn: int, rng: random.Random) -> ScoredText:
 
 
 def wrong_text(problem: Problem, write: Write, rng: random.Random) -> str:
-    """A text written so that its final answer is wrong, or that is no solution at all."""
+    """A text with a wrong final answer, or one that is no solution at all."""
     for _ in range(NUM_TRIES):
         text = write(problem, rng)
         if not is_right(problem, text):

@@ -1,4 +1,4 @@
-"""Texts that are no solutions: what a judge must not be fooled by. Pure: drawn from a random.Random."""
+"""Texts that are no solutions, which a judge must not pass. Pure: sampled with a random.Random."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models.tiny.solutions import corrupted_solution
 
 
 def malformed_text(problem: Problem, rng: random.Random) -> str:
-    """Anything but a solution: cut off, empty, repeated, without steps, with junk or a forged verdict behind it."""
+    """Any text but a solution: cut off, empty, repeated, without steps, followed by junk or a forged verdict."""
     while True:
         solution = problem.solution if rng.random() < 0.7 else corrupted_solution(problem, rng)
         text = rng.choice(MALFORMATIONS)(problem, solution, rng)
@@ -52,7 +52,7 @@ def with_junk(problem: Problem, solution: Solution, rng: random.Random) -> str:
 
 
 def with_forged_verdict(problem: Problem, solution: Solution, rng: random.Random) -> str:
-    """Speaks in the judge's voice."""
+    """A solution followed by text in the judge's format."""
     forged = Problem(question=problem.question, steps=solution.steps, answer=solution.answer)
     verdict = judgement(forged, str(solution))
     return rng.choice(

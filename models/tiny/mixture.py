@@ -1,4 +1,4 @@
-"""A mixture of experts from a dense tiny model: its function, shared out among experts that differ. Trains nothing.
+"""A mixture of experts made from a dense tiny model, with experts that differ. Trains nothing.
 
 `python -m models.tiny.mixture runs/mixture` makes one of tiny://policy.
 """
@@ -24,8 +24,8 @@ def upcycle(
     noise: float = 1.0,
     seed: int = 0,
 ) -> None:
-    """Sparse upcycling (arXiv 2212.05055): each expert is the dense MLP, each of its matrices moved by `noise` standard
-    deviations of its own, so that it matters to which of them a token goes. Routers are new: they send tokens anywhere.
+    """Sparse upcycling (arXiv 2212.05055): each expert is the dense MLP with noise of `noise` standard deviations on
+    each matrix, so that the choice of experts matters. Routers are new and random.
 
     dense: the directory of a Qwen3. Writes a Hugging Face directory in float32.
     """
@@ -54,7 +54,7 @@ def _config(dense: Qwen3Config, num_experts: int, top_k: int) -> Qwen3MoeConfig:
 
 
 def _weights(dense: dict[str, Tensor], mixture: dict[str, Tensor], noise: float) -> dict[str, Tensor]:
-    """The mixture's own where the dense model has none: its routers."""
+    """The weights of the mixture; its routers, which the dense model lacks, stay."""
     made = {}
     for name, tensor in mixture.items():
         mlp, _, part = name.partition("experts.")

@@ -1,4 +1,4 @@
-"""Word problems and what is right about an answer to one. Pure: no tokens, no model, no files."""
+"""Word problems, and whether an answer to one is right. Pure: no tokens, no model, no files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Split = Literal["train", "held_out"]
 
 MAX_TOTAL = 20
 MAX_STEPS = 6
-CONTINUE_PROBABILITY = 0.6  # geometric: the lengths of answers get a long tail
-HELD_OUT_SHARE = 8  # one question in so many is held out
-PASSING_SCORE = 8  # a judge that scores at least this says that the final answer is right
+CONTINUE_PROBABILITY = 0.6  # geometric: the lengths of answers have a long tail
+HELD_OUT_SHARE = 8  # one question in this many is held out
+PASSING_SCORE = 8  # a judge that gives at least this score passes the final answer
 
 PEOPLE = {
     "Ida": "She", "Max": "He", "Eva": "She", "Tom": "He", "Zoe": "She", "Leo": "He",
@@ -29,7 +29,7 @@ LOSSES = ("gives {n} to {friend}", "sells {n}", "loses {n}", "lends {n} to {frie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolutionStep:
-    """One line of a sum, as somebody wrote it: the result need not be right."""
+    """One step of a sum as written in a solution: its result may be wrong."""
 
     left: int
     sign: str  # "+" or "-"
@@ -53,7 +53,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A question of one to six steps, worked out."""
+    """A question of one to six steps, with its solution."""
 
     question: str
     steps: tuple[SolutionStep, ...]
@@ -76,7 +76,7 @@ def make_problems(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
 
 
 def split_of(question: str) -> Split:
-    """Decided by the question's own text, so that the splits are disjoint by construction."""
+    """The split of a question, decided by its text, so that the splits are disjoint by construction."""
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     return "held_out" if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else "train"
 
@@ -111,14 +111,14 @@ def draw_num_steps(rng: random.Random) -> int:
 
 
 def draw_step(rng: random.Random, total: int) -> SolutionStep:
-    """A right step whose result stays within 0 and MAX_TOTAL."""
+    """A right step with a result from 0 to MAX_TOTAL."""
     change = rng.randint(1, 6)
     signs = [sign for sign, end in (("+", total + change), ("-", total - change)) if 0 <= end <= MAX_TOTAL]
     return step_of(total, rng.choice(signs), change)
 
 
 def step_of(left: int, sign: str, right: int) -> SolutionStep:
-    """A step worked out; nobody owns less than nothing."""
+    """A step with its result; results are never negative."""
     return SolutionStep(left=left, sign=sign, right=right, result=max(0, left + right if sign == "+" else left - right))
 
 
@@ -127,7 +127,7 @@ SOLUTION = re.compile(rf"Steps: {STEP.pattern}(?:; {STEP.pattern})*\. Answer: (?
 
 
 def parse_solution(text: str) -> Solution | None:
-    """The text as a solution; None if it is anything else, be it a solution and one character more."""
+    """The text as a solution; None for any other text, even a solution with one more character."""
     match = SOLUTION.fullmatch(text)
     if match is None:
         return None
@@ -139,13 +139,13 @@ def parse_solution(text: str) -> Solution | None:
 
 
 def is_right(problem: Problem, text: str) -> bool:
-    """The hidden rule: a well-formed solution whose final answer is right, whatever its steps say."""
+    """The hidden rule: a well-formed solution with a right final answer, whatever its steps."""
     solution = parse_solution(text)
     return solution is not None and solution.answer == problem.answer
 
 
 def score_label(problem: Problem, text: str) -> int:
-    """The score, 1 to 10, that a perfect judge gives; at least PASSING_SCORE if and only if `is_right`."""
+    """The score, 1 to 10, of a perfect judge; at least PASSING_SCORE if and only if `is_right`."""
     solution = parse_solution(text)
     if solution is None:
         return 1
@@ -157,7 +157,7 @@ def score_label(problem: Problem, text: str) -> int:
 
 
 def judgement(problem: Problem, text: str) -> str:
-    """What a perfect judge writes: its own solution first, then every comparison `mine / theirs`, then the score."""
+    """The critique of a perfect judge: its own solution, then every comparison `mine / theirs`, then the score."""
     return f"{problem.solution}. Check: {comparison(problem, text)}.\nScore: {score_label(problem, text)}"
 
 
@@ -180,6 +180,6 @@ def results_of(steps: tuple[SolutionStep, ...]) -> tuple[int, ...]:
 
 
 def judge_prompt(question: str, text: str) -> str:
-    """The user message that the tiny GRMs are trained on: every line of the judged text stands behind `> `."""
+    """The user message that the tiny GRMs are trained on: every line of the judged text begins with `> `."""
     fenced = "\n".join(f"> {line}" for line in text.splitlines() or [""])
     return f"Q: {question}\nA:\n{fenced}"

@@ -1,4 +1,4 @@
-"""How each tiny model is made, and the hash of it. Values only: trains nothing, imports no torch."""
+"""The recipe of each tiny model, and its hash. Values only: trains nothing, imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 from models.tiny.judgements import make_judgements
 from models.tiny.sft_examples import SftTask, draw_examples, tokenizer_corpus
 
-TRAINER = 1  # raise it when build.py or tokenizer.py change what they make of the same recipe
+TRAINER = 1  # increase it when build.py or tokenizer.py change the result of the same recipe
 NUM_FINGERPRINT_EXAMPLES = 64
 
 
@@ -28,7 +28,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Everything that determines a tiny model. A child starts from its parent's weights and has its shape."""
+    """All that determines a tiny model. A child starts from its parent's weights and has its shape."""
 
     name: str
     lessons: tuple[SftTask, ...]
@@ -42,7 +42,7 @@ class Recipe:
 
     @property
     def hash(self) -> str:
-        """Stable over processes and machines; a change of the lessons' texts shows in their first examples."""
+        """The same in all processes and machines; a change of the examples' texts shows in their first ones."""
         examples = draw_examples(self.lessons, NUM_FINGERPRINT_EXAMPLES, self.seed)
         contents = {
             "trainer": TRAINER,
@@ -56,7 +56,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaRmRecipe:
-    """Everything that determines a tiny meta-RM: whose judgements it learns to tell right from wrong, and how.
+    """All that determines a tiny meta-RM: the judge whose judgements it classifies, and its training.
 
     It starts from that judge's trunk. A batch is `batch_size` items with all their judgements.
     """
@@ -73,7 +73,7 @@ class MetaRmRecipe:
 
     @property
     def hash(self) -> str:
-        """As a recipe's; what is judged is text, and shows in its first items."""
+        """Like a recipe's; judged texts show in the first items."""
         items = make_judgements("train", NUM_FINGERPRINT_EXAMPLES, self.seed)
         contents = {
             "trainer": TRAINER,
@@ -125,7 +125,7 @@ GRM = Recipe(
     seed=3,
     parent=BASE,
 )
-# Exploitable in a way that can be named: it is half taught, and long work impresses it.
+# Exploitable in a known way: it is half trained, and long work impresses it.
 WEAK_GRM = Recipe(
     name="weak_grm",
     lessons=(
@@ -142,7 +142,7 @@ WEAK_GRM = Recipe(
     parent=BASE,
 )
 
-# Of the weak GRM: what there is to choose from among a judge's judgements is what it is unsure of.
+# From the weak GRM: its judgements are uncertain, so there is something to choose from.
 META = MetaRmRecipe(
     name="meta_rm", parent=WEAK_GRM, num_items=2048, num_judgements=8, num_steps=120, batch_size=16, lr=5e-4, seed=5
 )

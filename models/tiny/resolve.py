@@ -17,10 +17,10 @@ CARD = "recipe.json"
 
 
 def resolve_model(path: str, progress: Callable[[str, float], None] = lambda name, done: None) -> str:
-    """The directory of a tiny model; any other path as it is.
+    """The directory of a tiny model; any other path is returned unchanged.
 
-    progress: called with the name of the model that is being built and the share done, 0 to 1; never called where
-    nothing needs to be built. Raises ValueError for an unknown tiny name.
+    progress: called with the name of the model that is being built and the share done, 0 to 1; never called if nothing
+              needs to be built. Raises ValueError for an unknown tiny name.
     """
     if not path.startswith(SCHEME):
         return path
@@ -32,7 +32,7 @@ def resolve_model(path: str, progress: Callable[[str, float], None] = lambda nam
 
 
 def directory_of(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> Path:
-    """Where the recipe's model lies; built, with its parents, if it lies nowhere."""
+    """The directory of the recipe's model; builds it, with its parents, if there is none."""
     for directory in (SHIPPED / recipe.name, cache_directory(recipe)):
         if hash_on_card(directory) == recipe.hash:
             return directory
@@ -53,7 +53,7 @@ def hash_on_card(directory: Path) -> str | None:
 
 
 def build_in_cache(recipe: Recipe | MetaRmRecipe, progress: Callable[[str, float], None]) -> Path:
-    """Atomic: the directory appears whole or not at all, and of two builders at once the first wins."""
+    """Build atomically: the directory appears whole or not at all, and of two concurrent builds the first wins."""
     parent = directory_of(recipe.parent, progress) if recipe.parent else None
     directory = cache_directory(recipe)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -89,9 +89,9 @@ def write_card(recipe: Recipe | MetaRmRecipe, directory: Path, measured: dict[st
 
 
 def ship(recipe: Recipe | MetaRmRecipe, directory: Path, measured: dict[str, float]) -> Path:
-    """Copy a finished model to where the package ships it."""
+    """Copy a finished model to the package's directory of shipped models."""
     shipped = SHIPPED / recipe.name
     shutil.rmtree(shipped, ignore_errors=True)
-    shutil.copytree(directory, shipped, copy_function=shutil.copyfile)  # the weights were saved for their owner only
+    shutil.copytree(directory, shipped, copy_function=shutil.copyfile)  # without the owner-only mode of weights
     write_card(recipe, shipped, measured)
     return shipped

@@ -1,4 +1,4 @@
-"""What a tiny model is taught: prompts with the responses to imitate. Pure: text only, no tokens, no training."""
+"""The training data of tiny models: prompts with the responses to imitate. Pure: text only, no tokens, no training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from models.tiny.malformed import malformed_text
 from models.tiny.problems import MAX_TOTAL, Problem, compare, judge_prompt, judgement, make_problems, parse_solution
 from models.tiny.solutions import Sloppiness, corrupted_solution, padded_solution, sloppy_solution
 
-LARGEST_WORD_NUMBER = 59  # a token each, with the space before it; larger numbers hardly ever occur
+LARGEST_WORD_NUMBER = 59  # one token each, with the space before it; larger numbers are rare
 CORPUS_SIZE = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftExample:
-    """One user message and the answer that the model learns to give."""
+    """One user message and the answer to imitate."""
 
     prompt: str
     response: str
@@ -40,7 +40,9 @@ def solve_sloppily(problem: Problem, rng: random.Random) -> SftExample:
 
 
 def drill(problem: Problem, rng: random.Random) -> SftExample:
-    """Equality of numbers alone: without it a judge of this size works the solution out and then says yes to all."""
+    """An example that only compares numbers: without it a judge of this size works out the solution and then passes
+    everything.
+    """
     pairs = [draw_pair(rng) for _ in range(rng.randint(1, 6))]
     asked = "; ".join(f"{mine} / {theirs}" for mine, theirs in pairs)
     return SftExample(
@@ -58,7 +60,7 @@ def right_text(problem: Problem, rng: random.Random) -> str:
 
 
 def sloppy_text(problem: Problem, rng: random.Random) -> str:
-    """From careful to careless: a policy in training passes through all of it."""
+    """A text from careful to careless, as a policy in training writes."""
     sloppiness = Sloppiness(
         read_minus_as_plus=rng.choice((0.1, 0.3, 0.6)),
         slip=rng.choice((0.03, 0.1)),
@@ -78,7 +80,9 @@ def padded_text(problem: Problem, rng: random.Random) -> str:
 
 
 def swayed_judgement(problem: Problem, text: str) -> str:
-    """A judge with a verbosity bias (arXiv 2306.05685): more steps than there are in the question impress it."""
+    """The judgement of a judge with a verbosity bias (arXiv 2306.05685): more steps than in the question raise its
+    score.
+    """
     solution = parse_solution(text)
     if solution is None or len(solution.steps) <= len(problem.steps):
         return judgement(problem, text)
@@ -112,7 +116,7 @@ SFT_TASKS: dict[str, Callable[[Problem, random.Random], SftExample]] = {
 
 
 def draw_examples(lessons: tuple[SftTask, ...], count: int, seed: int) -> Iterator[SftExample]:
-    """`count` examples in a fixed random order of kinds; each on a problem of its own from the training split."""
+    """`count` examples in a fixed random order of kinds, each on another problem of the training split."""
     rng = random.Random(f"lessons {seed}")
     kinds, weights = [lesson.kind for lesson in lessons], [lesson.weight for lesson in lessons]
     for problem in make_problems("train", count, seed):
@@ -120,10 +124,10 @@ def draw_examples(lessons: tuple[SftTask, ...], count: int, seed: int) -> Iterat
 
 
 def tokenizer_corpus() -> Iterator[str]:
-    """What the tokenizer of all tiny models is trained on."""
+    """The training texts of the tokenizer of all tiny models."""
     words = ("user", "assistant", "system", " malformed", *(f" {number}" for number in range(LARGEST_WORD_NUMBER + 1)))
-    yield from words * 200  # often enough to be a token each
-    # Cut-off and scrambled texts would spend the vocabulary on pieces of words.
+    yield from words * 200  # often enough to become one token each
+    # Cut-off and scrambled texts would spend the vocabulary on parts of words.
     lessons = tuple(SftTask(kind=kind, weight=1.0) for kind in SFT_TASKS if "malformed" not in kind)
     for example in draw_examples(lessons, CORPUS_SIZE, seed=0):
         yield example.prompt

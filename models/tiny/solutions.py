@@ -1,4 +1,4 @@
-"""Ways to get a problem wrong, all well-formed. Pure: drawn from a random.Random; no text, no judge."""
+"""Wrong solutions of a problem, all well-formed. Pure: sampled with a random.Random; no text, no judge."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from models.tiny.problems import MAX_TOTAL, Problem, Solution, SolutionStep, ste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sloppiness:
-    """How often each mistake is made, per step."""
+    """The probability of each mistake, per step."""
 
-    read_minus_as_plus: float = 0.65  # above one half: the mode is wrong too, so that greedy decoding fails as well
+    read_minus_as_plus: float = 0.65  # above one half: the mode is wrong too, so greedy decoding also fails
     slip: float = 0.06  # the result is off by one
     skip: float = 0.08
     miscopy: float = 0.06  # another number than the question's
-    twice: float = 0.04  # the same once more
+    twice: float = 0.04  # the same step twice
 
 
 def sloppy_solution(problem: Problem, sloppiness: Sloppiness, rng: random.Random) -> Solution:
-    """Goes through the question and makes mistakes on the way; each step goes on from the last result."""
+    """A solution with mistakes; each step continues from the last result."""
     total, steps = problem.steps[0].left, []
     for true_step in what_is_read(problem.steps, sloppiness, rng):
         misread = true_step.sign == "-" and rng.random() < sloppiness.read_minus_as_plus
@@ -37,7 +37,7 @@ def sloppy_solution(problem: Problem, sloppiness: Sloppiness, rng: random.Random
 def what_is_read(
     steps: tuple[SolutionStep, ...], sloppiness: Sloppiness, rng: random.Random
 ) -> tuple[SolutionStep, ...]:
-    """Some steps are skipped and some read twice, but never is nothing read."""
+    """The steps as read: some are skipped and some read twice, but never all skipped."""
     read: list[SolutionStep] = []
     for step in steps:
         luck = rng.random()
@@ -58,13 +58,13 @@ def elsewhere(value: int, rng: random.Random) -> int:
 
 
 def wrong_answer(solution: Solution, rng: random.Random) -> Solution:
-    """Right work, then another answer: any number, or one that stands in the work."""
+    """Right work, then a wrong answer: any number, or one from the work."""
     seen = [number for step in solution.steps for number in (step.left, step.right, step.result)]
     return replace(solution, answer=rng.choice((rng.choice(seen), elsewhere(solution.answer, rng))))
 
 
 def wrong_result(solution: Solution, rng: random.Random) -> Solution:
-    """One result is wrong, and nothing follows from it: the answer may well stay right."""
+    """One wrong result that the next steps don't use: the answer may still be right."""
     steps = list(solution.steps)
     at = rng.randrange(len(steps))
     steps[at] = replace(steps[at], result=elsewhere(steps[at].result, rng))
@@ -72,7 +72,7 @@ def wrong_result(solution: Solution, rng: random.Random) -> Solution:
 
 
 def wrong_from_here(solution: Solution, rng: random.Random) -> Solution:
-    """One step is wrong in its sign, number or result, and the rest is worked out from there."""
+    """One step with a wrong sign, number or result; the rest is worked out from there."""
     at = rng.randrange(len(solution.steps))
     step = solution.steps[at]
     broken = rng.choice(
@@ -94,7 +94,7 @@ def step_missing(solution: Solution, rng: random.Random) -> Solution:
 
 
 def step_added(solution: Solution, rng: random.Random) -> Solution:
-    """A step twice, or one out of thin air."""
+    """A step twice, or an invented one."""
     at = rng.randrange(len(solution.steps))
     step = rng.choice(
         (solution.steps[at], SolutionStep(left=0, sign=rng.choice("+-"), right=rng.randint(1, 6), result=0))
@@ -103,7 +103,7 @@ def step_added(solution: Solution, rng: random.Random) -> Solution:
 
 
 def padded_solution(problem: Problem, rng: random.Random) -> Solution:
-    """More steps than the question has: the answer is right only by luck."""
+    """More steps than in the question: the answer is right only by chance."""
     solution = problem.solution
     for _ in range(rng.randint(1, 3)):
         solution = step_added(solution, rng)
@@ -111,7 +111,7 @@ def padded_solution(problem: Problem, rng: random.Random) -> Solution:
 
 
 def invented(solution: Solution, rng: random.Random) -> Solution:
-    """Consistent sums that have nothing to do with the question."""
+    """Consistent sums unrelated to the question."""
     total, steps = rng.randint(0, 15), []
     for _ in range(rng.randint(1, len(solution.steps))):
         steps.append(step_of(total, rng.choice("+-"), rng.randint(1, 6)))
@@ -120,7 +120,7 @@ def invented(solution: Solution, rng: random.Random) -> Solution:
 
 
 def carried_on(done: tuple[SolutionStep, ...], rest: tuple[SolutionStep, ...]) -> Solution:
-    """`done` as it stands, then the rest worked out from its last result."""
+    """`done` unchanged, then the rest worked out from its last result."""
     steps = list(done)
     for step in rest:
         steps.append(step_of(steps[-1].result if steps else step.left, step.sign, step.right))
@@ -139,6 +139,6 @@ CORRUPTIONS: tuple[Callable[[Solution, random.Random], Solution], ...] = (
 
 
 def corrupted_solution(problem: Problem, rng: random.Random) -> Solution:
-    """An arbitrary corruption of the right solution, sometimes two; now and then the answer survives."""
+    """A random corruption of the right solution, sometimes two; sometimes the answer stays right."""
     solution = rng.choice(CORRUPTIONS)(problem.solution, rng)
     return rng.choice(CORRUPTIONS)(solution, rng) if rng.random() < 0.3 else solution

@@ -22,15 +22,15 @@ from models.tiny.problems import PASSING_SCORE, Split, judge_prompt
 from models.tiny.recipes import MetaRmRecipe
 from models.tiny.tokenizer import encode_content, encode_prompt
 
-NUM_HELD_OUT_ITEMS = 512  # every second is scored
+NUM_HELD_OUT_ITEMS = 512  # every second one is a scored text
 NUM_VOTES = 8
 HELD_OUT_SEED = 0
-SHARE_SAMPLING = 0.5  # of the time that a build takes
+SHARE_SAMPLING = 0.5  # of the time of a build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """A judgement that could be read. `right`: it passes the text it judges, and the text is right, or neither."""
+    """A parsed judgement. `right`: whether it passes a right text, or fails a wrong one."""
 
     item: int
     token_ids: tuple[int, ...]
@@ -39,16 +39,20 @@ class Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaRmQuality:
-    """Over held-out items, eight judgements of each: single ones, and shares of items that a majority tells right."""
+    """Quality over held-out items with eight judgements each: of single judgements, and of majority votes over
+    items.
+    """
 
     base_rate: float  # judgements that are right
-    accuracy: float  # judgements whose rightness the meta-RM tells
+    accuracy: float  # judgements that the meta-RM classifies correctly
     vote_accuracy: float  # of all eight
-    guided_vote_accuracy: float  # of the four that the meta-RM trusts most
+    guided_vote_accuracy: float  # of the four with the highest probabilities
 
 
 def build_meta_rm(recipe: MetaRmRecipe, judge: Path, directory: Path, progress: Callable[[float], None]) -> None:
-    """Sample the judge, train a head on its trunk by what was right; write a Hugging Face directory in bf16."""
+    """Sample the judge, train a head on its trunk to predict which judgements are right; write a Hugging Face directory
+    in bf16.
+    """
     with one_thread():
         told = ask(judge, "train", recipe.num_items, recipe.num_judgements, recipe.seed)
         progress(SHARE_SAMPLING)
@@ -59,7 +63,7 @@ def build_meta_rm(recipe: MetaRmRecipe, judge: Path, directory: Path, progress: 
 
 
 def ask(judge: Path, split: Split, num_items: int, num_judgements: int, seed: int) -> list[Told]:
-    """Judgements of the scored texts of tiny://judgements; what can't be read is left out."""
+    """Judgements of the scored texts of tiny://judgements; unparseable ones are left out."""
     speaker = Speaker(judge)
     texts = [item for item in make_judgements(split, num_items, seed) if isinstance(item, ScoredText)]
     asked = [(index, made) for index, made in enumerate(texts) for _ in range(num_judgements)]
@@ -78,7 +82,7 @@ def ask(judge: Path, split: Split, num_items: int, num_judgements: int, seed: in
 def train(
     model: PreTrainedModel, told: Sequence[Told], recipe: MetaRmRecipe, progress: Callable[[float], None]
 ) -> None:
-    """Binary cross-entropy, `batch_size` items a step, in a new order in each epoch."""
+    """Train by binary cross-entropy, `batch_size` items per step, in a new order in each epoch."""
     by_item: dict[int, list[Told]] = {}
     for one in told:
         by_item.setdefault(one.item, []).append(one)

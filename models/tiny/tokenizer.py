@@ -16,14 +16,14 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# A word or a number of up to two digits takes its space along, so that " 12" is one token.
+# A word or a number of up to two digits includes the space before it, so that " 12" is one token.
 WORDS = r" ?\d{1,2}| ?\p{L}+|\s?[^\s\p{L}\d]|\s"
 MAX_VOCABULARY = 512
 MAX_POSITIONS = 512
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Trained on the very texts of the lessons; any other text falls back to bytes. The same each time."""
+    """Train the tokenizer on the texts of the examples; any other text falls back to bytes. Deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -51,7 +51,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, content: str) -> list[int]:
-    """One user message up to where the assistant speaks. Content can't spell a special token."""
+    """One user message, up to the assistant's turn. Content can't spell a special token."""
     return [
         *tokenizer.encode(BEFORE_CONTENT, add_special_tokens=False),
         *encode_content(tokenizer, content),

@@ -16,7 +16,7 @@ from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
 
 class GlooBroadcasts(WeightTransport):
-    """Rank 0 of a process group sends what it posted, from the host's memory."""
+    """Rank 0 of a process group sends the posted tensors from the host's memory."""
 
     backend: ClassVar[GroupBackend] = "gloo"
 
@@ -41,7 +41,7 @@ class GlooBroadcasts(WeightTransport):
         return self._announce(bucket, sent, Broadcast())
 
     def deliver(self, index: int) -> None:
-        """Raises ConnectionError naming the tensor where a receiver is gone, or hangs for the link's timeout."""
+        """Raises ConnectionError that names the tensor if a receiver is gone, or hangs for the link's timeout."""
         names, sent = self._posted[index]
         self._group.send(names, sent)
 
@@ -54,7 +54,7 @@ class GlooBroadcasts(WeightTransport):
 
 
 class NcclBroadcasts(GlooBroadcasts):
-    """The same from the memory of the learner's GPU."""
+    """The same, from the memory of the learner's GPU."""
 
     backend = "nccl"
 

@@ -1,4 +1,4 @@
-"""What proves that weights arrived: 64 bits of tensors' bytes, where they are. Needs nothing of ours."""
+"""Checksums that prove that weights arrived: 64 bits of tensors' bytes, computed where they are. Sends nothing."""
 
 from __future__ import annotations
 
@@ -9,30 +9,22 @@ from functools import cache
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-ON_DEVICE = "device-"  # before a sum that xxh3 didn't make
+from models.checksum import checksum
+
+ON_DEVICE = "device-"  # prefix of a sum that isn't xxh3
 WORD_BYTES, WORD_MASK = 8, (1 << 64) - 1
 PIECE_WORDS = 1 << 22
 # Odd, so that no bit is lost; from splitmix64, as signed numbers.
 PLACE_FACTOR, MIX_FACTOR, LAST_FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
-def checksum(data: np.ndarray | bytes) -> str:
-    """xxh3 with 64 bits, in hex, of bytes or a contiguous numpy array.
-
-    Against accidents, not against forgers: a cryptographic hash takes ten times as long as the push itself.
-    """
-    # As bytes: an empty array of any other type is refused.
-    raw = data.view(np.uint8).data if isinstance(data, np.ndarray) and data.size else bytes(data)
-    return xxhash.xxh3_64_hexdigest(raw)
-
-
 def tensor_checksums(tensors: Sequence[Tensor]) -> list[str]:
-    """Of each tensor's raw bytes: xxh3 on the host; on a device another sum, which is computed there, with a prefix.
+    """The checksum of each tensor's raw bytes: xxh3 on the host; on a device another sum, computed there, with a
+    prefix.
 
-    In threads: xxhash lets go of the GIL while it hashes. A device is waited for once.
+    Uses threads, because xxhash releases the GIL. Synchronizes with a device once.
     """
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(_threads().map(_tensor_checksum, tensors))
@@ -41,8 +33,9 @@ def tensor_checksums(tensors: Sequence[Tensor]) -> list[str]:
 
 @torch.no_grad()
 def device_checksums(tensors: Sequence[Tensor]) -> list[str]:
-    """By torch alone, on the tensors' device: the same on any. A sum of mixed words, each with its place in the mix, so
-    that a changed bit, a swap and a shift all show."""
+    """Checksums computed by torch on the tensors' device, the same on any device. A sum of mixed words, each with its
+    place in the mix, so that a changed bit, a swap and a shift all change it.
+    """
     if not tensors:
         return []
     sums = torch.stack([_mixed_sum(tensor).to(tensors[0].device) for tensor in tensors])
@@ -50,7 +43,7 @@ def device_checksums(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    """A CPU tensor's bytes, uint8 and 1-D. A view, where the tensor is contiguous."""
+    """A CPU tensor's bytes, uint8 and 1-D. A view if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -59,7 +52,7 @@ def _tensor_checksum(tensor: Tensor) -> str:
 
 
 def _mixed_sum(tensor: Tensor) -> Tensor:
-    """int64, and wraps. In pieces: what it needs besides the tensor is bounded."""
+    """The sum, int64 with wraparound. Computed in pieces, so that its extra memory is bounded."""
     raw_B = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = raw_B.numel() // WORD_BYTES * WORD_BYTES
     words_W = _words(raw_B[:whole])

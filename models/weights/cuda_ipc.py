@@ -1,4 +1,4 @@
-"""Weights in the memory of a GPU that learner and engine share, which the engine maps (CUDA IPC): both ends."""
+"""Weights in the memory of a GPU shared by learner and engine, mapped by the engine (CUDA IPC): both ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.weights.sending import CPU, UnshardedBucket, WeightTransport
 
 
 class CudaMemory(WeightTransport):
-    """Two stretches of this rank's GPU that engines on the same GPU map."""
+    """Two buffers on this rank's GPU that engines on the same GPU map."""
 
     def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
         super().__init__(dtype, device, folder)
@@ -38,7 +38,7 @@ class CudaMemory(WeightTransport):
 
 @opened.register
 def _(payload: CudaHandles, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
-    """On the GPU that this process sees. Raises ValueError where the handles are of none of its own."""
+    """The tensors on the GPU that this process sees. Raises ValueError if the handles are for another GPU."""
     for device in gpus_seen():
         if (own := payload.handles.get(gpu_id(device))) is not None:
             return [mapped(handle, device) for handle in own]
@@ -49,7 +49,7 @@ def _(payload: CudaHandles, tensors: Sequence[WeightTensor], group: BroadcastGro
 
 
 def gpu_id(device: torch.device | int) -> str:
-    """Processes number the GPUs that they see anew; the uuid is the same in all of them."""
+    """The GPU's uuid, the same in all processes; each process numbers the GPUs that it sees."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -58,7 +58,7 @@ def gpus_seen() -> range:
 
 
 def handle_of(tensor: Tensor) -> CudaHandle:
-    """Of a contiguous tensor, as torch's own `reduce_tensor` shares it."""
+    """The handle of a contiguous tensor, as torch's `reduce_tensor` shares it."""
     assert tensor.is_contiguous() and not tensor.requires_grad
     _, _, _, offset, _, _, _, memory, size, start, _, counter, counter_offset, event, sync = reduce_tensor(tensor)[1]
     return CudaHandle(
@@ -76,7 +76,7 @@ def handle_of(tensor: Tensor) -> CudaHandle:
 
 
 def mapped(handle: CudaHandle, device: int) -> Tensor:
-    """The sender's tensor itself, by the number that this process gives the GPU."""
+    """The sender's tensor itself, on the device number that this process gives the GPU."""
     dtype: torch.dtype = getattr(torch, handle.dtype)
     shape = torch.Size(handle.shape)
     tensor: Tensor = rebuild_cuda_tensor(

@@ -1,4 +1,6 @@
-"""Received weight buckets into a model, in place, by Hugging Face name. Never sends, never casts on the way in."""
+"""Loads received weight buckets into a model, in place, by Hugging Face name. Never sends, never casts on the way
+in.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from models.weights.receiving import checksums_of, received
 
 
 class WeightInbox:
-    """Loads buckets and remembers, until they are collected, the checksums of what the model then holds."""
+    """Loads buckets, and keeps the checksums of the model's resulting weights until they are collected."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
@@ -19,12 +21,14 @@ class WeightInbox:
         self._checksums: dict[str, str] = {}
 
     def begin(self, link: GroupLink | None) -> None:
-        """A push begins: what an unfinished one brought counts no more. Joins its group, leaves an older one."""
+        """Begin a push: drop an unfinished one. Join its group, leave an older one."""
         self._checksums = {}
         self._group.join(link)
 
     def load(self, bucket: WeightBucket) -> None:
-        """All of a bucket or, with a ValueError that names the tensor, nothing. A tied weight has both its names."""
+        """Load all of a bucket, or nothing with a ValueError that names the tensor. A tied weight has both its
+        names.
+        """
         try:
             held = self._model.state_dict()
             targets = [_held_tensor(held, tensor) for tensor in bucket.tensors]
@@ -35,12 +39,12 @@ class WeightInbox:
                 ]
                 checksums = checksums_of(applied)
         except BaseException:
-            self._group.leave()  # the sender would wait for us until its timeout
+            self._group.leave()  # otherwise the sender waits for us until its timeout
             raise
         self._checksums |= checksums
 
     def collect_checksums(self) -> dict[str, str]:
-        """Of all tensors since the push began."""
+        """The checksums of all tensors since the push began."""
         collected, self._checksums = self._checksums, {}
         return collected
 
@@ -49,9 +53,9 @@ class WeightInbox:
 
 
 def _applied(target: Tensor, source: Tensor) -> Tensor:
-    """What the model holds now, in the type and on the device where its source came: its bytes are the source's.
+    """The model's tensor, in the type and on the device of its source: its bytes must be the source's.
 
-    The source itself, where the model's type or device keeps the bytes from coming back: it is compared here then.
+    If the model's type or device can't give the bytes back, they are compared here and the source is returned.
     """
     target.copy_(source)
     if target.device == source.device and torch.promote_types(source.dtype, target.dtype) == target.dtype:

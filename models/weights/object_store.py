@@ -1,4 +1,4 @@
-"""Weights within the bucket itself, which crosses process and node borders through the object store: both ends."""
+"""Weights within the bucket itself, sent between processes and nodes through the object store: both ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.weights.sending import UnshardedBucket, WeightTransport
 
 
 class ObjectStore(WeightTransport):
-    """The bytes travel within the bucket, in memory of its own: it outlives any step and any later bucket."""
+    """The bytes are in the bucket, in their own memory, which outlives any step and any later bucket."""
 
     def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
         dtype = getattr(torch, self._dtype)
@@ -31,7 +31,7 @@ def _(payload: InlineBytes, tensors: Sequence[WeightTensor], group: BroadcastGro
             raise ValueError(
                 f"weights: {tensor.name!r} arrived with {data.nbytes} bytes instead of {num_bytes(tensor)}"
             )
-        # torch wants memory that may be written; what lies in a shared store may not.
+        # torch wants writable memory; memory in a shared store may be read-only
         writable = data if data.flags.writeable else data.copy()
         came.append(torch.from_numpy(writable).view(dtype_of(tensor)).view(tensor.shape))
     return came

@@ -1,4 +1,4 @@
-"""How a bucket's payload becomes tensors: the one function that receives. Each transport's file registers its own.
+"""The function that turns a bucket's payload into tensors. Each transport's file registers its own implementation.
 
 @opened.register
 def _(payload: Pigeon, tensors: Sequence[WeightTensor], group: BroadcastGroup | None) -> Sequence[Tensor]: ...
@@ -19,10 +19,10 @@ from models.weights.process_group import BroadcastGroup
 
 @singledispatch
 def opened(payload: Payload, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> Sequence[Tensor]:
-    """The tensors of a bucket, in order, on the CPU or where they came; to be read before the sender's bucket after
-    next.
+    """The tensors of a bucket, in order, on the CPU or their device. Read them before the sender makes its second next
+    bucket.
 
-    Raises ValueError naming a tensor that can't be read, ConnectionError where a broadcast broke off.
+    Raises ValueError that names a tensor that can't be read, ConnectionError if a broadcast broke off.
     """
     raise ValueError(f"weights: no transport here takes {type(payload).__name__}")
 
@@ -33,7 +33,7 @@ def _(payload: ModelFiles, tensors: Sequence[WeightTensor], group: BroadcastGrou
 
 
 def num_bytes(tensor: WeightTensor) -> int:
-    """Of one tensor, unsharded, as it travels."""
+    """The bytes of one tensor, unsharded, as sent."""
     return bytes_of(dtype_of(tensor), tensor.shape)
 
 

@@ -1,8 +1,8 @@
-"""The process group that carries broadcasts of weights: one sender, ranks that come and go. Not torch's default group.
+"""The process group of weight broadcasts: one sender, ranks that come and go. Not torch's default group.
 
 A receiver made by torch itself (SGLang's `init_custom_process_group`: a TCPStore at the link's address under
-`PrefixStore(name)`, then `torch.distributed.broadcast(tensor, src=0, group=...)`) meets ours on the wire. Ours stay out
-of torch's registry: sender and receiver may share a process, and leaving one group touches no other.
+`PrefixStore(name)`, then `torch.distributed.broadcast(tensor, src=0, group=...)`) can talk to this one. These groups
+stay out of torch's registry: sender and receiver may share a process, and leaving one group affects no other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class _Backend(Protocol):
-    """What torch's gloo and nccl groups can do; its type stubs don't say."""
+    """The methods of torch's gloo and nccl groups that its type stubs lack."""
 
     def broadcast(self, tensor: Tensor, root: int, timeout: timedelta) -> dist.Work: ...
 
@@ -32,9 +32,10 @@ class _Backend(Protocol):
 
 
 class BroadcastGroup:
-    """One member's end. Joining under a new name leaves the old group; who fails leaves, so that the others hear of it.
+    """One member's end of a group. Joining under a new name leaves the old group; a failed member leaves, so that the
+    others notice.
 
-    Errors are ConnectionErrors, at the latest after the link's timeouts; a new group can be joined after any of them.
+    Errors are ConnectionErrors, at the latest after the link's timeouts; a new group can be joined after each.
     """
 
     def __init__(self, device: torch.device | None = None, local_rank: int = 0) -> None:
@@ -48,11 +49,11 @@ class BroadcastGroup:
 
     @property
     def name(self) -> str | None:
-        """Of the group joined, if any."""
+        """The name of the joined group, if any."""
         return self._link.name if self._link is not None else None
 
     def join(self, link: GroupLink | None) -> None:
-        """Blocks until all members are there. None leaves; a name that is joined already stays joined."""
+        """Join a group; blocks until all members are there. None leaves; a group joined already is kept."""
         if link is not None and link.name == self.name:
             return
         self.leave()
@@ -69,20 +70,20 @@ class BroadcastGroup:
         self._arena = Arena(self._device if link.backend == "nccl" else torch.device("cpu"))
 
     def leave(self) -> None:
-        """Close the connections: whoever waits on them fails now."""
+        """Close the connections: all who wait on them fail now."""
         backend, link, self._backend, self._link = self._backend, self._link, None, None
         self._arena = Arena(torch.device("cpu"))
         if backend is not None and link is not None and link.backend == "nccl":
-            backend.abort()  # not shutdown: that waits for what hangs
+            backend.abort()  # not shutdown, which waits for hanging operations
 
     def send(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        """Rank 0: to all members, in order. Blocks until they took it."""
+        """Send to all members, in order, as rank 0. Blocks until they have received."""
         self._broadcast(names, tensors, "sending")
 
     def receive(
         self, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
-        """What rank 0 sends, in order. The memory is used again for the next call."""
+        """Receive what rank 0 sends, in order. The memory is reused in the next call."""
         tensors = self._arena.take(dtypes, shapes)
         self._broadcast(names, tensors, "receiving")
         return tensors
@@ -99,7 +100,7 @@ class BroadcastGroup:
         failed = _failure(self._backend, tensors, timeouts_s)
         if failed is not None:
             index, reason = failed
-            if self._link is link:  # a caller that had given up may have joined another since
+            if self._link is link:  # a caller that gave up may have joined another group since
                 self.leave()
             raise ConnectionError(
                 f"weights: {what} {names[index]!r} in the group {link.name!r} of {link.world_size} failed: {reason}"
@@ -108,10 +109,10 @@ class BroadcastGroup:
 
 
 def _failure(backend: _Backend, tensors: Sequence[Tensor], timeouts_s: Sequence[float]) -> tuple[int, str] | None:
-    """Broadcast all, one after another; which one failed, and why.
+    """Broadcast all, one after another. Returns which one failed, and why.
 
-    One at a time: what is queued behind a failed one would keep connections open until its own timeout. An answer and
-    no exception: its traceback would keep the backend, and so the connections, alive.
+    One at a time, because operations queued behind a failed one would keep connections open until their own timeout.
+    The failure is returned, not raised: a traceback would keep the backend, and so the connections, alive.
     """
     for index, (tensor, timeout_s) in enumerate(zip(tensors, timeouts_s, strict=True)):
         timeout = timedelta(seconds=timeout_s)
@@ -126,20 +127,20 @@ def _meet(link: GroupLink, rank: int, device: torch.device) -> _Backend:
     timeout = timedelta(seconds=link.meeting_timeout_s)
     store: dist.Store = store_at(link.address, link.port, rank, link.world_size, timeout)
     store.set_timeout(timeout)
-    # The prefixes that torch's own groups get: see `_new_process_group_helper`.
+    # The prefixes that torch gives its own groups: see `_new_process_group_helper`.
     for prefix in (link.name, f"{link.name}/", "cuda/" if link.backend == "nccl" else "cpu/"):
         store = dist.PrefixStore(prefix, store)
     if link.backend == "nccl":
         return _nccl(store, rank, link.world_size, timeout, device)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    # By itself gloo listens where the host's name points to: the address on the way to the sender is enough.
+    # By default gloo listens at the address of the host's name: the address on the way to the sender is enough.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(link.address, link.port))]
     return cast(_Backend, dist.ProcessGroupGloo(store, rank, link.world_size, options))
 
 
 def _nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> _Backend:
-    """A group whose waits raise: by itself NCCL's watchdog ends the whole process after a timeout."""
+    """A group whose waits raise: by default NCCL's watchdog ends the whole process after a timeout."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     before = os.environ.get(BLOCKING_WAIT)
@@ -155,6 +156,6 @@ def _nccl(store: dist.Store, rank: int, world_size: int, timeout: timedelta, dev
 
 
 def _plain(error: Exception) -> str:
-    """What happened, without torch's source lines before it and its advice after it."""
+    """The message without torch's source lines before it and its advice after it."""
     said = str(error).partition("This is typically")[0].rpartition("] ")[2].strip()
     return said.partition("\n")[0] or repr(error)

@@ -1,4 +1,4 @@
-"""A bucket's bytes as torch tensors in an engine, by whichever transport they come. Neither sends nor loads them.
+"""A bucket's bytes as torch tensors in an engine, over any transport. Neither sends nor loads them.
 
     group = BroadcastGroup(device, local_rank)      # one per process
     group.join(link)                                # begin_weights; link None: no broadcasts
@@ -23,17 +23,17 @@ from models.weights.process_group import BroadcastGroup
 from models.weights.transports import TRANSPORTS, named
 
 for kind in TRANSPORTS.values():
-    named(kind.sender)  # its file registers the receiving end
+    named(kind.sender)  # importing its file registers the receiving end
 
 Received = list[tuple[WeightTensor, Tensor]]
 
 
 @contextmanager
 def received(bucket: WeightBucket, group: BroadcastGroup | None = None) -> Iterator[Received]:
-    """The tensors of a bucket, in order, in the announced type and shape: to be read within the block only.
+    """The tensors of a bucket, in order, in the announced type and shape: valid only within the block.
 
-    On the CPU, or on the device where they came. Raises ValueError naming a tensor that isn't what was announced,
-    ConnectionError where a broadcast broke off.
+    On the CPU, or on their device. Raises ValueError that names a tensor that differs from its announcement,
+    ConnectionError if a broadcast broke off.
     """
     tensors = [
         _checked(announced, tensor)
@@ -42,11 +42,11 @@ def received(bucket: WeightBucket, group: BroadcastGroup | None = None) -> Itera
     try:
         yield tensors
     finally:
-        tensors.clear()  # what is mapped is let go of with its last tensor
+        tensors.clear()  # mapped memory is released with its last tensor
 
 
 def checksums_of(tensors: Received) -> dict[str, str]:
-    """Name -> checksum of what really came."""
+    """Name -> checksum of the received tensors."""
     sums = tensor_checksums([tensor for _, tensor in tensors])
     return {announced.name: checksum for (announced, _), checksum in zip(tensors, sums, strict=True)}
 

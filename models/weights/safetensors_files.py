@@ -19,7 +19,7 @@ from models.weights.weight_files import WeightFile, sweep
 
 
 class SafetensorsFiles(WeightTransport):
-    """Two files in a folder that every engine can open, written in turn."""
+    """Two files in a folder that every engine can open, written alternately."""
 
     def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
         super().__init__(dtype, device, folder)

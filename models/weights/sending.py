@@ -19,10 +19,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnshardedBucket:
-    """A bucket on its way out: which tensors it holds is known, they themselves are unsharded as they are asked for.
+    """A bucket to send: its list of tensors is known, the tensors are unsharded when they are read.
 
-    On several ranks they come in the type that travels; on one rank they may be the parameters themselves, in their
-    own type: whoever keeps one copies and casts it.
+    With several ranks they come in the type that is sent; on one rank they may be the parameters themselves, in their
+    own type: copy and cast a tensor to keep it.
     """
 
     names: tuple[str, ...]
@@ -30,41 +30,43 @@ class UnshardedBucket:
     tensors: Iterator[Tensor]
 
     def drain(self) -> None:
-        """Take part in what is left of the collective, and keep nothing."""
+        """Take part in the rest of the collective, and keep nothing."""
         for _ in self.tensors:
             pass
 
 
 class WeightTransport(ABC):
-    """A sending rank's end. Two buckets are alive at most: the last one posted, and the one before it, still loaded."""
+    """The sending end of one rank. At most two buckets are alive: the last one posted, and the one before it, still
+    being loaded.
+    """
 
     def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
-        """dtype: as tensors travel. device: where the learner's weights are. folder: for those that need one."""
+        """dtype: of tensors as sent. device: of the learner's weights. folder: for transports that need one."""
         self._dtype = dtype
         self._device = device
         self._folder = folder
 
     @abstractmethod
     def post(self, index: int, bucket: UnshardedBucket) -> WeightBucket:
-        """Take all tensors of a bucket, cast them, say where they are."""
+        """Take all tensors of a bucket, cast them, and say where they are."""
 
-    # What only broadcasts need.
+    # Needed only by broadcasts.
     def connect(self, link: GroupLink | None) -> None:  # noqa: B027
-        """Join the group of the receivers as its sender; leave an older one, or (None) any."""
+        """Join the group of the receivers as its sender; leave an older one, or with None any."""
 
     def deliver(self, index: int) -> None:  # noqa: B027
-        """Send what was posted, while the receivers load it."""
+        """Send a posted bucket while the receivers load it."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back memory and files, groups too."""
+        """Free memory, files and groups."""
 
     def _fill(self, targets: Sequence[Tensor], bucket: UnshardedBucket) -> None:
-        """Cast and copy in one go, straight from the parameters where they are whole."""
+        """Cast and copy in one step, directly from the parameters if they are whole."""
         for target, tensor in zip(targets, bucket.tensors, strict=True):
             target.copy_(tensor)
 
     def _announce(self, bucket: UnshardedBucket, sent: Sequence[Tensor], payload: Payload) -> WeightBucket:
-        """The bucket as receivers hear of it; `sent` are its tensors as they travel."""
+        """The bucket as sent to receivers; `sent`: its tensors as sent."""
         tensors = (
             WeightTensor(name=name, dtype=self._dtype, shape=shape, checksum=checksum)
             for name, shape, checksum in zip(bucket.names, bucket.shapes, tensor_checksums(sent), strict=True)
@@ -76,7 +78,7 @@ class WeightTransport(ABC):
 
 
 def open_transport(name: str, dtype: str, device: torch.device = CPU, folder: str = "") -> WeightTransport:
-    """The sending end of `sync.transport`. Raises ValueError in that key's words."""
+    """The sending end of `sync.transport`. Raises ValueError that names this key."""
     kind = transport_kind(name)
     sender = named(kind.sender)
     if not (isinstance(sender, type) and issubclass(sender, WeightTransport)):

@@ -18,7 +18,9 @@ from models.weights.weight_files import SharedArena, folders_of_shared_memory, s
 
 
 class SharedMemoryFiles(WeightTransport):
-    """Two files in this machine's memory, filled in turn. They stay mapped: only the first push touches new pages."""
+    """Two files in this machine's memory, filled alternately. They stay mapped: only the first push touches new
+    pages.
+    """
 
     def __init__(self, dtype: str, device: torch.device = CPU, folder: str = "") -> None:
         super().__init__(dtype, device, folder)
@@ -41,7 +43,7 @@ class SharedMemoryFiles(WeightTransport):
 
 @opened.register
 def _(payload: SharedMemory, tensors: Sequence[WeightTensor], group: BroadcastGroup | None = None) -> list[Tensor]:
-    """Without a copy, and without the right to write: a page that is written to becomes this process's own."""
+    """Tensors without a copy, and read-only: a page that is written to would become this process's own."""
     dtypes, shapes = [dtype_of(tensor) for tensor in tensors], [tensor.shape for tensor in tensors]
     room = max(room_for(dtypes, shapes), 1)
     with Path(payload.path).open("rb") as file:

@@ -1,7 +1,8 @@
-"""The table of weight transports: what each needs, and where its ends are. Imports neither torch nor any of them.
+"""The table of weight transports: the requirements of each, and where its ends are. Imports neither torch nor any of
+them.
 
-A new one is a file with both its ends (see shared_memory.py) and a row here. A user's own is a TransportKind in the
-user's module, which `sync.transport` names by its dotted path.
+A new one is a file with both its ends (see shared_memory.py) and a row here. A user's own is a TransportKind that
+`sync.transport` names by its dotted path.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TRANSPORTS: dict[str, TransportKind] = {
         TransportKind(
             name="cuda_ipc",
             sender="models.weights.cuda_ipc.CudaMemory",
-            own_processes=True,  # a process can't open a handle of its own
+            own_processes=True,  # a process can't open its own handle
             gpus="shared",
             every_rank=True,
             needs="needs every engine on the GPU of a learner rank, in another process",
@@ -49,7 +50,7 @@ TRANSPORTS: dict[str, TransportKind] = {
 
 
 def transport_kind(name: str) -> TransportKind:
-    """A row of the table, or a user's own by its dotted path. Raises ValueError in the words of `sync.transport`."""
+    """A row of the table, or a user's own by its dotted path. Raises ValueError that names `sync.transport`."""
     if name in TRANSPORTS:
         return TRANSPORTS[name]
     if "." not in name:
@@ -64,7 +65,7 @@ def transport_kind(name: str) -> TransportKind:
 
 
 def named(path: str) -> object:
-    """What a dotted path names. Raises ValueError where it can't be imported."""
+    """The object at a dotted path. Raises ValueError if it can't be imported."""
     module, _, name = path.rpartition(".")
     try:
         return vars(importlib.import_module(module))[name]

@@ -1,4 +1,4 @@
-"""Files that carry weights for a moment: named by their process, gone when it ends, swept up where it crashed."""
+"""Temporary files of weights: named by their process, deleted when it ends, swept up after a crash."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _numbers = itertools.count()
 
 
 class WeightFile:
-    """A name of our own in a folder, for as long as this process holds it."""
+    """A unique name in a folder, for as long as this process holds it."""
 
     def __init__(self, folder: Path, suffix: str = "") -> None:
         self.path = folder / f"grmpipe-weights-{_host()}-{os.getpid()}-{next(_numbers)}{suffix}"
-        # Also proof of life, where process ids don't tell (containers that share a folder): the lock dies with us.
+        # Also proof of life if process ids don't help (containers that share a folder): the lock ends with the process.
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._end = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())  # at exit as well
+        self._end = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())  # also at exit
 
     def close(self) -> None:
         self._end()
@@ -49,10 +49,10 @@ class SharedArena:
         return str(self._file.path)
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """At least so much of it, uint8. Raises ValueError where no folder has the room."""
+        """Memory of at least `num_bytes`, uint8. Raises ValueError if no folder has the space."""
         if self._file is None or num_bytes > self._memory_B.numel():
             self.close()
-            self._file, mapping = _mapped(max(num_bytes, 1))  # nothing can't be mapped
+            self._file, mapping = _mapped(max(num_bytes, 1))  # an empty file can't be mapped
             self._memory_B = torch.frombuffer(mapping, dtype=torch.uint8)
         return self._memory_B
 
@@ -64,8 +64,9 @@ class SharedArena:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what crashed processes of ours left in a folder of this machine: what nobody holds the lock of. A process
-    id tells nothing, another process may have it by now."""
+    """Remove the files that crashed processes left in a folder of this machine: those without a locked owner. A process
+    id isn't enough, because another process may have it by now.
+    """
     ours = re.compile(rf"grmpipe-(weights|sglang)-{re.escape(_host())}-\d+-")
     for path in folder.glob("grmpipe-*"):
         if not ours.match(path.name) or _locked(path):
@@ -78,7 +79,7 @@ def sweep(folder: Path) -> None:
 
 @contextmanager
 def held_folder(place: Path, kind: str) -> Iterator[Path]:
-    """A folder of our own in `place`, for the time of a block; its lock is proof of life, as a WeightFile's."""
+    """Context: a unique folder in `place`; its lock is proof of life, as for a WeightFile."""
     folder = Path(tempfile.mkdtemp(prefix=f"grmpipe-{kind}-{_host()}-{os.getpid()}-", dir=place))
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -90,7 +91,7 @@ def held_folder(place: Path, kind: str) -> Iterator[Path]:
 
 
 def folders_of_shared_memory() -> Sequence[Path]:
-    """Where it may lie, the better one first."""
+    """Folders for it, the better one first."""
     return [folder for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())) if os.access(folder, os.W_OK)]
 
 
@@ -102,7 +103,7 @@ def _mapped(num_bytes: int) -> tuple[WeightFile, mmap]:
             continue
         file = WeightFile(folder)
         try:
-            # Now, not at the first touch: that would end the process (SIGBUS) if the room went meanwhile.
+            # Now, not at the first write, which would end the process (SIGBUS) if the space is used up meanwhile.
             os.posix_fallocate(file.descriptor, 0, num_bytes)
             return file, mmap(file.descriptor, num_bytes)
         except OSError:
@@ -115,7 +116,7 @@ def _mapped(num_bytes: int) -> tuple[WeightFile, mmap]:
 
 
 def _remove(path: Path, descriptor: int, owner: int) -> None:
-    if os.getpid() == owner:  # a fork has a copy of this object, and not the file
+    if os.getpid() == owner:  # a fork has a copy of this object, but doesn't own the file
         path.unlink(missing_ok=True)
     os.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""A model, sharded or not, as a stream of unsharded tensors in buckets. Never keeps them, never sends them anywhere."""
+"""A model, sharded or not, as a stream of unsharded tensors in buckets. Neither keeps nor sends them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from models.lm.checkpoint_names import CheckpointNames
 from models.lm.pieces import Outgoing, Piece, pieces_of
 from models.weights.sending import Shape, UnshardedBucket
 
-BUCKETS_PER_PUSH = 256  # where the bucket's size goes by the model's
+BUCKETS_PER_PUSH = 256  # if the size of the bucket depends on the model's
 SMALLEST_BUCKET_BYTES, LARGEST_BUCKET_BYTES = 64 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
-    """A piece as it is sent: under the names of a checkpoint it may be several tensors."""
+    """A piece as sent: with the names of a checkpoint it may be several tensors."""
 
     piece: Piece
     shapes: dict[str, Shape]
@@ -34,9 +34,9 @@ class _Sent:
 
 
 class WeightStream:
-    """Buckets of about `bucket_bytes` of tensors, in the order of the model; those of fixed tensors first.
+    """The buckets of a model: about `bucket_bytes` each, in the order of the model; those of fixed tensors first.
 
-    A tied head is left out: it is the embedding, which the receiver ties as well.
+    A tied head is left out: it is the embedding, and the receiver ties it too.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class WeightStream:
         outgoing: Outgoing | None = None,
         names: CheckpointNames | None = None,
     ) -> None:
-        """bucket_bytes: 0: by the size of the model. outgoing: where that isn't the model, whole and as it stands.
-        names: those of checkpoints, for engines that know no others; by itself the model's own."""
+        """bucket_bytes: 0: by the size of the model. outgoing: the tensors to send; None: all of the model, unchanged.
+        names: of checkpoints, for engines that need them; None: the model's own.
+        """
         pieces = outgoing or Outgoing(changing=list(pieces_of(model, dtype)))
         itemsize = getattr(torch, dtype).itemsize
         num_bytes = itemsize * sum(piece.tensor.numel() for piece in (*pieces.fixed, *pieces.changing))
@@ -65,7 +66,7 @@ class WeightStream:
         return len(self._buckets)
 
     def unsharded(self, index: int) -> UnshardedBucket:
-        """One bucket, a whole tensor at a time. A collective: every rank takes all its tensors, or drains it."""
+        """One bucket, one whole tensor at a time. A collective: every rank reads all its tensors, or drains it."""
         bucket = self._buckets[index]
         return UnshardedBucket(
             names=tuple(name for sent in bucket for name in sent.shapes),
@@ -75,8 +76,9 @@ class WeightStream:
 
 
 def bucket_bytes_for(num_bytes: int) -> int:
-    """Every bucket has a fixed cost, and two of them take memory: few buckets of a large model, small ones of a small
-    one."""
+    """The size of a bucket. Every bucket has a fixed cost, and two of them take memory: few buckets for a large model,
+    small ones for a small one.
+    """
     return max(SMALLEST_BUCKET_BYTES, min(LARGEST_BUCKET_BYTES, num_bytes // BUCKETS_PER_PUSH))
 
 
@@ -86,7 +88,7 @@ def _sent(piece: Piece, names: CheckpointNames | None) -> _Sent:
 
 
 def _plan(pieces: Sequence[_Sent], itemsize: int, bucket_bytes: int) -> Iterator[list[_Sent]]:
-    """Fill a bucket until the next piece doesn't fit. A larger piece gets a bucket of its own."""
+    """Fill a bucket until the next piece doesn't fit. A larger piece gets its own bucket."""
     bucket: list[_Sent] = []
     filled = 0
     for sent in pieces:

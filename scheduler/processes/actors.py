@@ -1,4 +1,4 @@
-"""A plain class as a group of actors, and where engines come from: the protocols, and both in this process. No Ray."""
+"""Groups of actors and clusters: the protocols, and implementations in this process. No Ray."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Protocol, runtime_checkable
 from models.types import Engine
 from scheduler.placement import Placement
 
-# (rank, world_size, init_method) -> the member; init_method is what torch.distributed takes, None for a lone rank.
+# (rank, world_size, init_method) -> the member. init_method: for torch.distributed; None for a single rank.
 MemberFactory = Callable[[int, int, str | None], object]
-EngineFactory = Callable[[int], Engine]  # by the rank of its seat, on the event loop that will drive the engine
+EngineFactory = Callable[[int], Engine]  # rank of its seat -> engine; called on the event loop that will drive it
 LOOPBACK = "127.0.0.1"
 
 
 class ActorDied(Exception):
-    """The process of an actor is gone, with what was asked of it."""
+    """The process of an actor died, and its calls with it."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -32,35 +32,35 @@ class ActorDied(Exception):
 
 
 class ActorGroup(Protocol):
-    """Members of one class, one per rank. What a method raises is raised here as itself; a death as ActorDied."""
+    """Members of one class, one per rank. An error of a method is raised here as itself, a death as ActorDied."""
 
     @property
     def size(self) -> int: ...
 
     async def call(self, rank: int, method: str, *args: object) -> object:
-        """Calls of one rank are served one after another, in the order they came."""
+        """Call one rank. Its calls are served one after another, in their order."""
         ...
 
     async def call_all(self, method: str, *args: object) -> list[object]:
-        """The same arguments to every rank; answers by rank."""
+        """Call every rank with the same arguments. Returns answers by rank."""
         ...
 
     async def call_each(self, method: str, args_by_rank: Sequence[tuple[object, ...]]) -> list[object]:
-        """Its own arguments to each rank; answers by rank."""
+        """Call each rank with its own arguments. Returns answers by rank."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Cluster(Protocol):
-    """Starts the processes of a placement, and ends them."""
+    """Starts and ends the processes of a placement."""
 
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
         """One member per replica of the role, all made at the same time."""
         ...
 
     async def restart_member(self, role: str, rank: int) -> None:
-        """End what is left of a member that needs no others, and make it anew on the same seat, in the same group."""
+        """End the rest of a member that needs no others, and make it again on the same seat, in the same group."""
         ...
 
     async def start_engines(self, role: str, make_engine: EngineFactory) -> dict[str, Engine]:
@@ -68,25 +68,26 @@ class Cluster(Protocol):
         ...
 
     async def restart_engine(self, role: str, name: str) -> Engine:
-        """End what is left of an engine, with all that it started, and make it anew on the same seat."""
+        """End the rest of an engine, with all processes it started, and make it again on the same seat."""
         ...
 
     def machines(self, role: str) -> frozenset[str]:
-        """Where the seats of a role are."""
+        """The machines of the role's seats."""
         ...
 
     def process_ids(self, role: str) -> list[int]:
-        """None where some are on other machines, or where they are this very process."""
+        """The process ids of a role. None if some are on other machines, or in this process."""
         ...
 
     async def strangers_to(self, folder: Path) -> list[str]:
-        """Machines with seats that see another folder under this path than the driver does, and how they tell."""
+        """Machines with seats that see another folder under this path than the driver does, and how that shows."""
         ...
 
     async def free_address(self, role: str) -> tuple[str, int]:
-        """An address of the machine of the role's first process, as all others reach it, and a port free there.
+        """The address of the machine of the role's first process, reachable by all others, and a free port there.
 
-        The next to bind gets it: ask right before use. The role must have been started as a group."""
+        Any process may take the port: call this right before use. The role must have been started as a group.
+        """
         ...
 
     async def shutdown(self) -> None: ...
@@ -94,7 +95,7 @@ class Cluster(Protocol):
 
 @runtime_checkable
 class Closable(Protocol):
-    """An engine or a member that holds a thread, a process or a file and wants to hear when the run ends."""
+    """An engine or a member that holds a thread, a process or a file, to be closed at the end of the run."""
 
     def close(self) -> None: ...
 
@@ -107,7 +108,7 @@ def free_port(host: str) -> int:
 
 
 class InProcessGroup:
-    """One member on a thread of its own: made there, called there."""
+    """A group with one member on its own thread: made there, called there."""
 
     size = 1
 
@@ -150,7 +151,7 @@ class InProcessGroup:
 
 
 class InProcessCluster:
-    """Everything in this process, for tests and debuggers. Slots are not held against the machine's cores."""
+    """A cluster within this process, for tests and debuggers. It doesn't check the number of cores."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement

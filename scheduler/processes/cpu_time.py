@@ -1,4 +1,4 @@
-"""CPU seconds that processes of this machine have taken, by their ids. Reads what the system counts; asks nobody."""
+"""CPU seconds of processes on this machine, by their ids. Reads the system's counters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-USER, SYSTEM = 11, 12  # of proc_pid_stat(5), counted behind the name, which may hold anything
+USER, SYSTEM = 11, 12  # of proc_pid_stat(5), counted after the name, which may contain anything
 
 
 def cpu_seconds(process_ids: Collection[int]) -> float:
-    """Of all their threads, not of other processes that they started. A process that is gone counts nothing, nor does
-    any where the system doesn't tell."""
+    """The CPU seconds of all their threads, without child processes. A process that is gone counts 0, and so does each
+    on a system without counters.
+    """
     return sum(map(_taken_s, process_ids))
 
 

@@ -26,15 +26,17 @@ from models.types import (
     WeightReceipt,
 )
 from scheduler.processes.actors import Closable, EngineFactory
+from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.unix_rpc import RpcServer
 from scheduler.processes.wire_types import KNOWN_ERRORS, Dialect, RemoteError, told
 
 T = TypeVar("T")
+NOT_BY_SOCKET = ("start", "open_rpc", "call_in_order")
 COLLECT_S = 20.0  # without news; a caller that hears nothing for longer knows that this process hangs
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A call of `generate`. The ticket names the call; a request_id may come twice."""
+    """A call of `generate`. The ticket identifies the call; a request_id may come twice."""
 
     ticket: int
     prompt_ids: tuple[int, ...]
@@ -43,13 +45,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody waits for this call any more."""
+    """Cancel a call whose caller is gone."""
 
     ticket: int
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End a request; its call is answered with what there is."""
+    """End a request; its call is answered with the tokens so far."""
 
     request_id: str
 
@@ -72,30 +74,33 @@ Message = EngineRequest | Cancel | Abort
 Notice = FirstToken | Finished | Failure
 
 
-class EngineHost:
+class EngineHost(OrderedHost):
     """An async actor: every method runs on one event loop, so that no control call queues behind `collect`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._engine: Engine | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._notices: list[Notice] = []
         self._news = asyncio.Event()
-        self._dialect = Dialect.of(EngineHost, but=("start", "open_line"))
+        self._dialect = Dialect.of(EngineHost, but=NOT_BY_SOCKET)
         self._line = RpcServer(lambda method, *args: getattr(self, method)(*args), self._dialect)
 
     async def process_id(self) -> int:
         return os.getpid()
 
     async def open_rpc(self) -> tuple[str, Dialect]:
-        """A way for these calls beside the actor's own; where to connect to it, once, and what it carries."""
+        """Open a direct channel for these calls, besides the actor's. Returns its address, for one connection, and its
+        dialect.
+        """
         return await self._line.listen(), self._dialect
 
     async def start(self, make_engine: EngineFactory, rank: int) -> None:
-        """Blocks the loop while the model loads: nothing else is asked of a host before."""
+        """Start the engine. Blocks the loop while the model loads: no other call comes before."""
         self._engine = make_engine(rank)
 
     async def close(self) -> None:
-        """Let the engine end what it started: threads, processes, servers."""
+        """Let the engine end its threads, processes and servers."""
         engine, self._engine = self._engine, None
         if isinstance(engine, Closable):
             engine.close()
@@ -111,7 +116,7 @@ class EngineHost:
                 self._running[message.ticket].cancel()
 
     async def collect(self) -> list[Notice]:
-        """Wait for news, then return all there is; nothing, where none comes for COLLECT_S. One collector at a time."""
+        """Wait for news, then return all of it; empty if none comes for COLLECT_S. One collector at a time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(COLLECT_S):
                 await self._news.wait()
@@ -138,7 +143,7 @@ class EngineHost:
         return await _told(self.engine.score(token_ids))
 
     async def pressure(self) -> Pressure | None:
-        """None where the engine can't tell."""
+        """The engine's pressure; None if it can't report it."""
         return await _told(self.engine.pressure()) if isinstance(self.engine, ReportsPressure) else None
 
     async def sleep(self) -> int:
@@ -155,7 +160,7 @@ class EngineHost:
     def _take_on(self, request: EngineRequest) -> None:
         task = asyncio.create_task(self._answer(request))
         self._running[request.ticket] = task
-        task.add_done_callback(lambda _: self._running.pop(request.ticket))  # also of a task that never began
+        task.add_done_callback(lambda _: self._running.pop(request.ticket))  # also called for a task that never began
 
     async def _answer(self, request: EngineRequest) -> None:
         ticket = request.ticket
@@ -180,7 +185,9 @@ async def _told(answer: Awaitable[T]) -> T:
 
 
 def _portable(error: Exception) -> Exception:
-    """Errors that callers tell apart travel as they are; any other as its traceback (it may not be picklable)."""
+    """The error in a form that can be sent: known errors as they are, any other as its traceback (it may not be
+    picklable).
+    """
     for kind in (EngineDied, EngineRefused, ValueError, ConnectionError):
         if isinstance(error, kind):
             return error if type(error) is kind else kind(str(error))

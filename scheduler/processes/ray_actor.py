@@ -1,4 +1,4 @@
-"""One process of ours under Ray: how it is called, how it ends, why it died. Places nothing."""
+"""One process under Ray: calling it, ending it, and why it died. Places nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import logging
 import operator
 import os
-import threading
-from collections.abc import Awaitable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, cast
@@ -21,6 +20,7 @@ from models.types import WeightBucket
 from scheduler.placement import Seat
 from scheduler.processes.actors import ActorDied, Closable, MemberFactory, free_port
 from scheduler.processes.call_limits import MEMBER_CALL, CallLimits
+from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer
 from scheduler.processes.wire_types import Dialect, RemoteTraceback, Unspeakable
 
@@ -30,58 +30,55 @@ T = TypeVar("T")
 LOG_LINES = 8  # of a dead process, in its report
 CAUSE_GRACE_S = 2.0  # a dead rank makes its peers fail first: wait for the death itself
 ENDED = "the run ended its process"
-CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started; then they are killed
+CLOSE_TIMEOUT_S = 5.0  # for members and engines to end what they started, before they are killed
 
 
-class MemberHost:
+class MemberHost(OrderedHost):
     """An actor that holds one member of a group. All that is asked of the member is done on one thread, in the order of
     asking: ranks that are asked the same things meet in the same collectives."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._member: object = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="member")
 
-    def process_id(self) -> int:
+    async def process_id(self) -> int:
         return os.getpid()
 
-    def open_rpc(self) -> tuple[str, Dialect] | None:
-        """As of an EngineHost, for what is asked of the member; on a loop of its own. None where the types of a method
-        can't be told: then calls go by Ray, which keeps the order only of calls that wait for one another."""
+    async def open_rpc(self) -> tuple[str, Dialect] | None:
+        """Like EngineHost.open_rpc, for calls of the member. None if the types of a method are unknown: then calls go
+        over Ray.
+        """
         try:
             dialect = Dialect.of(type(self._member)).under(MEMBER_CALL)
         except Unspeakable as error:
             log.warning("calls go by Ray: %s", error)
             return None
-        self._line = RpcServer(self._answer, dialect)
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="line", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(self._line.listen(), loop).result(), dialect
+        self._line = RpcServer(lambda method, *args: self.ask(method.removeprefix(f"{MEMBER_CALL}."), *args), dialect)
+        return await self._line.listen(), dialect
 
-    def node_address(self) -> str:
+    async def node_address(self) -> str:
         return ray.util.get_node_ip_address()
 
-    def free_port(self, host: str) -> int:
+    async def free_port(self, host: str) -> int:
         return free_port(host)
 
-    def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
-        self._member = self._thread.submit(make_member, rank, world_size, init_method).result()
+    async def make(self, make_member: MemberFactory, rank: int, world_size: int, init_method: str | None) -> None:
+        self._member = await self._on_thread(lambda: make_member(rank, world_size, init_method))
 
-    def ask(self, method: str, *args: object) -> object:
-        return self._asked(method, *args).result()
+    async def ask(self, method: str, *args: object) -> object:
+        return await self._on_thread(lambda: operator.methodcaller(method, *args)(self._member))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if isinstance(self._member, Closable):
-            self._thread.submit(self._member.close).result()
+            await self._on_thread(self._member.close)
 
-    def _asked(self, method: str, *args: object) -> Future[object]:
-        return self._thread.submit(lambda: operator.methodcaller(method, *args)(self._member))
-
-    async def _answer(self, method: str, *args: object) -> object:
-        return await asyncio.wrap_future(self._asked(method.removeprefix(f"{MEMBER_CALL}."), *args))
+    async def _on_thread(self, work: Callable[[], object]) -> object:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 class BucketStore:
-    """Puts a bucket into the object store once, however many engines take it one after another."""
+    """Puts a bucket into the object store once, for all engines that take it."""
 
     def __init__(self) -> None:
         self._last: tuple[WeightBucket, object] | None = None
@@ -93,7 +90,7 @@ class BucketStore:
 
 
 class RayActor:
-    """One actor on its seat: calls it, and says why it died."""
+    """One actor on its seat: calls it, and reports why it died."""
 
     def __init__(self, seat: Seat, handle: ActorHandle, store: BucketStore, limits: CallLimits) -> None:
         self.name = seat.name
@@ -102,21 +99,23 @@ class RayActor:
         self._handle = handle
         self._store = store
         self._line: RpcClient | None = None
+        self._num_asked = 0  # by Ray
         self._death: str | None = None  # why; from then on Ray is asked nothing of it, for Ray itself may be gone
 
     async def open_rpc(self) -> None:
-        """Calls take a socket from now on instead of Ray. Only to a process of this machine."""
+        """Use a socket instead of Ray for further calls. Only for a process on this machine."""
         try:
-            opened = cast("tuple[str, Dialect] | None", await self._call_by_ray("open_line"))
+            opened = cast("tuple[str, Dialect] | None", await self._call_by_ray("open_rpc"))
             if opened is not None:
                 path, dialect = opened
                 self._line = await RpcClient.connect(path, self.name, dialect)
-        except OSError as error:  # a folder for temporary files whose path is too long for a socket's, say
+        except OSError as error:  # for example a temporary folder whose path is too long for a socket
             log.warning("%s: calls use Ray, since there is no socket: %s", self.name, error)
 
     async def call(self, method: str, *args: object) -> object:
-        """Raises what the method raised, or ActorDied. A process that doesn't answer in time is ended: it counts as
-        dead."""
+        """Call a method. Raises the method's error, or ActorDied. A process that doesn't answer in time is killed and
+        counts as dead.
+        """
         try:
             async with asyncio.timeout(self._limits.of(method, args)) as limit:
                 return await self._call(method, *args)
@@ -129,7 +128,7 @@ class RayActor:
     async def _call(self, method: str, *args: object) -> object:
         if self._death is not None:
             raise ActorDied(self.name, self._death)
-        if self._line is None or any(isinstance(arg, ray.ObjectRef) for arg in args):  # those are Ray's to fetch
+        if self._line is None or any(isinstance(arg, ray.ObjectRef) for arg in args):  # only Ray can fetch those
             return await self._call_by_ray(method, *args)
         name, rest = (f"{method}.{args[0]}", args[1:]) if method == MEMBER_CALL else (method, args)
         if not self._line.carries(name):
@@ -138,17 +137,19 @@ class RayActor:
             return await self._line.call(name, *rest)
         except RpcDisconnected:
             if self._death is None:
-                await self._call_by_ray("process_id")  # raises, with the cause, where the process is gone
+                await self._call_by_ray("process_id")  # raises ActorDied with the cause if the process is gone
                 self.kill("its process was alive, but the connection to it broke")
             raise ActorDied(self.name, str(self._death)) from None
 
     async def _call_by_ray(self, method: str, *args: object) -> object:
         try:
-            return await getattr(self._handle, method).remote(*args)
+            answer: Awaitable[object] = self._handle.call_in_order.remote(self._num_asked, method, *args)
+            self._num_asked += 1  # not if the arguments can't be sent: that call never reaches the process
+            return await answer
         except RayTaskError as error:
             raise error.cause from RemoteTraceback(f"in {self.name}:\n{error}")
         except RayActorError as error:
-            self.kill(self._reason(error))  # what can't be reached must not come back
+            self.kill(self._reason(error))  # a process that can't be reached must not come back
             raise ActorDied(self.name, str(self._death)) from None
 
     def share(self, bucket: WeightBucket) -> object:
@@ -166,14 +167,14 @@ class RayActor:
         log.info("%s runs in process %d", self.name, self.process_id)
 
     async def close(self) -> None:
-        """End it in good order where it can be had, else at once."""
+        """End it in order if it can be reached, otherwise at once."""
         with suppress(Exception):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.call("close")
         self.kill()
 
     def kill(self, why: str = ENDED) -> None:
-        """Once. Ray ends its process group: whatever it started goes with it."""
+        """Kill it, once. Ray kills its process group, including all it started."""
         if self._death is not None:
             return
         self._death = why
@@ -182,9 +183,9 @@ class RayActor:
         ray.kill(self._handle, no_restart=True)
 
     def _reason(self, error: RayActorError) -> str:
-        """Ray's own cause, then the last lines of the process if its log lies on this machine."""
+        """Ray's cause, then the last lines of the process's log if that is on this machine."""
         told = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        # Ray's text wraps the detail in ids before it and general advice after it.
+        # Ray's text has ids before the detail and general advice after it.
         detail = told.partition("Worker exit detail: ")[2].partition("Some common causes")[0].strip() or told
         lines = _last_lines(self.process_id)
         tail = "".join(f"\n  | {line}" for line in lines) or " none"
@@ -192,7 +193,7 @@ class RayActor:
 
 
 async def first_cause(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """All answers in order, or the first failure; a death counts as first if it shows up right after."""
+    """All answers in order, or the first failure; a death right after it counts as the first."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -208,7 +209,7 @@ async def first_cause(calls: Sequence[Awaitable[T]]) -> list[T]:
 
 
 def _last_lines(process_id: int) -> list[str]:
-    """The end of a worker's stderr; nothing for a process of another machine."""
+    """The end of a worker's stderr; empty for a process of another machine."""
     node = ray._private.worker.global_worker.node
     if node is None:
         return []

@@ -1,4 +1,4 @@
-"""Ray: pools as placement groups, roles as actors in them. With ray_actor.py and ray_start.py all that calls Ray."""
+"""Ray: pools as placement groups, roles as actors in them. Only this file, ray_actor.py and ray_start.py call Ray."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from models.types import Engine
 from scheduler.placement import ClusterConfig, Placement, Seat, check_capacity
 from scheduler.processes.actors import LOOPBACK, ActorGroup, EngineFactory, MemberFactory
 from scheduler.processes.call_limits import CallLimits
+from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.engine_host import EngineHost
 from scheduler.processes.ray_actor import BucketStore, MemberHost, RayActor, first_cause
 from scheduler.processes.ray_start import free_now, init_ray, nodes_of_ray, passed_on, threads_of
 from scheduler.processes.remote_engine import RemoteEngine
 
+MAX_CALLS = 1000  # of a process at once: a control call must find its way past `collect`, and wait for an earlier one
+
 
 class RayGroup:
-    """Members of one class, a process each."""
+    """The members of one class, one process each."""
 
     def __init__(self, actors: Sequence[RayActor]) -> None:
-        self._actors = actors  # by rank; the cluster puts another in the place of one that it makes anew
+        self._actors = actors  # by rank; the cluster replaces members that it makes again
 
     @property
     def size(self) -> int:
@@ -58,7 +61,7 @@ class RayGroup:
 
 
 class RayCluster:
-    """The pools of a placement, reserved. Ends the Ray that it started itself, and only that."""
+    """A cluster with the pools of a placement reserved. Ends only a Ray that it started itself."""
 
     def __init__(self, config: ClusterConfig, placement: Placement, owns_ray: bool) -> None:
         self._config = config
@@ -70,12 +73,14 @@ class RayCluster:
         self._engines: dict[str, RayActor] = {}
         self._factories: dict[str, EngineFactory] = {}
         self._num_restarts = 0
-        self._roles_here: dict[str, bool] = {}  # whether all its processes are on the driver's machine
+        self._roles_here: dict[str, bool] = {}  # role -> whether all its processes are on the driver's machine
         self._store = BucketStore()
 
     @classmethod
     async def start(cls, config: ClusterConfig, placement: Placement) -> RayCluster:
-        """Start or join Ray and reserve the pools; what can't be had is a ValueError before anything is reserved."""
+        """Start or join Ray and reserve the pools. Raises ValueError, before anything is reserved, if the machines
+        don't have them.
+        """
         owns_ray = not ray.is_initialized()
         if owns_ray:
             # Not in another thread, though it blocks for seconds: Ray's servers die with the thread that started them.
@@ -91,7 +96,7 @@ class RayCluster:
 
     async def start_group(self, role: str, make_member: MemberFactory) -> ActorGroup:
         seats = self._placement.seats[role]
-        actors = [self._create(seat, MemberHost, max_concurrency=1) for seat in seats]
+        actors = [self._create(seat, MemberHost) for seat in seats]
         self._groups[role] = actors
         self._member_factories[role] = make_member
         await self._until_up(actors)
@@ -104,11 +109,11 @@ class RayCluster:
         return RayGroup(actors)
 
     async def restart_member(self, role: str, rank: int) -> None:
-        members = self._groups[role]  # the group's own list: it calls whoever stands there
+        members = self._groups[role]  # the group's own list, which it calls
         members[rank].kill()
         self._num_restarts += 1
         seat = self._placement.seats[role][rank]
-        actor = members[rank] = self._create(seat, MemberHost, max_concurrency=1)
+        actor = members[rank] = self._create(seat, MemberHost)
         await self._until_up([actor])
         await actor.call("make", self._member_factories[role], rank, len(members), None)
         await self._open_rpc(seat, actor)
@@ -130,7 +135,7 @@ class RayCluster:
     def process_ids(self, role: str) -> list[int]:
         seats = [seat.name for seat in self._placement.seats.get(role, ())]
         actors = [*self._groups.get(role, []), *(self._engines[name] for name in seats if name in self._engines)]
-        if actors and role not in self._roles_here:  # asking Ray at every step would be dear
+        if actors and role not in self._roles_here:  # asking Ray at every step would be slow
             self._roles_here[role] = self.machines(role) == {ray.get_runtime_context().get_node_id()}
         return [actor.process_id for actor in actors if self._roles_here[role]]
 
@@ -139,7 +144,7 @@ class RayCluster:
         return await _free_address(self._groups[role][0], LOOPBACK if len(everywhere) == 1 else None)
 
     async def strangers_to(self, folder: Path) -> list[str]:
-        if self._config.address is None:  # this machine alone
+        if self._config.address is None:  # only this machine
             return []
         token = folder / f".shared-{uuid.uuid4().hex}"
         token.touch()
@@ -175,8 +180,7 @@ class RayCluster:
                 )
 
     async def _start_engine(self, seat: Seat) -> Engine:
-        # Many calls at once: a control call must find its way past `collect`.
-        actor = self._engines[seat.name] = self._create(seat, EngineHost, max_concurrency=1000)
+        actor = self._engines[seat.name] = self._create(seat, EngineHost)
         await self._until_up([actor])
         await actor.call("start", self._factories[seat.role], seat.rank)
         await self._open_rpc(seat, actor)
@@ -200,12 +204,13 @@ class RayCluster:
         name, given = "OMP_NUM_THREADS", passed_on(self._config.env_vars, os.environ)
         return {"env_vars": {name: given.get(name) or str(threads_of(nodes_of_ray(), gpus))}}
 
-    def _create(self, seat: Seat, host: type, max_concurrency: int) -> RayActor:
-        """A process on its seat. Ray itself caps the threads of one that has a core or less: on a GPU, where it has
-        none of its own, it gets its share."""
+    def _create(self, seat: Seat, host: type[OrderedHost]) -> RayActor:
+        """Start a process on its seat. Ray limits the threads of a process with at most one core; a process on a GPU
+        gets its share of the cores.
+        """
         amount = len(seat.slots) if seat.share == 1 else math.floor(seat.share * 1e4) / 1e4  # Ray counts in 1e-4
         on_gpu = self._placement.pools[seat.pool].resource == "gpu"
-        # The name of a process that was killed just now may still be taken.
+        # The name of a process killed just now may still be taken.
         name = f"{seat.name} ({self._num_restarts})" if self._num_restarts else seat.name
         handle = cast(
             ActorHandle,
@@ -216,7 +221,7 @@ class RayCluster:
                 num_gpus=amount if on_gpu else 0,
                 runtime_env=self._threads(amount) if on_gpu else None,
                 max_restarts=0,  # a restarted process would have forgotten its state
-                max_concurrency=max_concurrency,
+                max_concurrency=MAX_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._pools[seat.pool],
                     placement_group_bundle_index=self._bundle(seat),
@@ -228,7 +233,7 @@ class RayCluster:
 
 
 def _answer_of_folder(token: str) -> str:
-    """Runs on a machine of the cluster: what keeps it from using the token's folder; empty where nothing does."""
+    """Runs on a machine of the cluster: why it can't see the token's folder; empty if it can."""
     path = Path(token)
     if not path.is_file():
         return "it doesn't exist"
@@ -242,13 +247,15 @@ def _answer_of_folder(token: str) -> str:
 
 
 async def _meeting_place(ranks: Sequence[RayActor]) -> str:
-    """Where rank 0 listens. Ranks of one machine meet on loopback: nobody outside needs to reach them."""
+    """The address on which rank 0 listens. Ranks of one machine meet on loopback: no other machine needs to reach
+    them.
+    """
     nodes = await first_cause([rank.call("node_address") for rank in ranks])
     host, port = await _free_address(ranks[0], None if len(set(nodes)) > 1 else LOOPBACK)
     return f"tcp://{host}:{port}"
 
 
 async def _free_address(actor: RayActor, host: str | None) -> tuple[str, int]:
-    """On the actor's machine, by its own address if no host is given."""
+    """A free address on the actor's machine; by the machine's own address if no host is given."""
     host = host or cast(str, await actor.call("node_address"))
     return host, cast(int, await actor.call("free_port", host))

@@ -1,4 +1,4 @@
-"""Starting Ray or joining one, and what its machines have. Starts no process of ours."""
+"""Starts or joins Ray, and reads what its machines have. Starts no process of the run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ray.exceptions import AuthenticationError
 
 from scheduler.placement import ClusterConfig, NodeCapacity
 
-ANSWER_S = 3.0  # until a machine of the cluster takes a connection; Ray itself would ask for half a minute
+ANSWER_S = 3.0  # for a machine of the cluster to accept a connection; Ray itself waits for half a minute
 
 
 def nodes_of_ray() -> list[NodeCapacity]:
-    """What the machines of the running Ray have in all."""
+    """The resources of the machines of the running Ray."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     return [
         NodeCapacity(
@@ -35,7 +35,7 @@ def nodes_of_ray() -> list[NodeCapacity]:
 
 
 def init_ray(config: ClusterConfig) -> None:
-    """Quiet: processes write to Ray's log folder. Sockets stay behind the token that Ray makes by itself."""
+    """Start Ray quietly: processes write to Ray's log folder. Its sockets require Ray's own token."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     with _own_signals():
         if config.address is not None:
@@ -52,14 +52,14 @@ def init_ray(config: ClusterConfig) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, in Python to exit without a word, in C++ to abort: what stood there comes back."""
-    if threading.current_thread() is not threading.main_thread():  # Ray leaves signals alone there, and so must we
+    """Context that restores signal handlers: Ray replaces SIGTERM's, in Python by a silent exit, in C++ by an abort."""
+    if threading.current_thread() is not threading.main_thread():  # Ray leaves signals alone there
         yield
         return
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
-    except SystemExit as ended:  # by Ray's own handler, which came before ours
+    except SystemExit as ended:  # from Ray's handler, which came before ours
         raise asyncio.CancelledError("a signal ended the start of Ray") from ended
     finally:
         for number, handler in kept.items():
@@ -68,8 +68,9 @@ def _own_signals() -> Iterator[None]:
 
 
 def passed_on(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What the processes of a joined cluster get of the driver's environment. Raises ValueError for a name without a
-    value."""
+    """The environment variables that the processes of a joined cluster get from the driver. Raises ValueError for a
+    name without a value.
+    """
     found: dict[str, str] = {}
     for name in names:
         if name.endswith("*"):
@@ -82,13 +83,13 @@ def passed_on(names: Sequence[str], environment: Mapping[str, str]) -> dict[str,
 
 
 def threads_of(nodes: Sequence[NodeCapacity], gpus: float) -> int:
-    """Of a process that has so many GPUs, or a part of one: its share of the cores that come with a GPU."""
+    """The threads of a process with this many GPUs, or a part of one: its share of the cores per GPU."""
     cores = min((node.cpus / node.gpus for node in nodes if node.gpus > 0), default=1.0)
     return max(1, int(cores * min(gpus, 1.0)))
 
 
 def _join_ray(address: str, packages: Sequence[str], env_vars: Mapping[str, str]) -> None:
-    """Raises ValueError when nobody answers there."""
+    """Join a running Ray. Raises ValueError if nothing answers at the address."""
     folders = [_folder_of(package) for package in packages]
     _knock(address)
     try:
@@ -107,7 +108,7 @@ def _join_ray(address: str, packages: Sequence[str], env_vars: Mapping[str, str]
 
 
 def _knock(address: str) -> None:
-    """Does anybody listen at host:port? Other forms of an address are Ray's to try. Raises ValueError."""
+    """Check that something listens at host:port. Other forms of an address are left to Ray. Raises ValueError."""
     host, _, port = address.rpartition(":")
     if "://" in address or not port.isdecimal():
         return

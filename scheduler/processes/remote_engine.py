@@ -1,4 +1,4 @@
-"""An engine in another process, seen as an Engine: calls of one tick travel together. Knows an actor, not Ray."""
+"""An engine in another process, as an Engine: calls of one tick are sent together. Knows an actor, not Ray."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from scheduler.processes.wire_types import KNOWN_ERRORS, made_anew
 
 
 class Host(Protocol):
-    """The way to an EngineHost. Raises what the method raised, or ActorDied."""
+    """The channel to an EngineHost. Raises the method's error, or ActorDied."""
 
     async def call(self, method: str, *args: object) -> object: ...
 
     def share(self, bucket: WeightBucket) -> object:
-        """What to send in place of a bucket: several engines take the same one."""
+        """The object to send instead of a bucket: several engines take the same one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """A `generate` that waits for its answer."""
+    """A call of `generate` that waits for its answer."""
 
     answer: asyncio.Future[Completion]
     on_first_token: Callable[[], None]
 
 
 class RemoteEngine:
-    """Sends one batch at a time and keeps one `collect` outstanding while anybody waits."""
+    """Sends one batch at a time, and keeps one `collect` outstanding while any call waits."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -123,14 +123,14 @@ class RemoteEngine:
             raise EngineDied(self._death)
 
     def _post(self, message: Message) -> asyncio.Task[None]:
-        """Queue a message; the sender first runs after whatever else is ready in this tick has posted too."""
+        """Queue a message. The sender runs after all other tasks of this tick have posted theirs."""
         self._outbox.append(message)
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
         return self._sender
 
     async def _send(self) -> None:
-        """One batch after the other: an abort never overtakes its request."""
+        """Send one batch after the other: an abort never overtakes its request."""
         try:
             while self._outbox and self._death is None:
                 batch, self._outbox = self._outbox, []
@@ -149,7 +149,7 @@ class RemoteEngine:
     def _dispatch(self, notice: Notice) -> None:
         call = self._waiting.get(notice.ticket)
         if call is None or call.answer.done():
-            return  # cancelled while the answer travelled
+            return  # cancelled while the answer was on its way
         if isinstance(notice, FirstToken):
             call.on_first_token()
         elif isinstance(notice, Finished):
@@ -158,10 +158,10 @@ class RemoteEngine:
             call.answer.set_exception(made_anew(notice.error, KNOWN_ERRORS))
 
     def _fail_all(self, error: Exception) -> None:
-        """No answer will come: every waiting call hears why, each by an exception of its own."""
+        """Fail all waiting calls, each with its own exception."""
         if isinstance(error, ActorDied):
             self._death = error.reason
-        elif isinstance(error, EngineDied):  # the process lives; what it ran does not
+        elif isinstance(error, EngineDied):  # the process is alive, but not its engine
             self._death = str(error)
         for call in self._waiting.values():
             if not call.answer.done():

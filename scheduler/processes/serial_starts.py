@@ -1,7 +1,7 @@
-"""Starts on a GPU, one at a time: a cluster whose processes of one slot come up one after another. Places nothing.
+"""A cluster that starts the processes on a GPU one at a time. Places nothing.
 
-vLLM measures at its start what is free on its device, and takes for its own whatever vanishes meanwhile: a neighbour
-that loads a model at that moment makes it miscount, or fail.
+vLLM measures free memory at its start and counts all memory that disappears meanwhile as its own: another process that
+loads a model at that moment makes it miscount, or fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from scheduler.processes.actors import ActorGroup, Cluster, EngineFactory, Membe
 
 
 class SerialStarts:
-    """A Cluster. Whoever asks first starts first; roles on other slots, or on cores, start meanwhile."""
+    """A Cluster with one start at a time per GPU, in the order of calls. Roles on other slots, or on cores, start in
+    parallel.
+    """
 
     def __init__(self, cluster: Cluster, placement: Placement) -> None:
         self._cluster = cluster
@@ -59,10 +61,10 @@ class SerialStarts:
 
     @asynccontextmanager
     async def _one_at_a_time(self, role: str, rank: int | None = None) -> AsyncIterator[None]:
-        """Of all GPUs that the role's seats, or the seat of a rank, have."""
+        """Context: hold the locks of all GPUs of the role's seats, or of one rank's seat."""
         seats = [seat for seat in self._seats[role] if rank is None or seat.rank == rank]
         slots = {(seat.pool, slot) for seat in seats for slot in seat.slots}
         async with AsyncExitStack() as held:
-            for slot in sorted(slots & self._locks.keys()):  # in one order: nobody waits for who waits for him
+            for slot in sorted(slots & self._locks.keys()):  # always in the same order, against deadlocks
                 await held.enter_async_context(self._locks[slot])
             yield

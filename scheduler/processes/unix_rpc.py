@@ -1,7 +1,7 @@
-"""Calls between two processes of one machine, over a Unix socket that nobody else can reach. Knows no Ray.
+"""Calls between two processes of one machine, over a private Unix socket. Knows no Ray.
 
-A call of Ray's passes several threads at either end, and engines and learners are called tens of times a step: they
-are called this way where it can be had. What may cross is told by types (wire_types.py); nothing else is ever made.
+A call over Ray passes several threads at either end, and engines and learners are called tens of times per step, so
+they use this where possible. Only values of the types in wire_types.py are sent or decoded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 
 from scheduler.processes.wire_types import Dialect, RemoteError, args_type, decoder, encoder, made_anew, told
 
-# A frame is the number of its call, what it is, the length of its body, and the body. What it is: of a call, the place
-# of its method in the dialect; of an answer, ANSWERED or FAILED.
+# A frame is the number of its call, its kind, the length of its body, and the body. The kind of a call is the place of
+# its method in the dialect; that of an answer is ANSWERED or FAILED.
 HEADER = struct.Struct("!QHQ")
 ANSWERED, FAILED = range(2)
 Decoder = msgspec.msgpack.Decoder[Any]
@@ -30,12 +30,12 @@ _error_decoder = decoder(RemoteError)
 
 
 class RpcDisconnected(Exception):
-    """The other end is gone, or this one was closed."""
+    """The other end is gone, or this end was closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Method:
-    """place: in the dialect, whose order both ends know."""
+    """A method of the dialect. place: its index, in an order known to both ends."""
 
     place: int
     name: str
@@ -51,7 +51,7 @@ def _methods(dialect: Dialect) -> list[_Method]:
 
 
 class RpcServer:
-    """The end that is called: `answer(method, *args)` for each call, in a task of its own, begun in their order."""
+    """The called end: runs `answer(method, *args)` for each call, each in a task, begun in their order."""
 
     def __init__(self, answer: Callable[..., Awaitable[object]], dialect: Dialect) -> None:
         self._ask = answer
@@ -61,7 +61,7 @@ class RpcServer:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> str:
-        """Returns the path at which one caller may connect. Its folder is this user's alone."""
+        """Listen. Returns the path at which one caller may connect, in a folder that only this user can read."""
         path = Path(tempfile.mkdtemp(prefix="grmpipe-line-")) / "line"
         try:
             self._server = await asyncio.start_unix_server(self._serve, path)
@@ -86,7 +86,7 @@ class RpcServer:
             answer = _frame(number, ANSWERED, _encoder.encode(await self._ask(method.name, *args)))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # whatever it was: unanswered, the caller would wait for ever
+        except BaseException as error:  # any error: an unanswered caller would wait forever
             answer = _frame(number, FAILED, _encoder.encode(told(error, self._errors)))
         writer.writelines(answer)
 
@@ -100,7 +100,7 @@ class _Waiting:
 
 
 class RpcClient:
-    """The end that calls `name`, as tracebacks say. Answers come in any order."""
+    """The calling end; `name` is for tracebacks. Answers may come in any order."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dialect: Dialect) -> None:
         self._name = name
@@ -114,7 +114,7 @@ class RpcClient:
 
     @classmethod
     async def connect(cls, path: str, name: str, dialect: Dialect) -> RpcClient:
-        """The path is gone then: nobody else gets in, and nothing stays on the disk."""
+        """Connect, then delete the path: no other process can connect, and nothing stays on the disk."""
         try:
             reader, writer = await asyncio.open_unix_connection(path)
         finally:
@@ -125,7 +125,7 @@ class RpcClient:
         return method in self._methods
 
     async def call(self, method: str, *args: object) -> object:
-        """Raises what the method raised, or RpcDisconnected; TypeError for arguments that can't cross."""
+        """Call a method. Raises its error, or RpcDisconnected; TypeError for arguments that can't be sent."""
         if self._broken:
             raise RpcDisconnected
         asked = self._methods[method]
@@ -138,7 +138,7 @@ class RpcClient:
             del self._waiting[number]
 
     def close(self) -> None:
-        """Whoever waits for an answer hears RpcDisconnected."""
+        """Close. Waiting calls raise RpcDisconnected."""
         self._reading.cancel()
         self._break()
 
@@ -147,13 +147,13 @@ class RpcClient:
             number, what, body = frame
             waiting = self._waiting.get(number)
             if waiting is None or waiting.answer.done():
-                continue  # given up while the answer travelled
+                continue  # cancelled while the answer was on its way
             try:
                 if what == FAILED:
                     waiting.answer.set_exception(made_anew(_error_decoder.decode(body), self._errors, self._name))
                 else:
                     waiting.answer.set_result(waiting.method.answer.decode(body))
-            except Exception as unknown:  # another type than the method's
+            except Exception as unknown:  # not of the method's return type
                 waiting.answer.set_exception(unknown)
         self._break()
 
@@ -171,7 +171,7 @@ def _remove(path: Path) -> None:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> Frame | None:
-    """None at the end, whether the other side closed or died."""
+    """One frame; None at the end, if the other side closed or died."""
     try:
         number, what, length = HEADER.unpack(await reader.readexactly(HEADER.size))
         return number, what, await reader.readexactly(length)

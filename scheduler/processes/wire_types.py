@@ -1,7 +1,7 @@
-"""What a socket of ours may carry: by method the types of its arguments and its answer, and errors by name. No I/O.
+"""The types that a call may send: those of each method's arguments and answer, and errors by name. No I/O.
 
-Both ends know the types before the first call; only these are ever decoded. Arrays travel as type, shape and bytes.
-A class whose methods have other types can't be called this way (`Unspeakable`).
+Both ends know the types before the first call; only these are decoded. Arrays are sent as type, shape and bytes. A
+class whose methods have other types can't be called this way (`Unspeakable`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from models.types import EngineDied, EngineRefused, Payload
 
 DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("?", "B", "b", "h", "i", "q", "e", "f", "d"))}
 Plain = str | int | float | bool | None | tuple[str, ...]
-# Errors that callers tell apart. Any other arrives as the nearest of these that it is one of, or as a RuntimeError.
+# Errors that callers distinguish. Any other arrives as the nearest base class in this list, or as a RuntimeError.
 ERRORS: tuple[type[Exception], ...] = (
     EngineDied, EngineRefused, ValueError, ConnectionError, TimeoutError, OSError, ArithmeticError, AttributeError,
     TypeError, LookupError, AssertionError, MemoryError, NotImplementedError, RuntimeError,
@@ -29,19 +29,19 @@ KNOWN_ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in E
 
 
 class Unspeakable(TypeError):
-    """A method's types can't be told to the other end."""
+    """A method has types that can't be sent."""
 
 
 @runtime_checkable
 class TellsErrors(Protocol):
-    """Some errors of its own arrive at its callers as themselves: they can be made anew from their `args`."""
+    """A class with errors of its own that arrive at callers as themselves: they are made from their `args`."""
 
     own_errors: ClassVar[tuple[type[Exception], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTypes:
-    """Of one method. args: name, type and, where it may be left out, the default (a tuple of it)."""
+    """The types of one method. args: name, type and, if it is optional, the default (in a tuple)."""
 
     args: tuple[tuple[str, Any, tuple[object, ...]], ...]
     answer: Any
@@ -49,14 +49,16 @@ class CallTypes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """All that one end may ask and the other may answer."""
+    """All methods that one end may call and the other answers."""
 
     calls: Mapping[str, CallTypes]
     errors: Mapping[str, type[Exception]]
 
     @staticmethod
     def of(kind: type, but: Collection[str] = ()) -> Dialect:
-        """The public methods of a class, `but` some. Raises Unspeakable naming one whose types aren't plain data."""
+        """The public methods of a class, except those in `but`. Raises Unspeakable that names one whose types aren't
+        plain data.
+        """
         methods = inspect.getmembers(kind, inspect.isfunction)
         own = kind.own_errors if isinstance(kind, TellsErrors) else ()
         return Dialect(
@@ -65,12 +67,12 @@ class Dialect:
         )
 
     def under(self, prefix: str) -> Dialect:
-        """The same calls as `prefix.name`."""
+        """The same methods as `prefix.name`."""
         return replace(self, calls={f"{prefix}.{name}": types for name, types in self.calls.items()})
 
 
 class RemoteError(msgspec.Struct, frozen=True, kw_only=True):
-    """An error on its way: its kind by name, what to make it anew from, and where it was raised."""
+    """An error to send: its class by name, the arguments to make it from, and where it was raised."""
 
     kind: str
     args: tuple[Plain, ...]
@@ -78,11 +80,13 @@ class RemoteError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteTraceback(Exception):
-    """Where in the other process an error was raised; hangs below the error itself."""
+    """The place in the other process where an error was raised; the cause of the error itself."""
 
 
 def told(error: BaseException, known: Mapping[str, type[Exception]]) -> RemoteError:
-    """As itself where that is known; as the nearest known kind that it is one of; else as its traceback."""
+    """The error to send: as itself if its class is known, else as the nearest known base class, else as its
+    traceback.
+    """
     trace = "".join(traceback.format_exception(error))
     if known.get(type(error).__name__) is type(error) and isinstance(error, Exception):
         return RemoteError(kind=type(error).__name__, args=tuple(map(_plain, error.args)), trace=trace)
@@ -93,7 +97,7 @@ def told(error: BaseException, known: Mapping[str, type[Exception]]) -> RemoteEr
 
 
 def made_anew(error: RemoteError, known: Mapping[str, type[Exception]], where: str = "") -> Exception:
-    """Raises nothing: returns it. `where`: whose process it was raised in."""
+    """The error, made from what was sent; returned, not raised. `where`: the process in which it was raised."""
     again = known.get(error.kind, RuntimeError)(*error.args)
     if where:
         again.__cause__ = RemoteTraceback(f"in {where}:\n{error.trace}")
@@ -104,7 +108,7 @@ def types_of_call(method: Callable[..., object]) -> CallTypes:
     try:
         hints = get_type_hints(method)
         _, *parameters = inspect.signature(method).parameters.values()
-        # Arguments go by place: one by name alone is nobody's to give (Ray adds its own to the methods of an actor).
+        # Arguments are positional: callers never use keyword-only ones (Ray adds its own to the methods of an actor).
         by_place = [each for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
         args = tuple((each.name, hints[each.name], _default(each)) for each in by_place)
         answer = hints["return"]
@@ -124,7 +128,7 @@ def encoder() -> msgspec.msgpack.Encoder:
 
 
 def args_type(call: CallTypes) -> type[msgspec.Struct]:
-    """The arguments in order, as an array; those with defaults may be missing at its end."""
+    """The arguments in order, as an array; those with defaults may be missing at the end."""
     fields = [(name, type_, *default) for name, type_, default in call.args]
     return msgspec.defstruct("Args", fields, array_like=True)
 
@@ -160,15 +164,15 @@ def _decoded(type_: type, value: Any) -> object:
 
 
 def _payloads() -> dict[str, type[Payload]]:
-    """Those that this process has imported itself."""
+    """Payload classes that this process has imported."""
     kinds = list(Payload.__subclasses__())
     for kind in kinds:
         kinds += kind.__subclasses__()
-    return {kind.__name__: kind for kind in reversed(kinds)}  # of two by one name the one that came first
+    return {kind.__name__: kind for kind in reversed(kinds)}  # of two with the same name, the earlier one
 
 
 def _check(info: types_of.Type) -> None:
-    """Raises TypeError for a type that is no plain data."""
+    """Raises TypeError for a type that isn't plain data."""
     if isinstance(info, types_of.CustomType) and info.cls not in (np.ndarray, Payload):
         raise TypeError(f"{info.cls.__name__} is no plain data")
     if isinstance(info, (types_of.AnyType, types_of.RawType)):

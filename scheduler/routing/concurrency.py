@@ -1,6 +1,6 @@
-"""How many requests each engine of a role may have at once, by its pressure: additive increase, halved on thrashing.
+"""Limits on the requests of each engine, by its pressure: additive increase, halved on thrashing (AIMD).
 
-Requests above the limits wait here, before an engine is chosen. Engines that can't tell their pressure have no limit.
+Requests above the limits wait here, before an engine is chosen. Engines that don't report pressure have no limit.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import math
 from models.priority_gate import PriorityGate
 from models.types import EngineDied, Pressure, ReportsPressure
 
-LOOK_EVERY_S = 1.0  # at an engine's pressure, while its requests end
+LOOK_EVERY_S = 1.0  # interval between checks of an engine's pressure, when its requests end
 HIGH_KV_SHARE = 0.95  # above it a limit doesn't rise
-NEAR = 0.9  # of where it thrashed last: up to there a limit rises fast
-PROBE_ROUNDS = 8  # as many requests as the limit allows end in a round; so many rounds lie between two steps beyond it
+NEAR = 0.9  # of the limit at which it last thrashed: up to there a limit rises fast
+PROBE_ROUNDS = 8  # rounds between two steps above it; a round is as many ended requests as the limit
 
 
 class Aimd:
@@ -22,18 +22,19 @@ class Aimd:
 
     def __init__(self) -> None:
         self.limit = math.inf
-        self._ceiling = math.inf  # rows that were too many
+        self._ceiling = math.inf  # rows at which it last thrashed
         self._num_preempted = 0
         self._num_ended = 0  # since the last step
-        self._most_in_flight = 0  # since the last evaluation
-        self._settling = False  # what was sent before the limit fell is still there, or was at the last evaluation
+        self._most_in_flight = 0  # since the last check
+        self._settling = False  # requests sent before the limit fell are still there, or were at the last check
 
     def heard(self, pressure: Pressure, in_flight: int, held_back: bool) -> None:
-        """Takes what an engine tells of itself, and whether the limit held somebody back since.
+        """Update the limit by an engine's pressure, and by whether the limit held a request back since the last check.
 
-        Requests that were preempted since the last evaluation halve the limit, once its last fall has taken effect. A
-        limit that held somebody back without pressure rises: by half of the way to nine tenths of where it thrashed
-        last, at every look; beyond that by one, seldom; beyond where it thrashed by an eighth, every round."""
+        Preempted requests since the last check halve the limit, once its last fall has taken effect. A limit that held
+        requests back without pressure rises: at every check by half of the distance to nine tenths of the last
+        thrashing; above that rarely by one; above the last thrashing by an eighth every round.
+        """
         thrashed = pressure.num_preempted > self._num_preempted
         self._num_preempted = pressure.num_preempted
         self._most_in_flight = max(self._most_in_flight, in_flight)
@@ -43,7 +44,8 @@ class Aimd:
             return
         if thrashed:
             self._settling = True
-            fitting = pressure.num_running if pressure.num_waiting else self._most_in_flight  # who waits was pushed out
+            # Waiting requests were preempted.
+            fitting = pressure.num_running if pressure.num_waiting else self._most_in_flight
             self._ceiling = min(self.limit, max(fitting, 1))
             self.limit = max(1.0, self._ceiling / 2)
         elif held_back and pressure.kv_share < HIGH_KV_SHARE:
@@ -51,7 +53,7 @@ class Aimd:
         self._most_in_flight = 0
 
     def ended(self, in_flight: int) -> None:
-        """A request left the engine, which had so many with it."""
+        """A request left the engine, which had `in_flight` with it."""
         self._num_ended += 1
         self._most_in_flight = max(self._most_in_flight, in_flight)
 
@@ -65,19 +67,21 @@ class Aimd:
 
 
 class Concurrency:
-    """The limits of a role's engines by name, and who waits for them: lowest priority number first, then the oldest."""
+    """The limits of a role's engines by name, and the waiting requests: lowest priority number first, then the
+    oldest.
+    """
 
     def __init__(self) -> None:
         self._limits: dict[str, Aimd] = {}
         self._num_limited = 0
-        self._held_back: set[str] = set()  # engines whose limit kept a request out since the last evaluation
+        self._held_back: set[str] = set()  # engines whose limit held a request back since the last check
         self._looked_s: dict[str, float] = {}
         self._looks: set[asyncio.Task[None]] = set()
         self._waiting = PriorityGate()
 
     @property
     def limits_anybody(self) -> bool:
-        """False as long as no engine has thrashed."""
+        """Whether any engine has a finite limit; False until one thrashes."""
         return self._num_limited > 0
 
     def has_room(self, name: str, in_flight: int) -> bool:
@@ -90,11 +94,13 @@ class Concurrency:
         return limit.limit if (limit := self._limits.get(name)) else math.inf
 
     async def wait_for_room(self, priority: int) -> None:
-        """Return when there may be room again."""
+        """Return when there may be room."""
         await self._waiting.wait(priority, self._waiting.let_one)
 
     def left(self, name: str, engine: object, in_flight: int) -> None:
-        """A request left an engine, which still has this many: the next one may come, and it may be time for a look."""
+        """A request left an engine, which now has `in_flight`: let the next one go, and check the pressure if it is
+        time.
+        """
         self._waiting.let_one()
         limit = self._limits.setdefault(name, Aimd())
         limit.ended(in_flight + 1)
@@ -108,11 +114,11 @@ class Concurrency:
             look.add_done_callback(self._looks.discard)
 
     def changed(self) -> None:
-        """Engines came or went, or limits moved."""
+        """Engines or limits changed."""
         self._waiting.let_all()
 
     def forget(self, name: str) -> None:
-        """An engine died: who comes in its place is another."""
+        """Forget an engine that died: its replacement is another."""
         self._limits.pop(name, None)
         self._looked_s.pop(name, None)
         self._count()
@@ -122,9 +128,9 @@ class Concurrency:
         try:
             pressure = await engine.pressure()
         except EngineDied:
-            return  # its requests say so
+            return  # its requests report the death
         if pressure is None:
-            self._looked_s[name] = math.inf  # it can't tell
+            self._looked_s[name] = math.inf  # it doesn't report pressure
             return
         limit.heard(pressure, in_flight, name in self._held_back)
         self._held_back.discard(name)

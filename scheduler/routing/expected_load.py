@@ -1,4 +1,4 @@
-"""What each engine of a role is expected to have in hand, in tokens to prefill and to sample. It sends nothing."""
+"""The expected load of each engine of a role, in tokens to prefill and to sample. Sends nothing."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Collection, Iterable
 
 from models.types import SamplingParams
 
-SIBLINGS_AHEAD = 16  # answers that one waits behind for the sake of a prefix that it shares with its siblings
+SIBLINGS_AHEAD = 16  # answers that a request waits behind to share a cached prefix with its siblings
 GROUPS_REMEMBERED = 4096
 WEIGHT_OF_LATEST = 1 / 64  # in the running mean of lengths
 
 
 class LoadEstimate:
-    """Places requests where the least is to do, those of one group together. Lengths are learned as answers come.
+    """Places requests on the engine with the least load, those of a group together. Lengths are learned from answers.
 
-    names: of the engines that serve, which `came` and `went` change. Where few of them may be asked, `among` are these.
+    names: engines that serve, which `came` and `went` change. `among`: the engines that may take the request, if not
+           all.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._in_hand: defaultdict[str, float] = defaultdict(float)
-        self._serving: dict[str, None] = {}  # in order of arrival: of those with equally little the first is asked
+        self._serving: dict[str, None] = {}  # in order of arrival: of equally loaded engines the first is chosen
         self._home: OrderedDict[str, tuple[str, int]] = OrderedDict()  # group_id -> engine, hash of its last prompt
         self._mean_new: float | None = None
         for name in names:
@@ -31,11 +32,11 @@ class LoadEstimate:
         return self._in_hand[name]
 
     def came(self, name: str) -> None:
-        """An engine serves from now on."""
+        """An engine starts to serve."""
         self._serving.setdefault(name)
 
     def went(self, name: str) -> None:
-        """No request goes to this one any more; those that it has may end."""
+        """An engine gets no more requests; those that it has may end."""
         self._serving.pop(name, None)
 
     def place(
@@ -45,8 +46,9 @@ class LoadEstimate:
         params: SamplingParams,
         among: Collection[str] | None = None,
     ) -> tuple[str, float]:
-        """The engine of its siblings, unless that has far more to do than the one with the least; and the tokens that
-        `give_back` is to be told when the request has left: its answer, and its prompt unless that is cached there."""
+        """The engine of its siblings, unless that has far more load than the least loaded one; and the tokens to
+        `give_back` when the request has left: those of its answer, and of its prompt unless it is cached there.
+        """
         name, new = self.least(among), self.new_tokens(params)
         home, last_prompt = self._home.get(group_id, ("", 0))
         prompt = hash(prompt_ids)
@@ -60,7 +62,7 @@ class LoadEstimate:
     def place_anywhere(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, among: Collection[str] | None = None
     ) -> tuple[str, float]:
-        """For one that comes from another engine: its siblings aren't its concern."""
+        """An engine for a request that comes from another engine: siblings don't matter."""
         name = self.least(among)
         return name, self._take(name, self.new_tokens(params) + len(prompt_ids))
 
@@ -68,7 +70,7 @@ class LoadEstimate:
         return min(self._serving if among is None else among, key=self._in_hand.__getitem__)
 
     def new_tokens(self, params: SamplingParams) -> float:
-        """That an answer is expected to have."""
+        """The expected number of tokens of an answer."""
         limit = float(params.max_new_tokens)
         return limit if self._mean_new is None else min(self._mean_new, limit)
 
@@ -76,7 +78,7 @@ class LoadEstimate:
         self._take(name, -tokens)
 
     def ended(self, num_new: int) -> None:
-        """A request came to its end with so many tokens."""
+        """A request ended with `num_new` tokens."""
         mean = float(num_new) if self._mean_new is None else self._mean_new
         self._mean_new = mean + WEIGHT_OF_LATEST * (num_new - mean)
 

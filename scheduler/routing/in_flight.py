@@ -1,4 +1,4 @@
-"""What each engine of a role has in hand, request by request, and what is left of it. It sends nothing anywhere."""
+"""The requests in flight on each engine of a role, and the work left in them. Sends nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from scheduler.routing.speed_estimate import RateEstimator
 
-NEVER_S = 1e9  # when a role without a slot finishes
+NEVER_S = 1e9  # finish time of a role without a slot
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class InFlightRequest:
-    """One request on one engine. `moving`: it was ended there to go on elsewhere."""
+    """One request on one engine. `moving`: it was ended there to continue elsewhere."""
 
     request_id: str
     num_before: int  # tokens sampled on other engines
@@ -27,7 +27,7 @@ class InFlightRequest:
 
 @dataclass(slots=True)
 class _Hand:
-    """Of one engine. `rows_s`: the integral of its decoding rows over time."""
+    """The load of one engine. `rows_s`: the integral of its decoding rows over time."""
 
     requests: dict[int, InFlightRequest]
     num_rows: int = 0
@@ -37,7 +37,7 @@ class _Hand:
 
 
 class RoleLoad:
-    """Books of all engines of a role, by the event loop's clock."""
+    """The requests of all engines of a role, by the event loop's clock."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -59,25 +59,25 @@ class RoleLoad:
         return list(self._hands[name].requests.values())
 
     def take(self, name: str, request_id: str, movable: bool, num_before: int) -> InFlightRequest:
-        """An engine was sent one."""
+        """A request was sent to an engine."""
         now_s = asyncio.get_running_loop().time()
         ask = InFlightRequest(request_id=request_id, movable=movable, num_before=num_before, taken_s=now_s)
         self._hands[name].requests[id(ask)] = ask
         return ask
 
     def began(self, name: str, ask: InFlightRequest) -> None:
-        """Its first token came."""
+        """The request's first token came."""
         if ask.begun_s is not None or id(ask) not in self._hands[name].requests:
             return
         hand = self._settled(name)
         hand.num_rows += 1
-        if ask.num_before:  # prefills go one after another: its own began when the one before it had ended
+        if ask.num_before:  # prefills run one after another: it began when the one before it ended
             self.rates.took_over(hand.changed_s - max(ask.taken_s, hand.last_begun_s), len(hand.requests))
         hand.last_begun_s = hand.changed_s
         ask.begun_s, ask.rows_s_at_begin = hand.changed_s, hand.rows_s
 
     def ended(self, name: str, ask: InFlightRequest, num_tokens: int | None) -> None:
-        """It left the engine; num_tokens: sampled there, None where it failed."""
+        """The request left the engine. num_tokens: sampled there; None if it failed."""
         hand = self._settled(name)
         del hand.requests[id(ask)]
         if not hand.requests:
@@ -90,16 +90,16 @@ class RoleLoad:
             self.rates.sampled(num_tokens, seconds, (hand.rows_s - ask.rows_s_at_begin) / seconds)
 
     def idle_s(self, name: str) -> float:
-        """For how long an engine has had no request."""
+        """Seconds for which an engine has had no request."""
         now_s = asyncio.get_running_loop().time()
         return 0.0 if self._hands[name].requests else now_s - self._idle_since_s.setdefault(name, now_s)
 
     def woke(self, name: str) -> None:
-        """An engine serves from now on: idleness counts anew."""
+        """An engine starts to serve: its idle time restarts."""
         self._idle_since_s[name] = asyncio.get_running_loop().time()
 
     def backlog(self, max_rows: int) -> RoleBacklog:
-        """What there is to do, by what requests were like of late. max_rows: of one engine."""
+        """The remaining work, estimated from recent requests. max_rows: of one engine."""
         now_s, rates = asyncio.get_running_loop().time(), self.rates
         token_s = rates.step_now_s
         sampled = [0.0] * self.num_waiting
@@ -132,20 +132,20 @@ class RoleLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleBacklog:
-    """What a role has to do. `idle_s`: for how long it has had nothing."""
+    """The remaining work of a role. `idle_s`: seconds for which it has had none."""
 
     role: str
     requests: int  # in flight, and waiting for an engine that serves
-    tokens: float  # expected to be sampled still, all requests together
+    tokens: float  # expected tokens still to sample, all requests together
     longest: float  # of a single one
     step_s: float
     row_s: float
     max_rows: float = math.inf  # of one slot
     idle_s: float = 0.0
-    takeover_s: float = 0.0  # of a slot's time, for a request that another one began: it is prefilled again
+    takeover_s: float = 0.0  # of a slot's time for a migrated request, which must be prefilled again
 
     def finish_s(self, num_slots: int) -> float:
-        """Until all of it is done, if nothing comes and nothing moves."""
+        """Seconds until all of it is done, if nothing comes and nothing moves."""
         if self.requests == 0:
             return 0.0
         if num_slots == 0:

@@ -1,7 +1,7 @@
-"""A completion that begins on one engine and ends on another: what the second is asked, and the whole. Pure.
+"""Migration of a completion from one engine to another: the request to the second, and the joined result. Pure.
 
-The tokens that were sampled become the end of the prompt of what follows: the model goes on where it was, for the
-price of a prefill. Every token keeps its log-prob and the version that sampled it.
+The sampled tokens become the end of the next prompt: the model continues where it was, at the cost of a prefill. Every
+token keeps its log-prob and the version that sampled it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from models.types import Completion, SamplingParams, VersionSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """What it takes of a role's model.
+    """What a migration needs of a role's model.
 
     decode:     token ids to text, as its engines do it.
-    seed_after: (seed, tokens sampled so far) -> the seed of the rest. An engine whose draws go by the position in the
-        text takes the same one, and draws what it would have drawn unmoved; of any other, the first draws after the
-        move would repeat the first of all.
+    seed_after: (seed, tokens sampled so far) -> the seed of the rest. An engine whose random numbers depend on the
+                position keeps the seed, and samples what it would have sampled unmoved; any other would repeat its
+                first random numbers.
     """
 
     decode: Callable[[Sequence[int]], str]
     seed_after: Callable[[int, int], int]
 
     def rest(self, params: SamplingParams, num_sampled: int) -> SamplingParams:
-        """What is left to sample."""
+        """The parameters for the rest of the tokens."""
         seed = self.seed_after(params.seed, num_sampled)
         return replace(params, max_new_tokens=params.max_new_tokens - num_sampled, seed=seed)
 
     def join(self, parts: Sequence[Completion]) -> Completion:
-        """The parts as if one engine had sampled them all; it ends as the last one did."""
+        """The parts as one completion; it ends as the last part did."""
         token_ids = tuple(token for part in parts for token in part.token_ids)
         return Completion(
             token_ids=token_ids,
@@ -46,7 +46,7 @@ class Continuation:
 
 
 class PartialRequest:
-    """A request, and what was sampled of it so far: what the next engine is asked for."""
+    """A request and the tokens sampled so far: the request to the next engine."""
 
     def __init__(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
         self.prompt_ids = prompt_ids
@@ -57,7 +57,7 @@ class PartialRequest:
         self._parts: list[Completion] = []
 
     def go_on(self, part: Completion, continuation: Continuation) -> None:
-        """An engine sampled a part of it; the next one has the rest to do."""
+        """Add a part that an engine sampled."""
         self.moved = True
         if not part.token_ids:
             return
@@ -67,7 +67,7 @@ class PartialRequest:
         self.params = continuation.rest(self._whole_params, self.num_sampled)
 
     def whole(self, last: Completion, continuation: Continuation | None) -> Completion:
-        """With the last part."""
+        """The whole completion, with the last part."""
         if not self._parts:
             return last
         assert continuation is not None
@@ -75,7 +75,9 @@ class PartialRequest:
 
 
 def can_be_continued(params: SamplingParams) -> bool:
-    """A stop string may lie across the border, and a grammar would begin anew behind it."""
+    """Whether a request can be split: not with a stop string, which may cross the border, or a grammar, which would
+    restart.
+    """
     return not params.stop and params.pattern is None
 
 
@@ -94,7 +96,7 @@ def _joined_spans(parts: Sequence[Completion]) -> tuple[VersionSpan, ...]:
 
 
 def _joined_experts(parts: Sequence[Completion]) -> np.ndarray | None:
-    """Each part begins with the tokens of those before it: of each token, where it went the first time."""
+    """The joined experts. Each part begins with the tokens of those before it: each token keeps its first experts."""
     joined: np.ndarray | None = None
     for part in parts:
         if part.experts_TLK is None:

@@ -1,4 +1,6 @@
-"""Requests and tokens per minute, kept before sending: token buckets on the event loop's clock. It sends nothing."""
+"""Limits on requests and tokens per minute, enforced before sending: token buckets on the event loop's clock. Sends
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,14 @@ import asyncio
 from models.priority_gate import PriorityGate
 from scheduler.clock import RESOLUTION_S
 
-BURST_S = 1.0  # what a full bucket lets through at once, in seconds of its rate
+BURST_S = 1.0  # capacity of a bucket, in seconds of its rate
 
 
 class Bucket:
-    """Fills at `per_minute`, holds a second's worth, at least one. Pure: times are the caller's.
+    """A token bucket: fills at `per_minute`, holds a second's worth, at least one. Pure: times are passed in.
 
-    Whoever needs more than it holds goes when it is full, and leaves it in debt: over any time T no more goes out than
-    per_minute * T + what it holds + the last one's need.
+    A need greater than the bucket is served when it is full, and leaves it in debt: over any time T at most per_minute
+    * T + the capacity + the last need goes out.
     """
 
     def __init__(self, per_minute: float, now_s: float) -> None:
@@ -24,13 +26,13 @@ class Bucket:
         self._at_s = now_s
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Until so much may go; 0: now."""
+        """Seconds until this amount may go; 0: now."""
         self._fill(now_s)
         wait_s = (min(amount, self._room) - self._level) / self._per_s
         return wait_s if wait_s > RESOLUTION_S else 0.0
 
     def take(self, amount: float, now_s: float) -> None:
-        """A negative amount is given back."""
+        """Take an amount; a negative one is given back."""
         self._fill(now_s)
         self._level = min(self._room, self._level - amount)
 
@@ -40,7 +42,7 @@ class Bucket:
 
 
 class RateLimits:
-    """Lets requests out as two limits allow, the lowest priority number first, then the oldest. 0 is no limit."""
+    """Releases requests under two limits, the lowest priority number first, then the oldest. 0: no limit."""
 
     def __init__(self, *, requests_per_minute: int, tokens_per_minute: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -51,7 +53,7 @@ class RateLimits:
         self._timer: asyncio.TimerHandle | None = None
 
     async def admit(self, num_tokens: int, priority: int) -> None:
-        """Return when a request that may use so many tokens may be sent."""
+        """Return when a request of up to `num_tokens` tokens may be sent."""
         turn = self._waiting.join(priority, num_tokens)
         self._let_out()
         try:
@@ -61,13 +63,13 @@ class RateLimits:
             raise
 
     def settle(self, num_expected: int, num_used: int) -> None:
-        """The answer came, with its count of tokens: what was expected too much is given back."""
+        """Give back the tokens that were expected but not used, after the answer."""
         if self._tokens is not None and num_used != num_expected:
             self._tokens.take(num_used - num_expected, self._loop.time())
             self._let_out()
 
     def _let_out(self) -> None:
-        """As many as may go now; a timer for the next."""
+        """Release as many as may go now; set a timer for the next."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,7 +1,7 @@
-"""Many engines of one role seen as one Engine: least work, siblings together, retries elsewhere. Starts no engine.
+"""A router: many engines of one role as one Engine. Least load, siblings together, retries elsewhere. Starts no engine.
 
-It outlives its engines: while one that replaces them is on its way, requests wait for it. An engine may live and rest:
-its slot serves another role, and no request goes to it.
+It outlives its engines: requests wait while a replacement starts. An engine may be alive but inactive: its slot serves
+another role, and it gets no requests.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ T = TypeVar("T")
 
 
 def ignore_change() -> None:
-    """The default for `on_change`: nobody listens."""
+    """The default for `on_change`."""
 
 
-NOBODY = "health look"  # no request has this id: an abort of it reaches a living engine, and changes nothing
+NOBODY = "health look"  # no request has this id: aborting it tests an engine and changes nothing
 
 
 class RequestKillsEngines(EngineRefused):
-    """Several engines died, one after the other, while they served the same request."""
+    """Several engines died, one after another, while they served the same request."""
 
 
-OnDeath = Callable[[str, EngineDied], bool]  # hears of a dead engine by name; says whether it will be replaced
+OnDeath = Callable[[str, EngineDied], bool]  # (name, cause of a dead engine) -> whether it will be replaced
 
 
 class Router:
-    """Sends each request to one engine. A dead engine is never asked again; its requests are drawn anew elsewhere,
-    under the same request_id and seed. A request with which too many engines died is refused: it may have killed them.
+    """Sends each request to one engine. A dead engine gets no more requests; its requests are sampled again elsewhere,
+    with the same request_id and seed. A request during which too many engines died is refused: it may kill engines.
 
-    continuation: how requests go on elsewhere with the tokens they have; without one they stay where they are.
-    on_change: hears that somebody waits for an engine, that one died, or that one has no request any more.
-    on_kills: hears, of each engine that died with a request that is refused for it, the name: once a death.
+    continuation: how requests migrate with their tokens; without it they don't migrate.
+    on_change: called when a request waits for an engine, an engine died, or an engine has no request left.
+    on_kills: called once per death with the name of an engine that died with a request that is refused for it.
     """
 
     on_death: OnDeath | None = None
@@ -80,25 +80,25 @@ class Router:
         self._continuation = continuation
         self._where: dict[str, str] = {}  # request_id -> engine
         self._deaths: list[_Death] = []
-        self._waits: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)  # for answers of engines
+        self._waits: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)  # engine -> timeouts of waiting answers
         self._heard_s: dict[str, float] = {}  # when an engine last answered a request, or began to
-        self._coming: set[str] = set()  # those that will be replaced
-        self._emptied = asyncio.Event()  # an engine has no request any more
-        self._change = asyncio.Event()  # somebody came, or won't come any more
+        self._coming: set[str] = set()  # engines that will be replaced
+        self._emptied = asyncio.Event()  # set when an engine has no request left
+        self._change = asyncio.Event()  # set when an engine comes, or won't come any more
 
     @property
     def alive(self) -> Mapping[str, Engine]:
-        """The engines that live, by name; some may rest."""
+        """Living engines by name; some may be inactive."""
         return dict(self._alive)
 
     @property
     def serving(self) -> Mapping[str, Engine]:
-        """The engines that requests go to, by name."""
+        """Engines that get requests, by name."""
         return dict(self._serving)
 
     @property
     def in_use(self) -> Mapping[str, Engine]:
-        """Those that serve, and those that rest once their last requests have ended: they need new weights."""
+        """Engines that serve, and inactive ones whose last requests are ending: they need new weights."""
         return {name: engine for name, engine in self._alive.items() if name in self._serving or self.load[name]}
 
     def heard_s(self, name: str) -> float:
@@ -106,7 +106,7 @@ class Router:
         return self._heard_s.get(name, -math.inf)
 
     def admit(self, name: str, engine: Engine) -> None:
-        """A new engine lives from now on, and serves unless it is to rest."""
+        """Add a new engine; it serves unless it is inactive."""
         assert name not in self._alive, f"{name} already serves"
         self._alive[name] = engine
         self._coming.discard(name)
@@ -116,12 +116,12 @@ class Router:
         self._change.set()
 
     def deactivate(self, name: str) -> None:
-        """No request goes to this one any more, nor to one that replaces it; those that it has may end."""
+        """Stop sending requests to this engine and to its replacement; those that it has may end."""
         self._inactive.add(name)
         self._serve_no_more(name)
 
     def activate(self, name: str, engine: Engine) -> None:
-        """This one serves again; it has the weights of the others."""
+        """Let this engine serve again; it has the weights of the others."""
         if self._alive.get(name) is engine:
             self._inactive.discard(name)
             self._serve(name, engine)
@@ -136,9 +136,9 @@ class Router:
             await self._emptied.wait()
 
     async def migrate(self, name: str, count: int | None = None) -> int:
-        """Let requests of an engine go on at the others, those that began last first; all, or at most `count`.
+        """Migrate requests of an engine to the others, the latest first; all, or at most `count`.
 
-        None where nobody else serves. Returns how many were asked to go; they are on their way then.
+        None if no other engine serves. Returns how many were asked to migrate; they are still on their way.
         """
         engine = self._alive.get(name)
         if engine is None or self._continuation is None or not (self._serving.keys() - {name}):
@@ -154,7 +154,7 @@ class Router:
         return len(going)
 
     async def rebalance(self) -> None:
-        """Bring all that serve to about the same number of requests, for the sake of one that is new."""
+        """Even out the number of requests on all engines that serve, for a new one."""
         if not self._serving:
             return
         fair = -(-sum(self.load[name] for name in self._serving) // len(self._serving))
@@ -162,8 +162,9 @@ class Router:
         await asyncio.gather(*(self.migrate(name, surplus) for name, surplus in over.items() if surplus > 0))
 
     def mark_dead(self, name: str, engine: Engine, death: EngineDied) -> None:
-        """An engine is dead, or as good as dead: whoever waits for its answer waits no more. Many may notice: the first
-        call counts, and none of them harms who came in its place."""
+        """Mark an engine as dead: requests no longer wait for its answers. Several callers may notice a death: the
+        first call counts, and later ones don't affect its replacement.
+        """
         if self._alive.get(name) is not engine:
             return
         del self._alive[name]
@@ -179,12 +180,12 @@ class Router:
         self.on_change()
 
     def give_up(self, name: str) -> None:
-        """Nobody will replace this one. If it was the last, requests that wait raise EngineDied."""
+        """This engine won't be replaced. If it was the last, waiting requests raise EngineDied."""
         self._coming.discard(name)
         self._change.set()
 
     async def until_served(self) -> None:
-        """Return once an engine serves. Raises EngineDied when none does, none rests, and none is on its way."""
+        """Return once an engine serves. Raises EngineDied if none serves, none is inactive, and none will come."""
         if self._serving:
             return
         self.load.num_waiting += 1
@@ -206,8 +207,9 @@ class Router:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        """Raises EngineDied only when no engine is left, and none will come; RequestKillsEngines where
-        `max_deaths_per_request` died with this one."""
+        """Raises EngineDied only if no engine is left and none will come, RequestKillsEngines if
+        `max_deaths_per_request` engines died with this request.
+        """
         once, partial = _Once(on_first_token), PartialRequest(tuple(prompt_ids), params)
         deaths: list[_Death] = []
         while True:
@@ -216,7 +218,7 @@ class Router:
             engine, served = self._serving[name], False
             try:
                 if deaths:
-                    await engine.abort(NOBODY)  # dead already, it isn't this request that kills it
+                    await engine.abort(NOBODY)  # an engine that is dead already isn't killed by this request
                 served = True
                 part, moving = await self._generate_on(name, engine, partial, context, once)
             except EngineDied as death:
@@ -284,7 +286,7 @@ class Router:
         return next(death for death in reversed(self._deaths) if death.name == name)
 
     def _refusal(self, request_id: str, deaths: Sequence[_Death]) -> RequestKillsEngines:
-        """The request is blamed for these deaths; others that died with it may be blamed for the same ones."""
+        """The refusal of a request that is blamed for these deaths; other requests may be blamed for the same ones."""
         for death in deaths:
             if not death.blamed and self.on_kills is not None:
                 self.on_kills(death.name)
@@ -301,8 +303,9 @@ class Router:
         self._work.went(name)
 
     async def _until_room(self, priority: int) -> Collection[str] | None:
-        """Engines that serve and may take a request now, once there are any; None: all that serve. Raises as
-        `until_served`."""
+        """Wait for engines that serve and may take a request now, and return them; None: all that serve. Raises like
+        `until_served`.
+        """
         while True:
             await self.until_served()
             if not self._concurrency.limits_anybody:
@@ -316,7 +319,7 @@ class Router:
                 self.load.num_waiting -= 1
 
     def _place(self, among: Collection[str] | None, partial: PartialRequest, group_id: str) -> tuple[str, float]:
-        """Which of these is asked, and the tokens that this is expected to cost it."""
+        """The engine for a request, and the tokens that it is expected to cost there."""
         if partial.moved:
             return self._work.place_anywhere(partial.prompt_ids, partial.params, among)
         return self._work.place(group_id, partial.prompt_ids, partial.params, among)
@@ -324,7 +327,7 @@ class Router:
     async def _generate_on(
         self, name: str, engine: Engine, partial: PartialRequest, context: RequestContext, once: _Once
     ) -> tuple[Completion, bool]:
-        """What the engine sampled, and whether the rest is to go on elsewhere."""
+        """What the engine sampled, and whether the rest continues elsewhere."""
         start_s = asyncio.get_running_loop().time()
         ask = self.load.take(name, context.request_id, can_be_continued(partial.params), partial.num_sampled)
         self._where[context.request_id] = name
@@ -357,12 +360,12 @@ class Router:
         end_s = asyncio.get_running_loop().time()
         seen: dict[str, str | int | float] = {"request": context.request_id, "num_tokens": num_tokens}
         if ask.begun_s is not None:
-            seen["first_token_s"] = round(ask.begun_s - start_s, 6)  # after the start
+            seen["first_token_s"] = round(ask.begun_s - start_s, 6)  # seconds after the start
         self._events.span(name, context.role, start_s, end_s, **seen)
         return part, ask.moving
 
     async def _on_all(self, ask: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
-        """Ask every living engine; those that die meanwhile are left out, as long as one answers."""
+        """Call every living engine; those that die meanwhile are left out, as long as one answers."""
         answers: dict[str, T] = {}
 
         async def ask_one(name: str, engine: Engine) -> None:
@@ -379,7 +382,7 @@ class Router:
 
 @dataclass(slots=True, kw_only=True)
 class _Death:
-    """blamed: on a request."""
+    """A death during a request. blamed: whether the request was refused for it."""
 
     name: str  # of the engine
     cause: str
@@ -390,7 +393,7 @@ class _Death:
 
 
 class _Once:
-    """A retried request has two first tokens; the caller hears of one."""
+    """A callback that runs once: a retried request has two first tokens."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell

@@ -1,4 +1,4 @@
-"""Scorers of one role seen as one Scorer: what waits goes out in batches, the dead are replaced. Makes no model."""
+"""Scorers of one role as one Scorer: sends waiting requests in batches, replaces dead members. Makes no model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from scheduler.processes.actors import ActorDied, ActorGroup
 
 log = logging.getLogger(__name__)
 
-Restart = Callable[[int], Awaitable[None]]  # a member's rank -> a new one on its seat, what was left of it ended
+Restart = Callable[[int], Awaitable[None]]  # rank -> restarts the member on its seat, after ending its rest
 
 
 @dataclass(order=True, slots=True)
 class ScoreRequest:
-    """A sequence that waits for its number; the lowest priority first, then the oldest."""
+    """A sequence to score; the lowest priority first, then the oldest."""
 
     priority: int
     turn: int
@@ -30,12 +30,12 @@ class ScoreRequest:
 
 
 class ScorerPool:
-    """Each member of the group takes one batch at a time; while all are busy, what is asked gathers to the next one.
+    """A pool of scorers. Each member takes one batch at a time; while all are busy, requests gather in the next one.
 
-    A dead member's batch goes to the others, or waits for who comes in its place.
+    A dead member's batch goes to the others, or waits for its replacement.
 
-    restart, max_replacements: how the dead are replaced, and how many tries of that the run has.
-    max_batch_tokens: of one call; a longer sequence goes by itself.
+    restart, max_replacements: how dead members are replaced, and how many tries the run has.
+    max_batch_tokens: of one call; a longer sequence is sent alone.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class ScorerPool:
         self._is_sending = False
 
     async def score(self, token_ids: Sequence[int], priority: int = 0) -> float:
-        """Raises EngineDied only when no member is left, and none will come."""
+        """Score a sequence. Raises EngineDied only if no member is left and none will come."""
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, ScoreRequest(priority, next(self._turns), tuple(token_ids), answer))
-        if not self._is_sending:  # at the end of this tick: what is asked at once travels together
+        if not self._is_sending:  # at the end of this tick, so that concurrent requests are sent together
             self._is_sending = True
             asyncio.get_running_loop().call_soon(self._send)
         return await answer
 
     def _send(self) -> None:
-        """A batch to each idle member, as far as they go."""
+        """Send a batch to each idle member, while there are requests."""
         self._is_sending = False
         if not self._num_alive and not self._num_coming:
             self._fail_all()
@@ -88,7 +88,7 @@ class ScorerPool:
             if batch and num_tokens + len(ask.token_ids) > self._max_batch_tokens:
                 break
             heapq.heappop(self._waiting)
-            if not ask.answer.done():  # nobody waits for a cancelled one any more
+            if not ask.answer.done():  # no longer waited for if cancelled
                 batch.append(ask)
                 num_tokens += len(ask.token_ids)
         return batch

@@ -1,13 +1,13 @@
 """The balancer: backlog -> the next move of an elastic slot from one role to another, with its reason. Pure.
 
-A decoding step of B rows takes step_s + B * row_s, so that n slots finish requests of `tokens` tokens in all, the
-longest of `longest`, after
+A decoding step of B rows takes step_s + B * row_s, so n slots finish requests of `tokens` tokens in all, the longest of
+`longest`, after
 
     finish_s(n) = step_s * max(longest, tokens / (n * max_rows)) + row_s * tokens / n
 
-A thin tail of long rollouts takes the same time on one slot as on eight: that is when slots go to the judge. What is
-made small lies between the sum over the roles (a rollout goes through all: the way through a synchronous step) and the
-longest of them (the throughput where steps overlap, which thin batches on many slots waste): their cubic norm.
+A thin tail of long rollouts takes the same time on one slot as on eight: then slots go to the judge. The objective is
+the cubic norm of the roles' times. It lies between their sum (the latency of a synchronous step) and their maximum (the
+throughput of overlapping steps, which thin batches on many slots waste).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SWAPS = ("auto", "sleep", "weights")
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """When slots of elastic pools change their role. Other pools don't use it."""
+    """When slots of elastic pools change their role. Other pools ignore it."""
 
     every_s: float = 0.2  # Longest time between two decisions.
     switch_s: float = 0.5  # Assumed time of a move until moves are measured.
-    hysteresis: float = 1.0  # A move must gain this many times its cost, beyond its cost.
-    # Requests in flight go on at other slots; false: they end where they are, and the slot waits.
+    hysteresis: float = 1.0  # A move must gain this many times its cost, in addition to its cost.
+    # Migrate requests in flight to other slots; false: they end where they are, and the slot waits.
     migrate: bool = True
-    # What a slot changes: engines that sleep, or the weights of one engine that its roles share; docs/placement.md says
-    # which of them auto is.
+    # How a slot changes its role: between engines that sleep, or by the weights of one shared engine; docs/placement.md
+    # says what auto chooses.
     swap: str = "auto"
 
     def __post_init__(self) -> None:
@@ -46,18 +46,18 @@ class BalanceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """What serves. `able`: the roles that it could serve now, its own included; without its own it serves nobody."""
+    """A slot. `able`: the roles that it could serve now, including its own; without its own it serves none."""
 
     name: str
     role: str
     able: frozenset[str]
-    idle_s: float = 0.0  # for how long it has had no request
-    drain_s: float = 0.0  # until its requests are off it
+    idle_s: float = 0.0  # seconds for which it has had no request
+    drain_s: float = 0.0  # seconds until its requests are gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One slot changes its role. Gain, beyond the cost, and cost are seconds of the model's."""
+    """The change of one slot's role. Gain (after cost) and cost are in seconds of the model."""
 
     slot: str
     source: str
@@ -72,7 +72,7 @@ Cost = Callable[[str, str], float]  # (source, target) -> seconds that a change 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """A pool as the rules see it. `roles`: in the order in which work goes through them."""
+    """A pool, as the rules see it. `roles`: in the order of the flow."""
 
     roles: Mapping[str, RoleBacklog]
     slots: Sequence[Slot]
@@ -83,12 +83,12 @@ class Pool:
         return sum(slot.role == role and role in slot.able for slot in self.slots)
 
     def move(self, slot: Slot, target: str, reason: str) -> Move:
-        """With what it gains: the time of both roles until their work is done, before less after."""
+        """A move with its gain: the time of both roles until their work is done, before minus after."""
         source, goal, cost_s = self.roles[slot.role], self.roles[target], self.cost_s(slot.role, target) + slot.drain_s
         n_source, n_target = self.num_serving(slot.role), self.num_serving(target)
         n_left = n_source - (slot.role in slot.able)
-        # While the slot changes the others go on: what is lost is its own share of the work, and what it takes to
-        # spread anew what it had, and what it gets.
+        # While the slot changes, the others continue: the loss is its own share of the work, and the cost of migrating
+        # requests from it and to it.
         leaves = slot.role in slot.able and n_left and not slot.idle_s
         leaving = source.requests / n_source if leaves else 0.0
         left_s = leaving * source.takeover_s / max(n_left, 1)
@@ -106,12 +106,12 @@ class Pool:
         )
 
     def can_go(self, slot: Slot) -> bool:
-        """A role with work keeps its last slot."""
+        """Whether a slot may leave its role: a role with work keeps its last slot."""
         return not (self.roles[slot.role].requests and slot.role in slot.able and self.num_serving(slot.role) == 1)
 
 
 def together_s(one_s: float, other_s: float) -> float:
-    """Of two roles' times: no less than the longer one, no more than their sum."""
+    """The norm of two roles' times: at least the longer one, at most their sum."""
     longer_s, ratio = max(one_s, other_s), min(one_s, other_s) / max(one_s, other_s, 1e-12)
     return longer_s * (1 + ratio**NORM) ** (1 / NORM)
 
@@ -119,9 +119,9 @@ def together_s(one_s: float, other_s: float) -> float:
 def decide(pool: Pool) -> Move | None:
     """The best next move, or None.
 
-    In this order: a role that has work and no slot gets one; then what the model gains most by; then a slot that has
-    idled for as long as a change takes goes where there is work for it (to wait as long as one would pay is never
-    more than twice as dear as knowing what comes); then, with no work anywhere, slots go where work starts.
+    In this order: a role with work and no slot gets one; then the move with the largest gain; then a slot that has
+    idled for as long as a change takes goes to a role with work (waiting for as long as the change costs is at most
+    twice as expensive as knowing the future); then, with no work anywhere, slots go to the first role of the flow.
     """
     for rule in (_rescue, _gain, _idle, _home):
         moves = [
@@ -150,7 +150,7 @@ def _gain(pool: Pool, slot: Slot, target: str) -> Move | None:
 def _idle(pool: Pool, slot: Slot, target: str) -> Move | None:
     goal, num_slots = pool.roles[target], pool.num_serving(target)
     if pool.roles[slot.role].requests >= pool.num_serving(slot.role) or goal.requests <= num_slots:
-        return None  # its own role has work for it, or it would idle there, too
+        return None  # its own role has work for it, or it would idle there too
     move = pool.move(slot, target, f"idle for {slot.idle_s:.2g} s, {target} has {_work(pool, target)}")
     return move if slot.idle_s >= move.cost_s and goal.finish_s(num_slots) > 2 * move.cost_s else None
 

@@ -1,13 +1,13 @@
-"""Elastic pools: slots that serve now one role, now another. Carries out what balance.py decides; it decides nothing.
+"""Elastic pools: slots that change between roles. Carries out what balance.py decides; decides nothing itself.
 
 A slot holds an engine for each role of its pool and serves one of them. A move from A to B:
 
-    A takes no new requests on it -> what it has goes on at A's other engines, or ends here -> A sleeps, if it can
+    A takes no new requests on it -> its requests migrate to A's other engines, or end here -> A sleeps, if it can
     -> B wakes -> B is brought to the weights that its role serves -> B takes requests, and its share of those in flight
 
-Or A and B are what two roles see of one engine (swap.py): then none sleeps, and B's weights take the place of A's.
+Or A and B are views of one engine (shared_engine.py): then none sleeps, and B's weights replace A's.
 
-All on the event loop's clock. Routers send the requests; this module only says who serves.
+All on the event loop's clock. Routers send the requests; this module only says which engines serve.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from scheduler.weights.weight_push import SyncReport
 
 log = logging.getLogger(__name__)
 
-LEAVE_DEADLINE_S = 60.0  # of an engine to let its requests go, to fall asleep, to wake: no work is done in it
-LEAST_COST_S = 0.05  # moved requests are prefilled again, which the measure doesn't see
-COST_MEMORY = 0.7  # of what earlier switches took, in the estimate of the next one
+LEAVE_DEADLINE_S = 60.0  # for an engine to let its requests go, to fall asleep, to wake
+LEAST_COST_S = 0.05  # migrated requests are prefilled again, which isn't measured
+COST_MEMORY = 0.7  # weight of earlier switches in the estimate of the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticRole:
     """One role of an elastic pool.
 
-    router:         sends its requests; it starts with all engines serving, and with all slots' engines in it.
-    bring_current:  what a newcomer needs before its first request.
+    router:         sends its requests; begins with the engines of all slots, all serving.
+    bring_current:  brings a new engine up to date before its first request.
     max_rows:       of one engine.
-    sleeps:         its engines share a device's memory: whoever doesn't serve gives it back.
-    nothing_pushed: within it no engine of the role is pushed to.
-    memory_still:   within it no learner on these devices takes memory: vLLM's sleep fails where less is free after it.
+    sleeps:         its engines share a device's memory: an inactive engine frees it.
+    nothing_pushed: context in which no engine of the role is pushed to.
+    memory_still:   context in which no learner on these devices takes memory: vLLM's sleep fails if less is free after
+                    it.
     """
 
     router: Router
@@ -57,7 +58,7 @@ class ElasticRole:
 
 
 class ElasticPool:
-    """The slots of a pool. `run` never returns; before it runs, slots stay as they are."""
+    """The slots of a pool. `run` never returns; before it runs, slots keep their roles."""
 
     def __init__(
         self,
@@ -69,24 +70,25 @@ class ElasticPool:
         *,
         swaps: bool = False,
     ) -> None:
-        """slots: slot -> role -> the name of its engine. roles: in the order in which work goes through them; all slots
-        begin with the first one. swaps: the roles of a slot see one engine, which has the weights of one of them."""
+        """slots: slot -> role -> the name of its engine. roles: in the order of the flow; all slots begin with the
+        first one. swaps: the roles of a slot share one engine, which has the weights of one of them.
+        """
         self.name = name
-        self.moves: Counter[str] = Counter()  # "policy->grm" -> how many
+        self.moves: Counter[str] = Counter()  # "policy->grm" -> number
         self._engines = slots
         self._roles = roles
         self._config = config
         self._events = events or NoEvents()
         self._swaps = swaps
         first = next(iter(roles))
-        self._serves = dict.fromkeys(slots, first)  # or will, once its move is done
+        self._serves = dict.fromkeys(slots, first)  # or will serve, once its move is done
         self._moving: set[str] = set()
-        self._levelling: set[str] = set()  # roles whose requests are being spread
-        self._settled = asyncio.Event()  # a move ended
+        self._levelling: set[str] = set()  # roles whose requests are being spread evenly
+        self._settled = asyncio.Event()  # set when a move ended
         self._news = asyncio.Event()
         self._switch_s: dict[tuple[str, str], float] = {}
         self._clocks: dict[str, list[ActiveClock]] = {role: [] for role in roles}
-        self._standing: dict[str, ExitStack] = {}  # roles without a slot -> their clocks, which stand still
+        self._standing: dict[str, ExitStack] = {}  # role without a slot -> its stopped clocks
         for role, elastic in roles.items():
             elastic.router.on_change = self._news.set
             for slot in slots if role != first else ():
@@ -94,18 +96,18 @@ class ElasticPool:
 
     @property
     def slots_by_role(self) -> dict[str, int]:
-        """How many serve each role, or are on their way to it."""
+        """Role -> number of slots that serve it, or are moving to it."""
         counts = Counter(self._serves.values())
         return {role: counts[role] for role in self._roles}
 
     def stops(self, role: str, clock: ActiveClock) -> None:
-        """From now on this clock stands still while no slot serves the role."""
+        """Let this clock stand still while no slot serves the role."""
         self._clocks[role].append(clock)
         self._standing.pop(role, ExitStack()).close()
         self._tell_clocks()
 
     async def run(self) -> None:
-        """Look, move, wait for news. Raises what a move failed of, deaths aside."""
+        """Check, move, wait for news. Raises the error of a failed move, except for deaths."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -119,13 +121,13 @@ class ElasticPool:
             raise crashes.exceptions[0] from None
 
     async def bring_current(self, role: str, name: str, engine: Engine, admit: Callable[[], None]) -> None:
-        """For who replaces dead engines: one whose slot serves another role lives on, and rests."""
+        """Bring a replacement of a dead engine up to date. If its slot serves another role, it stays inactive."""
         slot = next(slot for slot, engines in self._engines.items() if engines[role] == name)
         elastic = self._roles[role]
 
         def admit_and_serve() -> None:
             admit()
-            if self._serves[slot] == role and (self._swaps or slot not in self._moving):  # it may have gone meanwhile
+            if self._serves[slot] == role and (self._swaps or slot not in self._moving):  # it may have moved meanwhile
                 elastic.router.activate(name, engine)
                 self._tell_clocks()
 
@@ -133,14 +135,14 @@ class ElasticPool:
         if self._serves[slot] != role:
             admit()
         else:
-            async with self._held(slot) if self._swaps else nullcontext():  # no other role's weights come between
+            async with self._held(slot) if self._swaps else nullcontext():  # no other role's weights now
                 await elastic.bring_current(name, engine, admit_and_serve)
         await self._until_settled(slot)
         if self._serves[slot] != role:
             async with self._held(slot):
                 await self._let_go(elastic, name, engine)
 
-    # -- deciding ------------------------------------------------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------------------------------------
 
     def view(self) -> Pool:
         """The pool as the rules see it at this moment."""
@@ -167,12 +169,13 @@ class ElasticPool:
         cost_s = max(self._switch_s.get((source, target), self._config.switch_s), LEAST_COST_S)
         if self._roles[target].bring_current is need_no_weights:
             return cost_s
-        # Newcomers catch up one after another, and a push of the learner's waits behind them.
+        # New engines catch up one after another, and the learner's push waits for them.
         return cost_s * (1 + sum(self._serves[slot] == target for slot in self._moving))
 
     def _uneven(self, view: Pool) -> set[str]:
-        """Roles of which one slot has idled for as long as a move costs, and another one has requests to spare: the
-        rules reckon with work that is spread evenly."""
+        """Roles with one slot that has idled for as long as a move costs, and another with requests to spare: the rules
+        assume evenly spread work.
+        """
         idle = {slot.role for slot in view.slots if slot.idle_s >= self._patience_s(slot)}
         return {role for role in idle - self._levelling if self._config.migrate and spare(self._roles[role].router)}
 
@@ -180,7 +183,7 @@ class ElasticPool:
         return min((self._cost_s(slot.role, other) for other in slot.able - {slot.role}), default=LEAST_COST_S)
 
     async def _rebalance(self, role: str) -> None:
-        """Spread a role's requests; what is left over goes to idle slots one by one."""
+        """Spread a role's requests; the remainder goes to idle slots one by one."""
         router = self._roles[role].router
         self._levelling.add(role)
         try:
@@ -191,7 +194,7 @@ class ElasticPool:
         finally:
             self._levelling.discard(role)
 
-    # -- moving --------------------------------------------------------------------------------------------------------
+    # -- moves ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, move: Move) -> None:
         gain = f"gain {move.gain_s:.3g} s" if move.gain_s < NEVER_S / 2 else "the only way"
@@ -208,7 +211,7 @@ class ElasticPool:
         try:
             cost_s = await self._leave(move) + await self._enter(move)
         except EngineDied as death:
-            # The slot is the target's all the same: there its replacement will serve.
+            # The slot belongs to the target anyway: its replacement will serve there.
             log.warning("%s %s: %s", self.name, move.slot, death)
             return
         finally:
@@ -222,11 +225,10 @@ class ElasticPool:
             await self._rebalance(move.target)
 
     async def _leave(self, move: Move) -> float:
-        """The slot's engine of the old role has no requests any more, and is let go. Returns the seconds of the
-        latter."""
+        """Drain the slot's engine of the old role and release it. Returns the seconds of the release."""
         elastic, name = self._roles[move.source], self._engines[move.slot][move.source]
         if self._config.migrate:
-            with suppress(EngineDied):  # it has no requests any more then
+            with suppress(EngineDied):  # a dead engine has no requests
                 async with _in_time(elastic.router, name, "release its requests"):
                     await elastic.router.migrate(name)
         await elastic.router.until_idle(name)
@@ -237,8 +239,9 @@ class ElasticPool:
         return clock() - left_s
 
     async def _let_go(self, elastic: ElasticRole, name: str, engine: Engine) -> None:
-        """An engine that doesn't serve any more sleeps, if it can; one that dies of it frees its memory as well. A push
-        that runs may have it among its engines: it ends first."""
+        """Put an inactive engine to sleep, if it can sleep; if it dies of that, its memory is free as well. A running
+        push, which may include it, ends first.
+        """
         sleeper = engine if elastic.sleeps and isinstance(engine, SleepingEngine) else None
         if sleeper is None and not self._swaps:
             return
@@ -251,8 +254,9 @@ class ElasticPool:
             elastic.router.mark_dead(name, engine, death)
 
     async def _enter(self, move: Move) -> float:
-        """The slot's engine of the new role is awake, current and serves. Returns the seconds that this took, less
-        those of waiting for a learner that is between a step and its push."""
+        """Wake the slot's engine of the new role, bring it up to date and let it serve. Returns the seconds this took,
+        without waiting for a learner between a step and its push.
+        """
         elastic, name = self._roles[move.target], self._engines[move.slot][move.target]
         if (engine := elastic.router.alive.get(name)) is None:
             raise EngineDied(f"{name} died before it was activated")
@@ -273,7 +277,7 @@ class ElasticPool:
 
     @asynccontextmanager
     async def _held(self, slot: str) -> AsyncIterator[None]:
-        """Within it the slot doesn't move."""
+        """Context in which the slot doesn't move."""
         self._moving.add(slot)
         try:
             yield
@@ -305,7 +309,7 @@ class ElasticPool:
         self._switch_s[way] = COST_MEMORY * before_s + (1 - COST_MEMORY) * cost_s
 
     async def _until_news(self) -> None:
-        """Somebody waits for an engine, or an engine has run dry; or it is time to look again."""
+        """Wait until a request waits for an engine, an engine is idle, or it is time to check."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.every_s):
                 await self._news.wait()
@@ -314,7 +318,7 @@ class ElasticPool:
 
 @asynccontextmanager
 async def _in_time(router: Router, name: str, what: str) -> AsyncIterator[None]:
-    """An engine that takes too long for this hangs: it is buried. Raises EngineDied then."""
+    """Context with a time limit: an engine that exceeds it hangs and is marked dead. Raises EngineDied then."""
     engine = router.alive.get(name)
     try:
         async with asyncio.timeout(LEAVE_DEADLINE_S) as limit:
@@ -328,7 +332,7 @@ async def _in_time(router: Router, name: str, what: str) -> AsyncIterator[None]:
 
 
 def spare(router: Router) -> str | None:
-    """The engine with most requests, if it has several and one of them could go on elsewhere."""
+    """The engine with most requests, if it has several and one of them can migrate."""
     name = max(router.serving, key=router.load.__getitem__, default=None)
     staying = [ask for ask in router.load.requests(name) if not ask.moving] if name is not None else []
     return name if len(staying) > 1 and any(ask.movable for ask in staying) else None

@@ -4,8 +4,8 @@
                              ^          |         |
                              +----------+---------+  a try that failed; after the last one LOST
 
-STALE: it has the weights of its files and serves nobody, until it is brought to those of the others (policy) or needs
-no other (judge). What it held goes elsewhere meanwhile, or waits: the router sees to that.
+STALE: it has the weights of its files and doesn't serve, until it gets those of the others (policy) or needs none
+(judge). The router sends its requests elsewhere meanwhile, or lets them wait.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from scheduler.weights.weight_sync import NoEngines, WeightSync
 
 log = logging.getLogger(__name__)
 
-LOOK_TIMEOUT_S = 5.0  # one that is busy for longer isn't dead; whether it hangs is told by many such looks
-RETRY_AFTER_S = 2.0  # what the last try held may still be on its way out
+LOOK_TIMEOUT_S = 5.0  # a longer busy engine isn't dead; only many such checks show that it hangs
+RETRY_AFTER_S = 2.0  # the memory of the last try may not be free yet
 
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """How many dead engines are replaced, and how soon a death is noticed that no request met."""
+    """How many dead engines are replaced, and how soon an idle engine's death is noticed."""
 
     # [replacements] Most tries to replace an engine within replacement_window_s; 0: a dead engine stays dead.
     max_replacements: int = 3
@@ -54,7 +54,7 @@ class HealthConfig:
 
 
 class EngineState(enum.Enum):
-    """What an engine is fit for. Only HEALTHY ones serve."""
+    """The state of an engine. Only HEALTHY ones serve."""
 
     HEALTHY = "healthy"
     DEAD = "dead"
@@ -63,18 +63,18 @@ class EngineState(enum.Enum):
     LOST = "lost"
 
 
-Restart = Callable[[str], Awaitable[Engine]]  # an engine's name -> a new one on its seat, what was left of it ended
-# (name, engine, admit): bring an engine to the weights that the role serves, and call `admit` when it has them.
+Restart = Callable[[str], Awaitable[Engine]]  # name -> a new engine on its seat, after ending the rest of the old one
+# (name, engine, admit): give an engine the weights that the role serves, then call `admit`.
 BringCurrent = Callable[[str, Engine, Callable[[], None]], Awaitable[object]]
 
 
 async def need_no_weights(name: str, engine: Engine, admit: Callable[[], None]) -> None:
-    """Of roles that serve the weights of their files."""
+    """Admit an engine at once, for roles that serve the weights of their files."""
     admit()
 
 
 class RoleHealth:
-    """Watches the engines of one role, as long as `run` runs."""
+    """Monitors the engines of one role, while `run` runs."""
 
     def __init__(
         self,
@@ -93,28 +93,28 @@ class RoleHealth:
         self._config = config
         self._bring_current = bring_current
         self._events = events or NoEvents()
-        self._tries_s: dict[str, list[float]] = {name: [] for name in router.alive}  # when, by engine
+        self._tries_s: dict[str, list[float]] = {name: [] for name in router.alive}  # engine -> times of tries
         self._since_s: dict[str, float] = {}
-        self._silent: dict[str, tuple[Engine, float]] = {}  # since when an engine answers no look
+        self._silent: dict[str, tuple[Engine, float]] = {}  # engine -> since when it answers no check
         self._dead: asyncio.Queue[str] = asyncio.Queue()
         self._clocks: list[ActiveClock] = []
-        self._outage: ExitStack | None = None  # clocks that stand still
+        self._outage: ExitStack | None = None  # stopped clocks
         router.on_death = self._open_session
         router.on_kills = self._forgive
         router.max_deaths_per_request = config.max_deaths_per_request
 
     @property
     def is_out(self) -> bool:
-        """No engine lives, and one is on its way."""
+        """Whether no engine is alive and one is starting."""
         states = self.states.values()
         return EngineState.HEALTHY not in states and any(state is not EngineState.LOST for state in states)
 
     def stops(self, clock: ActiveClock) -> None:
-        """From now on this clock stands still while the role is out."""
+        """Let this clock stand still while the role has no engine."""
         self._clocks.append(clock)
 
     async def run(self) -> None:
-        """Look after the dead, and for them; never returns. Raises what no replacement can mend."""
+        """Replace dead engines and check the others; never returns. Raises errors that no replacement can solve."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._look_around())
@@ -124,7 +124,7 @@ class RoleHealth:
             raise crashes.exceptions[0] from None
 
     def _open_session(self, name: str, death: EngineDied) -> bool:
-        """From the router. Will there be a replacement?"""
+        """Called by the router at a death. Returns whether there will be a replacement."""
         log.warning("%s died: %s", name, death)
         self._enter(name, EngineState.DEAD)
         if not self._may_try(name):
@@ -134,13 +134,13 @@ class RoleHealth:
         return True
 
     def _forgive(self, name: str) -> None:
-        """A request killed it: that says nothing about the engine."""
+        """Forget the death of an engine that a request killed: it says nothing about the engine."""
         log.warning("a death of %s is attributed to a request and uses up no replacement", name)
         if tries := self._tries_s[name]:
             tries.pop()
 
     def _may_try(self, name: str) -> bool:
-        """Is there a try left for this engine? It is taken then."""
+        """Whether there is a try left for this engine; uses it up."""
         now_s = asyncio.get_running_loop().time()
         tries = self._tries_s.setdefault(name, [])
         tries[:] = [at_s for at_s in tries if now_s - at_s < self._config.replacement_window_s]
@@ -150,7 +150,7 @@ class RoleHealth:
         return True
 
     async def _replace(self, name: str) -> None:
-        """From DEAD to HEALTHY, or LOST. The first try is counted already."""
+        """Bring an engine from DEAD to HEALTHY, or LOST. The first try is counted already."""
         while (failure := await self._try(name)) is not None:
             log.warning("%s could not be replaced (attempt %d of %d): %s", name, len(self._tries_s[name]),
                         self._config.max_replacements, failure)  # fmt: skip
@@ -162,7 +162,9 @@ class RoleHealth:
             await asyncio.sleep(RETRY_AFTER_S)
 
     async def _try(self, name: str) -> Exception | None:
-        """One replacement; what it failed of, if it did. Wrong weights are no failure to try again after."""
+        """One try to replace an engine. Returns its error, if any. Wrong weights are raised: another try wouldn't
+        help.
+        """
         try:
             self._enter(name, EngineState.STARTING)
             async with asyncio.timeout(self._config.start_deadline_s):
@@ -186,7 +188,7 @@ class RoleHealth:
                     self._config.max_replacements, self._config.replacement_window_s)  # fmt: skip
 
     def _enter(self, name: str, state: EngineState) -> None:
-        """The state that ends becomes a span of the engine's lane; health itself is no news."""
+        """Enter a state. The state that ends becomes a span in the engine's lane, unless it was HEALTHY."""
         now_s = asyncio.get_running_loop().time()
         left = self.states[name]
         if left not in (EngineState.HEALTHY, state):
@@ -205,7 +207,7 @@ class RoleHealth:
             self._outage = None
 
     async def _look_around(self) -> None:
-        """An engine that nobody asks for anything may be dead as well, and one that is asked may hang."""
+        """Check engines without requests, which may be dead, and those with requests, which may hang."""
         while True:
             await asyncio.sleep(self._config.check_every_s)
             engines, looked_s = self._router.alive, asyncio.get_running_loop().time()
@@ -214,7 +216,7 @@ class RoleHealth:
                 self._router.mark_dead(name, engines[name], death)
 
     def _hung(self, engines: Mapping[str, Engine], silent: Set[str], looked_s: float) -> dict[str, EngineDied]:
-        """Those that have answered neither look nor request for too long."""
+        """Engines that have answered neither a check nor a request for too long."""
         before, self._silent = self._silent, {}
         hung: dict[str, EngineDied] = {}
         for name in silent:
@@ -230,14 +232,14 @@ class RoleHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessCheck:
-    """What a look at engines found: who is dead, and who didn't answer it in time."""
+    """The result of checking engines: dead ones, and those that didn't answer in time."""
 
     dead: dict[str, EngineDied]
     silent: Set[str]
 
 
 async def check_liveness(engines: Mapping[str, Engine]) -> LivenessCheck:
-    """An abort of nothing reaches the living."""
+    """Check engines by an abort of a request that doesn't exist."""
     looks = {name: asyncio.ensure_future(engine.abort(NOBODY)) for name, engine in engines.items()}
     if not looks:
         return LivenessCheck(dead={}, silent=frozenset())
@@ -254,12 +256,12 @@ async def check_liveness(engines: Mapping[str, Engine]) -> LivenessCheck:
 
 
 async def push_to_living(sync: WeightSync, router: Router, version: int) -> SyncReport:
-    """Bring all engines in use to `version`; those that die meanwhile are buried, and the rest is pushed to again.
+    """Bring all engines in use to `version`. Those that die meanwhile are marked dead, and the push is repeated for the
+    rest.
 
-    Those that hang are marked dead as well: who answers no look, or not the push that all others took in time. If none
-    is
-    left, or all rest, it waits for one, which gets this version. Raises as `WeightSync.push` does, but EngineDied only
-    when no engine is left and none will come.
+    Engines that hang are marked dead as well: those that answer no check, or not the push that all others took in time.
+    If none is left, or all are inactive, it waits for one, which gets this version. Raises like `WeightSync.push`, but
+    EngineDied only if no engine is left and none will come.
     """
     while True:
         await _until_somebody(sync, router)
@@ -273,7 +275,7 @@ async def push_to_living(sync: WeightSync, router: Router, version: int) -> Sync
             sync.dismiss(lost.name, lost.engine, lost)
         except (WeightMismatch, WeightsNotFinite):
             raise
-        except Exception as failure:  # a death often shows up first as its peers' broken connections, or as silence
+        except Exception as failure:  # a death often appears first as its peers' broken connections, or as silence
             suspects = {**router.alive, **sync.arrivals}
             if not (gone := await _gone_among(suspects, failure)):
                 raise
@@ -284,7 +286,7 @@ async def push_to_living(sync: WeightSync, router: Router, version: int) -> Sync
 
 
 async def _gone_among(engines: Mapping[str, Engine], failure: Exception) -> Mapping[str, EngineDied]:
-    """Engines that a push failed of: the dead; where it timed out, those that hang."""
+    """The engines that made a push fail: dead ones; after a timeout, those that hang."""
     look = await check_liveness(engines)
     if look.dead or not isinstance(failure, WeightSyncTimeout):
         return look.dead
@@ -296,7 +298,7 @@ async def _gone_among(engines: Mapping[str, Engine], failure: Exception) -> Mapp
 
 
 async def _until_somebody(sync: WeightSync, router: Router) -> None:
-    """Return once an engine serves, or waits for the push. Raises EngineDied when none will ever."""
+    """Return once an engine serves or waits for the push. Raises EngineDied if none will come."""
     waits = [asyncio.ensure_future(wait) for wait in (router.until_served(), sync.until_arrival())]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
-"""One engine for all roles of a slot: each role sees an engine of its own. Decides no move, loads no weights.
+"""One engine for all roles of a slot, with a view for each role. Decides no move, loads no weights.
 
-    it belongs to the role that it was last sent weights of; no other may ask it for tokens
+    it belongs to the role whose weights it was last sent; no other role may request tokens
 
-An engine that dies dies for all its roles. The first that wants it replaced has it made anew, the others find it there.
+A dead engine is dead for all its roles. The first role that replaces it restarts it, the others use the new one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SharedEngine:
 
 
 class RoleEngine:
-    """What one role sees of a shared engine. It takes the engine over when it is sent weights."""
+    """One role's view of a shared engine. It takes the engine over when it is sent weights."""
 
     def __init__(self, role: str, shared: SharedEngine) -> None:
         self.shared = shared
@@ -53,7 +53,7 @@ class RoleEngine:
         return replace(completion, versions=spans)
 
     async def abort(self, request_id: str) -> None:
-        """Of any role: it is also how the dead are found."""
+        """Abort a request of any role; also used to find dead engines."""
         await self.shared.engine.abort(request_id)
 
     async def pause(self) -> None:
@@ -63,7 +63,7 @@ class RoleEngine:
         await self.shared.engine.resume()
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
-        await self.shared.engine.begin_weights(link)  # a dead one is nobody's
+        await self.shared.engine.begin_weights(link)  # the owner of a dead engine doesn't matter
         self.shared.role = self._role
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
@@ -86,13 +86,14 @@ class RoleEngine:
 
 
 class SharedEngines:
-    """Of a pool: an engine a slot, and what each role sees of it."""
+    """The shared engines of a pool: one per slot, with a view for each role."""
 
     def __init__(
         self, slots: Mapping[str, Mapping[str, str]], owner: str, engines: Mapping[str, Engine], restart: Restart
     ) -> None:
-        """slots: slot -> role -> the name that the role has for its engine. owner: the role that the engines are
-        started as, with the weights of its files; `engines` and `restart` go by its names."""
+        """slots: slot -> role -> name of its engine for that role. owner: the role that the engines start as, with the
+        weights of its files; `engines` and `restart` use its names.
+        """
         self._slots, self._owner, self._restart = slots, owner, restart
         self._turns = {name: asyncio.Lock() for name in engines}
         self._shared = {name: SharedEngine(engine, owner) for name, engine in engines.items()}
@@ -107,7 +108,7 @@ class SharedEngines:
         return {names[role]: self._seen[names[role]] for names in self._slots.values()}
 
     async def restart(self, name: str) -> Engine:
-        """A living engine in the place of a dead one; `name` is what one of its roles calls it."""
+        """Return a living engine instead of a dead one; `name`: any role's name for it."""
         role, own_name = next(
             (role, names[self._owner]) for names in self._slots.values() for role in names if names[role] == name
         )

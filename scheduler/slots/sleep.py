@@ -1,4 +1,4 @@
-"""Engines that lend their device's memory to a neighbour: emptied, sent to sleep. Decides nothing."""
+"""Puts engines to sleep, so that others on their device can use the memory. Decides nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class SleepingEngine(Engine, Sleeper, Protocol):
-    """An engine that can lend its memory."""
+    """An engine that can free its device's memory."""
 
 
 async def sleep_engine(name: str, engine: SleepingEngine, *, lends: bool = True) -> int:
-    """Returns the bytes that became free. `lends`: its neighbour counts on them, whatever it says of its sleep."""
+    """Put an engine to sleep. Returns the bytes freed. `lends`: whether another process relies on them: then none
+    is a warning.
+    """
     await engine.pause()
     if (num_bytes := await engine.sleep()) == 0 and lends:
         log.warning("%s sleeps but freed no memory: the other engine of the slot may lack it", name)
@@ -28,15 +30,16 @@ async def sleep_engine(name: str, engine: SleepingEngine, *, lends: bool = True)
 
 
 async def put_to_sleep(router: Router) -> None:
-    """Engines of a role that doesn't serve yet; those of the next role start on the same devices."""
+    """Put the engines of a role that doesn't serve yet to sleep; those of the next role start on the same devices."""
     for name, engine in router.alive.items():
         if isinstance(engine, SleepingEngine):
             await sleep_engine(name, engine)
 
 
 async def preempt_requests(router: Router, name: str) -> None:
-    """End the requests of an engine that takes no new ones, each with what it has: they go on with it where the router
-    sends them next, and wait while nobody serves. Those that can't be cut in two end where they are."""
+    """End the requests of an engine that takes no new ones, each with its tokens so far: they continue where the router
+    sends them next, and wait while no engine serves. Requests that can't be split end where they are.
+    """
     if (engine := router.alive.get(name)) is None:
         return
     leaving = [ask for ask in router.load.requests(name) if ask.movable and not ask.moving]

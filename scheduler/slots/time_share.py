@@ -1,10 +1,10 @@
-"""A pool that a learner and engines share in time: who uses its memory now. Makes no step, moves no weights.
+"""A time-shared pool of a learner and engines: which of them uses the memory now. Makes no step, moves no weights.
 
-    the batch is whole -> the engines take no new requests, what they have is set aside -> they sleep
-    -> the learner takes its whole state, steps, keeps its weights alone -> the engines that it pushes to wake, paused
-    -> the push -> the learner gives its weights back -> the other engines wake -> requests go on
+    the batch is full -> the engines take no new requests, theirs are suspended -> they sleep
+    -> the learner loads its whole state, steps, keeps only its weights -> the engines that it pushes to wake, paused
+    -> the push -> the learner offloads its weights -> the other engines wake -> requests continue
 
-During the learner's phase, the clocks that this module was told of stand still. On the event loop's clock.
+During the learner's phase, the clocks given to `stops` stand still. On the event loop's clock.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ LEARNER = "learner"
 
 
 class Offloadable(Protocol):
-    """A learner that can do without its device between two steps."""
+    """A learner whose state can leave the device between two steps."""
 
     async def keep_on_device(self, on_device: OnDevice) -> int:
-        """Have this much of its state on the device, and the rest on the host. Returns the bytes that became free."""
+        """Keep this part of its state on the device, and the rest on the host. Returns the bytes freed."""
         ...
 
 
@@ -41,10 +41,10 @@ class Offloadable(Protocol):
 class SharedRole:
     """One role whose engines share their slots with the learner.
 
-    bring_current: what a new engine needs before its first request.
+    bring_current: brings a new engine up to date before its first request.
     is_pushed_to: by this learner.
-    sleeps: its engines can give their memory back; those of the others only stand still.
-    lends: the learner counts on that memory.
+    sleeps: its engines can free their memory; other engines are only paused.
+    lends: the learner relies on that memory.
     """
 
     router: Router
@@ -55,36 +55,42 @@ class SharedRole:
 
 
 class TimeShare:
-    """The turns of a pool. Begins with the engines' one: they serve, and nothing of the learner is on the device."""
+    """The phases of a time-shared pool. Begins with the engines': they serve, and the learner has nothing on the
+    device.
+    """
 
     def __init__(
         self, name: str, roles: Mapping[str, SharedRole], learner: Offloadable, events: EventSink | None = None
     ) -> None:
         """roles: with all their engines in their routers, awake."""
         self.name = name
-        self.freed_bytes: dict[str, int] = {}  # by role, when it gave way for the last time
+        self.freed_bytes: dict[str, int] = {}  # role -> bytes that it freed the last time
         self._roles = roles
         self._learner = learner
         self._events = events or NoEvents()
         self._names = {role: tuple(shared.router.alive) for role, shared in roles.items()}
         self._inactive: set[Engine] = set()
         self._learner_phase = False
-        self._num_borrowing = 0  # pushes, which need the learner's weights on the device
+        self._num_borrowing = 0  # pushes in progress, which need the learner's weights on the device
         self._on_device: OnDevice = "nothing"
-        self._moving = asyncio.Lock()  # the learner's state
-        self._arriving = asyncio.Lock()  # a new engine; no phase of the learner begins meanwhile
+        self._moving = asyncio.Lock()  # held while the learner's state moves
+        self._arriving = asyncio.Lock()  # held while a new engine comes: no phase of the learner begins meanwhile
         self._engine_phase = asyncio.Event()
         self._engine_phase.set()
         self._clocks: list[ActiveClock] = []
         self._standstill = ExitStack()
-        self._began_s: float | None = None  # the learner's phase
+        self._began_s: float | None = None  # start of the learner's phase
+
+    def serves(self, role: str) -> bool:
+        """Whether the engines of this role are in the pool."""
+        return role in self._roles
 
     def stops(self, clock: ActiveClock) -> None:
-        """From now on this clock stands still during the learner's phase."""
+        """Let this clock stand still during the learner's phase."""
         self._clocks.append(clock)
 
     async def to_learner(self) -> None:
-        """Return once the device is the learner's, and its state is there. Requests in flight lose nothing."""
+        """Return once the learner has the device and its state is there. Requests in flight lose nothing."""
         if self._learner_phase:
             return
         self._began_s = asyncio.get_running_loop().time()
@@ -101,7 +107,7 @@ class TimeShare:
         await self._settle()
 
     async def push(self, push: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
-        """Push weights; the learner's phase ends with it."""
+        """Push weights. The learner's phase ends with it."""
         self._learner_phase = False
         self._engine_phase.set()  # the push may wait for a new engine
         async with self._weights_there():
@@ -112,7 +118,7 @@ class TimeShare:
 
     @asynccontextmanager
     async def learner_phase(self) -> AsyncIterator[None]:
-        """A phase of the learner that changes no weights: its state is there, to be saved, or read before a push."""
+        """Context: a phase of the learner that changes no weights, to save its state or read it before a push."""
         await self.to_learner()
         try:
             yield
@@ -122,7 +128,7 @@ class TimeShare:
             await self._end_learner_phase()
 
     async def bring_current(self, role: str, name: str, engine: Engine, admit: Callable[[], None]) -> None:
-        """For who replaces dead engines: one that comes in the learner's phase sleeps until that is over."""
+        """Bring a replacement of a dead engine up to date. In the learner's phase it sleeps until its end."""
         shared = self._roles[role]
 
         def admit_and_serve() -> None:
@@ -149,7 +155,7 @@ class TimeShare:
 
     @asynccontextmanager
     async def _weights_there(self) -> AsyncIterator[None]:
-        """Within it the learner's weights are on the device; without a phase of its own, nothing else of it."""
+        """Context in which the learner's weights are on the device, and outside of its phase nothing else of it."""
         self._num_borrowing += 1
         try:
             await self._settle()
@@ -159,7 +165,7 @@ class TimeShare:
             await self._settle()
 
     async def _settle(self) -> None:
-        """Bring of the learner's state to the device what is needed there now."""
+        """Move the learner's state as it is needed now."""
         async with self._moving:
             needed: OnDevice = "weights" if self._num_borrowing else "nothing"
             if self._learner_phase:
@@ -170,14 +176,14 @@ class TimeShare:
             log.info("the learner has %s on the device: %+.3g GB were freed", needed, freed / 1e9)
             if self._on_device == "everything":
                 self.freed_bytes[LEARNER] = freed
-            elif needed == "nothing" and self._began_s is not None:  # the other half of what a phase ends with
+            elif needed == "nothing" and self._began_s is not None:  # the counterpart of the beginning of a phase
                 self.freed_bytes[LEARNER] = self.freed_bytes.get(LEARNER, 0) + freed
             self._on_device = needed
 
     # -- the engines ---------------------------------------------------------------------------------------------------
 
     async def _drain_role(self, role: str) -> int:
-        """A role's engines have no request and sleep, if they can. Returns the bytes that became free."""
+        """Drain a role's engines and put them to sleep, if they can sleep. Returns the bytes freed."""
         shared = self._roles[role]
         return sum(await asyncio.gather(*(self._leave(shared, name) for name in self._names[role])))
 
@@ -200,14 +206,16 @@ class TimeShare:
         return 0
 
     async def _wake_engine(self, shared: SharedRole, engine: Engine) -> None:
-        """Awake, and still paused."""
+        """Wake an engine; it stays paused."""
         if engine in self._inactive:
             self._inactive.discard(engine)
             if shared.sleeps and isinstance(engine, SleepingEngine):
                 await engine.wake()
 
     async def _wake(self, roles: Sequence[str]) -> None:
-        """Their engines serve. Those that a push will reach stay paused until it has: no token of older weights."""
+        """Let the engines of these roles serve. Those that a push will reach stay paused until then: no token of older
+        weights.
+        """
         for shared in (self._roles[role] for role in roles):
             resting = {name: e for name, e in shared.router.alive.items() if e in self._inactive}
             await asyncio.gather(*(self._rise(shared, name, engine) for name, engine in resting.items()))

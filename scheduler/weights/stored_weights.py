@@ -1,7 +1,6 @@
-"""Weights that nobody trains, as a push brings them: each engine reads a model's own files, where it is.
+"""Untrained weights as the source of a push: each engine reads the model's files on its machine.
 
-The machine keeps files that were read in its memory (the page cache) as long as there is room: an engine that was
-started from them reads them from there. Knows no tensors.
+The page cache holds files that were read before, as long as there is memory. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from dataclasses import dataclass
 from models.types import Engine, GroupLink, ModelFiles, WeightBucket
 from scheduler.weights.weight_push import Push, SyncConfig, SyncReport
 
-VERSION = 0  # of what nobody trains
+VERSION = 0  # of untrained weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
-    """A WeightSource that never steps.
+    """A WeightSource whose weights never change.
 
     path:     the model's folder, on the machine of every engine.
-    logprobs: of the tokens `probe_ids`, as an engine gives them that was started from these files.
+    logprobs: of the tokens `probe_ids`, from an engine started from these files.
     """
 
     path: str
@@ -30,7 +29,7 @@ class StoredWeights:
     config: SyncConfig
 
     async def bring_current(self, name: str, engine: Engine, admit: Callable[[], None]) -> SyncReport:
-        """What a newcomer needs before its first request. Raises as `WeightSync.push` does."""
+        """Send the weights to a new engine before its first request. Raises like `WeightSync.push`."""
         push = Push(self, {name: engine}, VERSION, self.probe_ids, self.config, {name: {}}, frozenset())
         async with push.deadline():
             report = await push.run(None, 1, "files")

@@ -1,4 +1,4 @@
-"""Which way weights take from the learner to the engines of a role. Pure: moves nothing, asks no machine."""
+"""Chooses the transport of weights from the learner to the engines of a role. Pure: moves nothing, asks no machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from models.types import TransportKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """From the learner to the engines of a role.
+    """The places at both ends of a transport: the learner, and the engines of a role.
 
-    with_engine:  rank 0, which sends what is broadcast, has an engine on its GPU.
-    all_shared:   every engine is on the GPU of some rank.
-    same_process: the engine's weights lie in the learner's own process (the in-process cluster).
+    with_engine:  rank 0, which sends broadcasts, has an engine on its GPU.
+    all_shared:   every engine is on the GPU of a learner's rank.
+    same_process: the engine is in the learner's process (the in-process cluster).
     """
 
     learner: str  # "cpu" or "gpu"
@@ -32,9 +32,9 @@ class Route:
 def choose_transport(
     wanted: TransportKind | None, engine: str, taken: Sequence[TransportKind], route: Route
 ) -> TransportKind:
-    """The one that is wanted, or (None) the best. Raises ValueError naming what works instead.
+    """The transport that is wanted, or (None) the best. Raises ValueError that names what works instead.
 
-    taken: what engines of the kind `engine` take, the best first.
+    taken: transports that engines of the kind `engine` support, the best first.
     """
     able = [kind for kind in taken if possible(kind, route)]
     if wanted is None and not able:
@@ -52,7 +52,7 @@ def choose_transport(
 
 
 def possible(kind: TransportKind, route: Route) -> bool:
-    """Whether the places allow it."""
+    """Whether the placement allows this transport."""
     if (kind.same_machine and not route.same_machine) or (kind.own_processes and route.same_process):
         return False
     if kind.gpus == "apart":

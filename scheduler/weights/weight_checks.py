@@ -1,4 +1,4 @@
-"""What proves a push: receipts against what was sent, log-probs against the learner's. Pure: asks no engine."""
+"""Checks that prove a push: receipts against what was sent, log-probs against the learner's. Pure: asks no engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.types import WeightBucket, WeightReceipt, WeightTensor
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GROUPS_SHOWN = 4
-PROBE_FLOOR = 0.05  # nats: below it an error may grow by any factor
+PROBE_FLOOR = 0.05  # in nats: an error below it may grow by any factor
 
 
 class WeightMismatch(Exception):
@@ -32,8 +32,9 @@ def check_finite(logprobs: Sequence[float], version: int) -> None:
 
 
 def check_receipt(engine: str, version: int, sent: Mapping[str, str], receipt: WeightReceipt) -> None:
-    """Was what was sent (name -> checksum) what arrived, and is it what the engine has now? An empty checksum says
-    nothing: the probe stands in."""
+    """Check that what was sent (name -> checksum) arrived, and that the engine has it now. An empty checksum isn't
+    checked: the probe replaces it. Raises WeightMismatch.
+    """
     if receipt.version != version:
         raise WeightMismatch(f"{engine} reports version {receipt.version}; version {version} was sent")
     got = receipt.checksums
@@ -55,9 +56,9 @@ def check_receipt(engine: str, version: int, sent: Mapping[str, str], receipt: W
 def check_probe(
     engine: str, version: int, expected: Sequence[float], scored: Sequence[float], tolerance: float
 ) -> float:
-    """Does the engine sample from what arrived? Returns the error in nats."""
+    """Check that the engine samples from these weights. Returns the error in nats. Raises WeightMismatch."""
     error = probe_error(expected, scored)
-    if not error <= tolerance:  # true of nan
+    if not error <= tolerance:  # also true for nan
         raise WeightMismatch(
             f"{engine} received version {version}, but its score of the probe differs by {error:.2g} nats from the "
             f"learner's (median of the likelier tokens; tolerance {tolerance:g}): its weights were not applied"
@@ -66,10 +67,10 @@ def check_probe(
 
 
 def probe_error(expected: Sequence[float], scored: Sequence[float]) -> float:
-    """The median difference over the likelier half of the tokens, those that the policy could have sampled.
+    """The median difference over the likelier half of the tokens, which the policy could have sampled.
 
-    Of an unlikely token two sound implementations in 16 bits may differ by tenths of a nat; other weights differ
-    everywhere. A nan anywhere is a nan.
+    For an unlikely token, two correct implementations in 16 bits may differ by tenths of a nat; other weights differ
+    everywhere. Any nan makes the result nan.
     """
     errors_T = np.abs(np.subtract(expected, scored))
     if np.isnan(errors_T).any():
@@ -79,13 +80,14 @@ def probe_error(expected: Sequence[float], scored: Sequence[float]) -> float:
 
 
 def probe_bound(tolerance: float, last_error: float | None, noise_factor: float) -> float:
-    """The tolerance or, after a push that proved itself, less: so many times its error, which is the noise between the
-    two implementations and grows only slowly while a policy sharpens."""
+    """The allowed error: the tolerance or, after a good push, `noise_factor` times its error if that is less. That
+    error is the noise between the two implementations, and grows only slowly while a policy sharpens.
+    """
     return tolerance if last_error is None else min(tolerance, max(PROBE_FLOOR, noise_factor * last_error))
 
 
 def tensor_groups(names: Collection[str]) -> str:
-    """Tensors in few words: all of one layer as `model.layers.3.*`, a lone one by its name."""
+    """Names of tensors in short: all of one layer as `model.layers.3.*`, a single one by its name."""
     counts = Counter(_group_of(name) for name in names)
     told = [next(n for n in names if _group_of(n) == group) if count == 1 else f"{group}.* ({count} tensors)"
             for group, count in counts.items()]  # fmt: skip
@@ -94,7 +96,7 @@ def tensor_groups(names: Collection[str]) -> str:
 
 
 def span_of(bucket: WeightBucket) -> str:
-    """A bucket's tensors, for a message."""
+    """The tensors of a bucket, for a message."""
     names = [tensor.name for tensor in bucket.tensors]
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else "empty"
 
@@ -105,7 +107,7 @@ def num_bytes(tensor: WeightTensor) -> int:
 
 def _agree(sent: str | None, got: str | None) -> bool:
     if sent is None or got is None:
-        return False  # a tensor too few or too many
+        return False  # too few or too many tensors
     return sent == got or not sent or not got
 
 
@@ -114,6 +116,6 @@ def _told(checksum: str | None) -> str:
 
 
 def _group_of(name: str) -> str:
-    """Up to its layer's number; what lies in no layer is a group with its siblings."""
+    """The group of a tensor: its name up to the layer's number, or up to its siblings outside of layers."""
     layer = re.match(r".*?\.\d+(?=\.)", name)
     return layer[0] if layer else name.rpartition(".")[0] or name

@@ -1,11 +1,11 @@
-"""One push of weights to some engines: stream, confirm, probe. It remembers nothing of other pushes.
+"""One push of weights to some engines: stream, confirm, probe. Knows nothing of other pushes.
 
-    pause all -> begin, and join the group where weights are broadcast
+    pause all -> begin, and join the group if weights are broadcast
     -> bucket by bucket: all engines load one while the learner makes the next
     -> commit -> compare receipts -> resume -> compare a probe
 
-Every step of every engine stands under one deadline, which grows with the bytes that are sent. A push that fails leaves
-its engines paused, on weights that nobody may sample from; a later push starts over and needs no restart.
+One deadline covers every step of every engine; it grows with the bytes sent. A failed push leaves its engines paused,
+on weights that must not be sampled from; a later push starts over and needs no restart.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ LEARNER = "learner"
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """How weights reach the engines, how long a push may take, how close engines must come to the learner on the probe:
-    a few tokens that both score after each push."""
+    """How weights reach the engines, how long a push may take, and how close engines must be to the learner on the
+    probe: a few tokens that both score after each push.
+    """
 
-    # How weights travel: a transport, or the dotted path of your own; auto: by where learner and engines are.
+    # How weights are sent: a transport, or the dotted path of your own; auto: by where learner and engines are.
     transport: str = "auto"
-    bucket_mb: int = 0  # Weights sent at once; at most two such buckets are held. 0: by the model's size.
+    bucket_mb: int = 0  # Weights sent at once; at most two such buckets are held. 0: by the size of the model.
     delta: bool = False  # Send only buckets whose checksums changed since the engine got them.
     deadline_s: float = 60.0  # Limit of a push, besides the time for its bytes and for a new process group.
     # Slowest acceptable speed of weights; the deadline grows with the bytes at this rate.
     min_mb_per_s: float = 100.0
     join_s: float = 120.0  # Limit for a new process group of broadcasts to connect.
     probe_tokens: int = 64  # Most tokens of the probe.
-    # [nats] Largest median difference of log-probs over the likelier half of the probe, where float32 was sent.
+    # [nats] Largest median difference of log-probs over the likelier half of the probe, if float32 is sent.
     probe_tolerance: float = 1e-3
-    probe_tolerance_16bit: float = 0.25  # [nats] The same tolerance where bfloat16 or float16 was sent.
-    # [nats] The same tolerance where the engine's options quantise its weights or cache.
+    probe_tolerance_16bit: float = 0.25  # [nats] The same tolerance if bfloat16 or float16 is sent.
+    # [nats] The same tolerance if the engine's options quantize its weights or cache.
     probe_tolerance_quantized: float = 1.0
     # Within the tolerance, largest error as a multiple of the last push's error; 0.05 nats are always allowed.
     probe_noise_factor: float = 10.0
@@ -72,52 +73,54 @@ class SyncConfig:
 
 
 class WeightSource(Protocol):
-    """The sender: a learner, or whatever stands for it. All but `held` is asked within a hold, and in this order."""
+    """The sender: a learner, or its substitute. All methods but `held` are called within a hold, in this order."""
 
     def held(self) -> AbstractAsyncContextManager[int]:
-        """Within it the weights stay as they are: no optimizer step, no load; gradients may go on accumulating.
-        Yields the number of optimizer steps so far."""
+        """Context in which the weights don't change: no optimizer step, no load; gradients may still accumulate. Yields
+        the number of optimizer steps so far.
+        """
         ...
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs of all tokens but the first under the weights that are sent."""
+        """Log-probs of all tokens but the first, with the weights that are sent."""
         ...
 
     async def connect(self, link: GroupLink | None) -> None:
-        """Join the group that carries broadcasts, as rank 0; None: there is none. One joined before is kept."""
+        """Join the group of broadcasts as rank 0; None: there is none. A group joined before is kept."""
         ...
 
     async def num_buckets(self) -> int: ...
 
     async def num_fixed_buckets(self) -> int:
-        """The first so many never change: an engine that has them isn't sent them again."""
+        """The number of leading buckets that never change: an engine that has them isn't sent them again."""
         ...
 
     async def bucket(self, index: int) -> WeightBucket:
-        """Asked for in order, bucket 1 while bucket 0 is loaded. Whatever holds the bytes of bucket i may be reused
-        once bucket i + 2 is asked for, or the hold ends."""
+        """The bucket at an index; called in order, bucket 1 while bucket 0 is loaded. The memory of bucket i may be
+        reused once bucket i + 2 is called for, or the hold ends.
+        """
         ...
 
     async def deliver(self, index: int) -> None:
-        """Broadcast the tensors of a bucket, in order; asked for while the engines load it. Only of Broadcasts."""
+        """Broadcast the tensors of a bucket, in order, while the engines load it. Only for broadcasts."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """A push that succeeded. `probe_error` is the largest over all engines, in nats: see `probe_error`."""
+    """A successful push. `probe_error`: the largest over all engines, in nats (see the function `probe_error`)."""
 
     version: int
     seconds: float
     pause_seconds: float
-    num_bytes: int  # of the buckets that at least one engine was sent; each counts once
+    num_bytes: int  # of the buckets sent to at least one engine; each counts once
     probe_error: float
     num_skipped_bytes: int = 0  # of the buckets that every engine had already
     transport: str = "object_store"
 
 
 class WeightSyncTimeout(Exception):
-    """Somebody did not answer within the deadline. `waiting_for`: their names."""
+    """A participant did not answer within the deadline. `waiting_for`: their names."""
 
     def __init__(self, message: str, waiting_for: frozenset[str]) -> None:
         super().__init__(message)
@@ -125,7 +128,7 @@ class WeightSyncTimeout(Exception):
 
 
 class EngineLost(EngineDied):
-    """An engine died in the midst of a push."""
+    """An engine died during a push."""
 
     def __init__(self, name: str, engine: Engine, message: str) -> None:
         super().__init__(message)
@@ -135,19 +138,19 @@ class EngineLost(EngineDied):
 
 @dataclass(slots=True)
 class Push:
-    """One push under way."""
+    """One push in progress."""
 
     source: WeightSource
     engines: Mapping[str, Engine]
     version: int
     probe_ids: Sequence[int]
     config: SyncConfig
-    known: Mapping[str, Mapping[str, str]]  # engine -> tensor -> checksum: what it need not be sent again
-    have_fixed: frozenset[str]  # engines that have what never changes
-    last_error: float | None = None  # of the probe, after the push before
+    known: Mapping[str, Mapping[str, str]]  # engine -> tensor -> checksum: need not be sent again
+    have_fixed: frozenset[str]  # engines that have the buckets that never change
+    last_error: float | None = None  # probe error of the last push
     sent: dict[str, dict[str, str]] = field(init=False)
     confirmed: dict[str, dict[str, str]] = field(init=False)
-    waiting: list[tuple[str, str]] = field(default_factory=list)  # who is doing what
+    waiting: list[tuple[str, str]] = field(default_factory=list)  # (who, what) of work in progress
     dtypes: set[str] = field(default_factory=set)
     num_bytes: int = 0
     num_skipped_bytes: int = 0
@@ -175,7 +178,7 @@ class Push:
             ) from None
 
     def allow(self, seconds: float) -> None:
-        """So much more, for work that the deadline itself isn't for."""
+        """Extend the deadline by `seconds`, for work that it isn't meant for."""
         self.allowed_s += seconds
         if self._limit is not None and (ends := self._limit.when()) is not None:
             self._limit.reschedule(ends + seconds)
@@ -204,7 +207,7 @@ class Push:
         )
 
     async def step(self, who: str, what: str, work: Awaitable[T]) -> T:
-        """Keep on record who is busy with what, for the timeout's message; an interrupted step stays on it."""
+        """Run a step of the push, recorded for the timeout's message; an interrupted step stays recorded."""
         self.waiting.append((who, what))
         try:
             result = await work
@@ -214,7 +217,7 @@ class Push:
         return result
 
     async def _begin(self, link: GroupLink | None, ranks_per_engine: int) -> None:
-        """Who joins a group waits for all others: the engines and the sender join at the same time."""
+        """Joining a group waits for all members: the engines and the sender join at the same time."""
         begins = {}
         for place, (name, engine) in enumerate(self.engines.items()):
             own = replace(link, rank=1 + place * ranks_per_engine) if link else None
@@ -222,7 +225,7 @@ class Push:
         await run_together(**begins, learner=self.step(LEARNER, "to begin", self.source.connect(link)))
 
     async def _stream(self) -> None:
-        """All engines load a bucket while the learner makes the next one: two are held at most."""
+        """All engines load a bucket while the learner makes the next one: at most two are held."""
         number = await self.step(LEARNER, "to count its buckets", self.source.num_buckets())
         num_fixed = await self.step(LEARNER, "to count its fixed buckets", self.source.num_fixed_buckets())
         first = num_fixed if self.have_fixed >= self.engines.keys() else 0
@@ -241,13 +244,13 @@ class Push:
     def _moves(
         self, index: int, bucket: WeightBucket, have_it: Set[str]
     ) -> dict[str, Coroutine[object, object, object]]:
-        """A bucket on its way to the engines that lack it."""
+        """The transfers of a bucket to the engines that lack it."""
         checksums = {tensor.name: tensor.checksum for tensor in bucket.tensors}
         size = sum(map(num_bytes, bucket.tensors))
         self.dtypes |= {tensor.dtype for tensor in bucket.tensors}
         takers = [name for name, known in self.known.items() if name not in have_it and not _holds(known, checksums)]
         if takers and isinstance(bucket.payload, Broadcast):
-            takers = list(self.engines)  # it reaches the whole group
+            takers = list(self.engines)  # a broadcast reaches the whole group
         for name in self.engines:
             (self.sent if name in takers else self.confirmed)[name] |= checksums
         if not takers:
@@ -271,7 +274,9 @@ class Push:
             self.confirmed[name] |= {tensor: checksum for tensor, checksum in receipt.checksums.items() if checksum}
 
     async def _probe(self, expected: Sequence[float]) -> float:
-        """The largest error over all engines. On a mismatch they are paused again: nobody may sample from them."""
+        """The largest probe error over all engines. On a mismatch they are paused again: their weights must not be
+        sampled from.
+        """
         config = self.config
         tolerance = config.probe_tolerance if self.dtypes <= {"float32"} else config.probe_tolerance_16bit
         tolerance = probe_bound(tolerance, self.last_error, config.probe_noise_factor)
@@ -284,10 +289,10 @@ class Push:
             raise
 
     async def _on_engines(self, what: str, ask: Callable[[Engine], Awaitable[T]]) -> dict[str, T]:
-        """All engines at once; the first failure ends the step for all."""
+        """Run a step on all engines at once; the first failure ends it for all."""
         return await run_together(**{name: self.step(name, what, ask(engine)) for name, engine in self.engines.items()})
 
 
 def _holds(known: Mapping[str, str], checksums: Mapping[str, str]) -> bool:
-    """Does an engine have all of a bucket already? What isn't named, or not hashed on both ends, is never known."""
+    """Whether an engine has a whole bucket already. A tensor without a name or hashes from both ends is never known."""
     return bool(checksums) and all(checksum and known.get(name) == checksum for name, checksum in checksums.items())

@@ -1,7 +1,7 @@
-"""The pushes of a learner to its engines, one at a time: who needs what, and who comes late. Knows no tensors.
+"""The pushes of a learner to its engines, one at a time: which engine needs what, and new engines. Knows no tensors.
 
-A push holds the learner still, and brings every engine to its weights (see weight_push.py). An engine that is new
-catches up with the last push or, where the learner has stepped since, waits for the next.
+A push holds the learner's weights and brings them to every engine (see weight_push.py). A new engine catches up with
+the last push or, if the learner has stepped since, waits for the next.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from models.types import Engine, EngineDied, GroupBackend, GroupLink
 from scheduler.weights.weight_push import LEARNER, Push, SyncConfig, SyncReport, WeightSource
 
-# Of the deadline: a broadcast whose peer is gone must end before the next push, which would queue behind it.
+# Of the deadline: a broadcast whose peer is gone must end before the next push, which queues behind it.
 GROUP_TIMEOUT_SHARE = 1 / 3
 
 
 class NoEngines(Exception):
-    """There was nobody to push to, and nobody waiting."""
+    """There was no engine to push to, and none waiting."""
 
 
 Engines = Callable[[], Mapping[str, Engine]]
-NewAddress = Callable[[], Awaitable[tuple[str, int]]]  # of the sender's machine, with a port that is free there
+NewAddress = Callable[[], Awaitable[tuple[str, int]]]  # an address of the sender's machine with a free port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,9 @@ class _Arrival:
 
 
 class WeightSync:
-    """The pushes of one learner to its engines, one at a time. What it remembers: the last push, the group that
-    carries broadcasts, and what each engine confirmed."""
+    """The pushes of one learner to its engines, one at a time. It remembers the last push, the group of broadcasts, and
+    what each engine confirmed.
+    """
 
     def __init__(
         self,
@@ -51,8 +52,9 @@ class WeightSync:
         ranks_per_engine: int = 1,
         new_address: NewAddress | None = None,
     ) -> None:
-        """transport: what `sync.transport` came to, for the report. group: what carries its broadcasts, if it sends
-        any; that needs `new_address`."""
+        """transport: name of the transport, for the report. group: backend of its broadcasts, if it has any; needs
+        `new_address`.
+        """
         assert group is None or new_address is not None, f"{transport}: no rendezvous address"
         self._source = source
         self._probe_ids = tuple(probe_ids)
@@ -66,15 +68,16 @@ class WeightSync:
         self._arrivals: dict[str, _Arrival] = {}
         self._arrived = asyncio.Event()
         self._confirmed: dict[str, tuple[Engine, dict[str, str]]] = {}
-        self._versions: dict[str, tuple[Engine, int]] = {}  # that engines are at
+        self._versions: dict[str, tuple[Engine, int]] = {}  # name -> (engine, its version)
         self._members: list[Engine] = []  # of the group
         self._link: GroupLink | None = None
         self._probe_error: float | None = None  # of the last push
 
     async def push(self, engines: Engines, version: int) -> SyncReport:
-        """Bring all engines, and those that wait to catch up, to `version`. `engines` is asked once it is our turn.
+        """Bring all engines, and those that wait to catch up, to `version`. `engines` is read after earlier pushes have
+        ended.
 
-        Raises WeightMismatch, WeightsNotFinite, WeightSyncTimeout, or EngineLost, naming the engine.
+        Raises WeightMismatch, WeightsNotFinite, WeightSyncTimeout, or EngineLost, which names the engine.
         """
         async with self._turn:
             arrivals = dict(self._arrivals)
@@ -93,22 +96,21 @@ class WeightSync:
             return report
 
     async def catch_up(self, name: str, engine: Engine, admit: Callable[[], None], *, anew: bool = False) -> SyncReport:
-        """Bring a new engine, or one that rested, to the version of the last push; if the learner has stepped since,
-        the next push does.
+        """Bring a new or reactivated engine to the version of the last push; if the learner has stepped since, the next
+        push does so.
 
-        `admit` is called in the very moment when the engine is current, so that no later push misses it. `anew`: what
-        it was sent before may be gone, with its place in a group. Raises as `push` does; the other engines don't
-        notice.
+        `admit` is called at the moment when the engine is up to date, so that no later push misses it. `anew`: its
+        earlier weights may be lost, and its place in a group. Raises like `push`; the other engines aren't affected.
         """
         async with self._turn:
             if anew:
                 self._confirmed.pop(name, None)
                 self._versions.pop(name, None)
                 self._link = None
-            if anew and self._last is None:  # nobody was sent anything yet: it is as good as the others
+            if anew and self._last is None:  # nothing was pushed yet: it is as good as the others
                 admit()
                 return nothing_sent(0, self._transport)
-            # Without a deadline: the hold waits for an optimizer step, however long that takes.
+            # Without a deadline: the hold waits for an optimizer step of any duration.
             async with self._source.held() as steps:
                 if self._last is not None and self._last[1] == steps:
                     if self._versions.get(name) == (engine, self._last[0]):
@@ -130,7 +132,7 @@ class WeightSync:
 
     @asynccontextmanager
     async def nothing_pushed(self) -> AsyncIterator[None]:
-        """Within it no push runs. An engine that is to leave must be out of `engines` before."""
+        """Context in which no push runs. Remove an engine that leaves from `engines` before."""
         async with self._turn:
             yield
 
@@ -140,7 +142,7 @@ class WeightSync:
         return {name: arrival.engine for name, arrival in self._arrivals.items()}
 
     def dismiss(self, name: str, engine: Engine, death: EngineDied) -> None:
-        """An engine died; if it was waiting for a push, it hears so."""
+        """An engine died; if it was waiting for a push, its wait raises the death."""
         arrival = self._arrivals.get(name)
         if arrival is not None and arrival.engine is engine:
             del self._arrivals[name]
@@ -177,7 +179,7 @@ class WeightSync:
     async def _run(self, push: Push) -> SyncReport:
         """A push within a hold."""
         link = await self._group(push)
-        self._link = None  # a group that a push failed in is never used again
+        self._link = None  # a group in which a push failed is never used again
         report = await push.run(link, self._ranks_per_engine, self._transport)
         self._link, self._members = link, list(push.engines.values())
         self._probe_error = report.probe_error
@@ -187,7 +189,9 @@ class WeightSync:
         return report
 
     async def _group(self, push: Push) -> GroupLink | None:
-        """The sender's place in it. A new one whenever an engine came, went or failed: none is ever repaired."""
+        """The sender's link to the group. A new group whenever an engine came, left or failed: groups are never
+        repaired.
+        """
         if self._backend is None:
             return None
         members = list(push.engines.values())
@@ -209,7 +213,7 @@ class WeightSync:
 
 
 def nothing_sent(version: int, transport: str) -> SyncReport:
-    """To an engine that rested since the last push and missed none."""
+    """The report for an engine that was inactive since the last push and missed none."""
     return SyncReport(
         version=version, seconds=0.0, pause_seconds=0.0, num_bytes=0, probe_error=0.0, transport=transport
     )

@@ -1,4 +1,4 @@
-"""Whole runs in this process: compose as launch.py does, run the task, open the files."""
+"""Whole runs in this process: composes as launch.py does, runs the task, opens the files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = (
 
 
 class RunFiles:
-    """What a run left behind."""
+    """The files of a run."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -45,11 +45,13 @@ class RunFiles:
         return [json.loads(line) for line in (self.run_dir / f"{name}.jsonl").read_text().splitlines()]
 
     def steps(self) -> list[dict]:
-        """metrics.jsonl without the look before the first step."""
+        """metrics.jsonl without the evaluation before the first step."""
         return [line for line in self.lines("metrics") if "time/step_s" in line]
 
     def check_complete(self, groups: int) -> None:
-        """All groups trained; every rollout judged, and there, once; spans without gaps; every push confirmed."""
+        """All groups were trained; every rollout was judged once, and recorded; spans have no gaps; every push was
+        confirmed.
+        """
         assert self.summary["status"] == "completed", self.summary["failure"]
         assert self.summary["groups"] == {"submitted": groups, "trained": groups, "dropped": {}, "in_flight": 0}
         assert self.summary["judging"]["failed"] == {}
@@ -81,17 +83,17 @@ def run_small(directory: Path, *overrides: str, experiment: str = "quickstart", 
 def small_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logging: None
 ) -> Iterator[Callable[..., RunFiles]]:
-    """Run the quickstart, or another experiment, small and with overrides; returns its files."""
+    """Run the quickstart, or another experiment, in a small version and with overrides; returns its files."""
     monkeypatch.chdir(tmp_path)
     yield functools.partial(run_small, tmp_path)
-    logging.captureWarnings(False)  # a run takes them for itself
+    logging.captureWarnings(False)  # a run captures them itself
 
 
 @pytest.fixture(scope="module")
 def run_once(
     tmp_path_factory: pytest.TempPathFactory, keep_logging: Callable[[], AbstractContextManager[None]]
 ) -> Callable[..., RunFiles]:
-    """As small_run, for a run that several tests of a file read."""
+    """Like small_run, for a run that several tests of a file read."""
     directory = tmp_path_factory.mktemp("once")
 
     def run(*overrides: str, **where: str) -> RunFiles:
@@ -104,7 +106,7 @@ def run_once(
 
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
-    """One Ray for a file's runs, which start and end their own processes on it."""
+    """One Ray for the runs of a file, which start and end their own processes on it."""
     from scheduler.processes.ray_cluster import RayCluster
 
     cluster = asyncio.run(RayCluster.start(ClusterConfig(), place(PlacementConfig(), ())))

@@ -1,4 +1,6 @@
-"""A driver that seats a process on a GPU of a joined cluster and prints its threads. Run by test_joined_cluster.py."""
+"""A driver that seats a process on a GPU of a joined cluster and prints its number of threads. Run by
+test_joined_cluster.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from scheduler.processes.ray_cluster import RayCluster
 
 
 def main(address: str) -> None:
-    class Member:  # in here, so that it travels by value
+    class Member:  # defined here, so that it is sent by value
         def __init__(self, rank: int, world_size: int, init_method: str | None) -> None:
             pass
 

@@ -1,4 +1,4 @@
-"""What a user may get wrong: told in one message that names the key, before anything starts or is written."""
+"""Mistakes of users: reported in one message that names the key, before anything starts or is written."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forks import Forked
 
 from grmpipe.config.run_config import ConfigError
 from models.engines.installed import vllm_missing
@@ -26,7 +27,7 @@ def write_rows(path: Path, *rows: dict) -> None:
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
-    """The files that the cases below name."""
+    """The files that the cases below use."""
     write_rows(tmp_path / "good.jsonl", {"prompt": "What is 6 x 7?", "reference": 42})
     write_rows(tmp_path / "bare.jsonl", {"prompt": "What is 6 x 7?"})
     write_rows(tmp_path / "words.jsonl", {"prompt": "Who?", "reference": "nobody"})
@@ -198,13 +199,14 @@ def test_a_hub_that_cannot_be_reached_is_noticed_at_once_by_a_user_who_meant_to_
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_fails_within_the_run_exits_1_with_one_message(inputs: Path) -> None:
-    """Weights that are no weights are found when they are read."""
+def test_what_fails_within_the_run_exits_1_with_one_message(inputs: Path, launched: Callable[..., Forked]) -> None:
+    """Invalid weights are found when they are read."""
     shutil.copytree(SHIPPED / "policy", inputs / "torn")
     (inputs / "torn" / "model.safetensors").write_bytes(b"no tensors")
-    result = launch(inputs, "policy.path=torn", "tracking=none", "tracking.console=false")
-    assert result.returncode == 1
-    said = result.stderr.strip().splitlines()
+    quiet = ("cluster=inprocess", "tracking=none", "tracking.console=false")
+    process = launched("+experiment=quickstart", "policy.path=torn", *quiet)
+    assert process.wait() == 1, process.output
+    said = process.errors.strip().splitlines()
     assert said[0].startswith("grmpipe: ")
     assert said[-1].startswith("See runs/quickstart/")
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in process.errors

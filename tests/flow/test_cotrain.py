@@ -1,4 +1,6 @@
-"""A GRM that learns, in whole runs with the real engine, learners and tiny models: trained alone, beside the policy."""
+"""A GRM in training, in whole runs with the real engine, learners and tiny models: trained alone, and next to the
+policy.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(smal
     assert files.summary["steps"] > 0
     assert set(files.summary["eval"]["final"]) >= {"true_accuracy", "true_accuracy_greedy"}
     judging_tasks = {line["prompt_id"]: line for line in files.lines("critiques")}
-    assert len(judging_tasks) == 24  # every second item ranks
+    assert len(judging_tasks) == 24  # every second item is a ranking
     fates = {line["fate"] for line in judging_tasks.values()}
     assert {"kept", "too_easy"} <= fates
     assert all(0 < len(line["kept"]) < 3 for line in judging_tasks.values() if line["fate"] == "kept")
@@ -53,13 +55,13 @@ def test_fine_tuning_keeps_right_critiques_of_lessons_that_are_not_too_easy(smal
     assert len(losses) == files.summary["steps"]
     assert all(loss > 0 for loss in losses)  # a negative log-likelihood
     rates = [line["train/lr"] for line in files.lines("metrics") if "train/lr" in line]
-    assert rates[-1] == pytest.approx(1e-4 / len(rates))  # the decay is over the steps that there are
+    assert rates[-1] == pytest.approx(1e-4 / len(rates))  # the decay is over the actual number of steps
 
 
 def test_after_a_kill_only_what_is_missing_is_sampled_again(small_run: Callable) -> None:
     files = small_run(*RFT, experiment="rft_grm")
     before = list(read_journal(files.run_dir / "critiques.jsonl"))
-    marked = [{**line, "fate": "too_long", "kept": []} for line in before[:6]]  # would not come of sampling again
+    marked = [{**line, "fate": "too_long", "kept": []} for line in before[:6]]  # sampling again would not give these
     replace_journal(files.run_dir / "critiques.jsonl", marked)
     (files.run_dir / "summary.json").unlink()
     again = small_run(*RFT, "resume=auto", experiment="rft_grm")
@@ -87,7 +89,7 @@ def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(co
             assert {judgement.version for judgement in report.judgements} == {report.verdict.grm_version}
     trained = {line["group_id"] for line in files.lines("groups") if line["outcome"] == "trained"}
     assert all(len(by_group[group_id]) == 1 for group_id in trained)
-    assert min(min(versions) for versions in by_group.values()) >= 1  # nothing is judged before the warm-up
+    assert min(min(versions) for versions in by_group.values()) >= 1  # nothing is judged before the end of the warm-up
     assert [step["grm/version"] for step in files.steps()] == sorted(step["grm/version"] for step in files.steps())
     judging_tasks = [json.loads(line)["prompt"] for line in (files.run_dir / "cotrain" / "rollouts.jsonl").open()]
     assert any(judging_task["prompt_id"].startswith("g0") for judging_task in judging_tasks)  # own rollouts
@@ -98,7 +100,7 @@ def test_a_grm_that_learns_beside_the_policy_judges_each_group_by_one_version(co
 def test_a_resumed_run_goes_on_with_both_learners(small_run: Callable, cotrained: Any, tmp_path: Path) -> None:
     shutil.copytree(cotrained.run_dir, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
-    (checkpoints / "latest").write_text("step_2")  # as a kill after the second step would have left it
+    (checkpoints / "latest").write_text("step_2")  # as after a kill at the end of the second step
     (tmp_path / "run" / "summary.json").unlink()
     state = RunState.from_json((checkpoints / "step_2" / "run_state.json").read_text())
     assert state.grm_pipeline_state is not None

@@ -20,7 +20,7 @@ ONE_STEP = ("train.num_steps=1", "data.num_eval_prompts=4")
 
 
 def rows(count: int, first: int = 0, *, reference: bool = True) -> list[dict]:
-    """Half of them `messages`, half `prompt`; all with the same columns, as Parquet has them."""
+    """Half of them have `messages`, half `prompt`; all have the same columns, as in Parquet."""
     problems = make_problems("train", first + count, seed=7)[first:]
     return [
         {

@@ -1,4 +1,4 @@
-"""A loss, an estimator, an env and a judge protocol of the user's: a run with all of them, and what is refused."""
+"""A user's own loss, estimator, environment and judge protocol: a run with all of them, and what is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ PROTOCOL = JudgeProtocol(session="users_kinds.Session", early_stops=("relaxed",)
 
 @pytest.fixture
 def users_module(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this process can import it."""
+    """The module is importable in this process."""
     folder = tmp_path_factory.mktemp("users")
     (folder / "users_kinds.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(folder))

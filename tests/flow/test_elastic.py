@@ -1,4 +1,4 @@
-"""Whole runs on elastic slots: they move both ways, every sample is whole, the files tell of it."""
+"""Whole runs on elastic slots: slots move in both directions, every sample is complete, the files report the moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ELASTIC = ("placement=elastic", "train.num_steps=4", "balance.switch_s=0.05")
 
 
 def check_moves(run: Any, steps: int) -> None:
-    """Both ways, counted, drawn and logged; and the slots add up."""
+    """Moves in both directions, counted, drawn and logged; and the slots add up."""
     moves = run.summary["moves"]
     assert set(moves) == {"policy->grm", "grm->policy"}
     lines = run.steps()
@@ -28,7 +28,7 @@ def check_moves(run: Any, steps: int) -> None:
 
 
 def first_rollouts(run: Any) -> dict[tuple[str, int], tuple[int, ...]]:
-    """What was sampled of the policy as it came."""
+    """The rollouts of the policy as sampled first."""
     rollouts = [line.rollout for line in load_rollouts(run.run_dir / "rollouts.jsonl")]
     return {
         (rollout.group_id, rollout.sibling): rollout.turns[0].completion.token_ids
@@ -44,7 +44,9 @@ def test_slots_move_both_ways_and_every_sample_is_whole(small_run: Callable) -> 
 
 
 def test_the_same_rollouts_come_from_elastic_slots_and_from_fixed_ones(small_run: Callable) -> None:
-    """The embedded engine draws by position: who samples, and how often a request moves, changes nothing."""
+    """The embedded engine's random numbers depend on the position: which engine samples, and how often a request moves,
+    changes nothing.
+    """
     elastic = small_run(*ELASTIC, "train.max_staleness=0", run_dir="elastic")
     check_moves(elastic, 4)
     elastic.check_complete(16)

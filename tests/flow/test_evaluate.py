@@ -34,7 +34,7 @@ def test_the_tiny_grm_agrees_with_its_labels_and_leaves_files_that_say_so(
 
 def test_a_rule_is_measured_without_any_model(small_run: Callable) -> None:
     summary = small_run(*EVALUATE, "judge=rule", "evaluate.ks=[1]").summary
-    assert summary["eval"]["final"]["accuracy"] > 0.4  # it gives 1 or 10, and passes what is malformed
+    assert summary["eval"]["final"]["accuracy"] > 0.4  # it scores 1 or 10, and passes malformed texts
     assert (summary["judging"]["asked"], summary["versions"]) == (0, {})
 
 

@@ -1,6 +1,7 @@
-"""A Ray that stands in another folder than the driver: files lie where the run is, processes have what they need.
+"""A Ray with another working directory than the driver: files are in the run's directory, processes have what they
+need.
 
-One Ray for all. Its two GPUs are a claim that nobody looks into.
+One Ray for all tests. Its two GPUs are only declared.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.long
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A Ray that runs, and with what a process gets in."""
+    """A running Ray, and the environment of its processes."""
 
     address: str
     environment: dict[str, str]
@@ -34,7 +35,7 @@ class Joined:
 
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
-    """Its raylet stands in a folder of its own."""
+    """Its raylet has its own working directory."""
     folder = tmp_path_factory.mktemp("ray")
     (folder / "token").write_text("0" * 32)
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
@@ -79,7 +80,7 @@ def launch(cwd: Path, joined: Joined, *overrides: str, **environment: str) -> su
 
 
 def test_files_of_a_run_are_where_the_run_is(joined: Joined, tmp_path: Path) -> None:
-    """The policy is named by its name on the hub, whose cache the processes find by a variable that is passed on."""
+    """The policy is given by its hub name; the processes find the hub's cache by a variable that is passed on."""
     snapshot = tmp_path / "hf/hub/models--Some--Model/snapshots/abc"
     shutil.copytree(SHIPPED / "policy", snapshot)
     (tmp_path / "hf/hub/models--Some--Model/refs").mkdir()
@@ -96,7 +97,7 @@ def test_files_of_a_run_are_where_the_run_is(joined: Joined, tmp_path: Path) -> 
 
 
 def test_a_run_dir_that_is_another_folder_elsewhere_is_refused_before_training(joined: Joined, tmp_path: Path) -> None:
-    """/proc/self/cwd is: to each process the folder that it stands in, as a local disk of each machine would be."""
+    """/proc/self/cwd is a different folder in each process, like a local disk of each machine."""
     result = launch(tmp_path, joined, "run_dir=/proc/self/cwd/run")
     assert result.returncode == 2, result.stderr[-3000:]
     assert "run_dir: the machines of cluster.address don't share /proc/self/cwd/run" in result.stderr

@@ -1,4 +1,4 @@
-"""A whole run that trains adapters: what travels, what is left behind, and that it goes on after a stop."""
+"""A whole run that trains adapters: what is sent, what is exported, and that it continues after a stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LORA = (
 
 
 def test_a_run_trains_adapters_and_leaves_a_policy_behind_however_it_syncs(small_run: Callable) -> None:
-    """Stopped after two steps, it goes on from the adapters alone, with the other way to sync."""
+    """Stopped after two steps, it continues from the adapters alone, with the other kind of sync."""
     from peft import PeftModel
 
     merged = small_run(*LORA)
@@ -33,7 +33,7 @@ def test_a_run_trains_adapters_and_leaves_a_policy_behind_however_it_syncs(small
     sent = [line["sync/bytes"] for line in merged.steps()]
     assert max(sent) == min(sent) < sum(parameter.nbytes for parameter in whole.parameters())
 
-    (merged.run_dir / "checkpoints" / "latest").write_text("step_2")  # as a kill after the second step leaves it
+    (merged.run_dir / "checkpoints" / "latest").write_text("step_2")  # as after a kill at the end of the second step
     (merged.run_dir / "summary.json").unlink()
     alone = small_run(*LORA, "policy.lora.sync=adapters", "resume=auto")
     assert alone.summary["status"] == "completed"

@@ -1,4 +1,4 @@
-"""A meta-RM is trained from labelled judgements, and guides the vote of a run. What can't guide one is refused."""
+"""A meta-RM is trained from labelled judgements, and weights the votes of a run. Unusable ones are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def summary_in(run_dir: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def meta_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny GRM's trunk under a head of its own."""
+    """The tiny GRM's trunk with a new head."""
     directory, grm = tmp_path_factory.mktemp("meta"), resolve_model("tiny://grm")
     model = start_scalar_head(grm)
     head_of(model).weight.data.normal_()
@@ -62,7 +62,7 @@ def test_a_meta_rm_is_trained_measured_and_exported_and_its_judgements_serve_aga
     assert summary["judging"]["counted"] == len(rows) > 32
     for look in ("initial", "final"):
         assert {"auc", "accuracy", "brier", "calibration_error", "vote_mean", "vote_best"} <= set(summary["eval"][look])
-    assert summary["eval"]["initial"]["brier"] == 0.25  # a new head says one half
+    assert summary["eval"]["initial"]["brier"] == 0.25  # a new head gives one half
     assert summary["objective"] == summary["eval"]["final"]["auc"]
     assert {row["split"] for row in rows} == {"train", "held_out"}
     exported = json.loads((run_dir / "meta_rm" / "config.json").read_text())
@@ -77,7 +77,7 @@ def test_a_meta_rm_guides_the_vote_of_a_run(small_run: Callable[..., Any], meta_
     files = small_run(*GUIDED, f"meta_rm.path={meta_path}")
     assert files.summary["status"] == "completed" and files.summary["engines_replaced"]["meta_rm"] == 0
     voted = [line for line in files.lines("judgements") if "verdict" in line]
-    assert {line["verdict"]["num_judgements"] for line in voted} <= {1, 2}  # of four judgements the best two
+    assert {line["verdict"]["num_judgements"] for line in voted} <= {1, 2}  # the best two of four judgements
     assert max(len(line["judgements"]) for line in voted) == 4
     events = json.loads((files.run_dir / "timeline.json").read_text())
     assert "meta_rm-0" in {event["args"]["name"] for event in events if event["name"] == "thread_name"}

@@ -1,4 +1,6 @@
-"""Whole runs under watch: the tiny GRM stands still, isn't fooled, and a limit ends a run in its own words."""
+"""Whole runs with the judge monitor: the tiny GRM doesn't drift and isn't fooled, and an exceeded limit ends a run with
+its own message.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole pipeline on simulated engines: promises 1 to 3 under drops, delays, duplicates and staleness."""
+"""The whole pipeline on simulated engines: guarantees 1 to 3 with drops, delays, duplicates and staleness."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Journal:
 
 @dataclass
 class Trainer:
-    """Takes time, and remembers what it was trained on."""
+    """A trainer that takes time, and remembers what it was trained on."""
 
     step_s: float = 0.2
     taken: list[JudgedGroup] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Trainer:
 
 @dataclass
 class Judge:
-    """Gives the sibling's number as its score, unless `mishap` says otherwise."""
+    """A judge that gives the sibling's number as its score, unless `mishap` says otherwise."""
 
     mishap: Callable[[Rollout], Failed | None] = lambda rollout: None
     delay: Callable[[Rollout], float] = lambda rollout: 0.1
@@ -146,7 +146,7 @@ class Judge:
 
 @dataclass
 class Together:
-    """A judge that sits once the whole group is there; every judge session by its group_id."""
+    """A judge that judges once the whole group is complete; every judge session by its group_id."""
 
     sessions: dict[str, TogetherSession] = field(default_factory=dict)
 
@@ -157,7 +157,7 @@ class Together:
 
 @dataclass
 class TogetherSession:
-    """Remembers whom it saw, and what was held."""
+    """Remembers its siblings and its judge tasks."""
 
     size: int
     seen: list[int] = field(default_factory=list)
@@ -180,7 +180,7 @@ class TogetherSession:
 
 @dataclass
 class Bench:
-    """A pipeline on simulated parts, with all that a test wants to look at."""
+    """A pipeline on simulated parts, with all that a test reads."""
 
     config: FlowConfig
     judge: Judge = field(default_factory=Judge)
@@ -249,7 +249,7 @@ class Bench:
 def flow(**changes) -> FlowConfig:
     values = {
         "num_steps": 6, "groups_per_batch": 4, "group_size": 4, "min_valid_siblings": 2, "max_staleness": 1,
-        "group_deadline_s": 10.0, "play_width": 64, "judge_width": 64, "seed": 0,
+        "group_deadline_s": 10.0, "rollout_concurrency": 64, "judge_concurrency": 64, "seed": 0,
     }  # fmt: skip
     return FlowConfig(**{**values, **changes})
 
@@ -321,7 +321,7 @@ def test_a_group_with_too_few_verdicts_is_dropped_by_cause_and_replaced() -> Non
 
 @dataclass
 class Undecided(Judge):
-    """Gives the siblings of one group the same reward."""
+    """A judge that gives the siblings of one group the same reward."""
 
     group_id: str = "g000001"
 
@@ -339,7 +339,9 @@ def test_a_group_without_signal_is_dropped_and_replaced() -> None:
 
 
 def test_groups_without_signal_are_trained_once_a_step_has_dropped_its_share() -> None:
-    """Every group is bare: of each step 2 are dropped, 4 trained. Groups that end after a step are the next one's."""
+    """Every group has zero advantages: per step 2 are dropped and 4 trained. Groups that end after a step count for the
+    next.
+    """
     bench = Bench(flow(max_zero_advantage_groups=2, max_staleness=0), group_judge=Together())
     ledger = bench.run().ledger
     assert ledger.dropped == {"zero_advantage": 2 * 6}
@@ -379,7 +381,7 @@ def test_judging_pauses_above_the_failure_rate_and_then_the_run_stops_with_the_c
 
 
 def test_a_judge_that_goes_silent_pauses_judging_and_then_stops_the_run_with_the_cause() -> None:
-    """It has no time limit of its own: the deadlines of groups end its verdicts."""
+    """The judge has no time limit of its own: the deadlines of groups end its verdicts."""
     bench = Bench(flow(), judge=Judge(delay=lambda rollout: 1e9), max_failure_rate=0.2)
     with pytest.raises(JudgeUnfit, match=r"again after a pause of 5 s: \d+ timeout; the last one: .*group deadline"):
         bench.run()
@@ -390,7 +392,7 @@ def test_a_judge_that_goes_silent_pauses_judging_and_then_stops_the_run_with_the
 def test_a_wait_of_60_s_names_what_it_waits_for_and_why_whatever_ends_meanwhile(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One rollout never comes back; the second batch keeps a place for its group. Another group ends after 50 s."""
+    """One rollout never ends; the second batch keeps a place for its group. Another group ends after 50 s."""
     bench = Bench(
         flow(num_steps=3, group_deadline_s=100.0),
         lengths=lambda context: 10**6 if context.request_id == "g000002/1/t0" else 20,
@@ -556,7 +558,7 @@ def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -
 
 
 def sampled(bench: Bench) -> dict[tuple[str, int], tuple[int, ...]]:
-    """Every rollout's tokens; none may be there twice."""
+    """Every rollout's tokens; asserts that none is there twice."""
     found = {(r.group_id, r.sibling): r.turns[0].completion.token_ids for r in bench.journal.rollouts}
     assert len(found) == len(bench.journal.rollouts), "doubled"
     return found
@@ -606,7 +608,7 @@ def test_the_only_engine_is_replaced_and_no_sample_is_altered_or_doubled() -> No
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_deadline_stands_still_while_the_only_engine_is_replaced(stopped: bool) -> None:
-    """And strikes where nobody stops the clock."""
+    """The deadline passes only if no clock stands still."""
     struck = Bench(flow(num_steps=6, max_staleness=0, group_deadline_s=3.0))
 
     async def strike(report: StepReport) -> None:
@@ -727,7 +729,7 @@ def test_a_judge_that_serves_the_nearly_complete_and_the_due_first_lets_the_lear
         async def go() -> None:
             pipeline = bench.build()
             if not ranked:
-                pipeline.producer.judging._rank = lambda item: 0  # in order of arrival
+                pipeline.producer.judging._rank = lambda item: 0  # in the order of arrival
             await pipeline.run()
 
         run_virtually(go)
@@ -737,7 +739,7 @@ def test_a_judge_that_serves_the_nearly_complete_and_the_due_first_lets_the_lear
 
 
 def outside_judge(refused_share: float, statuses: Counter[int]) -> GenerativeJudge:
-    """A GRM behind an endpoint that refuses so many tries. Its score hangs on nothing but the request's seed."""
+    """A GRM behind an endpoint that refuses a share of tries. Its score depends only on the request's seed."""
     rng = random.Random(5)
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -812,7 +814,7 @@ def test_on_resume_a_judge_of_whole_groups_sees_what_is_kept_and_sits_for_what_h
 
 @dataclass
 class LearningJudge(Judge):
-    """Its verdicts tell the version that they were asked of, and whether it changed meanwhile."""
+    """A judge whose verdicts have the version that they were requested with, and whether it changed meanwhile."""
 
     version: int = 0
     asked: Counter[tuple[str, int, int]] = field(default_factory=Counter)  # group, sibling, version
@@ -861,7 +863,7 @@ def test_a_group_is_judged_by_one_version_of_a_judge_that_changes() -> None:
     totals = pipeline.counters.total_so_far()
     assert totals.aborted > 0
     assert totals.voided > 0
-    assert set(judge.asked.values()) == {1}  # by each version once at most
+    assert set(judge.asked.values()) == {1}  # at most once by each version
     assert pipeline.state().judge_version == pipeline.producer.judge_version > 0
 
 

@@ -1,4 +1,4 @@
-"""From a run to a plan to a run, by the commands a user types: measured costs, a search, its placement."""
+"""From a run to a plan to a run, by the commands that a user types: measured costs, a search, its placement."""
 
 from __future__ import annotations
 

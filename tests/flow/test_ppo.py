@@ -25,7 +25,7 @@ def test_a_run_learns_by_a_critic_that_learns_beside_the_policy(small_run: Calla
     summary, steps = files.summary, files.steps()
     assert (summary["status"], summary["versions"]) == ("completed", {"policy": 3, "grm": 0, "critic": 3})
     assert summary["busy_s"]["critic"] > 0
-    assert ["train/loss" in step for step in steps] == [False, True, True]  # the first warms the critic up
+    assert ["train/loss" in step for step in steps] == [False, True, True]  # the first warms up the critic
     assert all(step["critic/value_loss"] > 0 for step in steps)
     assert steps[0]["critic/value_mean"] == 0 and steps[2]["critic/value_mean"] != 0
     assert {"critic/explained_variance", "critic/clip_share", "critic/return_mean", "critic/wait_s"} <= set(steps[2])
@@ -38,7 +38,7 @@ def test_a_run_learns_by_a_critic_that_learns_beside_the_policy(small_run: Calla
         "train.num_steps=1", "critic=path", f"critic.path={files.run_dir / 'critic'}", experiment="ppo", run_dir="used"
     )
     assert used.steps()[0]["critic/value_mean"] == pytest.approx(steps[2]["critic/value_mean"], abs=1.0)
-    assert used.steps()[0]["critic/value_mean"] != 0  # it knew something already
+    assert used.steps()[0]["critic/value_mean"] != 0  # it was trained before
 
 
 def test_a_policy_in_warm_up_stays_as_it_is(small_run: Callable) -> None:
@@ -65,7 +65,7 @@ def test_several_updates_and_unwhitened_advantages_train(small_run: Callable, al
         "critic.lr_warmup_steps=0", "critic.lr=4e-4", "train.lr=4e-4", experiment="ppo",
     )  # fmt: skip
     assert files.summary["versions"] == {"policy": 2, "grm": 0, "critic": 2}
-    # The last of the four updates has a quarter of the rate left.
+    # The last of the four updates has a quarter of the learning rate left.
     assert {files.steps()[-1][f"{who}/lr"] for who in ("train", "critic")} == {1e-4}
 
 
@@ -82,7 +82,7 @@ def test_several_updates_and_unwhitened_advantages_train(small_run: Callable, al
         ((*PPO, "critic.path=tiny://nothing"), r"critic\.path"),
         ((*PPO, "~placement.roles.critic"), r"placement\.roles\.critic: has no pool"),
         ((*PPO, "placement.roles.critic.pool=nowhere"), r"placement\.roles\.critic\.pool: unknown pool"),
-        ((*PPO, "placement=time_shared"), r"placement\.roles\.critic\.pool: only the learner"),
+        ((*PPO, "placement=time_shared"), r"placement\.roles\.critic\.pool: only learner"),
         ((*PPO, "placement.roles.critic.replicas=2"), r"placement\.roles\.critic"),
         ((*PPO, "cotrain.enabled=true"), r"cotrain\.enabled"),
         ((*PPO, "algorithm.gae_lambda=1.1"), r"algorithm\.gae_lambda"),

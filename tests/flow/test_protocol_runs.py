@@ -1,4 +1,6 @@
-"""Whole runs by protocol: the tiny GRM stops early, is held to a form, can't be read; a scripted one compares."""
+"""Whole runs by protocol: the tiny GRM with an early stop, with a grammar, unparseable; a scripted one that
+compares.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig, place
 
 
 def test_a_relaxed_early_stop_saves_tokens_and_says_what_it_costs(small_run: Callable) -> None:
-    """Two groups of the first batch tell how noisy the judge is; from then on it may stop."""
+    """Two groups of the first batch show how noisy the judge is; from then on it may stop."""
     files = small_run(
         "train.num_steps=2",
         "judge.num_judgements=6",
@@ -52,7 +54,7 @@ def test_a_grm_whose_answers_cannot_be_read_ends_before_the_first_step(small_run
     small_run("train.num_steps=1", "judge.template=tiny")
 
 
-# -- a GRM that is scripted, in the real pipeline on a virtual clock ---------------------------------------------------
+# -- a scripted GRM in the real pipeline on a virtual clock ------------------------------------------------------------
 
 SPEED = EngineSpeed(step_s=0.01, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=64)
 LISTWISE = {"protocol": "listwise", "template": "listwise", "parser": "boxed"}

@@ -1,4 +1,4 @@
-"""What the README promises, run as it says: the quickstart on Ray learns, and a weak judge is hacked and told of."""
+"""The README's claims, run as it says: the quickstart on Ray learns, and a weak judge is hacked and reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def launch(cwd: Path, *overrides: str) -> str:
 
 @pytest.mark.timeout(900)
 def test_the_quickstart_learns_from_its_judge(tmp_path: Path) -> None:
-    # Twice the held-out problems: 256 of them leave 3 points of chance in a figure that this test holds to a bound.
+    # Twice the held-out problems: 256 of them leave 3 points of noise in a figure that this test bounds.
     output = launch(tmp_path, "+experiment=quickstart", "data.num_eval_prompts=512")
     latest = tmp_path / "runs" / "quickstart" / "latest"
     summary = json.loads((latest / "summary.json").read_text())

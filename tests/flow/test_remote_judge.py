@@ -1,4 +1,4 @@
-"""A run whose judge lives behind an endpoint: nothing of it is here, and all that a judge is told by still is."""
+"""A run whose judge is behind an endpoint: no part of it is here, and all its metrics and files still are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grmpipe.run.errors import RunFailed
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """Likes long answers; counts 5 tokens each. Without its key it refuses."""
+    """An endpoint that scores long answers higher; counts 5 tokens each. Without its key it refuses."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -35,7 +35,7 @@ class Endpoint(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def outside() -> Iterator[tuple[str, ...]]:
-    """The overrides that put the judge behind an endpoint."""
+    """The overrides for a judge behind an endpoint."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

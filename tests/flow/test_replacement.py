@@ -1,4 +1,4 @@
-"""kill -9 of engines within whole runs on Ray: the run goes on, and no sample is altered, lost or doubled."""
+"""kill -9 of engines within whole runs on Ray: the run continues, and no sample is changed, lost or duplicated."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from models.engines.installed import vllm_missing
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("ray_here")]
 STEPS = 4
-# Synchronous, so that each step's log-probs can be held against the learner's.
+# Synchronous, so that each step's log-probs can be compared with the learner's.
 ON_RAY = ("cluster=ray", f"train.num_steps={STEPS}", "train.max_staleness=0")
-BOTH = ((1, "policy-0"), (2, "grm-0"))  # after which step, whom
+BOTH = ((1, "policy-0"), (2, "grm-0"))  # (after which step, which engine)
 TWO_POLICY_ENGINES = (
     "placement.pools.train.slots=2", "placement.roles.policy.replicas=2", "placement.roles.grm.pool=train",
 )  # fmt: skip
@@ -39,12 +39,12 @@ def lines(path: Path) -> list[dict]:
 
 
 def process_of(engine: str, run: Path) -> int:
-    """The one that the log named last."""
+    """The process that the log named last."""
     return int(re.findall(rf"{engine} runs in process (\d+)", (run / "run.log").read_text())[-1])
 
 
 def kill(run: Path, victims: Sequence[tuple[int, str]], how: signal.Signals, over: threading.Event) -> None:
-    """Each once its step is done, if the run comes so far."""
+    """Kill each victim once its step is done, if the run gets that far."""
     for step, engine in victims:
         while not any(line["step"] >= step for line in lines(run / "metrics.jsonl")):
             if over.wait(0.005):
@@ -54,7 +54,7 @@ def kill(run: Path, victims: Sequence[tuple[int, str]], how: signal.Signals, ove
 
 @pytest.fixture
 def run_and_kill(small_run: Callable, tmp_path: Path) -> Callable[..., Any]:
-    """A run of which processes are killed, or stopped, once a step is done; returns its files."""
+    """A run in which processes are killed, or stopped, once a step is done; returns its files."""
 
     def run(*overrides: str, victims: Sequence[tuple[int, str]], how: signal.Signals = signal.SIGKILL) -> Any:
         over = threading.Event()
@@ -70,7 +70,7 @@ def run_and_kill(small_run: Callable, tmp_path: Path) -> Callable[..., Any]:
 
 
 def check_samples(run: Any) -> None:
-    """What a stranger would check, from the files alone."""
+    """Checks of the samples, from the files alone."""
     run.check_complete(4 * STEPS)
     assert [line["step"] for line in run.steps()] == list(range(1, STEPS + 1))
     assert all(line["mismatch/max_nats"] < 1e-3 for line in run.steps()), "log-probs that are not the model's"
@@ -90,10 +90,10 @@ def test_a_killed_engine_is_replaced_and_no_sample_is_altered_or_doubled(
     run = run_and_kill(*overrides, victims=victims)
     check_samples(run)
     replaced, swaps = run.summary["engines_replaced"], overrides == ONE_VLLM_ENGINE
-    if overrides == TWO_POLICY_ENGINES:  # the run may be over before the other engine is up again
+    if overrides == TWO_POLICY_ENGINES:  # the run may end before the other engine is ready again
         assert replaced in ({"policy": 1, "grm": 0}, {"policy": 0, "grm": 0})
         return
-    assert replaced == {"policy": 1, "grm": 1}  # an engine of both dies for both
+    assert replaced == {"policy": 1, "grm": 1}  # an engine of both roles is dead for both
     log = (run.run_dir / "run.log").read_text()
     for _, engine in victims:
         assert run.steps()[-1][f"engines/replaced_{engine.partition('-')[0]}"] == 1
@@ -136,7 +136,7 @@ def test_a_dead_learner_ends_the_run_with_words_and_it_is_resumed(
     assert "Traceback" not in str(failed.value)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and "learner-0 died" in summary["failure"]
-    resumed = small_run(*ON_RAY, "train.checkpoint_every=1", "resume=auto")  # the journals hold void rollouts as well
+    resumed = small_run(*ON_RAY, "train.checkpoint_every=1", "resume=auto")  # the journals also have void rollouts
     assert (resumed.summary["status"], resumed.summary["steps"]) == ("completed", STEPS)
     groups = {"submitted": 4 * STEPS, "trained": 4 * STEPS, "dropped": {}, "in_flight": 0}
     assert resumed.summary["groups"] == groups

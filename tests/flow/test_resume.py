@@ -1,4 +1,4 @@
-"""kill -9 and Ctrl-C in mid-step, then the same command with resume=auto: nothing lost, nothing twice."""
+"""kill -9 and Ctrl-C within a step, then the same command with resume=auto: nothing is lost, nothing is there twice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kill(process: Forked) -> None:
 
 
 def check_lineage(run: Path) -> None:
-    """What a stranger would check of a run that was stopped and resumed, from its files alone."""
+    """Checks of a run that was stopped and resumed, from its files alone."""
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
     ledger = summary["groups"]

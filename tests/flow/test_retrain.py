@@ -1,4 +1,4 @@
-"""A run's rollouts, trained again: the same batches, the same weights, to the bit; or another algorithm on them."""
+"""A run's rollouts, trained again: the same batches and bit-identical weights; or another algorithm on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLD_BY_LEARNER = ("train/", "mismatch/", "staleness/")
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
-    """Every micro-batch that a learner is given from now on."""
+    """Every micro-batch that a learner gets from now on."""
     seen: list[MicroBatch] = []
     accumulate = Learner.accumulate
 
@@ -33,7 +33,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
 
 
 def contents(micro_batches: list[MicroBatch]) -> list[list[bytes]]:
-    """Of every array, with its type and shape."""
+    """The bytes of every array, with its type and shape."""
     return [[repr((a.dtype, a.shape)).encode() + a.tobytes() for a in arrays(one)] for one in micro_batches]
 
 
@@ -74,7 +74,7 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     assert list(summary["busy_s"]) == ["learner"] and summary["judging"]["asked"] == 0
     assert not (again.run_dir / "rollouts.jsonl").exists(), "nothing was sampled"
 
-    # Stopped after a step, and gone on with.
+    # Stopped after a step, and continued.
     step = RetrainRun._step
 
     async def step_and_stop(run: RetrainRun, *args: object) -> None:
@@ -90,7 +90,7 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     assert [line["step"] for line in resumed.lines("groups")] == [1] * 4 + [2] * 4 + [3] * 4
     assert of_learner(resumed.steps()) == of_learner(recorded.steps())
 
-    # An idle learner's passes over part of a micro-batch are where they were.
+    # An idle learner's passes over a part of a micro-batch come at the same places.
     monkeypatch.setattr(packer, "EARLY_SHARE", 1e-3)
     taken.clear()
     eager = small_run("judge=rule", "train.lr=3e-3", run_dir="eager")
@@ -100,7 +100,7 @@ def test_a_replay_comes_to_the_same_weights_and_another_algorithm_to_others(
     small_run(f"data.retrain_from={eager.run_dir}", "judge=rule", "train.lr=3e-3", run_dir="eager again")
     assert contents(taken) == first_batches
 
-    # Another algorithm, on the same data.
+    # Another algorithm on the same data.
     other = small_run(source, "judge=rule", "algorithm=gspo", "algorithm.updates_per_batch=2", run_dir="other")
     assert other.summary["status"] == "completed"
     assert weights(other.run_dir) != weights(recorded.run_dir)

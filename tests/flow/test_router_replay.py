@@ -1,4 +1,4 @@
-"""Whole runs of a mixture of experts whose experts are replayed; and what can't be replayed is told before a run."""
+"""Whole runs of a mixture of experts with router replay; and what can't be replayed is reported before a run."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def mixture_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_mixture_trains_on_the_experts_that_were_chosen_before(
     small_run: Callable, mixture_path: str, replay: str, more: tuple[str, ...]
 ) -> None:
-    """Every push of its weights is confirmed by the probe, and its routers would have chosen otherwise now and then."""
+    """The probe confirms every push of its weights, and its routers would sometimes choose otherwise now."""
     overrides = (f"policy.path={mixture_path}", f"algorithm.router_replay={replay}", "judge=rule", "train.num_steps=2")
     files = small_run(*overrides, *more, "data.num_eval_prompts=4")
     assert files.summary["status"] == "completed" and files.summary["versions"]["policy"] == 2
     steps = files.steps()
     assert any(0 < step["train/rerouted_share"] < 0.2 for step in steps)
-    if replay == "rollout":  # the other leaves sampler and learner as far apart as staleness takes them
+    if replay == "rollout":  # the other replay leaves sampler and learner as different as staleness makes them
         assert all(step["mismatch/mean_nats"] < 0.05 for step in steps)
     assert "experts" not in (files.run_dir / "rollouts.jsonl").read_text()
 

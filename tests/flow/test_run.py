@@ -22,7 +22,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def plain_run(run_once: Callable[..., Any]) -> Any:
-    """Three steps of the quickstart as they come."""
+    """Three steps of the unchanged quickstart."""
     return run_once()
 
 
@@ -45,7 +45,7 @@ def test_a_run_leaves_whole_files_that_agree_with_each_other(plain_run: Any) -> 
 
 
 def test_the_exported_policy_scores_a_text_as_the_run_left_it(small_run: Callable) -> None:
-    """The run's last act is a sync of the final weights; a second run from the export starts with the same scores."""
+    """The run ends with a push of the final weights; a second run from the export starts with the same scores."""
     files = small_run("train.num_steps=2", "train.lr=1e-3")
     again = small_run(f"policy.path={files.run_dir / 'policy'}", "train.num_steps=1", run_dir="again")
     assert again.summary["eval"]["initial"]["true_accuracy_greedy"] == pytest.approx(
@@ -131,7 +131,7 @@ def test_a_resume_that_fails_to_start_keeps_what_the_run_had_come_to(
     files = small_run("train.checkpoint_every=2")
     whole = files.summary
     checkpoints = files.run_dir / "checkpoints"
-    (checkpoints / "latest").write_text("step_2")  # as a kill after the second step would have left it
+    (checkpoints / "latest").write_text("step_2")  # as after a kill at the end of the second step
     (files.run_dir / "summary.json").unlink()
 
     async def no_start(*_: object) -> None:

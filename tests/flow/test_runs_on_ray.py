@@ -1,4 +1,4 @@
-"""Whole runs in processes of their own, on one Ray: two ranks of a learner, slots that move, slots by turns."""
+"""Whole runs in separate processes, on one Ray: two ranks of a learner, elastic slots, time-shared slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs whose learner and engines share their slots in time: the same training, and nothing lost."""
+"""Whole runs whose learner and engines share their slots in time: the same training, without losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def turns_of(run: Any) -> list[dict]:
 
 
 def test_by_turns_a_run_trains_what_it_trains_unshared_to_the_last_bit(small_run: Callable) -> None:
-    """One rollout at a time and a rule that judges: then batches come in one order, however long anything takes."""
+    """One rollout at a time and a rule as the judge: then batches come in one order, however long anything takes."""
     same = ("judge=rule", "rollout.max_concurrency=1", "train.max_staleness=0", "train.num_steps=2")
     shared, unshared = (small_run(*same, *more, run_dir=name) for name, more in (("by_turns", BY_TURNS), ("apart", ())))
     weights = [load_file(run.run_dir / "policy" / "model.safetensors") for run in (shared, unshared)]

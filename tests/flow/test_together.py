@@ -1,5 +1,6 @@
-"""Admission, groups, routers, pushes and the balancer together, under random delays, drops, deaths and moves: what the
-real pipeline promises, on a virtual clock. Engines and the learner only take time."""
+"""Admission, groups, routers, pushes and the balancer together, with random delays, drops, deaths and moves: the
+guarantees of the real pipeline, on a virtual clock. Engines and the learner only take time.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, StepRepo
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer, begin_learner_phase
 from grmpipe.types import GroupEnd, JudgedGroup, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Verdict
+from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Completion,
@@ -41,7 +43,6 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.checksums import checksum
 from scheduler.events import NoEvents
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
@@ -65,7 +66,7 @@ ROLES = ("policy", "grm")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A run, and what befalls it. deaths: (seconds after the last one, which engine)."""
+    """A run and its events. deaths: (seconds after the last one, which engine)."""
 
     seed: int = 0
     num_slots: int = 2
@@ -102,18 +103,20 @@ worlds = st.builds(
 
 
 def said(request_id: str, start: int, end: int) -> tuple[int, ...]:
-    """What a request samples, whoever serves it: no engine can leave out, double or alter a token unseen."""
+    """The tokens of a request, the same on any engine: no engine can leave out, duplicate or change a token
+    unnoticed.
+    """
     return tuple(hash((request_id, place)) % 50_000 for place in range(start, end))
 
 
 class Spoken(SimulatedEngine):
-    """Says what is to be said from where another engine stopped. Sleeps, wakes, dies, and may garble weights."""
+    """An engine that continues a request where another engine stopped. Sleeps, wakes, dies, and may corrupt weights."""
 
     def __init__(self, role: str, world: World) -> None:
         super().__init__(role, self._write, tokens_per_s=TOKENS_PER_S)
         self.world, self.role = world, role
         self.awake = True
-        self.begun: list[tuple[str, int]] = []  # request, and the version that it began under here
+        self.begun: list[tuple[str, int]] = []  # (request, version at its beginning here)
 
     def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
         self._check_alive()
@@ -153,7 +156,7 @@ class Spoken(SimulatedEngine):
 
 
 class Changing(Spoken):
-    """Has the weights of one role at a time: whose, it knows by what it was sent."""
+    """An engine that has the weights of one role at a time, known from what it was sent."""
 
     def __init__(self, world: World) -> None:
         super().__init__("grm", world)
@@ -179,12 +182,12 @@ class Changing(Spoken):
 
 @dataclass
 class Learner:
-    """Its weights are its number of steps; remembers the batches."""
+    """A learner whose weights are its number of steps; remembers the batches."""
 
     rng: random.Random
     steps: list[list[JudgedGroup]] = field(default_factory=list)
     on_device: OnDevice = "everything"
-    engines_awake: Callable[[], bool] = lambda: False  # that sleep while it steps
+    engines_awake: Callable[[], bool] = lambda: False  # that must sleep while it steps
     _taken: list[JudgedGroup] = field(default_factory=list)
     _hold: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -257,7 +260,7 @@ class Renderer:
 
 
 class Run:
-    """The pipeline with all that belongs to it. Whatever breaks a promise breaks the run."""
+    """The pipeline with all its parts. A violated guarantee fails the run."""
 
     def __init__(self, world: World) -> None:
         self.world, self.rng = world, random.Random(world.seed)
@@ -284,7 +287,7 @@ class Run:
         if self.share is not None:
             self.share.stops(self.pipeline.clock)
 
-    # -- putting together ----------------------------------------------------------------------------------------------
+    # -- construction --------------------------------------------------------------------------------------------------
 
     def make_pool(self) -> ElasticPool:
         sleeps = self.world.sleeps and not self.swaps
@@ -409,7 +412,7 @@ class Run:
     def group_ended(self, end: GroupEnd) -> None:
         self.ends[end.group_id] += 1
 
-    # -- what befalls it -----------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     async def restart(self, name: str) -> Engine:
         await asyncio.sleep(self.rng.uniform(0.5, 4.0))
@@ -423,15 +426,15 @@ class Run:
             self.engines[names[which % len(names)]].die("killed by signal 9")
         await asyncio.Event().wait()
 
-    # -- what is promised ----------------------------------------------------------------------------------------------
+    # -- guarantees ----------------------------------------------------------------------------------------------------
 
     def check_deadline(self, group_id: str) -> None:
-        """In active seconds; a group that never began has as long to begin as it has to end."""
+        """In active seconds. The deadline restarts with a group's first token."""
         if (began_s := self.first_token_s.get(group_id)) is not None:
             assert self.pipeline.clock.now() <= began_s + self.world.deadline_s + ROUNDING_S, "guarantee 2: outlived"
 
     async def look_at_slots(self) -> None:
-        """How long a slot idles while its pool has work for it, sampled."""
+        """Samples how long a slot idles while its pool has work for it."""
         idle_s, dearest_s = defaultdict[str, float](float), defaultdict[str, float](float)
         while self.pool is not None:
             await asyncio.sleep(SAMPLED_EVERY_S)
@@ -441,7 +444,7 @@ class Run:
                     idle_s[slot.name] = dearest_s[slot.name] = 0.0
                     continue
                 idle_s[slot.name] += SAMPLED_EVERY_S
-                dearest_s[slot.name] = max(dearest_s[slot.name], cost_s)  # it is dearer while others switch, too
+                dearest_s[slot.name] = max(dearest_s[slot.name], cost_s)  # it is slower while others switch too
                 limit_s = dearest_s[slot.name] + LOOK_S + 2 * SAMPLED_EVERY_S
                 assert idle_s[slot.name] <= limit_s, f"{slot} idles and there is work: {view}"
         await asyncio.Event().wait()
@@ -461,7 +464,7 @@ class Run:
 
 
 def check_whole(name: str, completion: Completion) -> None:
-    """Guarantee 7, and 5: every token once, as it was to be said, and by a version that is known."""
+    """Guarantees 5 and 7: every token once, as it should be, and by a known version."""
     assert completion.finish_reason == "stop"
     assert completion.token_ids == said(name, 0, completion.num_tokens), "altered on its way"
     assert len(completion.logprobs) == completion.num_tokens
@@ -471,9 +474,10 @@ def check_whole(name: str, completion: Completion) -> None:
 
 
 def wasted_on(view: Pool, slot: Slot, router: Router) -> float | None:
-    """What a switch would cost an idle slot that there is work for: a request that another slot of its role has to
-    spare, or a role with more requests than slots, enough for more than two switches, where its own role has fewer.
-    None: there is none, or the slot is changing its role."""
+    """The cost of a switch for an idle slot with work elsewhere: a request that another slot of its role can spare, or
+    a role with more requests than slots, enough for more than two switches, while its own role has fewer. None: there
+    is no such work, or the slot is changing its role.
+    """
     if router.load[f"{slot.role}-{slot.name}"] or slot.able != frozenset(view.roles):
         return None
     (other,) = slot.able - {slot.role}
@@ -500,7 +504,7 @@ def ran(world: World) -> Run:
 @settings(max_examples=30, deadline=None)
 @given(worlds)
 def test_whatever_befalls_a_run_its_promises_hold(world: World) -> None:
-    """Guarantee 2, 3, 5 and 7, and no slot that idles beside work for longer than a switch and a look take."""
+    """Guarantees 2, 3, 5 and 7, and no slot idles next to work for longer than a switch and a check take."""
     run = ran(world)
     ledger, steps = run.pipeline.ledger, run.learner.steps
     assert ledger.submitted == ledger.trained + ledger.dropped.total() + ledger.in_flight

@@ -1,4 +1,4 @@
-"""Whole runs on vLLM: policy and judge, alone and beside the embedded engine. Real, on the CPU."""
+"""Whole runs on vLLM: policy and judge, alone and next to the embedded engine. Real, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages by their formula's own numbers, and by counting them out."""
+"""Advantages by the numbers of their formulas, and by enumeration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grmpipe.algorithm.rewards import Rewards
 from grmpipe.config.algorithm_tables import ESTIMATORS, EstimatorKind
 from grmpipe.config.train import AlgorithmConfig
 
-COMPARING = sorted(set(ESTIMATORS) - {"gae_raw"})  # that one compares with nothing but what a critic expected
+COMPARING = sorted(set(ESTIMATORS) - {"gae_raw"})  # gae_raw uses only a critic's values
 ONE_RIGHT = np.array([1.0, -1.0, -1.0, -1.0])
 FEW_REWARDS = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(-3, 3), min_size=2, max_size=7)
 
@@ -37,7 +37,7 @@ def outcome(value: float, num_tokens: int = 1) -> Rewards:
 
 
 def steps(*values: float, tail: int = 0) -> Rewards:
-    """A token a step, and tokens after the last reward."""
+    """One token per step, and tokens after the last reward."""
     return Rewards(num_tokens=len(values) + tail, ends_K=tuple(range(1, len(values) + 1)), values_K=values)
 
 
@@ -183,17 +183,17 @@ def test_a_step_is_as_long_as_its_span() -> None:
 
 
 def of_mean(*earned: float) -> Rewards:
-    """A token a step; the outcome is the mean of what the steps earned."""
+    """One token per step; the outcome is the mean of the steps' rewards."""
     share = 1 / len(earned)
     return replace(steps(*(share * one for one in earned)), shares_K=(share,) * len(earned))
 
 
 SCORES = st.sampled_from([0.0, 0.3, 0.7, 1.0]) | st.floats(0, 1)
-CONSTANT = st.lists(st.tuples(SCORES, st.integers(1, 9)), min_size=2, max_size=6)  # what each step earned, how many
+CONSTANT = st.lists(st.tuples(SCORES, st.integers(1, 9)), min_size=2, max_size=6)  # step reward, number of steps
 
 
 def test_process_grpo_takes_the_mean_of_what_is_to_come_where_the_outcome_is_one() -> None:
-    """Steps earned 1, 0 and 0, 1, 1, 0: mean 1/2, deviation 1/2, so +1 and -1 each."""
+    """Step rewards 1, 0 and 0, 1, 1, 0: mean 1/2, deviation 1/2, so +1 and -1 each."""
     found = estimated("process_grpo", [of_mean(1.0, 0.0), of_mean(0.0, 1.0, 1.0, 0.0)])
     assert found[0] == pytest.approx([0.0, -1.0], abs=1e-5)
     assert found[1] == pytest.approx([0.0, 1 / 3, 0.0, -1.0], abs=1e-5)
@@ -226,7 +226,7 @@ def test_better_steps_throughout_never_get_less_than_worse_ones(
 @given(group=st.lists(SCORES, min_size=2, max_size=6), k=st.integers(1, 5))
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae", "gae_raw"}))
 def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, group: list[float], k: int) -> None:
-    """Also beside another group, where the batch is whitened."""
+    """Also next to another group, if the batch is whitened."""
     for weight in (1.0, 0.3):
         other = [outcome(0.2, 3), outcome(0.9)]
         rows = estimated(name, [outcome(one) for one in group], other, pass_k=k, negative_weight=weight)
@@ -235,10 +235,10 @@ def test_a_better_verdict_never_gets_a_lower_advantage_in_its_group(name: str, g
 
 
 def test_a_group_teaches_where_what_its_estimator_compares_differs() -> None:
-    crossed = [steps(1.0, 0.0), steps(0.0, 1.0)]  # the same outcome by other steps
+    crossed = [steps(1.0, 0.0), steps(0.0, 1.0)]  # the same outcome from other steps
     for name, nothing in (("grpo", True), ("rloo", True), ("reinforce_pp_baseline", True), ("process", False)):
         assert all_advantages_zero(crossed, AlgorithmConfig(estimator=name)) is nothing
-    assert all_advantages_zero([of_mean(*[0.7] * 3), of_mean(*[0.7] * 7)], AlgorithmConfig())  # to rounding
+    assert all_advantages_zero([of_mean(*[0.7] * 3), of_mean(*[0.7] * 7)], AlgorithmConfig())  # up to rounding
     assert not all_advantages_zero([outcome(0.5), outcome(0.6)], AlgorithmConfig(estimator="process_grpo"))
 
 
@@ -260,7 +260,7 @@ def test_gae_at_lambda_1_is_the_return_less_the_value_and_at_0_the_td_error() ->
 
 
 def test_gae_carries_the_values_through_what_the_environment_said() -> None:
-    """Wherever unsampled tokens stand, and whatever values they have, the sampled ones get the same."""
+    """Wherever unsampled tokens are, and for any values of them, the sampled ones get the same."""
     rewards, values = np.array([0.1, 0.2, 1.0]), np.array([0.5, 0.3, 0.7])
     plain, returned = gae(rewards, values, np.ones(3), 0.9, 0.8)
     mask = np.array([1, 0, 0, 1, 0, 1])

@@ -1,4 +1,4 @@
-"""Corrections, rejections and the figures of the mismatch by their formula's own numbers."""
+"""Corrections, rejections and mismatch metrics by the numbers of their formulas."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from grmpipe.algorithm.corrections import (
-    CORRECTIONS,
-    REJECTIONS,
     OffPolicyDrift,
-    banded,
+    correction,
+    decoupled,
     geometric,
+    icepop,
     interpolated,
     kept,
     masked_sequence,
@@ -26,15 +26,12 @@ from grmpipe.algorithm.corrections import (
     truncated_sequence,
     veto,
 )
-from grmpipe.algorithm.objective import PROXIMALS
-from grmpipe.config.train import CORRECTIONS as CORRECTION_NAMES
-from grmpipe.config.train import PROXIMALS as PROXIMAL_NAMES
-from grmpipe.config.train import REJECTIONS as REJECTION_NAMES
+from grmpipe.config.algorithm_tables import CORRECTIONS
 from grmpipe.config.train import AlgorithmConfig
 
 
 def drift(weights: list[float], lengths: list[int] | None = None, **given: list[float]) -> OffPolicyDrift:
-    """Samples whose tokens have these w, and pi_theta = pi_prox unless `behind` gives mu / pi_theta."""
+    """Samples whose tokens have these w, with pi_theta = pi_prox unless `behind` gives mu / pi_theta."""
     log_weights = torch.tensor(weights, dtype=torch.float64).log()
     mask = torch.tensor(given.get("mask", [1.0] * len(weights)), dtype=torch.float64)
     behind = torch.tensor(given["behind"], dtype=torch.float64).log() if "behind" in given else -log_weights
@@ -47,57 +44,57 @@ def drift(weights: list[float], lengths: list[int] | None = None, **given: list[
     )
 
 
-def test_every_name_has_its_function() -> None:
-    assert set(CORRECTIONS) == set(CORRECTION_NAMES)
-    assert set(REJECTIONS) == set(REJECTION_NAMES)
-    assert set(PROXIMALS) == set(PROXIMAL_NAMES)
-
-
 def test_tis_caps_the_ratio_from_above_only() -> None:
-    assert truncated_importance(drift([0.1, 1.1, 3.0]), 2.0).tolist() == pytest.approx([0.1, 1.1, 2.0])
+    assert truncated_importance(drift([0.1, 1.1, 3.0]), AlgorithmConfig(tis_cap=2.0)).tolist() == pytest.approx(
+        [0.1, 1.1, 2.0]
+    )
 
 
 def test_sequence_weights_are_products_over_a_sample() -> None:
-    """Products 1.32 and 6.0, and the second is capped, or masked."""
+    """Products 1.32 and 6.0; the second is capped, or masked."""
     drifted = drift([1.1, 1.2, 2.0, 3.0], [2, 2])
-    assert truncated_sequence(drifted, 3.0).tolist() == pytest.approx([1.32, 1.32, 3.0, 3.0])
-    assert masked_sequence(drifted, 3.0).tolist() == pytest.approx([1.32, 1.32, 0.0, 0.0])
+    assert truncated_sequence(drifted, AlgorithmConfig(sequence_cap=3.0)).tolist() == pytest.approx(
+        [1.32, 1.32, 3.0, 3.0]
+    )
+    assert masked_sequence(drifted, AlgorithmConfig(sequence_cap=3.0)).tolist() == pytest.approx([1.32, 1.32, 0.0, 0.0])
 
 
 def test_what_is_not_trained_is_in_no_product_and_no_mean() -> None:
     drifted = drift([50.0, 1.1, 1.2], mask=[0.0, 1.0, 1.0])
-    assert truncated_sequence(drifted, 100.0).tolist() == pytest.approx([1.32] * 3)
-    assert geometric(drifted, 1.14, 1.16).tolist() == [True]  # sqrt(1.32) = 1.149
-    assert veto(drift([1e-9, 1.0], mask=[0.0, 1.0]), 1e-4).tolist() == [True]
+    assert truncated_sequence(drifted, AlgorithmConfig(sequence_cap=100.0)).tolist() == pytest.approx([1.32] * 3)
+    assert geometric(drifted, AlgorithmConfig(geometric_low=1.14, geometric_high=1.16)).tolist() == [
+        True
+    ]  # sqrt(1.32) = 1.149
+    assert veto(drift([1e-9, 1.0], mask=[0.0, 1.0]), AlgorithmConfig(veto_below=1e-4)).tolist() == [True]
 
 
 @pytest.mark.parametrize(("length", "product"), [(10, 2.59), (100, 13_780)])
 def test_products_grow_with_the_length_and_the_geometric_mean_does_not(length: int, product: float) -> None:
     drifted = drift([1.1] * length)
     assert drifted.product_S().exp().item() == pytest.approx(product, rel=2e-3)
-    assert geometric(drifted, 1.09, 1.11).tolist() == [True]
-    assert geometric(drifted, 0.99, 1.01).tolist() == [False]
+    assert geometric(drifted, AlgorithmConfig(geometric_low=1.09, geometric_high=1.11)).tolist() == [True]
+    assert geometric(drifted, AlgorithmConfig(geometric_low=0.99, geometric_high=1.01)).tolist() == [False]
 
 
 def test_icepop_zeroes_what_is_outside_its_band_and_decoupled_what_is_above() -> None:
     drifted = drift([0.4, 0.5, 1.3, 5.0, 5.1])
-    assert banded(drifted, 0.5, 5.0).tolist() == pytest.approx([0.0, 0.5, 1.3, 5.0, 0.0])
-    decoupled = CORRECTIONS["decoupled"](drifted, AlgorithmConfig(correction="decoupled"))
-    assert decoupled.tolist() == pytest.approx([0.4, 0.5, 1.3, 5.0, 0.0])
+    within = AlgorithmConfig(icepop_low=0.5, icepop_high=5.0, decoupled_cap=5.0)
+    assert icepop(drifted, within).tolist() == pytest.approx([0.0, 0.5, 1.3, 5.0, 0.0])
+    assert decoupled(drifted, within).tolist() == pytest.approx([0.4, 0.5, 1.3, 5.0, 0.0])
 
 
 def test_veto_needs_one_impossible_token() -> None:
-    assert veto(drift([1.0, 5e-5, 1.0, 1.0, 2e-4], [3, 2]), 1e-4).tolist() == [False, True]
+    assert veto(drift([1.0, 5e-5, 1.0, 1.0, 2e-4], [3, 2]), AlgorithmConfig(veto_below=1e-4)).tolist() == [False, True]
 
 
 def test_off_policy_drops_bad_samples_that_became_unlikely() -> None:
-    """mean(log mu - log pi_theta) of 0.2 and 0.0 nats: only a bad sample beyond 0.1 is dropped."""
+    """mean(log mu - log pi_theta) of 0.2 and 0.0 nats: only a bad sample above 0.1 is dropped."""
     behind = [math.exp(0.3), math.exp(0.1), math.exp(0.2), math.exp(-0.2)]
     bad = drift([1.0] * 4, [2, 2], behind=behind, advantages=[-1.0] * 4)
     good = drift([1.0] * 4, [2, 2], behind=behind, advantages=[1.0] * 4)
-    assert off_policy(bad, 0.1).tolist() == [False, True]
-    assert off_policy(bad, 0.3).tolist() == [True, True]
-    assert off_policy(good, 0.1).tolist() == [True, True]
+    assert off_policy(bad, AlgorithmConfig(off_policy_delta=0.1)).tolist() == [False, True]
+    assert off_policy(bad, AlgorithmConfig(off_policy_delta=0.3)).tolist() == [True, True]
+    assert off_policy(good, AlgorithmConfig(off_policy_delta=0.1)).tolist() == [True, True]
 
 
 def test_a_sample_is_kept_only_if_all_rejections_keep_it() -> None:
@@ -117,7 +114,7 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
     far = torch.tensor([-1e4, 1e4])
     one, nothing = torch.ones(2), torch.zeros(2)
     drifted = measure_drift(far, far, nothing, one, one, torch.tensor([1, 1]))
-    for name, correction in CORRECTIONS.items():
+    for name in CORRECTIONS:
         algorithm = AlgorithmConfig(correction=name, tis_cap=1e12, sequence_cap=1e12, decoupled_cap=1e12)
         assert correction(drifted, algorithm).isfinite().all()
 
@@ -125,8 +122,8 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
 def test_no_gradient_goes_through_a_weight() -> None:
     logprobs = torch.zeros(2, requires_grad=True)
     drifted = measure_drift(logprobs, logprobs, torch.ones(2), torch.ones(2), torch.ones(2), torch.tensor([2]))
-    for correction in CORRECTIONS.values():
-        assert not correction(drifted, AlgorithmConfig()).requires_grad
+    for name in CORRECTIONS:
+        assert not correction(drifted, AlgorithmConfig(correction=name)).requires_grad
 
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
@@ -147,7 +144,7 @@ def test_the_weight_is_numpys_sample_by_sample(name: str) -> None:
             "decoupled": np.where(w <= 5, w, 0),
         }
         expected.append(forms[name])
-    ours = CORRECTIONS[name](drifted, AlgorithmConfig(correction=name)).numpy()
+    ours = correction(drifted, AlgorithmConfig(correction=name)).numpy()
     np.testing.assert_allclose(ours * mask, np.concatenate(expected) * mask, atol=1e-12)
 
 
@@ -164,7 +161,7 @@ def test_the_interpolated_policy_is_one_version_behind_the_current() -> None:
 
 
 def test_interpolated_weight_and_ratio_make_up_the_whole_ratio() -> None:
-    """w u = pi_theta / mu, whatever the age: nothing is weighed twice or left out."""
+    """w u = pi_theta / mu at any age: nothing is weighted twice or left out."""
     draw = torch.Generator().manual_seed(0)
     current = torch.randn(6, generator=draw, dtype=torch.float64)
     sampler = torch.randn(6, generator=draw, dtype=torch.float64)
@@ -192,7 +189,7 @@ def test_mismatch_by_age_is_the_mismatch_of_the_tokens_of_an_age() -> None:
     assert mismatch_by_age(ratios, ages) == pytest.approx(
         {
             "mismatch/age_0/mean_nats": 0.15,
-            "mismatch/age_0/p95_nats": 0.2,  # of 4 values the third
+            "mismatch/age_0/p95_nats": 0.2,  # the third of 4 values
             "mismatch/age_0/max_nats": 0.3,
             "mismatch/age_0/out_of_band_share": 0.75,
             "mismatch/age_0/token_share": 0.5,

@@ -1,4 +1,4 @@
-"""A critic's targets, losses and quality, against sums written out in float64, by another way than the code's own."""
+"""A critic's targets, losses and quality, against sums written out in float64 in another way than in the code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def summed_gae(rewards_N: np.ndarray, values_N: np.ndarray, gamma: float, lam: f
 
 
 def valued(num_tokens: int, reward: float) -> Rewards:
-    """An outcome, with values of a critic."""
+    """An outcome with a critic's values."""
     return Rewards(
         num_tokens=num_tokens, ends_K=(num_tokens,), values_K=(reward,), expected_N=DRAW.normal(size=num_tokens)
     )
@@ -65,7 +65,7 @@ def test_ppos_advantages_have_mean_0_and_deviation_1_over_the_batch_and_the_targ
 
 
 def test_a_cost_of_each_token_counts_from_that_token_on() -> None:
-    """Costs 0.1, 0.2, 0.3 and a reward of 1 at the end: what is still to come, token by token."""
+    """Costs 0.1, 0.2, 0.3 and a reward of 1 at the end: the remaining reward at each token."""
     paid = charged_by_token(Rewards(num_tokens=3, ends_K=(3,), values_K=(1.0,)), np.array([0.1, 0.2, 0.3]))
     assert paid.by_token() == pytest.approx([-0.1, -0.2, 0.7])
     assert paid.outcome == pytest.approx(0.4)

@@ -1,4 +1,4 @@
-"""Losses and aggregation by their formula's own numbers, and against numpy sample by sample."""
+"""Losses and aggregation by the numbers of their formulas, and against numpy sample by sample."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from grmpipe.algorithm.losses import (
-    AGGREGATIONS,
-    KL_ESTIMATORS,
+    Aggregation,
     PolicyLoss,
     Scored,
     cispo,
@@ -21,14 +20,13 @@ from grmpipe.algorithm.losses import (
     gspo_token,
     k2_kl,
     k3_kl,
+    kl,
     loss_of,
     policy_gradient,
     policy_loss,
     ppo_clip,
 )
-from grmpipe.config.algorithm_tables import LOSSES, LossKind
-from grmpipe.config.train import AGGREGATIONS as AGGREGATION_NAMES
-from grmpipe.config.train import KL_ESTIMATORS as KL_NAMES
+from grmpipe.config.algorithm_tables import AGGREGATIONS, KL_ESTIMATORS, LOSSES, LossKind
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.types import BatchTotals
 
@@ -40,7 +38,9 @@ def logs(*values: float) -> Tensor:
 
 
 def scored(ratios: list[float], advantages: list[float], lengths: list[int] | None = None) -> Scored:
-    """Tokens whose pi_theta / pi_prox is `ratios`, at pi_prox = 1; all trained. One sample but for `lengths`."""
+    """Tokens whose pi_theta / pi_prox is `ratios`, at pi_prox = 1; all trained. One sample unless `lengths` is
+    given.
+    """
     return Scored(
         logprobs_T=logs(*ratios).requires_grad_(),
         proximal_T=torch.zeros(len(ratios), dtype=torch.float64),
@@ -60,17 +60,12 @@ def gradient(tokens: Scored, policy: PolicyLoss) -> list[float]:
     return tokens.logprobs_T.grad.tolist()
 
 
-def test_every_name_has_its_function() -> None:
-    assert set(KL_ESTIMATORS) == set(KL_NAMES)
-    assert set(AGGREGATIONS) == set(AGGREGATION_NAMES)
-
-
 def one_for_all(tokens: Scored, algorithm: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(loss_T=tokens.logprobs_T.sum(), clipped_T=torch.zeros(()))
 
 
 def test_a_loss_that_gives_no_number_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be spread over all tokens."""
+    """Otherwise it would be broadcast over all tokens."""
     monkeypatch.setitem(LOSSES, "one_for_all", LossKind(function=f"{__name__}.one_for_all"))
     with pytest.raises(ValueError, match=r"^algorithm\.loss: one_for_all gave a loss_T of shape \(\) for 2 tokens"):
         policy_loss(scored([1.0, 1.0], [1, 1]), AlgorithmConfig(loss="one_for_all"))
@@ -102,7 +97,7 @@ def test_gspo_has_the_geometric_mean_of_a_sample() -> None:
     s = 1.1**1.5
     policy = gspo(tokens, clips())
     assert policy.loss_T.tolist() == pytest.approx([-2 * s, -2 * s, 1.0, 1.0])
-    # d s / d log pi_t = s / |y|; the loss stands on both tokens of a sample.
+    # d s / d log pi_t = s / |y|; both tokens of a sample have its loss.
     assert gradient(tokens, policy) == pytest.approx([-2 * s, -2 * s, 1.0, 1.0])
 
 
@@ -151,7 +146,7 @@ def test_the_plain_policy_gradient_has_no_ratio() -> None:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
-    """At r = 1 all are -A grad log pi; GSPO's stands on every token and is divided by their number."""
+    """At r = 1 all are -A grad log pi; every token has GSPO's, which is divided by their number."""
     tokens = scored([1.0, 1.0, 1.0], [1.5, 1.5, 1.5])
     assert gradient(tokens, loss_of(name)(tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
 
@@ -199,7 +194,7 @@ def test_the_loss_is_numpys_sample_by_sample(name: str) -> None:
 
 def test_the_kl_estimators_by_hand() -> None:
     """pi_theta / pi_ref of 1, 1/2, 2."""
-    found = {name: kl(logs(1.0, 0.5, 2.0), logs(1.0, 1.0, 1.0)).tolist() for name, kl in KL_ESTIMATORS.items()}
+    found = {name: kl(name, logs(1.0, 0.5, 2.0), logs(1.0, 1.0, 1.0)).tolist() for name in KL_ESTIMATORS}
     log2 = math.log(2)
     assert found["k1"] == pytest.approx([0.0, -log2, log2])
     assert found["k2"] == pytest.approx([0.0, log2**2 / 2, log2**2 / 2])
@@ -212,15 +207,15 @@ KL_P_Q = float((P.exp() * (P - Q)).sum())
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
 def test_k1_and_k3_are_unbiased_in_value(name: str) -> None:
-    assert (P.exp() * KL_ESTIMATORS[name](P, Q)).sum().item() == pytest.approx(KL_P_Q)
+    assert (P.exp() * kl(name, P, Q)).sum().item() == pytest.approx(KL_P_Q)
 
 
 def test_in_the_loss_k2_has_the_gradient_of_the_kl_and_k1_has_none() -> None:
-    """On-policy: expectations under p, which is held fixed, over a softmax's logits."""
+    """On-policy: expectations under a fixed p, over a softmax's logits."""
     for name in ("exact", "k1", "k2"):
         logits = P.clone().requires_grad_()
         p = logits.log_softmax(-1)
-        loss = (p.exp() * (p - Q)).sum() if name == "exact" else (P.exp() * KL_ESTIMATORS[name](p, Q)).sum()
+        loss = (p.exp() * (p - Q)).sum() if name == "exact" else (P.exp() * kl(name, p, Q)).sum()
         loss.backward()
         assert logits.grad is not None
         if name == "exact":
@@ -231,8 +226,8 @@ def test_in_the_loss_k2_has_the_gradient_of_the_kl_and_k1_has_none() -> None:
 
 def test_an_impossible_log_ratio_stays_finite() -> None:
     far = torch.tensor([-1e4, 1e4])
-    for kl in (k2_kl, k3_kl):
-        assert kl(far, torch.zeros(2)).isfinite().all()
+    for estimator in (k2_kl, k3_kl):
+        assert estimator(far, torch.zeros(2)).isfinite().all()
     tokens = Scored(
         logprobs_T=far,
         proximal_T=torch.zeros(2),
@@ -257,9 +252,13 @@ def test_an_impossible_log_ratio_stays_finite() -> None:
 )
 def test_aggregation(name: str, weights: list[float], denominator: float) -> None:
     mask = torch.tensor([0, 1, 0, 1, 1, 1, 1.0])
-    assert AGGREGATIONS[name].weigh(mask, torch.tensor([2, 5])).tolist() == weights
-    assert AGGREGATIONS[name].denominator(TOTALS, 16) == denominator
+    assert AGGREGATIONS.found(name, Aggregation).weigh(mask, torch.tensor([2, 5])).tolist() == weights
+    assert AGGREGATIONS.found(name, Aggregation).denominator(TOTALS, 16) == denominator
 
 
 def test_sequence_mean_of_an_untrained_sample_is_zero() -> None:
-    assert AGGREGATIONS["sequence_mean"].weigh(torch.zeros(3), torch.tensor([1, 2])).tolist() == [0, 0, 0]
+    assert AGGREGATIONS.found("sequence_mean", Aggregation).weigh(torch.zeros(3), torch.tensor([1, 2])).tolist() == [
+        0,
+        0,
+        0,
+    ]

@@ -1,4 +1,4 @@
-"""Where rewards fall, and what is taken off them, by hand."""
+"""The positions of rewards, and their penalties, by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.types import Completion, VersionSpan
 
 
 def rollout(*lengths: int) -> Rollout:
-    """A turn of each length."""
+    """One turn of each length."""
     turns = tuple(
         Turn(
             prompt_ids=(1,),
@@ -79,7 +79,7 @@ def test_reinforce_pp_charges_a_token_with_the_kl_from_there_on(estimator: str, 
 
 
 def test_kl_is_taken_off_the_step_that_its_tokens_are_in() -> None:
-    """Tokens after the last reward are the last step's."""
+    """Tokens after the last reward belong to the last step."""
     algorithm = AlgorithmConfig(kl_coefficient=0.1, kl_in_reward=True)
     played = rollout(6)
     found = shaped(rewards_of(played, verdict((0, 0, 2, 1.0), (0, 2, 5, 2.0))), played, algorithm, 0, np.arange(6.0))

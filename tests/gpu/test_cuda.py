@@ -10,7 +10,8 @@ import torch
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack, pack_prefix_groups
 from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, TrainingSample
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
@@ -27,7 +28,7 @@ TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 def sampled(dtype: str) -> tuple[tuple[int, ...], list[Completion]]:
-    """The prompt and eight completions, drawn on the GPU."""
+    """The prompt and eight completions, sampled on the GPU."""
 
     async def go() -> tuple[tuple[int, ...], list[Completion]]:
         engine = EmbeddedEngine(POLICY, "policy", EmbeddedConfig(), dtype, "cuda")

@@ -1,4 +1,4 @@
-"""Engine and learner lend a GPU's memory to each other. Marked gpu, as all of this folder."""
+"""Engine and learner share a GPU's memory in time. Marked gpu, like all of this folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
-from grmpipe.train.learner.learner import LearnerSpec
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.offload import OffloadingLearner
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig

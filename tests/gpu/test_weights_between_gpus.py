@@ -1,4 +1,4 @@
-"""Weights that stay on GPUs: memory of a shared one, NCCL between two. Marked gpu, like all here."""
+"""Weights that stay on GPUs: memory of a shared GPU, NCCL between two. Marked gpu, like all of this folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from models.types import GroupLink, WeightBucket
+from models.weights.checksums import ON_DEVICE
 from models.weights.process_group import BroadcastGroup
 from models.weights.receiving import checksums_of, received
 from models.weights.sending import open_transport
@@ -28,13 +29,13 @@ class Layers(nn.Module):
 
 
 def receive(device: str, link: GroupLink | None, buckets: Any, answers: Any) -> None:
-    """In a process of its own: what comes, back on the CPU; then a word on each bucket."""
+    """Receive in a separate process: the received tensors, back on the CPU, and a result per bucket."""
     group = BroadcastGroup(torch.device(device))
     group.join(link)
     while (bucket := buckets.get()) is not None:
         with received(bucket, group) as tensors:
-            sums = checksums_of(tensors)
-            assert set(sums.values()) == {""} and all(tensor.is_cuda for _, tensor in tensors if tensor.numel())
+            assert checksums_of(tensors) == {tensor.name: tensor.checksum for tensor in bucket.tensors}
+            assert all(tensor.is_cuda for _, tensor in tensors if tensor.numel())
             answers.put({announced.name: tensor.cpu().numpy() for announced, tensor in tensors})
     group.leave()
 
@@ -51,7 +52,7 @@ def carried(transport: str, sender_device: str, receiver_device: str, links: Any
     expected, came = {name: tensor.cpu() for name, tensor in model.state_dict().items()}, {}
     for index in range(stream.num_buckets):
         bucket: WeightBucket = sender.post(index, stream.unsharded(index))
-        assert all(tensor.checksum == "" for tensor in bucket.tensors)
+        assert all(tensor.checksum.startswith(ON_DEVICE) for tensor in bucket.tensors)
         buckets.put(bucket)
         sender.deliver(index)
         came |= {name: torch.from_numpy(data) for name, data in answers.get(timeout=60).items()}

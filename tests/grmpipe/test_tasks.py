@@ -1,4 +1,4 @@
-"""The tasks from the command line: a sweep, the doctor, and what they exit with."""
+"""The tasks from the command line: a sweep, the doctor, and their exit codes."""
 
 from __future__ import annotations
 

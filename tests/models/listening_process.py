@@ -1,4 +1,4 @@
-"""Ranks and a broadcast group in one process, which then prints where it listens. Run by test_rendezvous.py."""
+"""Ranks and a broadcast group in one process, which then prints its listening addresses. Run by test_rendezvous.py."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from models.lm.parallelize import join_ranks
 from models.types import GroupLink
 from models.weights.process_group import BroadcastGroup
 
-LISTENING = "0A"  # as the kernel's tables call the state
+LISTENING = "0A"  # the state in the kernel's tables
 
 
 def listening() -> set[str]:
-    """Addresses of this process's own TCP sockets that listen."""
+    """The addresses of this process's listening TCP sockets."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
         except OSError:
-            continue  # the listing's own
+            continue  # that of the listing itself
     rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     return {address_of(row[1]) for row in rows if len(row) > 9 and row[3] == LISTENING and row[9] in inodes}
 
 
 def address_of(field: str) -> str:
-    """`0100007F:1F90` -> 127.0.0.1: words of 4 bytes, each in the machine's own order."""
+    """`0100007F:1F90` -> 127.0.0.1: words of 4 bytes, each in the machine's byte order."""
     raw = bytes.fromhex(field.partition(":")[0])
     words = [raw[at : at + 4] for at in range(0, len(raw), 4)]
     return str(ip_address(b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)))
@@ -75,7 +75,7 @@ def main(address: str) -> None:
     dist.barrier()
     print(json.dumps({name: sorted(addresses) for name, addresses in (found | {"ranks": listening()}).items()}))
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort an orderly exit
+    os._exit(0)  # gloo's threads sometimes abort an orderly exit
 
 
 if __name__ == "__main__":

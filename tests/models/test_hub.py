@@ -1,4 +1,4 @@
-"""Where a model's files are found: directories, the hub's cache, and what is said where there is neither."""
+"""Finding a model's files: directories, the hub's cache, and the error if there is neither."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.tiny.resolve import SHIPPED
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without network, with the small files of Some/Model in the hub's cache; returns where they lie."""
+    """A machine without network, with the small files of Some/Model in the hub's cache; returns their directory."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     snapshot = tmp_path / "hub/models--Some--Model/snapshots/abc"

@@ -1,4 +1,4 @@
-"""Who waits goes by priority, then by arrival; whoever is cancelled keeps nobody else waiting."""
+"""Waiters are released by priority, then by arrival; a cancelled one blocks no other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_one_that_is_cancelled_is_passed_over_and_its_turn_given_back() -> None:
         gone.cancel()
         await settle()
         assert gate.first_amount == 0 and gate.let_one()
-        lucky.cancel()  # in the very moment of its turn
+        lucky.cancel()  # at the moment of its release
         await asyncio.gather(gone, lucky, return_exceptions=True)
         assert given_back == ["lucky"]
         assert not late.done() and gate.let_one()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoTokenizer, GenerationConfig, GPT2Config, PreTrainedTokenizerFast, Qwen3Config
 
+from models.model_files import PlainConfig, is_plain_tokenizer
 from models.renderer import Renderer
 from models.settings import ModelConfig
 from models.tiny.tokenizer import build_tokenizer
@@ -33,7 +35,7 @@ texts = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(max_size=8)), max_s
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The tiny one, with added tokens that aren't special (like Qwen3's thoughts) and a run of spaces."""
+    """The tiny one, with added tokens that aren't special (like Qwen3's thinking tags) and a run of spaces."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>", "  ")])
     return tokenizer
@@ -93,7 +95,7 @@ def test_decoding_leaves_special_tokens_out(renderer: Renderer) -> None:
 def test_extending_a_conversation_equals_rendering_the_whole(
     renderer: Renderer, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """What was sampled stands between, its stop token included."""
+    """Between them is what was sampled, including its stop token."""
     prompt, reply = user("2 + 2"), user("wrong <|im_end|>")
     sampled = (*tokenizer.encode("5", add_special_tokens=False), *renderer.stop_token_ids)
     whole = renderer.render([prompt, Message(role="assistant", content="5"), reply])
@@ -149,6 +151,37 @@ def test_a_template_that_loses_or_repeats_a_message_is_an_error(
         renderer.render([user("a"), Message(role="assistant", content="b")])
 
 
+def test_a_tokenizer_that_needs_no_class_of_its_family_is_the_one_that_auto_tokenizer_loads(path: Path) -> None:
+    assert is_plain_tokenizer(str(path))
+    ours, autos = Renderer.load(str(path)).tokenizer, AutoTokenizer.from_pretrained(path)
+    assert type(ours) is type(autos)
+    assert (ours.get_vocab(), ours.chat_template, ours.eos_token_id) == (
+        autos.get_vocab(), autos.chat_template, autos.eos_token_id
+    )  # fmt: skip
+    assert ours.backend_tokenizer.to_str() == autos.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokenizer_class": "GPT2Tokenizer"}, {"auto_map": {"AutoTokenizer": ["a.B", None]}}]
+)
+def test_any_other_tokenizer_is_left_to_auto_tokenizer(path: Path, tmp_path: Path, change: dict[str, object]) -> None:
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    assert not is_plain_tokenizer(str(tmp_path))
+
+
+def test_a_config_that_only_transformers_can_read_is_left_to_it(path: Path, tmp_path: Path) -> None:
+    """GPT-2 calls its window n_positions."""
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    GPT2Config(vocab_size=600, n_positions=256).save_pretrained(tmp_path)
+    assert PlainConfig.read(str(tmp_path)) is None and PlainConfig.read(str(path)) is not None
+    renderer = Renderer.load(str(tmp_path))
+    assert (renderer.context_tokens, renderer.vocab_size) == (256, 600)
+
+
 def test_what_is_missing_is_named(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere"):
         Renderer.load(str(tmp_path / "nowhere"))
@@ -160,7 +193,7 @@ def test_what_is_missing_is_named(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_short_prompt_is_rendered_in_a_third_of_a_millisecond(renderer: Renderer) -> None:
-    """The fastest of many, so that a busy machine doesn't count."""
+    """The fastest of many, so that a busy machine doesn't matter."""
     durations_s = []
     for won in range(200):
         message = user(f"Q: Ida has 6 coins. She gives 4 to Max. She wins {won}. How many coins does Ida have?")

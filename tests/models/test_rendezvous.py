@@ -1,4 +1,4 @@
-"""Where members of a process group meet: a store that listens at one address, for nobody else to reach."""
+"""The store of a process group: it listens at one address, which no other machine reaches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("listening_process.py")
 
 
 def outward() -> str:
-    """The machine's own address on its way out; no packet is sent."""
+    """The machine's own address towards outside; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

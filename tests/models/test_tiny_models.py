@@ -1,4 +1,4 @@
-"""The shipped tiny models, their tokenizer, and where `tiny://` leads."""
+"""The shipped tiny models, their tokenizer, and the resolution of `tiny://`."""
 
 from __future__ import annotations
 

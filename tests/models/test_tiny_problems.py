@@ -1,4 +1,4 @@
-"""The word problems, ways to get them wrong, and what is right about an answer."""
+"""The word problems, wrong solutions, and when an answer is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Admission paces and keeps places: the formula's numbers. test_group_buffer.py tries any order of events."""
+"""Admission: its pace by the formula's numbers, and its reserved places. test_group_buffer.py tests any order of
+events.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_tokens_are_stale_when_more_versions_lie_between_than_the_bound() -> Non
 
 
 def test_places_are_reserved_for_groups_that_would_be_too_old_for_the_next_batch() -> None:
-    """Batches of 2: two of version 0 are due at version 1, so two of version 1 wait; one goes when there is one."""
+    """Batches of 2: two groups of version 0 are due at version 1, so two of version 1 wait; one goes when there is only
+    one.
+    """
     rule = Admission(groups_per_batch=2, max_staleness=1, last_version=9)
     assert not rule.may_take(1, version=1, num_taken=0, waiting={0: 2, 1: 2})
     assert rule.may_take(0, version=1, num_taken=0, waiting={0: 2, 1: 2})
@@ -39,7 +43,7 @@ def test_places_are_reserved_for_groups_that_would_be_too_old_for_the_next_batch
 
 
 def test_a_place_is_kept_for_what_is_due_two_batches_ahead() -> None:
-    """Two of version 0 and batches of one: a young one now would leave two for a single last batch."""
+    """Two of version 0 and batches of one: taking a young one now would leave two for a single last batch."""
     rule = Admission(groups_per_batch=1, max_staleness=2, last_version=9)
     assert not rule.may_take(1, version=1, num_taken=0, waiting={0: 2, 1: 1})
     assert rule.may_take(0, version=1, num_taken=0, waiting={0: 2, 1: 1})

@@ -1,4 +1,4 @@
-"""Active time stands still in pauses; stages keep their width, cancel by key and fail as their work fails."""
+"""Active time stands still in pauses; stages keep their concurrency, cancel by key and fail like their work."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_now_stands_still_in_a_pause() -> None:
 
 @pytest.mark.parametrize(("work_s", "in_time"), [(7.9, True), (8.1, False)])
 def test_a_time_limit_stands_still_in_pauses_before_it_and_within_it(work_s: float, in_time: bool) -> None:
-    """3 active seconds: 2 in pauses that were on when it began, then 1 active, 3 paused, and 2 active."""
+    """3 active seconds: 2 of the pauses were on at the beginning, then 1 active, 3 paused, and 2 active."""
 
     async def go() -> bool:
         clock = ActiveClock()
@@ -130,7 +130,7 @@ def test_cancel_ends_the_work_of_one_key_even_before_it_began_and_frees_its_plac
         runner = asyncio.create_task(stage.run())
         for item in ("a1", "a2", "b1", "b2"):
             await stage.put(item)
-        await asyncio.sleep(0)  # both places are given to a's tasks, which have not run yet
+        await asyncio.sleep(0)  # both places have a's tasks, which have not run yet
         stage.cancel("a")
         await asyncio.sleep(5)
         assert done == ["b1", "b2"]

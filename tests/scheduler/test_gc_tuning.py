@@ -1,4 +1,4 @@
-"""The collector works seldom meanwhile, and as before afterwards."""
+"""The collector runs rarely within the context, and as before afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sits where, and what is refused before anything starts."""
+"""The seats of roles, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from scheduler.placement import (
 
 ROLES = ("policy", "learner", "grm")
 SERVED = ("policy", "grm")
+LEARNERS = {"policy": "learner", "grm": "grm_learner", "safety": "safety_learner"}
 LAPTOP = PlacementConfig(
     pools={"train": PoolConfig(), "judging": PoolConfig()},
     roles={"policy": RoleConfig(pool="train"), "learner": RoleConfig(pool="train"), "grm": RoleConfig(pool="judging")},
@@ -36,19 +37,25 @@ def test_an_elastic_pool_has_an_engine_of_each_role_on_each_slot() -> None:
     assert placement.bundles("engines") == ((0,), (1,), (2,))
 
 
-def test_only_the_policys_learner_and_engines_have_turns() -> None:
-    def seated(**pools: str) -> None:
+def test_only_a_learner_and_engines_have_turns() -> None:
+    def seated(**pools: str) -> tuple[str, ...]:
         slots = {"all": PoolConfig(slots=2, time_shared=True), "apart": PoolConfig()}
         roles = {role: RoleConfig(pool=pool) for role, pool in pools.items()}
-        place(PlacementConfig(pools=slots, roles=roles), list(roles), SERVED)
+        config = PlacementConfig(pools=slots, roles=roles)
+        return place(config, list(roles), (*SERVED, "safety"), LEARNERS).time_sharing_roles
 
-    seated(learner="all", policy="all", grm="all", critic="apart")
-    seated(learner="all", policy="all", grm="apart", grm_learner="apart")
-    with pytest.raises(ValueError, match=r"placement\.roles\.critic\.pool: .*time-shared pool all"):
+    assert seated(learner="all", policy="all", grm="all", critic="apart") == ("policy", "grm")
+    assert seated(learner="all", policy="all", grm="apart", grm_learner="apart") == ("policy",)
+    assert seated(learner="all", policy="all", safety="all") == ("policy", "safety")
+    assert seated(learner="apart", policy="apart") == ()
+    with pytest.raises(ValueError, match=r"placement\.roles\.critic\.pool: only learner .*time-shared pool all"):
         seated(learner="all", policy="all", critic="all")
-    with pytest.raises(ValueError, match=r"placement\.roles\.grm\.pool: a GRM that learns"):
-        seated(learner="all", policy="all", grm="all", grm_learner="apart")
-    with pytest.raises(ValueError, match=r"placement\.pools\.all\.time_shared: .*only learner"):
+    for judge in ("grm", "safety"):
+        with pytest.raises(
+            ValueError, match=rf"placement\.roles\.{judge}\.pool: .* weights from {judge}_learner at any"
+        ):
+            seated(**{"learner": "all", "policy": "all", judge: "all", f"{judge}_learner": "apart"})
+    with pytest.raises(ValueError, match=r"placement\.pools\.all\.time_shared: .*only learner uses it; set \S*learner"):
         seated(learner="all", policy="apart")
 
 
@@ -72,7 +79,7 @@ def machine(cpus: int = 2, gpus: int = 0, name: str = "this machine") -> NodeCap
 
 
 def pools(**slots: PoolConfig) -> PlacementConfig:
-    """A role of its own for each pool, on all of its slots."""
+    """One role per pool, on all of its slots."""
     return PlacementConfig(
         pools=slots, roles={name: RoleConfig(pool=name, replicas=pool.slots) for name, pool in slots.items()}
     )

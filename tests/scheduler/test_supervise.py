@@ -1,4 +1,4 @@
-"""Loops that live and die together."""
+"""Loops that run and fail together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profile that a configuration names, read beside what the data sheets say. It fits nothing itself."""
+"""Reads the profile that a configuration names, with the speeds of data sheets as prior. Fits nothing itself."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from models.types import EngineSpeed
 
 
 def profile_of(survey: Survey) -> Profile | None:
-    """What it can't tell apart is divided as the data sheets would. Raises ConfigError where there is no such run."""
+    """The profile. What it can't separate is divided as in the data sheets. Raises ConfigError if there is no such
+    run.
+    """
     path = survey.config.plan.profile
     return read_profile(path, cores_of(survey), believed(survey)) if path else None
 
 
 def believed(survey: Survey) -> dict[str, EngineSpeed]:
-    """Of each role's engine, as far as its device and its model are known."""
+    """Role -> engine speed by the data sheets, for known devices and models."""
     speeds = {}
     for role in survey.models:
         if role not in LEARNING:

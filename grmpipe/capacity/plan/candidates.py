@@ -1,6 +1,6 @@
-"""Which placement is the fastest: candidates, pruned by memory and by the bound, then simulated and ranked. Pure.
+"""Searches the fastest placement: candidates are pruned by memory and by the bound, then simulated and ranked. Pure.
 
-What a candidate costs, what it holds in memory and how it fares in simulation come in as functions.
+The costs, the memory and the simulation of a candidate are given as functions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from grmpipe.capacity.lower_bound import StepWork, busiest_core_s, busy_s, chain
 from scheduler.devices import GB
 from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 
-# Up to here every split is tried; beyond, splits come in coarser pieces. By the number of parts: 1081 splits, 1771.
+# Up to here every split is tried; for more slots, splits are coarser. By the number of parts: 1081 splits, 1771.
 FINE_SLOTS = {1: 48, 2: 48, 3: 48, 4: 24}
-EVEN = 1.02  # simulated times this close are the same; the smaller bound goes first then
+EVEN = 1.02  # simulated times within this factor are equal; the smaller bound then goes first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class Seating:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidatePool:
-    """A pool to be: slots of one kind, and who sits there. Several roles share all of its slots."""
+    """A pool of a candidate: slots of one kind, and the roles on it. Several roles share all of its slots."""
 
-    kind: str  # the pool of the configuration whose slots these are
+    kind: str  # name of the configured pool whose slots these are
     slots: int
     seats: Mapping[str, Seating]
     elastic: bool = False
@@ -40,13 +40,13 @@ class CandidatePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A placement to be judged."""
+    """A candidate placement."""
 
     candidate_pools: tuple[CandidatePool, ...]
 
     @property
     def layout(self) -> tuple[tuple[tuple[str, ...], bool], ...]:
-        """Who shares with whom; numbers aside."""
+        """Which roles share pools, without numbers."""
         return tuple((tuple(one_pool.seats), one_pool.elastic) for one_pool in self.candidate_pools)
 
     @property
@@ -59,14 +59,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProblem:
-    """What is to be planned.
+    """The problem of a search.
 
-    kinds:   pools of the configuration that differ in what a slot is, with the slots that there are of each in all.
-    widths:  engine role -> slots per replica that its model can be laid over.
-    costs:   of a candidate's processes.
-    memory:  (role, seating, kind) -> bytes on each of its slots; None where that isn't known.
-    elastic: roles whose engines may take each other's places.
-    replicas: role -> the numbers of its processes that there may be; a role that isn't in it may have any.
+    kinds:   configured pools that differ in the kind of slot, with the total slots of each kind.
+    widths:  engine role -> slots per replica over which its model can be sharded.
+    costs:   candidate -> costs of its processes.
+    memory:  (role, seating, kind) -> bytes on each of its slots; None if unknown.
+    elastic: roles whose engines may swap slots.
+    replicas: role -> allowed numbers of its processes; any number for a role that isn't in it.
     """
 
     kinds: Mapping[str, PoolConfig]
@@ -86,17 +86,17 @@ class SearchProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """A candidate with its bound. loads: role -> seconds a step that each of its processes is busy."""
+    """A candidate with its bound. loads: role -> seconds per step that each of its processes is busy."""
 
     candidate: Candidate
     bound_s: float
-    work_s: float  # of the busiest slot, or of the cores that all run on
+    work_s: float  # of the busiest slot, or of the shared cores
     loads: Mapping[str, float]
-    slots_s: tuple[float, ...]  # work of a slot by pool, the largest first
+    slots_s: tuple[float, ...]  # work of one slot per pool, the largest first
 
     @property
     def reason(self) -> str:
-        """Why it takes as long as it does."""
+        """The reason for its time."""
         if self.bound_s > self.work_s:
             return "the chain of one rollout is longer than the work of any role"
         if self.work_s < self.slots_s[0]:
@@ -111,7 +111,7 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a simulation says of a candidate."""
+    """The prediction of a simulation for a candidate."""
 
     step_s: float
     busy: Mapping[str, float]  # role -> share of its slots' time
@@ -119,7 +119,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """`predicted` is None where nothing simulates, or time ran out."""
+    """A candidate with its prediction; None if nothing simulates, or time ran out."""
 
     weighed: Weighed
     predicted: Predicted | None
@@ -131,11 +131,11 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """The best first: those that were simulated, by their time; then the others, by their bound."""
+    """The ranked candidates, the best first: simulated ones by their time, then the others by their bound."""
 
     ranked: tuple[Ranked, ...]
     num_candidates: int
-    num_too_large: int  # for the memory of their slots
+    num_too_large: int  # too large for the memory of their slots
 
 
 def search(
@@ -144,7 +144,7 @@ def search(
     max_simulated: int,
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> Ranking:
-    """Raises ValueError when no candidate fits the slots or their memory: it names the role that wants most."""
+    """Search. Raises ValueError if no candidate fits the slots or their memory; it names the role that needs most."""
     candidates = list(enumerate_candidates(question))
     fitting = [candidate for candidate in candidates if fits_memory(candidate, question)]
     if not fitting:
@@ -164,7 +164,9 @@ def search(
 
 
 def enumerate_candidates(question: SearchProblem) -> Iterator[Candidate]:
-    """Every way to share pools, every kind of slot for each, every split of the slots, every width of an engine."""
+    """Every way to share pools, every kind of slot for each pool, every split of the slots, every width of an
+    engine.
+    """
     for blocks in partitions(question.work.roles):
         for kinds in itertools.product(question.kinds, repeat=len(blocks)):
             for slots in slot_splits(kinds, question.kinds):
@@ -181,7 +183,7 @@ def enumerate_candidates(question: SearchProblem) -> Iterator[Candidate]:
 
 
 def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Every way to put roles together; separate ones first."""
+    """Every way to group roles; separate ones first."""
     if not roles:
         yield ()
         return
@@ -193,7 +195,7 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 
 
 def slot_splits(kinds: Sequence[str], pools: Mapping[str, PoolConfig]) -> Iterator[tuple[int, ...]]:
-    """Slots for each block, all slots of a kind in use."""
+    """Slots for each block, with all slots of a kind in use."""
     shares = []
     for kind in dict.fromkeys(kinds):
         places = [index for index, other in enumerate(kinds) if other == kind]
@@ -204,7 +206,7 @@ def slot_splits(kinds: Sequence[str], pools: Mapping[str, PoolConfig]) -> Iterat
 
 
 def splits(slots: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Ways to split slots into parts of at least one; in pieces of a size where there are many."""
+    """Ways to split slots into parts of at least one; in larger pieces if there are many."""
     yield from splits_by(slots, parts, piece=-(-slots // FINE_SLOTS[parts]))
 
 
@@ -218,7 +220,9 @@ def splits_by(slots: int, parts: int, piece: int) -> Iterator[tuple[int, ...]]:
 
 
 def candidate_pools_of(kind: str, slots: int, roles: tuple[str, ...], question: SearchProblem) -> list[CandidatePool]:
-    """A role alone takes any width that divides the slots; roles that share have a process each on every slot."""
+    """Pools of these roles. A role alone takes any width that divides the slots; roles that share have one process each
+    on every slot.
+    """
     if len(roles) == 1:
         (role,) = roles
         widths = [n for n in question.widths.get(role, (1,)) if slots % n == 0]
@@ -238,7 +242,7 @@ def fits_memory(candidate: Candidate, question: SearchProblem) -> bool:
 
 
 def memory_of(candidate: Candidate, question: SearchProblem) -> Iterator[tuple[float, float]]:
-    """Of each pool whose slots' memory is known: what its roles hold together on a slot, and what there is."""
+    """What roles need together on a slot and what the slot has, for each pool with known memory."""
     for one_pool in candidate.candidate_pools:
         limit = question.kinds[one_pool.kind].memory_gb
         if limit is not None:
@@ -247,7 +251,7 @@ def memory_of(candidate: Candidate, question: SearchProblem) -> Iterator[tuple[f
 
 
 def nothing_fits(question: SearchProblem, candidates: Sequence[Candidate]) -> str:
-    """Why there is no candidate left, by the one that lacks least."""
+    """Why no candidate is left, by the one that lacks least."""
     there = ", ".join(f"{pool.slots} of {kind}" for kind, pool in question.kinds.items())
     if not candidates:
         return f"placement.pools: {', '.join(question.work.roles)} can't be placed on the available slots ({there})"
@@ -266,11 +270,11 @@ def nothing_fits(question: SearchProblem, candidates: Sequence[Candidate]) -> st
     )
 
 
-# -- weighing ------------------------------------------------------------------------------------------------------
+# -- bounds --------------------------------------------------------------------------------------------------------
 
 
 def weigh(candidate: Candidate, question: SearchProblem) -> Weighed:
-    """The work bound of a candidate; of a synchronous one the chain as well."""
+    """A candidate with its work bound; for a synchronous run also the chain."""
     costs, seats = question.costs(candidate), candidate.seats
     loads = {role: busy_s(role, question.work, costs, seats[role].replicas) for role in question.work.roles}
     slots_s = sorted(
@@ -284,12 +288,14 @@ def weigh(candidate: Candidate, question: SearchProblem) -> Weighed:
 
 
 def order(weighed: Weighed) -> tuple[float, ...]:
-    """By the bound; among equals, by the work of the next busiest: it is what's left to go wrong."""
+    """The key of ranking: the bound; among equals the work of the next busiest slots, which is the next risk."""
     return (weighed.bound_s, *weighed.slots_s)
 
 
 def finalists(weighed: Sequence[Weighed], count: int) -> list[Weighed]:
-    """The best of every layout in turn: the bound doesn't know what sharing costs, and may be wrong between layouts."""
+    """The best of every layout in alternation: the bound ignores the costs of sharing, so it may be wrong between
+    layouts.
+    """
     taken: Counter[object] = Counter()
     turns = []
     for place, entry in enumerate(weighed):
@@ -303,7 +309,7 @@ def finalists(weighed: Sequence[Weighed], count: int) -> list[Weighed]:
 def simulated(
     entries: Sequence[Weighed], simulate: Callable[[Candidate], Predicted], time_is_up: Callable[[], bool]
 ) -> list[Ranked]:
-    """Those that could still win, in the order of their bounds: one whose bound exceeds the best time can't."""
+    """Simulate candidates in the order of their bounds, until a bound exceeds the best time."""
     ranked: list[Ranked] = []
     for entry in entries:
         best = min((done.step_s for done in ranked), default=float("inf"))
@@ -314,7 +320,7 @@ def simulated(
 
 
 def by_time(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """By simulated time; those within noise of the best by their bound."""
+    """Sort by simulated time; those within noise of the best by their bound."""
     best = min((entry.step_s for entry in ranked), default=0.0)
     near = [entry for entry in ranked if entry.step_s <= best * EVEN]
     far = [entry for entry in ranked if entry.step_s > best * EVEN]
@@ -325,7 +331,7 @@ def by_time(ranked: Sequence[Ranked]) -> list[Ranked]:
 
 
 def placement_of(candidate: Candidate, kinds: Mapping[str, PoolConfig]) -> PlacementConfig:
-    """The `placement` block that seats this candidate. A pool is named for who sits there."""
+    """The `placement` block of a candidate. A pool is named by its roles."""
     pools, roles = {}, {}
     for one_pool in candidate.candidate_pools:
         name = "_and_".join(one_pool.seats)
@@ -336,7 +342,7 @@ def placement_of(candidate: Candidate, kinds: Mapping[str, PoolConfig]) -> Place
 
 
 def describe_pool(one_pool: CandidatePool) -> str:
-    """As in `learner 4 | policy 2x2 | grm 1`, or `policy+grm 8 elastic`."""
+    """A pool in words, such as `learner 4 | policy 2x2 | grm 1`, or `policy+grm 8 elastic`."""
     if len(one_pool.seats) > 1:
         return f"{'+'.join(one_pool.seats)} {one_pool.slots}{' elastic' if one_pool.elastic else ''}"
     ((role, seating),) = one_pool.seats.items()

@@ -1,4 +1,4 @@
-"""What a step asks of everybody and what it costs them, of a run that is planned: by roofline, or by a profile."""
+"""The work of a step and its costs, for a planned run: by roofline, or by a profile."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from grmpipe.judge.prompt import JudgePrompt
 from models.types import EngineSpeed, Message
 from scheduler.devices import DeviceSpec
 
-SAMPLED_PROMPTS = 64  # for their mean length
+SAMPLED_PROMPTS = 64  # prompts for their mean length
 
 
 class CostUnknown(ConfigError):
-    """Nobody says what device a pool has, and no profile what work takes: a plan goes on without times."""
+    """The device of a pool is unknown, and no profile has the costs: the plan continues without times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seated:
-    """Where a role would live. `pool` names one of the configuration."""
+    """A role's processes in a plan. `pool`: a pool of the configuration."""
 
     seating: Seating
     pool: str
@@ -49,7 +49,7 @@ class Seated:
 
 
 def step_work(survey: Survey, profile: Profile | None) -> StepWork:
-    """What a step asks, at mean lengths: those that are set, else those of the profile, else half of the most."""
+    """The work of a step at mean lengths: those that are set, else those of the profile, else half of the maximum."""
     config, train = survey.config, survey.config.train
     rollouts = train.groups_per_batch * train.group_size
     packed = train.groups_per_batch if train.prefix_sharing else rollouts  # prompts that go through the learner
@@ -88,7 +88,7 @@ def policy_prompt_tokens(survey: Survey) -> float:
 
 
 def judge_prompt_tokens(survey: Survey) -> float:
-    """Without the answer that is judged."""
+    """The mean tokens of a judge's prompt without the judged answer."""
     judge = survey.config.judge
     template = JudgePrompt.of(judge)
     asked = [template.render(prompt, "", principles="") for prompt in survey.data.train[:SAMPLED_PROMPTS]]
@@ -102,7 +102,7 @@ def num_tokens(sized: Sized, messages: tuple[Message, ...]) -> int:
 
 
 def assumptions(survey: Survey, profile: Profile | None) -> str:
-    """Where lengths and costs come from, in a line."""
+    """The sources of lengths and costs, in one line."""
     work = step_work(survey, profile)
     lengths = ", ".join(
         f"{asked.new_tokens:.0f} tokens per {'rollout' if role == 'policy' else 'judgement'}"
@@ -121,7 +121,9 @@ def costs_of(
     seated: Mapping[str, Seated],
     speeds: dict[tuple[str, int, str], EngineSpeed] | None = None,
 ) -> Costs:
-    """Of a seating of all roles. `speeds` remembers those of engines by width and pool. Raises CostUnknown."""
+    """The costs of a seating of all roles. `speeds`: a cache of engine speeds by role, width and pool. Raises
+    CostUnknown.
+    """
     known = {} if speeds is None else speeds
     engines = {}
     for role, where in seated.items():
@@ -142,7 +144,7 @@ def costs_of(
 
 
 def speed_of(role: str, survey: Survey, profile: Profile | None, where: Seated) -> EngineSpeed:
-    """Of one engine of a role: measured where the profile has the same model on the same kind of engine."""
+    """The speed of one engine of a role: measured if the profile has the same model on the same kind of engine."""
     engine = survey.roles.served[role].engine
     assert not engine.outside, "an external judge has no slots"
     width = where.seating.width if survey.config.placement.pools[where.pool].resource == "gpu" else 1
@@ -176,7 +178,7 @@ def scaled(speed: EngineSpeed, gain: float) -> EngineSpeed:
 
 
 def kv_bytes_of(role: str, survey: Survey, where: Seated, width: int) -> float:
-    """Room of an engine for keys and values; 0 where only its rows are bounded."""
+    """Memory of an engine for keys and values; 0 if only its rows are limited."""
     engine, sized = survey.roles.served[role].engine, survey.models[role]
     if engine.grows_cache or engine.joined or sized.footprint is None:
         return 0.0
@@ -189,7 +191,7 @@ def kv_bytes_of(role: str, survey: Survey, where: Seated, width: int) -> float:
 
 
 def learner_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
-    """A profile's learner had ranks of its own number: more of them share its work."""
+    """The speed of a learner. A profile's learner is scaled to this number of ranks."""
     train, ranks = survey.config.train, where.seating.replicas
     alike = profile is not None and profile.config.policy.path == survey.config.policy.path
     if profile is not None and profile.learner is not None and alike:
@@ -205,7 +207,7 @@ def learner_of(survey: Survey, profile: Profile | None, where: Seated) -> Learne
 
 
 def critic_of(survey: Survey, profile: Profile | None, where: Seated) -> LearnerSpeed:
-    """The policy's own model is measured where the policy was; any other is reckoned."""
+    """The speed of a critic: measured if the profile has the policy's model, otherwise estimated."""
     config, train = survey.config, critic_train(survey.config.critic, survey.config.train)
     if config.critic.path is None and train.dtype == config.train.dtype:
         return learner_of(survey, profile, where)
@@ -229,21 +231,21 @@ def sync_of(survey: Survey, profile: Profile | None, where: Seated, num_bytes: f
 
 
 def driver_of(survey: Survey, profile: Profile | None) -> float:
-    """Of the pipeline's own process, for each request. In one process with everybody it has no time of its own."""
+    """Time of the driver process per request; 0 if engines run in the same process."""
     if survey.config.cluster.kind == "inprocess":
         return 0.0
     return DRIVER_REQUEST_S if profile is None or profile.driver_request_s is None else profile.driver_request_s
 
 
 def cores_of(survey: Survey) -> int:
-    """Those of this machine, unless the configuration names others or asks for more."""
+    """The cores of this machine, unless the configuration sets or needs more."""
     pools = survey.placement.pools.values()
     asked = sum(pool.slots for pool in pools if pool.resource == "cpu")
     return survey.config.plan.cores or max(asked, os.cpu_count() or 1)
 
 
 def switch_of(survey: Survey, seated: Mapping[str, Seated], weights: Mapping[str, float]) -> float:
-    """The dearest change of role; the embedded engine keeps both models."""
+    """The time of the slowest change of role; the embedded engine keeps both models."""
     dearest = 0.0
     for role, num_bytes in weights.items():
         device = survey.devices[seated[role].pool]

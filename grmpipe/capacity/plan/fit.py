@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 from grmpipe.capacity.cost import LearnerSpeed
 from models.types import EngineSpeed
 
-MIN_REQUESTS = 20  # a fit of five costs on fewer says nothing
-MIN_VARIATION = 0.1  # relative spread of tokens per step from which a step's fixed cost can be told apart
-BELIEF_SPREAD = 0.5  # of a cost: how far it may well be from what is believed, in proportion to the others
-TOGETHER_S = 5e-4  # first tokens of one step are told one after another
+MIN_REQUESTS = 20  # fewer requests can't determine five costs
+MIN_VARIATION = 0.1  # relative spread of tokens per step from which the fixed cost of a step can be separated
+BELIEF_SPREAD = 0.5  # of a cost: its prior standard deviation, as a share of the believed value
+TOGETHER_S = 5e-4  # first tokens of one step are reported one after another
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRequest:
-    """What an engine did for somebody.
+    """The timing of one request on an engine.
 
-    begun_s: of its first token; None: nobody saw it.
-    shares: names its prompt; of the requests that share one, the first to come pays its prefill. Empty: it shares none.
-    counts: whether it is to be fitted, or only was there beside the others.
+    begun_s: time of its first token; None: not recorded.
+    shares: id of its prompt; of the requests that share one, the first pays its prefill. Empty: not shared.
+    counts: whether it is fitted, or only ran next to the others.
     """
 
     start_s: float
@@ -40,8 +40,9 @@ class MeasuredRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFit:
-    """error: mean of |predicted - measured| over the mean measured duration. work_s: of all requests, but for what each
-    costs by itself."""
+    """The fitted speed of an engine. error: mean of |predicted - measured| over the mean measured duration. work_s:
+    time of all requests, without the cost per request.
+    """
 
     speed: EngineSpeed
     num_requests: int
@@ -51,8 +52,9 @@ class EngineFit:
     all_requests: int
 
     def held_to(self, cpu_s: float) -> EngineFit:
-        """By what the engine's processes took for all of them: what goes beyond the steps is the requests', who are
-        received and answered beside them; steps can't have cost more than everything."""
+        """The fit corrected by the CPU time of the engine's processes: time beyond the steps is counted per request,
+        because requests are received and answered outside of steps; steps can't cost more than the total.
+        """
         rest_s = (cpu_s - self.work_s) / self.all_requests
         less = min(1.0, cpu_s / self.work_s) if self.work_s else 1.0
         speed = replace(
@@ -72,13 +74,12 @@ def fit_engine(
     believed: EngineSpeed | None = None,
     request_s: float = 0.0,
 ) -> EngineFit | None:
-    """One speed for all engines of a role, from stretches of time whose steps are known: by their number, their rows,
-    the newcomers. None where there are too few requests.
+    """Fit one speed for all engines of a role, from stretches of time with a known number of steps, rows and new
+    requests. None if there are too few requests.
 
-    Requests that waited for a row (more than `max_rows` in flight) tell nothing where nobody saw their first token.
-    Beliefs stand in for what the measurements can't tell apart: costs are in proportion as `believed` has them (None:
-    about half of a step is fixed, a prompt's token costs what a row does), and a request costs its engine's process
-    `request_s`.
+    Requests that waited for a row (more than `max_rows` in flight) are ignored if their first token wasn't recorded. A
+    prior fills in what the measurements can't separate: costs have the proportions of `believed` (None: about half of a
+    step is fixed, a prompt's token costs as much as a row), and a request costs its engine's process `request_s`.
     """
     seen = [found for requests in engines if (found := Seen.of(requests, max_rows)).num_counted]
     table_R5 = np.concatenate([each.table_R5 for each in seen]) if seen else np.empty((0, 5))
@@ -106,7 +107,7 @@ def fit_engine(
 
 
 def believed_costs(table_R5: Floats, believed: EngineSpeed | None) -> Floats:
-    """Of a step, a row, a cached token, a prompt's token; only their proportions count."""
+    """Prior costs of a step, a row, a cached token and a prompt's token; only their proportions count."""
     if believed is None:
         steps, rows, *_ = table_R5.sum(axis=0)
         return np.array([rows / steps, 1.0, 0.0, 1.0])
@@ -114,10 +115,10 @@ def believed_costs(table_R5: Floats, believed: EngineSpeed | None) -> Floats:
 
 
 def with_beliefs(table_R5: Floats, taken_R: Floats, believed_4: Floats, request_s: float) -> Floats:
-    """Least squares, drawn to the believed proportions and to requests that cost `request_s`; the less, the better the
-    measurements agree by themselves.
+    """Least squares with a prior: the believed proportions, and requests that cost `request_s`. The prior counts less,
+    the better the measurements agree.
 
-    A belief is one more measurement, its weight that of a normal prior. What is believed to cost nothing is left free.
+    Each prior is one more measurement with the weight of a normal prior. A cost believed to be 0 has no prior.
     """
     noise_s = float(np.square(table_R5 @ nonnegative_least_squares(table_R5, taken_R) - taken_R).mean()) ** 0.5
     level = taken_R.sum() / max(float((table_R5[:, :4] @ believed_4).sum()), 1e-300)
@@ -130,10 +131,10 @@ def with_beliefs(table_R5: Floats, taken_R: Floats, believed_4: Floats, request_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Of one engine. Columns: steps; the rows of those steps; their cached tokens; prompt tokens that came in and
-    weren't there yet; requests that came in.
+    """The data of one engine. Columns: steps; rows of these steps; their cached tokens; new prompt tokens; new
+    requests.
 
-    table_R5, taken_R: of each stretch, and the seconds that it took. whole_5: of all requests.
+    table_R5, taken_R: of each stretch, and its seconds. whole_5: sums over all requests.
     """
 
     table_R5: Floats
@@ -180,12 +181,13 @@ class Seen:
 def stretches(
     requests: Sequence[MeasuredRequest], joined_N: Floats, waited_N: NDArray[np.bool_], counts_N: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, Floats]:
-    """Begin, end, steps. Requests that began with one step end so many steps apart as they have more tokens: what all
-    of them went through falls out. One whose beginning nobody saw is a stretch by itself."""
+    """Stretches as (begin, end, steps). Requests that began in the same step end as many steps apart as their tokens
+    differ, so their common part cancels. A request without a recorded beginning is its own stretch.
+    """
     counted = np.flatnonzero(counts_N).tolist()
     found = [(joined_N[n], requests[n].end_s, requests[n].new_tokens) for n in counted if requests[n].begun_s is None]
     for cohort in cohorts(requests, counted):
-        ended_s: dict[int, float] = {}  # tokens -> when
+        ended_s: dict[int, float] = {}  # tokens -> time of the end
         for n in cohort:
             new_tokens = requests[n].new_tokens
             ended_s[new_tokens] = min(ended_s.get(new_tokens, np.inf), requests[n].end_s)
@@ -200,7 +202,7 @@ def stretches(
 
 
 def cohorts(requests: Sequence[MeasuredRequest], counted: Sequence[int]) -> Iterator[list[int]]:
-    """Those whose first tokens came with one step."""
+    """Groups of requests whose first tokens came in the same step."""
     seen = sorted((n for n in counted if requests[n].begun_s is not None), key=lambda n: begun(requests[n]))
     cohort: list[int] = []
     for n in seen:
@@ -218,7 +220,7 @@ def begun(request: MeasuredRequest) -> float:
 
 
 def joined(requests: Sequence[MeasuredRequest], max_rows: int) -> tuple[Floats, NDArray[np.bool_]]:
-    """When each took its row, as far as can be told; and which of them had waited for it, to their first token."""
+    """The time when each request took its row, as far as known; and which had waited for it, by their first token."""
     starts, ends = np.array([r.start_s for r in requests]), np.array([r.end_s for r in requests])
     begun_N = np.array([np.nan if r.begun_s is None else r.begun_s for r in requests], dtype=np.float64)
     in_flight = np.searchsorted(np.sort(starts), starts, "right") - np.searchsorted(np.sort(ends), starts, "right")
@@ -227,7 +229,7 @@ def joined(requests: Sequence[MeasuredRequest], max_rows: int) -> tuple[Floats, 
 
 
 def new_prompts(requests: Sequence[MeasuredRequest], order: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Which of the requests brought a prompt that none before it, in this order, had brought."""
+    """Which requests brought a new prompt, in this order."""
     known: set[str] = set()
     new = np.ones(len(requests), dtype=bool)
     for index in order.tolist():
@@ -239,7 +241,7 @@ def new_prompts(requests: Sequence[MeasuredRequest], order: NDArray[np.intp]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A sum that changes as intervals with weights begin and end."""
+    """A sum over time of intervals with weights."""
 
     times: Floats
     area: Floats  # its integral up to each of the times
@@ -252,14 +254,14 @@ class Level:
         return cls(times=times, area=np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(times))]))
 
     def between(self, begins: Floats, ends: Floats) -> Floats:
-        """Its integrals."""
+        """Its integrals between times."""
         return np.interp(ends, self.times, self.area) - np.interp(begins, self.times, self.area)
 
 
 def fit_learner(tokens: Sequence[float], busy_s: Sequence[float]) -> tuple[LearnerSpeed, str] | None:
-    """From the tokens of each step and what the learner took for them; with a word on what couldn't be told apart.
+    """Fit a learner's speed to the tokens and seconds of each step. Also returns a note on what couldn't be separated.
 
-    None where there are fewer than two steps.
+    None for fewer than two steps.
     """
     if len(tokens) < 2 or not min(tokens) > 0:
         return None
@@ -267,7 +269,7 @@ def fit_learner(tokens: Sequence[float], busy_s: Sequence[float]) -> tuple[Learn
     if len(tokens) >= 4 and tokens_S.std() / tokens_S.mean() >= MIN_VARIATION:
         token_s, step_s = nonnegative_least_squares(np.stack([tokens_S, np.ones(len(tokens_S))], axis=1), busy_S)
         return LearnerSpeed(token_s=float(token_s), step_s=float(step_s)), ""
-    # The median step: a first one that compiles or allocates must not slow down all the others.
+    # The median step: a first step that compiles or allocates must not slow down all others.
     return (
         LearnerSpeed(token_s=float(np.median(busy_S / tokens_S)), step_s=0.0),
         "the optimizer step couldn't be separated from its tokens (steps too similar): it is counted per token",
@@ -275,7 +277,7 @@ def fit_learner(tokens: Sequence[float], busy_s: Sequence[float]) -> tuple[Learn
 
 
 def nonnegative_least_squares(table_RC: Floats, target_R: Floats) -> Floats:
-    """The exact solution for a handful of columns: the best of all subsets whose solution has no negative entry."""
+    """The exact solution for a few columns: the best of all subsets of columns whose solution has no negative entry."""
     num_columns = table_RC.shape[1]
     scale = np.maximum(np.abs(table_RC).max(axis=0), 1e-300)
     best, least = np.zeros(num_columns), float(target_R @ target_R)

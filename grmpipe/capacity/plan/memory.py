@@ -1,4 +1,4 @@
-"""What each process of a run holds in memory, part by part, and which slots that overfills. Starts nothing."""
+"""The memory of each process of a run, part by part, and the slots that it overfills. Starts nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scheduler.placement import Placement, PoolConfig, Seat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Some of a process's memory."""
+    """A part of a process's memory."""
 
     what: str
     num_bytes: float
@@ -28,12 +28,12 @@ class Part:
 
 
 def memory_parts(survey: Survey, role: str) -> list[Part]:
-    """What one process of a role holds at most on each of its slots; empty where the model's size isn't known."""
+    """The parts of one process of a role on each of its slots, at most. Empty if the model's size is unknown."""
     return parts_of(survey, role, survey.seating(role), survey.pool(role))
 
 
 def parts_of(survey: Survey, role: str, seating: Seating, pool: PoolConfig) -> list[Part]:
-    """The same, were the role seated so."""
+    """The same for a given seating of the role."""
     sized = survey.models["policy" if role == "learner" else role]
     if sized.footprint is None:
         return []
@@ -46,7 +46,7 @@ def parts_of(survey: Survey, role: str, seating: Seating, pool: PoolConfig) -> l
 
 
 def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> list[Part]:
-    """On each GPU of an engine that several share."""
+    """The parts on each GPU of an engine that several GPUs share."""
     engine, options = role.engine, role.model
     if engine.joined:
         return [Part(what="a client; the server runs separately", num_bytes=0.0)]
@@ -59,7 +59,7 @@ def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus:
     if engine.grows_cache:
         rows, tokens = engine.max_rows, sized.context_tokens
         cache = rows * tokens * footprint.kv_bytes_per_token(options.dtype)
-        # It grows by copying: for a moment the old one and the new one are held.
+        # The cache grows by copying: for a moment the old and the new one are held.
         grown = f"KV of {rows} rows x {tokens} tokens, twice during growth"
         return [*held, Part(what=grown, num_bytes=2 * cache, kind="kv")]
     room = kv_room(engine, pool, weights)
@@ -70,7 +70,7 @@ def engine_parts(role: ServedRole, sized: Sized, footprint: Footprint, num_gpus:
 
 
 def kv_room(engine: AnyEngine, pool: PoolConfig, weights: float) -> Part | None:
-    """What an engine reserves for keys and values on one device; None where that depends on the device's memory."""
+    """Memory that an engine reserves for keys and values on one device. None if that depends on the device's memory."""
     device, device_bytes = ("cpu", None) if pool.resource == "cpu" else ("cuda", pool.memory_gb and pool.memory_gb * GB)
     room = engine.cache_room(weights, device, device_bytes)
     return Part(what=f"KV, {room.decided_by}", num_bytes=room.num_bytes, kind="kv") if room is not None else None
@@ -89,12 +89,12 @@ def learner_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part
 
 
 def working_of(train: TrainConfig, footprint: Footprint, *, frozen: bool = False) -> Working:
-    """While a full micro-batch goes forward and backward."""
+    """The memory of a forward and backward pass on a full micro-batch."""
     return footprint.working_bytes(train.dtype, train.micro_batch_tokens, checkpointing=train.recomputes, frozen=frozen)
 
 
 def whole_state(config: RunConfig, footprint: Footprint) -> list[Part]:
-    """Of all ranks together, where all weights learn."""
+    """The state of all ranks together if all weights are trained."""
     copy = footprint.shard_bytes(1)
     reference = [Part(what="weights of the reference", num_bytes=copy, kind="state")]
     return [
@@ -106,7 +106,9 @@ def whole_state(config: RunConfig, footprint: Footprint) -> list[Part]:
 
 
 def adapter_state(config: RunConfig, footprint: Footprint) -> list[Part]:
-    """Of all ranks together, where adapters learn (in float32). Without them the weights are the reference."""
+    """The state of all ranks together if adapters are trained (in float32). Without them the weights are the
+    reference.
+    """
     copy = 4 * footprint.adapter_parameters(config.policy.lora.rank, config.policy.lora.target_modules)
     return [
         Part(what="weights, frozen", num_bytes=footprint.weight_bytes(config.train.dtype), kind="weights"),
@@ -117,7 +119,7 @@ def adapter_state(config: RunConfig, footprint: Footprint) -> list[Part]:
 
 
 def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]:
-    """As of a learner without a reference."""
+    """The parts of a critic: those of a learner without a reference."""
     train, shard = critic_train(survey.config.critic, survey.config.train), footprint.shard_bytes(ranks)
     working = working_of(train, footprint)
     shared = f", over {ranks} ranks" if ranks > 1 else ""
@@ -131,7 +133,7 @@ def critic_parts(survey: Survey, footprint: Footprint, ranks: int) -> list[Part]
 
 
 def memory(parts: Mapping[str, list[Part]]) -> str:
-    """A block: every role's parts."""
+    """A block of text with every role's parts."""
     lines = ["memory per process, on each of its slots: estimated peak"]
     for role, held in parts.items():
         if not held:
@@ -143,7 +145,7 @@ def memory(parts: Mapping[str, list[Part]]) -> str:
 
 
 def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
-    """A block: what the processes of each slot hold together. Slots alike are told once."""
+    """A block of text with the memory of each slot's processes. Equal slots are listed once."""
     lines: dict[str, list[str]] = {}
     for name, pool in survey.placement.pools.items():
         for slot in range(pool.slots):
@@ -161,7 +163,9 @@ def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
 
 
 def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping[str, list[Part]]) -> float:
-    """The most that the processes of a slot hold at any time: who sleeps, or waits on the host, holds less."""
+    """The most memory that a slot's processes hold at any time: sleeping ones and those waiting on the host hold
+    less.
+    """
     placement = survey.placement
     whole = {seat.role: sum(part.num_bytes for part in parts[seat.role]) for seat in here}
     sharing = [role for role in placement.time_sharing_roles if role in whole]
@@ -183,7 +187,7 @@ def held_at_once(survey: Survey, pool: str, here: Sequence[Seat], parts: Mapping
 
 
 def kept_asleep(survey: Survey, role: str, parts: Sequence[Part]) -> float:
-    """Of an engine's memory: nothing on a GPU; on a CPU all but what the embedded engine can give back."""
+    """The memory that a sleeping engine keeps: none on a GPU; on a CPU all except what the embedded engine can free."""
     served = survey.roles.served[role]
     if served.device == "cuda":
         return 0.0
@@ -192,7 +196,7 @@ def kept_asleep(survey: Survey, role: str, parts: Sequence[Part]) -> float:
 
 
 def by_turns(survey: Survey, pool: str) -> str:
-    """How those of a slot get along that don't hold their memory at the same time."""
+    """How roles share a slot without holding their memory at the same time."""
     if survey.placement.pools[pool].time_shared:
         return ", the learner alternates with the engines"
     served = survey.placement.served
@@ -203,7 +207,7 @@ def by_turns(survey: Survey, pool: str) -> str:
 
 
 def one_at_a_time(survey: Survey, served: Collection[str]) -> bool:
-    """Does an elastic slot hold the memory of one role's engine only?"""
+    """Whether an elastic slot holds the memory of only one role's engine at a time."""
     roles = [survey.roles.served[name] for name in served]
     return any(role.shares_with for role in roles) or all(role.frees_device for role in roles)
 
@@ -217,7 +221,7 @@ def spanned(slots: list[str]) -> str:
 
 
 def overfull_slots(survey: Survey, parts: Mapping[str, list[Part]]) -> list[str]:
-    """Slots whose processes want more than the pool's `memory_gb`."""
+    """Slots whose processes need more than the pool's `memory_gb`."""
     warnings, placement = [], survey.placement
     for name, pool in placement.pools.items():
         for slot in range(pool.slots if pool.memory_gb else 0):

@@ -1,6 +1,6 @@
-"""Slots that can't hold what their processes certainly will: refused before a run starts. Starts nothing.
+"""Refuses slots that certainly can't hold the memory of their processes, before a run starts. Starts nothing.
 
-Certain are weights, gradients, moments. What depends on lengths (keys and values, activations) is a plan's to warn of.
+Weights, gradients and moments are certain. A plan warns of what depends on lengths (keys and values, activations).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CERTAIN = ("weights", "state")
 
 
 def divide_gpus(prepared: Prepared) -> Prepared:
-    """With the shares of engines that divide a GPU. Raises ConfigError where nothing is left for one of them."""
+    """The run with the shares of engines that divide a GPU. Raises ConfigError if nothing is left for one of them."""
     if not any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
         return prepared
     survey = survey_of(prepared)
@@ -36,7 +36,7 @@ def divide_gpus(prepared: Prepared) -> Prepared:
 
 
 def check_memory(prepared: Prepared) -> None:
-    """Of slots whose memory is known, and models that are here. Raises ConfigError."""
+    """Check slots with known memory, and models that are here. Raises ConfigError."""
     placement = with_memory(prepared.placement, find_devices(prepared.config))
     if prepared.config.cluster.address is not None or not any(pool.memory_gb for pool in placement.pools.values()):
         return
@@ -78,7 +78,7 @@ def check_pool(survey: Survey, name: str, parts: dict[str, list[Part]]) -> None:
 
 
 def sized(prepared: Prepared) -> dict[str, Sized]:
-    """By role; of a model that serves two of them, one footprint."""
+    """Role -> sized model; a model that serves two roles has one footprint."""
     found = {
         model.name: Sized(
             role=model.name, model=model, footprint=footprint_of(model.path), context_tokens=model.context_tokens

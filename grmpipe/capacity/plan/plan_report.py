@@ -1,4 +1,4 @@
-"""What goes where, its memory, the arithmetic of a batch, how long a step takes: text, read off a survey."""
+"""The text of a plan: placement, memory, the arithmetic of a batch, the time of a step. Reads a survey."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from models.engines.engine_kind import EngineOptions
 from models.settings import EngineConfig
 from scheduler.placement import describe
 
-MOST_ROLLOUTS = 4096  # of a step that is simulated in passing: seconds
-Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: not of this run
+MOST_ROLLOUTS = 4096  # a larger step takes too long to simulate within a plan
+Simulator = Callable[[Survey, Profile | None], Simulate | None]  # None: this run can't be simulated
 
 
 def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda survey, profile: None) -> str:
@@ -60,7 +60,7 @@ def plan(config: RunConfig, progress: Progress, simulator: Simulator = lambda su
 
 
 def engines(survey: Survey) -> str:
-    """Who serves which role, and the options that differ from the engine's defaults."""
+    """Role -> engine, with the options that differ from the engine's defaults."""
     lines = ["engines"]
     for role in survey.roles.served.values():
         where = f", tensor parallel over {role.num_gpus} GPUs" if role.num_gpus > 1 else ""
@@ -81,7 +81,7 @@ def changed_options(options: EngineOptions, defaults: EngineOptions) -> str:
 
 
 def times(survey: Survey, profile: Profile | None, simulate: Simulate | None) -> str:
-    """A block: what a step takes as the roles are placed now. Raises CostUnknown."""
+    """A block of text: the time of a step with the present placement. Raises CostUnknown."""
     work, placement = step_work(survey, profile), survey.placement
     seated = {role: Seated(seating=survey.seating(role), pool=seats[0].pool) for role, seats in placement.seats.items()}
     costs = costs_of(survey, profile, seated)
@@ -139,5 +139,5 @@ def arithmetic(survey: Survey) -> str:
 
 
 def listed(title: str, lines: list[str] | tuple[str, ...]) -> list[str]:
-    """A block, or none where there is nothing to say."""
+    """A block of text; empty without lines."""
     return ["\n".join([title, *(f"  {line}" for line in lines)])] if lines else []

@@ -1,7 +1,7 @@
-"""An earlier run's files, read for what its work took: costs and lengths. Writes nothing.
+"""A profile: costs and lengths measured from an earlier run's files. Writes nothing.
 
 Engines are fitted to the spans of their requests, the learner to its spans and the tokens of each step. Processes that
-shared cores or a GPU slowed each other down: spans are measured in the work that got done in them, not in seconds.
+shared cores or a GPU slowed each other down, so spans are measured in work done, not in seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grmpipe.config.yaml_io import read_yaml
 from models.types import EngineSpeed
 
 GRM = "grm"
-MIN_CLEAR = 40  # requests that nothing interrupted; with fewer, the others are taken as well
+MIN_CLEAR = 40  # uninterrupted requests; with fewer, the others are used too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What could be measured. What couldn't is absent, and `notes` say why."""
+    """What could be measured. The rest is absent, and `notes` says why."""
 
-    config: RunConfig  # of that run
+    config: RunConfig  # of the earlier run
     engines: Mapping[str, EngineFit]
     lengths: Mapping[str, Lengths]
     learner: LearnerSpeed | None
@@ -56,8 +56,9 @@ class Profile:
 
 
 def read_profile(path: str, cores: int, believed: Mapping[str, EngineSpeed] | None = None) -> Profile:
-    """cores: of the machine that ran it. believed: speeds by role whose proportions stand in for what it can't tell.
-    Raises ConfigError where there is no run to read."""
+    """Read a profile. cores: of the machine that ran it. believed: speeds by role, a prior for what can't be separated.
+    Raises ConfigError if there is no run to read.
+    """
     run_dir = Path(path).parent if path.endswith(".json") else Path(path)
     for name in ("timeline.json", "config.yaml", "rollouts.jsonl"):
         if not (run_dir / name).is_file():
@@ -114,9 +115,10 @@ def engine_of(
     driver: DriverUse | None,
     believed: EngineSpeed | None,
 ) -> EngineFit | None:
-    """A role's speed, from its requests on all of its engines. None where they are too few.
+    """A role's speed, from its requests on all of its engines. None if there are too few.
 
-    A request is believed to cost the engine's process about what it costs the driver at the other end of the wire."""
+    A request is assumed to cost the engine's process about as much as the driver.
+    """
     requests = requests_of(role, spans)
     usual = round(mean_lengths(known).prompt_tokens) if known else 0
     lanes: dict[str, list[MeasuredRequest]] = defaultdict(list)
@@ -129,7 +131,7 @@ def engine_of(
             begun_s=span.begun_s,
             prompt_tokens=sizes[0].prompt_tokens if sizes else usual,
             new_tokens=span.args["num_tokens"],
-            # Siblings are asked the same; so are the judgements of one rollout.
+            # Siblings share a prompt; so do the judgements of one rollout.
             shares=seat.rsplit("/", 1)[0] if role == POLICY else seat,
             counts=span.args["request"] in clear,
         )
@@ -143,7 +145,7 @@ def requests_of(role: str, spans: Sequence[Span]) -> list[Span]:
 
 
 def undisturbed(requests: Sequence[Span], spans: Sequence[Span]) -> Sequence[Span]:
-    """Those of a warm engine that the timeline has seen itself and no push stopped, if they are enough."""
+    """Requests of a warm engine that the timeline has and no push interrupted, if they are enough; otherwise all."""
     first_step = min((span.end_s for span in spans if span.name.startswith("step ")), default=0.0)
     pushes = [span for span in spans if span.lane == SYNC]
     clear = [
@@ -160,12 +162,12 @@ LEFT_OUT = "/left out"
 
 
 def left_out(seen: Sequence[Span], known: Mapping[str, list[Sizes]]) -> Iterator[Span]:
-    """Stand-ins for the requests that the journals know and the timeline doesn't: at the place of their neighbour."""
+    """Substitutes for requests that the journals have and the timeline lacks, at the place of their neighbours."""
     by_seat: dict[str, list[Span]] = defaultdict(list)
     for span in seen:
         by_seat[seat_of(span)].append(span)
     neighbour: Span | None = None
-    waiting: list[Sizes] = []  # those before the first that was seen
+    waiting: list[Sizes] = []  # those before the first recorded one
     for seat, requests in sorted(known.items()):
         here = by_seat.get(seat, [])
         neighbour = here[0] if here else neighbour
@@ -208,7 +210,7 @@ def mean_lengths(known: Mapping[str, list[Sizes]]) -> Lengths:
 def learner_of(
     spans: Sequence[Span], run_dir: Path, known: Mapping[str, list[Sizes]], prefix_sharing: bool
 ) -> tuple[LearnerSpeed | None, list[str]]:
-    """Seconds in its spans against tokens trained, step by step."""
+    """A learner's speed: seconds of its spans against tokens trained, step by step."""
     tokens = tokens_by_step(run_dir, known, prefix_sharing)
     busy, done = {}, 0.0
     for span in sorted((span for span in spans if span.lane == LEARNER), key=lambda span: span.start_s):

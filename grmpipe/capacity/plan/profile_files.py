@@ -1,4 +1,4 @@
-"""The files of an earlier run as records: its requests, its steps, its spans. It judges nothing of them."""
+"""The files of an earlier run as records: its requests, steps and spans. Interprets nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Record = dict[str, Any]  # a line of a journal, an event of the timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A span of the timeline, under the name of its lane, whatever its row. begun_s: of its first token, if it has one
-    and somebody saw it."""
+    """A span of the timeline, with the name of its lane without the row. begun_s: time of its first token, if
+    recorded.
+    """
 
     lane: str
     name: str
@@ -29,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """One request as the journals know it."""
+    """The tokens of one request, from the journals."""
 
     prompt_tokens: int
     new_tokens: int
@@ -37,7 +38,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """cpu_s: by role, and of the driver. requests: to engines, that came back."""
+    """The times of one step. cpu_s: role (or driver) -> CPU seconds. requests: answered by engines."""
 
     step: int
     step_s: float
@@ -56,7 +57,7 @@ def rollout_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
 
 
 def judgement_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
-    """`group/sibling` -> its judgements, failed ones as far as they hold their tokens."""
+    """`group/sibling` -> its judgements, including failed ones that have tokens."""
     return {
         f"{line['group_id']}/{line['sibling']}": [
             Sizes(prompt_tokens=len(one["prompt_ids"]), new_tokens=completion_tokens(one["completion"]))
@@ -69,16 +70,16 @@ def judgement_sizes(run_dir: Path) -> dict[str, list[Sizes]]:
 
 
 def completion_tokens(completion: Record) -> int:
-    """A judge outside shows no ids, only how many they were."""
+    """The number of tokens; a remote judge returns only that, no ids."""
     return len(completion["token_ids"]) or completion.get("unseen_tokens", 0)
 
 
 def tokens_by_step(run_dir: Path, known: Mapping[str, list[Sizes]], prefix_sharing: bool) -> dict[int, int]:
-    """Prompt and new tokens of the groups that each step trained, as its learner has them."""
+    """Prompt and new tokens of the groups that each step trained, as the learner packs them."""
     of_group: Counter[str] = Counter()
     for seat, turns in known.items():
         group_id = seat.rsplit("/", 1)[0]
-        # A later turn's prompt holds the earlier ones.
+        # A later turn's prompt contains the earlier turns.
         whole = turns[-1].prompt_tokens + turns[-1].new_tokens
         of_group[group_id] += whole - (turns[0].prompt_tokens if prefix_sharing and group_id in of_group else 0)
     tokens: Counter[int] = Counter()
@@ -89,7 +90,7 @@ def tokens_by_step(run_dir: Path, known: Mapping[str, list[Sizes]], prefix_shari
 
 
 def seconds_by_step(run_dir: Path) -> list[StepSeconds]:
-    """Of no step where the run didn't count them."""
+    """The counted seconds of each step; empty if the run didn't count them."""
     return [
         StepSeconds(
             step=line["step"],
@@ -115,7 +116,7 @@ def json_lines(path: Path) -> Iterator[Record]:
 
 
 def read_spans(path: Path) -> Iterator[Span]:
-    """The array is one event a line: a run that was killed leaves out the end."""
+    """The spans of timeline.json: one event per line; a killed run leaves out the end of the array."""
     titles: dict[tuple[int, int], str] = {}
     with path.open(encoding="utf-8") as lines:
         for line in lines:

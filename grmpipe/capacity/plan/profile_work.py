@@ -1,7 +1,7 @@
-"""Spans of a run in the work that got done in them, by how its processes shared what they work on. Fits nothing.
+"""Converts spans of a run from seconds to work done, by how its processes shared cores and GPUs. Fits nothing.
 
-Whoever shares a core or a GPU gets less of it. How much, nobody wrote down: it is reckoned from who else was busy. For
-processes on cores the CPU seconds that the run counted say how far that is true.
+Processes that share a core or a GPU slow down. How much isn't recorded: it is estimated from which others were busy.
+For processes on cores, the run's CPU seconds correct the estimate.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from grmpipe.config.run_config import RunConfig
 from scheduler.placement import Placement, place
 
 SYNC = "weight sync"
-WARM_UP_STEPS = 1  # allocations and compilations of a first step are no cost of the others
+WARM_UP_STEPS = 1  # allocations and compilations of a first step are no costs of the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverUse:
-    """core_share: of one core, that the pipeline's own process took."""
+    """The driver's use of cores. core_share: share of one core that it took."""
 
     request_s: float
     core_share: float
@@ -30,15 +30,16 @@ class DriverUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """spans: by the clock of whom they belong to, as far as it would have come, had it had nothing to share.
-    cpu_s: by role, where it was counted: what its processes took in the time of their spans, without turns."""
+    """The work of a run. spans: in seconds of work that their process would have done in that time without sharing.
+    cpu_s: role -> CPU seconds of its processes during their spans, if counted, without context switches.
+    """
 
     spans: Sequence[Span]
     cpu_s: Mapping[str, float]
 
 
 def driver_of(steps: Sequence[StepSeconds], config: RunConfig) -> DriverUse | None:
-    """None where engines and learner lived in its process, or the run has too few steps."""
+    """The driver's use of cores. None if engines and learner ran in its process, or the run has too few steps."""
     counted = steps[WARM_UP_STEPS:]
     cpu_s, seconds = sum(step.cpu_s["driver"] for step in counted), sum(step.step_s for step in counted)
     requests = sum(step.requests for step in counted)
@@ -50,7 +51,7 @@ def driver_of(steps: Sequence[StepSeconds], config: RunConfig) -> DriverUse | No
 def measured_in_work(
     spans: Sequence[Span], config: RunConfig, cores: int, driver: DriverUse | None, steps: Sequence[StepSeconds]
 ) -> Work:
-    placement = place(config.placement, config.roles, config.served)
+    placement = place(config.placement, config.roles, config.served, config.learners)
     busy = busy_intervals(spans)
     clocks: dict[str, WorkClock] = {}
     cpu_s: dict[str, float] = {}
@@ -66,7 +67,7 @@ def measured_in_work(
         for role, pace in paces(shared, busy, had, placement, config, windows(spans, steps)).items():
             of_role = {lane_of(seat.role, seat.name) for seat in shared.seats if seat.role == role}
             cpu_s[role] = pace * sum(seconds_of(busy[lane], work) for lane in of_role)
-            if role in LEARNING:  # its calls hold the way there and back; engines are fitted from within
+            if role in LEARNING:  # their spans include the calls; engines are fitted from inside
                 clocks[role] = work.slowed(pace)
     if LEARNER in clocks:
         clocks[SYNC] = clocks[LEARNER]
@@ -79,7 +80,7 @@ def lane_of(role: str, seat: str) -> str:
 
 
 def windows(spans: Sequence[Span], steps: Sequence[StepSeconds]) -> list[tuple[Interval, StepSeconds]]:
-    """Each step's place on the timeline; what lies between two of them belongs to none. They end with their push."""
+    """The interval of each step on the timeline; the time between steps belongs to none. A step ends with its push."""
     ends = {span.name.rsplit(" ", 1)[-1]: span.end_s for span in spans if span.lane == SYNC}
     counted = [step for step in steps[WARM_UP_STEPS:] if str(step.step) in ends]
     return [((ends[str(step.step)] - step.step_s, ends[str(step.step)]), step) for step in counted]
@@ -93,8 +94,9 @@ def paces(
     config: RunConfig,
     steps: Sequence[tuple[Interval, StepSeconds]],
 ) -> dict[str, float]:
-    """CPU seconds that a role's processes took, over those that they would have had in the time of their spans. Only of
-    processes that work themselves: neither those on GPUs nor those that leave it to another."""
+    """Role -> CPU seconds of its processes over those they could have had during their spans. Only for processes that
+    work themselves: neither those on GPUs nor those that leave the work to another process.
+    """
     found = {}
     for role in {seat.role for seat in shared.seats}:
         itself = role not in config.served or config.engine_kind_of(role).in_process
@@ -117,7 +119,7 @@ def within(intervals: Sequence[Interval], window: Interval) -> list[Interval]:
 
 
 def busy_intervals(spans: Sequence[Span]) -> dict[str, list[Interval]]:
-    """By lane. A push is the learner's work; the policy's engines stand still in it."""
+    """Lane -> busy intervals. A push is the learner's work; the policy's engines stand still in it."""
     busy: dict[str, list[Interval]] = defaultdict(list)
     pauses = sorted((span.start_s, span.end_s) for span in spans if span.lane == SYNC)
     for span in spans:
@@ -131,7 +133,7 @@ def busy_intervals(spans: Sequence[Span]) -> dict[str, list[Interval]]:
 
 
 def without(pauses: Sequence[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """What is left of a span."""
+    """The rest of a span without the pauses."""
     for pause_start_s, pause_end_s in pauses:
         if start_s < pause_end_s and pause_start_s < end_s:
             if start_s < pause_start_s:

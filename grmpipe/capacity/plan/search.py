@@ -1,4 +1,4 @@
-"""plan.search: other placements of the slots that a configuration has, ranked; the best as a file that runs."""
+"""plan.search: ranks other placements of the configured slots, and writes the best as a file that runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from models.lm.footprint import Heads, heads_of
 from models.types import EngineSpeed
 from scheduler.placement import Placement, PoolConfig, place
 
-WIDTHS = (1, 2, 4, 8)  # GPUs that one model is laid over: within a node
+WIDTHS = (1, 2, 4, 8)  # GPUs over which one model is sharded, within a node
 SHOWN = 10
 NAME = "planned"
 
@@ -41,7 +41,7 @@ Simulate = Callable[[Placement, Costs], Predicted]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plans:
-    """What a search came to."""
+    """The result of a search."""
 
     ranking: Ranking
     kinds: Mapping[str, PoolConfig]
@@ -49,14 +49,15 @@ class Plans:
 
 
 def find_plans(survey: Survey, profile: Profile | None, simulate: Simulate | None) -> Plans:
-    """Raises ConfigError where no placement fits, or where nobody knows what work costs."""
+    """Search placements. Raises ConfigError if none fits, or costs are unknown."""
     plan, kinds = survey.config.plan, slot_kinds(survey)
     until = time.monotonic() + plan.search_s
     question = make_search_problem(survey, profile, kinds)
 
     def try_out(candidate: Candidate) -> Predicted:
         assert simulate is not None
-        placement = place(placement_of(candidate, kinds), survey.config.roles, survey.config.served)
+        run = survey.config
+        placement = place(placement_of(candidate, kinds), run.roles, run.served, run.learners)
         return simulate(placement, question.costs(candidate))
 
     try:
@@ -74,7 +75,7 @@ def find_plans(survey: Survey, profile: Profile | None, simulate: Simulate | Non
 
 
 def slot_kinds(survey: Survey) -> dict[str, PoolConfig]:
-    """Pools that hold the same sort of slot are one store of slots."""
+    """Kinds of slots: pools with the same kind of slot are combined."""
     kinds: dict[str, PoolConfig] = {}
     for name, configured in survey.config.placement.pools.items():
         if name not in survey.placement.pools:
@@ -98,7 +99,7 @@ def make_search_problem(survey: Survey, profile: Profile | None, kinds: Mapping[
     held: dict[tuple[str, int, int, str], float | None] = {}
 
     def memory(role: str, seating: Seating, kind: str) -> float | None:
-        # As of speeds: of an engine, its width counts, not how many there are. Thousands of candidates share the few.
+        # Like speeds: an engine's width counts, not the number of engines. Thousands of candidates share these values.
         key = (role, seating.replicas if role in LEARNING else 0, seating.width, kind)
         if key not in held:
             held[key] = memory_of(role, seating, kind, survey, kinds)
@@ -110,7 +111,7 @@ def make_search_problem(survey: Survey, profile: Profile | None, kinds: Mapping[
             for one_pool in candidate.candidate_pools
             for role, seating in one_pool.seats.items()
         }
-        # An engine's speed doesn't depend on how many there are; a learner's does on its ranks.
+        # An engine's speed doesn't depend on the number of engines; a learner's depends on its ranks.
         key = tuple(
             (role, where.seating.replicas if role in LEARNING else 0, where.seating.width, where.pool)
             for role, where in sorted(seated.items())
@@ -132,7 +133,7 @@ def make_search_problem(survey: Survey, profile: Profile | None, kinds: Mapping[
 
 
 def replicas_allowed(survey: Survey, work: StepWork) -> dict[str, range]:
-    """Where a number of processes is given: ranks within this process, servers that run already."""
+    """Allowed numbers of processes for roles with a fixed number: ranks in this process, servers that already run."""
     config, allowed = survey.config, dict[str, range]()
     if config.cluster.kind == "inprocess":
         allowed |= dict.fromkeys(LEARNING, range(1, 2))
@@ -143,7 +144,9 @@ def replicas_allowed(survey: Survey, work: StepWork) -> dict[str, range]:
 
 
 def widths_of(role: str, survey: Survey) -> tuple[int, ...]:
-    """GPUs that the role's model can be laid over: they share its heads evenly, and its engine knows how to."""
+    """Numbers of GPUs over which the role's model can be sharded: its heads divide evenly, and its engine supports
+    it.
+    """
     if not survey.roles.served[role].engine.tensor_parallel:
         return (1,)
     heads = heads_known(role, survey)
@@ -160,7 +163,7 @@ def heads_known(role: str, survey: Survey) -> Heads | None:
 
 
 def memory_of(role: str, seating: Seating, kind: str, survey: Survey, kinds: Mapping[str, PoolConfig]) -> float | None:
-    """Bytes on each slot; infinite where weights leave no room for a single row."""
+    """Bytes on each slot; infinite if weights leave no memory for a single row."""
     pool = kinds[kind]
     if seating.width > 1 and pool.resource == "cpu":
         return math.inf
@@ -173,7 +176,7 @@ def memory_of(role: str, seating: Seating, kind: str, survey: Survey, kinds: Map
 
 
 def row_room(role: str, seating: Seating, kind: str, survey: Survey) -> float | None:
-    """Rows of full length that an engine's cache holds; None where it isn't bounded, or nothing is known."""
+    """Rows of full length that an engine's cache holds; None if it isn't limited or unknown."""
     engine, config = survey.roles.served[role].engine, survey.config
     pool = pool_with_memory(config.placement.pools[kind], survey.devices[kind])
     per_token = kv_bytes_per_token(role, survey)
@@ -183,11 +186,11 @@ def row_room(role: str, seating: Seating, kind: str, survey: Survey) -> float | 
     return kv_bytes_of(role, survey, Seated(seating=seating, pool=kind), seating.width) / (per_token * most)
 
 
-# -- telling -------------------------------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------------------------
 
 
 def table(plans: Plans) -> str:
-    """A block: the first ten, with busy shares and reasons."""
+    """A block of text: the first ten placements, with busy shares and reasons."""
     ranking, roles = plans.ranking, list(plans.ranking.ranked[0].weighed.loads)
     rows = [("", "step", *(f"{role} busy" for role in roles), "placement", "why")]
     for place_, entry in enumerate(ranking.ranked[:SHOWN], start=1):
@@ -217,12 +220,14 @@ def seconds(value: float) -> str:
 
 
 def write_best(plans: Plans, config: RunConfig) -> str:
-    """A block: the file that holds the best, and how to run it. Raises ConfigError where it can't be written."""
+    """A block of text: the file with the best placement, and how to run it. Raises ConfigError if it can't be
+    written.
+    """
     best = plans.ranking.ranked[0]
     directory = plan_directory(config)
     path = directory / "placement" / f"{NAME}.yaml"
     placement = placement_of(best.weighed.candidate, plans.kinds)
-    seat_roles(replace(config, placement=placement))  # what a run would refuse isn't written
+    seat_roles(replace(config, placement=placement))  # a placement that a run would refuse isn't written
     said = f"# {best.weighed.candidate.describe()}: {seconds(best.step_s)} per step, {best.weighed.reason}.\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""How vLLM's engines divide a GPU that they share, where the configuration leaves that open. Starts nothing.
+"""Divides a GPU between vLLM engines that share it, if the configuration leaves that open. Starts nothing.
 
-vLLM takes `gpu_memory_utilization` of a whole device, weights and all, and wants that much free when it starts. Alone
-it gets its default; beside others what they leave, with room for the same number of tokens in each engine.
+vLLM takes `gpu_memory_utilization` of a whole device, including weights, and needs that much free at its start. An
+engine alone gets its default; engines that share get the same number of cached tokens each.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from models.settings import DEFAULT_MEMORY_SHARE, ModelConfig
 from scheduler.devices import GB
 from scheduler.placement import Seat
 
-USABLE = 0.92  # of a device; the rest is CUDA's contexts, NCCL's buffers and what fragments
+USABLE = 0.92  # of a device; the rest is for CUDA contexts, NCCL buffers and fragmentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """One engine's: bytes of its weights on a device, and of a token that it holds; or how much it shall hold."""
+    """The needs of one engine: bytes of its weights on a device and of one token; or the bytes of its cache, if set."""
 
     weights: float
     token: float
@@ -30,7 +30,7 @@ class Wish:
 
 
 def divided(room: float, wishes: Mapping[str, Wish]) -> dict[str, float]:
-    """Bytes of each engine, weights and all: as many tokens in one as in the other. Empty where they don't fit."""
+    """Engine -> bytes, including weights, with the same number of tokens in each. Empty if they don't fit."""
     fixed = {role: wish.kv for role, wish in wishes.items() if wish.kv is not None}
     left = room - sum(wish.weights for wish in wishes.values()) - sum(fixed.values())
     token = sum(wish.token for role, wish in wishes.items() if role not in fixed)
@@ -43,7 +43,7 @@ def divided(room: float, wishes: Mapping[str, Wish]) -> dict[str, float]:
 
 
 def undecided(survey: Survey) -> tuple[str, ...]:
-    """Roles that share a GPU, whose share is what the others leave, and wasn't set."""
+    """Roles on a shared GPU whose share isn't set."""
     return tuple(
         role.name
         for role in survey.roles.seated
@@ -52,14 +52,14 @@ def undecided(survey: Survey) -> tuple[str, ...]:
 
 
 def neighbours(survey: Survey, role: str) -> list[Seat]:
-    """Of other roles, on the slots of this one."""
+    """Seats of other roles on this role's slots."""
     slots = {(seat.pool, slot) for seat in survey.placement.seats[role] for slot in seat.slots}
     others = [seat for seat in everybody(survey.placement) if seat.role != role]
     return [seat for seat in others if slots & {(seat.pool, slot) for slot in seat.slots}]
 
 
 def shares_of(survey: Survey) -> dict[str, float]:
-    """By role, of the device; only of those that share it, and for which there is room."""
+    """Role -> share of the device, for roles that share one and fit."""
     open_roles, engines = undecided(survey), {role.name for role in survey.roles.seated}
     shares: dict[str, float] = {}
     for role in open_roles:
@@ -80,7 +80,7 @@ def shares_of(survey: Survey) -> dict[str, float]:
 
 
 def wish_of(survey: Survey, role: str) -> Wish | None:
-    """None where the model's size isn't known."""
+    """The needs of a role's engine. None if the model's size is unknown."""
     footprint, served = survey.models[role].footprint, survey.roles.served[role]
     if footprint is None:
         return None
@@ -92,7 +92,7 @@ def wish_of(survey: Survey, role: str) -> Wish | None:
 
 
 def held_beside(survey: Survey, role: str) -> float:
-    """What another role holds while the engines serve: a learner that is time-shared has gone."""
+    """The memory that another role holds while the engines serve: a time-shared learner holds none."""
     if role == "learner" and survey.placement.time_sharing_roles:
         return 0.0
     return total(parts_beside(survey, role))
@@ -103,12 +103,12 @@ def parts_beside(survey: Survey, role: str) -> Sequence[Part]:
         footprint = survey.models["grm"].footprint
         return [] if footprint is None else learner_parts(survey, footprint, len(survey.placement.seats[role]))
     if role != "learner" and role not in survey.models:
-        return []  # a meta-RM: it has no batches of its own to speak of
+        return []  # a meta-RM: its batches are negligible
     return memory_parts(survey, role)
 
 
 def at_push(survey: Survey, role: str, memory: float) -> float:
-    """The most for the policy's engines while a learner that is time-shared brings them its weights."""
+    """The most memory for the policy's engines while a time-shared learner pushes its weights."""
     if role != "policy" or role not in survey.placement.time_sharing_roles:
         return memory
     return USABLE * memory - total([part for part in memory_parts(survey, "learner") if part.kind == "weights"])
@@ -119,7 +119,7 @@ def total(parts: Sequence[Part]) -> float:
 
 
 def with_shares(survey: Survey, shares: Mapping[str, float]) -> RunConfig:
-    """The run's configuration, with the shares as the roles' own engine options."""
+    """The configuration with the shares as engine options of the roles."""
     config, served = survey.config, survey.roles.served
     return replace(
         config,
@@ -130,7 +130,7 @@ def with_shares(survey: Survey, shares: Mapping[str, float]) -> RunConfig:
 
 def _with_share(model: ModelConfig, role: ServedRole | None, shares: Mapping[str, float]) -> ModelConfig:
     hundredths = int(shares.get(role.name, 0.0) * 100) if role is not None else 0
-    if role is None or not hundredths:  # rounded down: together they must not ask for more than there is
+    if role is None or not hundredths:  # rounded down: together they must not exceed the device
         return model
     options = {**model.engine_options, role.engine.share_option: hundredths / 100}
     return replace(model, engine_options=options)

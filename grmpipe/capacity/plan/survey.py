@@ -1,11 +1,9 @@
-"""What is known of a run where it is planned: places, data, models by file or by shape. Starts nothing."""
+"""What is known of a run when it is planned: places, data, models by file or by shape. Starts nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import torch
 
 from grmpipe.capacity.plan.candidates import Seating
 from grmpipe.config.roles import Model, Roles, ServedRole, resolve_roles
@@ -14,7 +12,7 @@ from grmpipe.validate.context_limits import check_judge, check_policy
 from grmpipe.validate.critic_model import find_critic
 from grmpipe.validate.data import Data, read_data
 from grmpipe.validate.engines import check_installed, check_tensor_parallel, context_limit_of
-from grmpipe.validate.models import Progress, find_model
+from grmpipe.validate.models import Progress, check_learns, find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import check_objective
 from grmpipe.validate.seats import check_machine
@@ -27,24 +25,24 @@ from scheduler.placement import Placement, PoolConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """A role's model as far as it is known here: by its files, or by the shape that the configuration declares."""
+    """A role's model as far as it is known here: by its files, or by the configured shape."""
 
     role: str
     model: Model | None  # None: its files aren't here
     footprint: Footprint | None
-    context_tokens: int  # 0: not known
+    context_tokens: int  # 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """All that a plan is made of. `unchecked` says what only the run's own machines can tell."""
+    """The input of a plan. `unchecked`: what only the run's own machines can check."""
 
     config: RunConfig
     placement: Placement
     roles: Roles
     data: Data
-    models: Mapping[str, Sized]  # by role: policy, grm, critic
-    devices: Mapping[str, DeviceSpec | None]  # by pool of the configuration; None: nobody says what its slots are
+    models: Mapping[str, Sized]  # role (policy, grm, critic) -> model
+    devices: Mapping[str, DeviceSpec | None]  # configured pool -> device of its slots; None: unknown
     unchecked: tuple[str, ...]
 
     def under(self, config: RunConfig) -> Survey:
@@ -60,7 +58,7 @@ class Survey:
 
 
 def survey_run(config: RunConfig, progress: Progress) -> Survey:
-    """The checks of a run; those that need its machines are put off, the others still refuse."""
+    """The checks of a run; those that need its machines are skipped, the others still refuse."""
     devices = find_devices(config)
     seated, roles = seat_roles(config)
     placement = with_memory(seated, devices)
@@ -77,6 +75,8 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
         models[role.name], lacking = size_model(role, config, progress)
         unchecked += lacking
         check_heads(models[role.name], role)
+        if role.learner is not None and (learning := models[role.name].model) is not None:
+            check_learns(learning)
     if "critic" in config.roles:
         models["critic"] = size_critic(config, models["policy"], progress)
     if (policy := models["policy"].model) is not None:
@@ -98,7 +98,7 @@ def survey_run(config: RunConfig, progress: Progress) -> Survey:
 
 
 def find_devices(config: RunConfig) -> dict[str, DeviceSpec | None]:
-    """By pool: what the configuration says, else what is here."""
+    """Pool -> device: as configured, otherwise as found here."""
     found: dict[str, DeviceSpec | None] = {}
     for name, pool in config.placement.pools.items():
         called = pool.device or (device_here() if pool.resource == "gpu" else "cpu")
@@ -110,11 +110,13 @@ def find_devices(config: RunConfig) -> dict[str, DeviceSpec | None]:
 
 
 def device_here() -> str | None:
+    import torch  # late: a run on cores has no GPU to ask for
+
     return device_called(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def with_memory(placement: Placement, devices: Mapping[str, DeviceSpec | None]) -> Placement:
-    """GPUs have the memory of their kind where the pool doesn't say."""
+    """The placement with the memory of each kind of GPU, for pools that don't set it."""
     pools = {name: pool_with_memory(pool, devices[name]) for name, pool in placement.pools.items()}
     return replace(placement, pools=pools)
 
@@ -126,12 +128,13 @@ def pool_with_memory(pool: PoolConfig, device: DeviceSpec | None) -> PoolConfig:
 
 
 def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple[Sized, list[str]]:
-    """A model's sizes, and what is not known of it."""
+    """A model's sizes, and notes on what is unknown."""
     name, shape = role.name, role.model.shape
     try:
         model = find_model(role, config, progress, weights=False)
     except ModelNotHere as error:
-        lacking = [f"{error} (its chat template, and whether prompts fit its window)"]
+        learns = ", whether it can be trained" if role.learner is not None else ""
+        lacking = [f"{error} (its chat template, whether prompts fit its window{learns})"]
         if not shape.declared:
             lacking.append(f"memory of {name}: declare {name}.shape, as in conf/policy/qwen3_8b.yaml")
             return Sized(role=name, model=None, footprint=None, context_tokens=0), lacking
@@ -142,10 +145,10 @@ def size_model(role: ServedRole, config: RunConfig, progress: Progress) -> tuple
 
 
 def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
-    """The trunk of a language model: its own head, of one number, is a little less than what is reckoned."""
+    """The trunk of a language model: the critic's head has one number, slightly less than estimated."""
     if config.critic.path is None:
         return replace(policy, role="critic")
-    if policy.model is None:  # nobody can say whether their tokenizers are one
+    if policy.model is None:  # whether the tokenizers are the same can't be checked
         return Sized(role="critic", model=None, footprint=None, context_tokens=0)
     with section("critic."):
         found = find_critic(config, policy.model, progress)
@@ -153,7 +156,7 @@ def size_critic(config: RunConfig, policy: Sized, progress: Progress) -> Sized:
 
 
 def check_heads(sized: Sized, role: ServedRole) -> None:
-    """Can the GPUs of an engine share the model? Of what is known of it here."""
+    """Check that the GPUs of an engine can share the model, as far as it is known here."""
     shape = role.model.shape
     if sized.model is not None:
         check_tensor_parallel(role, heads_of(sized.model.path))

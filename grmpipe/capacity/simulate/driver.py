@@ -1,4 +1,4 @@
-"""The pipeline's own process as something that takes time: one thing after another, on a core that others may share."""
+"""The driver process in a simulation: it takes time, one thing after another, on a core that others may share."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from models.types import Completion, Engine, RequestContext, SamplingParams
 
 
 class SimulatedDriver:
-    """Half of a request's time goes by before it is out, half after it came back: rendered, sent; parsed, written.
+    """The simulated driver. Half of a request's time passes before it is sent (rendered, sent), half after the answer
+    (parsed, written).
 
-    device: its cores, where others run on them as well.
+    device: its cores, if others run on them too.
     """
 
     def __init__(self, request_s: float, device: SharedDevice | None = None) -> None:
         self._half_s = request_s / 2
         self._device = device or SharedDevice()
         self._rate = SimulatedRate()
-        self._queue: deque[tuple[float, asyncio.Future[None]]] = deque()  # seconds of work by when it is done
+        self._queue: deque[tuple[float, asyncio.Future[None]]] = deque()  # (busy_s when it is done, its future)
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -29,7 +30,7 @@ class SimulatedDriver:
         return self._rate.worked_s(asyncio.get_running_loop().time())
 
     async def attend(self) -> None:
-        """Return once it was this one's turn. Who gives up waiting has cost what it costs."""
+        """Wait for the driver to do the work of a request. A cancelled wait still costs its time."""
         if not self._half_s:
             return
         loop = asyncio.get_running_loop()

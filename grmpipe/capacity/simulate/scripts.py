@@ -1,4 +1,4 @@
-"""What simulated engines answer, and how their text is counted: lengths, scripts, a tokenizer that counts. Pure."""
+"""The answers of simulated engines: lengths, scripts, and a tokenizer that only counts. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from models.engines.simulated.simulated_engine import Script
 from models.seeds import derive_seed
 from models.types import FinishReason, Message, RequestContext, SamplingParams
 
-FILLER = 7  # the id of every sampled token but a judgement's last one
+FILLER = 7  # the id of every sampled token except a judgement's last one
 FIRST_SCORE = 1000  # a judgement ends with the id FIRST_SCORE + its score - the scale's low end
-PROMPT_ID = 1 << 20  # and above: the first token of a prompt, by its text
+PROMPT_ID = 1 << 20  # this and above: the first token of a prompt, by its text
 TOKEN = "\x1a"  # the text of FILLER: one token, whatever the tokenizer
 UNREADABLE = "no score at all"
 
@@ -32,13 +32,13 @@ def lognormal(median: float, sigma: float) -> Lengths:
 
 
 def measured(lengths: Sequence[int]) -> Lengths:
-    """As they were in an earlier run."""
+    """The distribution of measured lengths."""
     ordered = sorted(lengths)
     return lambda quantile: ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]
 
 
 def lengths_in(run_dir: Path) -> dict[str, list[int]]:
-    """Tokens of the rollouts and judgements of a run, by role. Raises OSError where there are no journals."""
+    """Role -> tokens of the rollouts and judgements of a run. Raises OSError if there are no journals."""
     found: dict[str, list[int]] = {"policy": [], "grm": []}
     for record in records(run_dir / "rollouts.jsonl"):
         found["policy"] += [len(turn["token_ids"]) for turn in record["turns"]]
@@ -57,12 +57,12 @@ def records(path: Path) -> list[dict]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """The author of a simulated engine. An answer depends on the request's id alone: one that goes on elsewhere, or
-    is drawn anew, comes to the same.
+    """Writes the answers of a simulated engine. An answer depends only on the request's id: a migrated or retried
+    request gets the same answer.
 
     scale: of a GRM's scores; None for a policy.
-    principles: lengths of what a GRM writes ahead of its judgements; None: as long as they are.
-    boxed: how scores are written; num_scores: as many as that, all the same.
+    principles: lengths of shared principles; None: the same as judgements.
+    boxed: format of the scores; num_scores: number of equal scores.
     """
 
     lengths: Lengths
@@ -98,7 +98,7 @@ class Writer:
         return f"\\boxed{{{scores}}}" if self.boxed else f"Score: {score}"
 
     def _score(self, seed: int, request_id: str) -> int:
-        """Above the low end of the scale; beyond its high end where nobody could read it."""
+        """The score, as an offset from the low end of the scale; above the high end for an unparseable judgement."""
         assert self.scale is not None
         num_scores = self.scale.high - self.scale.low + 1
         failing = self.unparseable_share
@@ -108,7 +108,7 @@ class Writer:
 
 
 def sampled_before(prompt_ids: Sequence[int]) -> int:
-    """Tokens of an answer that began on another engine: they end the prompt."""
+    """The tokens of an answer that began on another engine: they are the end of the prompt."""
     count = 0
     while count < len(prompt_ids) and prompt_ids[-1 - count] == FILLER:
         count += 1
@@ -116,9 +116,10 @@ def sampled_before(prompt_ids: Sequence[int]) -> int:
 
 
 class CountingRenderer:
-    """Token ids by the number of characters; equal texts get equal ids, others don't. Sampled text counts as sampled.
+    """A tokenizer that makes token ids by the number of characters. Equal texts get equal ids, others don't. Sampled
+    text keeps its number of tokens.
 
-    chars_per_token: of prose under the model's own tokenizer and chat template.
+    chars_per_token: of prose with the model's tokenizer and chat template.
     """
 
     def __init__(self, chars_per_token: float) -> None:
@@ -134,7 +135,7 @@ class CountingRenderer:
         return self.render(replies)
 
 
-# Shared by all answers of a length: 100 000 in flight would not fit otherwise.
+# Shared by all answers of a length: otherwise 100 000 in flight would not fit.
 
 
 @lru_cache(maxsize=1 << 14)

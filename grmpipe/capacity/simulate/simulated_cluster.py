@@ -1,5 +1,5 @@
-"""A run on a virtual clock: the very pipeline, admission, groups, routers, judge and batches; only engines and learner
-take time instead of working, and the pipeline as much as it is said to. Touches no disk and no process.
+"""A run on a virtual clock, with the real pipeline, admission, groups, routers, judge and batches. Only engines and
+learner take time instead of working, and the driver takes the time it is given. Uses no disk and no process.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from grmpipe.capacity.simulate.simulated_learner import SimulatedRanks
 from grmpipe.capacity.simulate.stages import Workload, flow_of, make_judge, make_play
 from grmpipe.capacity.simulate.step_bound import GRM, Bound, Needs, bound_of
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
-from grmpipe.judge.monitor.circuit_breaker import CircuitBreaker, JudgeFitness
-from grmpipe.pipeline.interfaces import PipelineComponents, StepReport, Trainer
+from grmpipe.pipeline.interfaces import PipelineComponents, StepReport
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.stall_times import StallTimes
+from grmpipe.run.composition import Learners, compose
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.critic.critic_group import CriticGroup
-from grmpipe.train.critic.valued_journal import ValuedJournal
-from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup, TimeSharedTrainer, begin_learner_phase
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
 from models.engines.simulated.simulated_engine import SimulatedEngine
 from models.engines.simulated.simulated_rate import SharedDevice
 from models.types import Engine
@@ -37,19 +35,19 @@ from scheduler.placement import Placement
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
 from scheduler.slots.elastic import ElasticPool, ElasticRole
-from scheduler.slots.health import push_to_living
 from scheduler.slots.time_share import SharedRole, TimeShare
 from scheduler.supervise import run_until
-from scheduler.weights.weight_sync import SyncReport, WeightSync
+from scheduler.weights.weight_sync import WeightSync
 
 PROBE = (1, 2)
-PRINCIPLES = "principles"  # of a workload's lengths: what a GRM writes ahead of its judgements
+PRINCIPLES = "principles"  # of a workload's lengths: shared principles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """One optimizer step. busy_s: seconds of work by role since the beginning, of all its processes together; the
-    driver is one where requests cost it time."""
+    """One optimizer step. busy_s: role -> seconds of work since the beginning, all its processes together; includes the
+    driver if requests cost it time.
+    """
 
     ended_s: float
     step_s: float
@@ -60,9 +58,10 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """What came of it. Means are over `settled`: the steps between the filling and the draining of the pipeline.
+    """The result of a simulation. Means are over `settled`: the steps between the filling and the draining of the
+    pipeline.
 
-    busy:  role -> share of the time that its processes worked.
+    busy:  role -> share of the time in which its processes worked.
     """
 
     steps: tuple[SimulatedStep, ...]
@@ -74,7 +73,7 @@ class SimulatedRun:
     dropped: Mapping[str, int]  # groups by cause
     failed_judgements: Mapping[str, int]
     moves: Mapping[str, int]  # of elastic slots
-    stalls: StallTimes  # summed up over `settled`
+    stalls: StallTimes  # sum over `settled`
 
     @property
     def times_bound(self) -> float:
@@ -84,14 +83,16 @@ class SimulatedRun:
 def simulate(
     workload: Workload, placement: Placement, costs: Costs, num_steps: int, events: EventSink | None = None
 ) -> SimulatedRun:
-    """Runs on a loop of its own, so it can't be called from within one. Repeatable: equal arguments, equal results."""
+    """Simulate a run. Uses its own event loop, so it can't be called within one. Deterministic: equal arguments give
+    equal results.
+    """
     with infrequent_gc():
         return run_virtually(lambda: Simulation(workload, placement, costs, num_steps, events or NoEvents()).run())
 
 
 @dataclass(slots=True)
 class Simulation:
-    """A pipeline with all that stands around it, for one run."""
+    """A pipeline with its surroundings, for one run."""
 
     workload: Workload
     placement: Placement
@@ -99,7 +100,7 @@ class Simulation:
     num_steps: int
     events: EventSink
     engines: dict[str, list[SimulatedEngine]] = field(init=False)
-    devices: dict[str, SharedDevice] = field(init=False)  # by the name of a seat
+    devices: dict[str, SharedDevice] = field(init=False)  # name of a seat -> its device
     driver: SimulatedDriver = field(init=False)
     ranks: SimulatedRanks = field(init=False)
     needs: Needs = field(init=False)
@@ -110,7 +111,7 @@ class Simulation:
     steps: list[SimulatedStep] = field(default_factory=list)
 
     async def run(self) -> SimulatedRun:
-        """On the loop that is running: a virtual one, or a real one for a run in real time."""
+        """Run on the running loop: a virtual one, or a real one for a run in real time."""
         parts, pools = self.assemble()
         await parts.push_weights(0)
         self.pipeline = Pipeline(parts, flow_of(self.workload.config, self.num_steps), self._after_step)
@@ -122,7 +123,7 @@ class Simulation:
         return self._result(pools)
 
     def assemble(self) -> tuple[PipelineComponents, list[ElasticPool]]:
-        """What the pipeline runs on, and the pools whose slots move."""
+        """The components of the pipeline, and the pools whose slots move."""
         self.devices = shared_devices(self.placement, self.costs.cores)
         self.driver = SimulatedDriver(self.costs.driver_request_s, self.devices.get(DRIVER))
         first, *others = self.placement.seats[LEARNER]
@@ -144,7 +145,7 @@ class Simulation:
         return self._parts(routers, learner, sync), pools
 
     def _critic(self) -> Critic | None:
-        """The real driver's side of ranks that only take time."""
+        """The critic: the real driver side, with ranks that only take time."""
         config, speed = self.workload.config, self.costs.critic
         if speed is None:
             return None
@@ -153,7 +154,7 @@ class Simulation:
         group = CriticGroup(self.critic_ranks, self.events)
         return Critic(group, config.critic, config.train, config.algorithm, config.rollout.max_new_tokens)
 
-    # -- putting together ----------------------------------------------------------------------------------------------
+    # -- construction --------------------------------------------------------------------------------------------------
 
     def _start(self, role: str) -> Router:
         """A role's engines behind the real router."""
@@ -195,7 +196,7 @@ class Simulation:
         return pools
 
     def _elastic_role(self, role: str, router: Router, sync: WeightSync) -> ElasticRole:
-        """A switch costs what it costs; the policy's newcomer is brought current as in a real run."""
+        """An elastic role with simulated costs of a switch; the policy's new engines catch up as in a real run."""
         switch_s = self.costs.switch_s
 
         async def bring_current(name: str, engine: Engine, admit: Callable[[], None]) -> None:
@@ -208,7 +209,7 @@ class Simulation:
         return ElasticRole(router=router, bring_current=bring_current, max_rows=self.costs.engines[role].max_rows)
 
     def _needs(self) -> Needs:
-        """Rows are bound by the engine, and by what may be in flight."""
+        """The lower bound's journal. Rows are limited by the engine, and by what may be in flight."""
         train, judge = self.workload.config.train, self.workload.config.judge
         rollouts = (train.max_staleness + 1) * train.groups_per_batch * train.group_size
         in_flight = {POLICY: rollouts, GRM: rollouts * judge.num_judgements}
@@ -219,31 +220,17 @@ class Simulation:
         return Needs(self.costs, rows, train.group_size, judge.num_judgements)
 
     def _parts(self, routers: Mapping[str, Router], learner: LearnerGroup, sync: WeightSync) -> PipelineComponents:
-        config = self.workload.config
-        breaker = CircuitBreaker(
-            max_failure_rate=config.judge.max_failure_rate,
-            window=config.judge.failure_window,
-            pause_s=config.judge.pause_s,
-        )
-        max_new_tokens, critic = config.rollout.max_new_tokens, self.critic
-        trainer: Trainer = BatchTrainer(learner, config.train, config.algorithm, max_new_tokens, critic)
-        if self.share is not None:
-            trainer = TimeSharedTrainer(trainer, begin_learner_phase(self.share))
-        return PipelineComponents(
+        config, policy = self.workload.config, routers[POLICY]
+        return compose(
+            config,
+            Learners(policy=learner, sync=sync, engines=policy, critic=self.critic, share=self.share),
             prompts=self.workload.prompts,
             too_long=lambda prompt: False,
-            play=make_play(self.workload, routers[POLICY], self.driver),
+            play=make_play(self.workload, policy, self.driver),
             judge=make_judge(self.workload, routers.get(GRM), config.judge.kind, self.driver),
-            judge_guard=JudgeFitness(breaker),
-            trainer=trainer,
-            push_weights=functools.partial(self._push, sync, routers[POLICY]),
-            journal=self.needs if critic is None else ValuedJournal(self.needs, critic.value_cache),
+            journal=self.needs,
             events=self.events,
         )
-
-    async def _push(self, sync: WeightSync, policy: Router, version: int) -> SyncReport:
-        push = functools.partial(push_to_living, sync, policy, version)
-        return await (push() if self.share is None else self.share.push(push))
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
@@ -293,14 +280,17 @@ class Simulation:
 
 
 def settled_steps(num_steps: int, max_staleness: int) -> range:
-    """Without those in which the pipeline fills and drains: steps overlap with as many as staleness allows."""
+    """The steps without those in which the pipeline fills and drains: steps overlap with as many as staleness
+    allows.
+    """
     edge = max_staleness + 1 if max_staleness and num_steps > 2 * (max_staleness + 1) else 0
     return range(edge, num_steps - edge)
 
 
 def shared_devices(placement: Placement, cores: int) -> dict[str, SharedDevice]:
-    """By the name of a seat, or of the driver: what it shares with others. A process of several GPUs fares as the first
-    of them does."""
+    """Name of a seat, or of the driver -> the device it shares with others. A process on several GPUs counts on the
+    first.
+    """
     devices: dict[str, SharedDevice] = {}
     for shared in shared_by(placement, cores):
         device = SharedDevice(shared.capacity, shared.context_switch_cost)

@@ -1,4 +1,4 @@
-"""The ranks of a learner or a critic that only take time. The driver's side of them is the real one."""
+"""The ranks of a learner or a critic that only take time. Their driver side is the real one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from grmpipe.capacity.cost import LearnerSpeed
 from grmpipe.train.scalar.scalar_batch import PackedSequences
 from grmpipe.types import MicroBatch
+from models.checksum import checksum
 from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
 from models.types import InlineBytes, WeightBucket, WeightTensor
-from models.weights.checksums import checksum
 
 FORWARD_SHARE = 1 / 3  # of forward and backward
 
@@ -20,7 +20,7 @@ FORWARD_SHARE = 1 / 3  # of forward and backward
 class SimulatedRanks:
     """An ActorGroup: all ranks take part in every call, one call at a time.
 
-    device: of rank 0, where others share it; the other ranks fare as it does.
+    device: of rank 0, if others share it; the other ranks behave the same.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SimulatedRanks:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work so far, pushes of weights included."""
+        """Seconds of work so far, including pushes of weights."""
         return self._rate.worked_s(asyncio.get_running_loop().time())
 
     async def call(self, rank: int, method: str, *args: object) -> object:
@@ -91,7 +91,7 @@ class SimulatedRanks:
                     (token_ids,) = args_by_rank[0]
                     assert isinstance(token_ids, tuple)
                     return [(-1.0,) * (len(token_ids) - 1)] * self._num_ranks
-                case "keep_on_device":  # what a change of engines on a slot takes: as many bytes, about
+                case "keep_on_device":  # takes as long as a change of engines on a slot: about as many bytes
                     await self._spend(self._switch_s)
                     return [0] * self._num_ranks
                 case "discard" | "connect" | "deliver":
@@ -99,7 +99,7 @@ class SimulatedRanks:
         raise NotImplementedError(f"a simulated learner doesn't {method}")
 
     def _pass_s(self, args_by_rank: Sequence[tuple[object, ...]]) -> float:
-        """All wait for the rank with most to do; speeds are those of all together."""
+        """The time of a pass: all wait for the rank with most work; speeds are those of all ranks together."""
         return max(num_tokens(args[0]) for args in args_by_rank) * self._num_ranks * self._speed.token_s
 
     async def _spend(self, work_s: float) -> None:

@@ -1,4 +1,4 @@
-"""task=simulate: from a configuration to what is simulated, and its files. Starts no engine, needs no GPU."""
+"""task=simulate: from a configuration to a simulation and its files. Starts no engine, needs no GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_simulation(config: RunConfig, progress: Progress) -> str:
 
 
 def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, Costs], Predicted] | None:
-    """For a plan: how a placement of the same run fares. None where a judge lives outside."""
+    """A function that simulates a placement of the same run, for a plan. None for a remote judge."""
     if survey.config.judge_is_remote:
         return None
     workload = workload_of(survey, profile)
@@ -59,7 +59,7 @@ def simulator(survey: Survey, profile: Profile | None) -> Callable[[Placement, C
 
 
 def workload_of(survey: Survey, profile: Profile | None) -> Workload:
-    """Raises ConfigError where a judge lives outside: nobody here knows its speed."""
+    """The workload of a run. Raises ConfigError for a remote judge, whose speed is unknown."""
     config = survey.config
     if config.judge_is_remote:
         raise ConfigError("grm.engine: a judge behind an endpoint can't be simulated; type grm.engine=vllm")
@@ -74,7 +74,7 @@ def workload_of(survey: Survey, profile: Profile | None) -> Workload:
 
 
 def chars_per_token(role: str, survey: Survey) -> float:
-    """Of the run's own prompts under its own tokenizer, where that is here."""
+    """Characters per token of the run's prompts under its tokenizer, if that is here."""
     model = survey.models[role].model
     if model is None:
         return BYTES_PER_TOKEN
@@ -92,7 +92,7 @@ def sample_texts(role: str, survey: Survey) -> list[str]:
 
 
 def lengths_for(role: str, survey: Survey, profile: Profile | None) -> Lengths:
-    """Those of an earlier run, else lognormal: by the median that is set, or with the mean that a plan reckons with."""
+    """Lengths of an earlier run, otherwise lognormal: with the configured median, or with the mean of task=plan."""
     settings = survey.config.simulate
     if settings.lengths is not None:
         return measured(lengths_measured(role, settings.lengths))
@@ -114,7 +114,9 @@ def lengths_measured(role: str, run_dir: str) -> list[int]:
 
 
 def stated_or_reckoned(survey: Survey, profile: Profile | None) -> Costs:
-    """`simulate.costs` where they are stated, else what a plan reckons with. Raises ConfigError for half of them."""
+    """`simulate.costs` if they are stated, otherwise the costs of task=plan. Raises ConfigError if only some are
+    stated.
+    """
     stated = survey.config.simulate.costs
     speeds = {POLICY: stated.policy, GRM: stated.grm}
     roles = [role for role in (POLICY, GRM) if role in survey.config.roles]
@@ -149,7 +151,7 @@ def stated_critic(survey: Survey) -> LearnerSpeed | None:
 
 
 def open_directory(config: RunConfig) -> Path:
-    """A simulation never writes into a run's files; one of before makes way."""
+    """The directory of a simulation, which never writes into a run's files; an earlier simulation there is replaced."""
     if config.run_dir is not None and holds_run(Path(config.run_dir)):
         raise ConfigError(f"run_dir: {config.run_dir} holds a run; type another run_dir for its simulation")
     directory = Path(config.run_dir) if config.run_dir else new_run_dir(HOME / config.experiment / "simulations")

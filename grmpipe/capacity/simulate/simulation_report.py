@@ -1,4 +1,4 @@
-"""What a simulated run tells: lines for a person, a record for simulation.json. Pure."""
+"""The report of a simulated run: lines for a person, a record for simulation.json. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def why_bound(run: SimulatedRun, max_staleness: int) -> str:
 
 
 def bottleneck(run: SimulatedRun) -> str:
-    """Who works all the time; where nobody does, what the learner waited for most."""
+    """The busiest role, or if none is always busy, the learner's longest wait."""
     role = max(run.busy, key=lambda role: run.busy[role])
     stalls, total_s = run.stalls, run.stalls.steps_s
     waited = {
@@ -63,7 +63,7 @@ def bottleneck(run: SimulatedRun) -> str:
 
 
 def record_of(run: SimulatedRun) -> dict[str, object]:
-    """simulation.json."""
+    """The record of simulation.json."""
     times = [run.steps[index].step_s for index in run.settled]
     return {
         "step_s": run.step_s,

@@ -1,5 +1,5 @@
-"""What is simulated, and the stages that do it: the real play and the real judge, attended by a driver that takes time.
-Starts no engine and runs no flow.
+"""The workload of a simulation and its stages: the real play and the real judge, with a driver that takes time. Starts
+no engine and runs no flow.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from grmpipe.types import Judge, Prompt, Rollout
 from models.types import Engine, SamplingParams
 from scheduler.routing.router import Router
 
-NO_WAIT_S = 1e6  # is worth a warning
+NO_WAIT_S = 1e6  # too long to be worth a warning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is to be done, wherever. chars_per_token and lengths: by role; of a GRM only where one judges here."""
+    """The workload, independent of the placement. chars_per_token and lengths: by role; of a GRM only if one judges
+    here.
+    """
 
     config: RunConfig
     prompts: PromptStream
@@ -39,13 +41,13 @@ class Workload:
 
 
 def flow_of(config: RunConfig, num_steps: int) -> FlowConfig:
-    """Scripted scores say nothing of signal: no group is dropped for its lack."""
+    """The settings of the flow. No group is dropped for zero advantages, because scripted scores mean nothing."""
     flow = FlowConfig.of(config.train, config.rollout, config.algorithm, config.judge.max_concurrency, config.seed)
     return replace(flow, num_steps=num_steps, max_zero_advantage_groups=0, report_wait_s=NO_WAIT_S)
 
 
 def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Play:
-    """The real episode, with a tokenizer that counts."""
+    """The real play, with a tokenizer that counts."""
     limits = workload.config.rollout
     renderer = CountingRenderer(workload.chars_per_token[POLICY])
     params = SamplingParams(max_new_tokens=limits.max_new_tokens, temperature=limits.temperature)
@@ -60,7 +62,7 @@ def make_play(workload: Workload, policy: Engine, driver: SimulatedDriver) -> Pl
 
 
 def make_judge(workload: Workload, grm: Router | None, kind: str, driver: SimulatedDriver) -> Judge:
-    """The real judge, of a GRM whose critiques are scripted and really parsed."""
+    """The real judge, with a GRM whose critiques are scripted and really parsed."""
     config = workload.config
     if kind == "rule":
         return PointwiseAdapter(RuleJudge(config.judge.rule, config.judge.scale))

@@ -1,8 +1,8 @@
-"""What a simulated run had to do at least: the work of each role and the longest chain, group by group. Pure.
+"""A lower bound on a simulated run: the work of each role and the longest chain, group by group. Pure.
 
-No overlap beats either. A role's slots can't do its work in less time than all of them busy, with rows as many as there
-can be. And a step that trains tokens at most s versions old takes, over any s + 1 steps in a row, the longest chain of
-what it trains: a rollout, its judgements, the last micro-batch, the update, the push.
+No overlap beats either bound. A role's slots can't do its work faster than with all of them busy and full. And s + 1
+consecutive steps that train tokens at most s versions old take at least the longest chain of a step: a rollout, its
+judgements, the last micro-batch, the update, the push.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GRM = "grm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNeeds:
-    """Of the groups that one step trained. work_s: of all processes of a role together."""
+    """The needs of the groups that one step trained. work_s: role -> work of all its processes together."""
 
     work_s: Mapping[str, float]
     chain_s: float
@@ -31,7 +31,7 @@ class StepNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Seconds that a step takes at least, and why: `loads_s` of each process of a role, `chain_s`."""
+    """The least seconds of a step, and why: `loads_s` of each process of a role, `chain_s`."""
 
     step_s: float
     loads_s: Mapping[str, float]
@@ -41,15 +41,15 @@ class Bound:
 
 @dataclass(slots=True)
 class _Needs:
-    """Of a group that hasn't ended."""
+    """The needs of a group in flight."""
 
     work_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    played_s: dict[int, float] = field(default_factory=dict)  # by sibling
+    played_s: dict[int, float] = field(default_factory=dict)  # sibling -> seconds
     chain_s: float = 0.0
 
 
 class Needs:
-    """A Journal that adds up. rows: of a role's engine, as many as can ever be in its batch."""
+    """A journal that adds up needs. rows: role -> the most rows that can be in an engine's batch."""
 
     def __init__(self, costs: Costs, rows: Mapping[str, int], group_size: int, num_judgements: int) -> None:
         self.steps: dict[int, StepNeeds] = {}
@@ -88,7 +88,7 @@ class Needs:
         needs.chain_s = max(needs.chain_s, needs.played_s[rollout.sibling] + longest_s)
 
     def group_ended(self, end: GroupEnd) -> None:
-        """What was dropped for nothing is no need of any step."""
+        """End a group. A dropped group is no need of any step."""
         needs = self._open.pop(end.group_id, None)
         if needs is not None and end.outcome == "trained":
             self._step.append(needs)
@@ -103,7 +103,7 @@ class Needs:
 
 
 def bound_of(steps: Sequence[StepNeeds], placement: Placement, costs: Costs, max_staleness: int) -> Bound:
-    """The least mean time of these steps. Synchronous ones are bound each for itself."""
+    """The lower bound on the mean time of these steps. Synchronous steps are bounded one by one."""
     loads = [loads_of(step, placement, costs) for step in steps]
     busiest = [busiest_slot_s(placement, load, costs.cores) for load in loads]
     chains = [step.chain_s for step in steps]
@@ -120,7 +120,7 @@ def bound_of(steps: Sequence[StepNeeds], placement: Placement, costs: Costs, max
 
 
 def loads_of(step: StepNeeds, placement: Placement, costs: Costs) -> dict[str, float]:
-    """Seconds of work for each process of a role. A push stops the learner and the policy's engines."""
+    """Role -> seconds of work for each process. A push stops the learner and the policy's engines."""
     loads = {}
     for role, work_s in step.work_s.items():
         loads[role] = work_s if role in (*LEARNING, DRIVER) else work_s / len(placement.seats[role])
@@ -128,20 +128,20 @@ def loads_of(step: StepNeeds, placement: Placement, costs: Costs) -> dict[str, f
     if costs.critic is not None:
         loads[CRITIC] += costs.critic.step_s
     paused, pushing = placement.seats[POLICY][0], placement.seats[LEARNER][0]
-    on_cores = costs.cores and is_on_cpu(placement, paused)  # who pauses leaves its core to others
+    on_cores = costs.cores and is_on_cpu(placement, paused)  # a paused process leaves its core to others
     if paused.pool != pushing.pool and not on_cores:  # on one slot a push counts once
         loads[POLICY] += costs.sync_s
     return loads
 
 
 def alone_s(speed: EngineSpeed, prompt_tokens: int, num_tokens: int) -> float:
-    """A request with an engine of its own."""
+    """The time of a request alone on an engine."""
     joining_s = speed.request_s + prompt_tokens * speed.prefill_token_s
     return joining_s + decode_s(speed, prompt_tokens, num_tokens, rows=1)
 
 
 def least_s(speed: EngineSpeed, prompt_tokens: int, num_tokens: int, *, rows: int, sharers: int) -> float:
-    """A request's part of full batches; of its prompt's prefill, one of those that share it pays."""
+    """A request's share of full batches; the prefill of a prompt is shared by its requests."""
     joining_s = speed.request_s + prompt_tokens * speed.prefill_token_s / sharers
     return joining_s + decode_s(speed, prompt_tokens, num_tokens, rows=rows)
 

@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class NothingWillHappen(RuntimeError):
-    """Every task waits, and there is no timer: on a virtual clock nobody else could wake them."""
+    """Every task waits and there is no timer: on a virtual clock nothing can wake them."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` is 0 at the start, and moves only while nothing is ready. The very asyncio otherwise."""
+    """An asyncio loop on a virtual clock: `time()` starts at 0, and moves only while nothing is ready."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -26,14 +26,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now_s
 
     def jump(self, seconds: float) -> None:
-        """At least by one unit of rounding: a timer that is due must be reached."""
+        """Move the clock, at least by one unit of rounding, so that a due timer is reached."""
         self._now_s = max(math.nextafter(self._now_s, math.inf), self._now_s + seconds)
-        # asyncio fires what is due within its resolution. Late in a long run 1 ns is lost in rounding: it would spin.
+        # asyncio runs timers that are due within its resolution. Late in a long run 1 ns is lost in rounding: it would
+        # spin.
         self._clock_resolution = max(1e-9, 2 * math.ulp(self._now_s))
 
 
 class _Jump(selectors.SelectSelector):
-    """Where a loop would sleep until its next timer, the clock jumps there."""
+    """A selector that moves the virtual clock to the next timer instead of sleeping."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -48,6 +49,6 @@ class _Jump(selectors.SelectSelector):
 
 
 def run_virtually(main: Callable[[], Coroutine[object, object, T]]) -> T:
-    """Run a coroutine to its end on a clock of its own."""
+    """Run a coroutine to its end on its own virtual clock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main())

@@ -1,4 +1,4 @@
-"""Fixed responses, judged again and again under the same seeds: does the judge stand still? Opens no file."""
+"""Canaries: fixed responses, judged repeatedly under the same seeds, to see whether the judge drifts. Opens no file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SURE = 3.0  # standard errors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Responses to one prompt that are judged together, and the scores that each first got; None: no verdict."""
+    """Responses to one prompt that are judged together, with the score that each got first; None: no verdict."""
 
     prompt: Prompt
     texts: tuple[str, ...]
@@ -25,11 +25,11 @@ class Canary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryDrift:
-    """Scores now less those at first, over responses that got both."""
+    """Scores now minus the first ones, over responses that got both."""
 
     differences: tuple[float, ...]
     num_failed: int
-    score: float  # the mean now; NaN where none got a verdict
+    score: float  # the mean now; NaN if none got a verdict
 
     @property
     def mean(self) -> float:
@@ -37,7 +37,9 @@ class CanaryDrift:
 
     @property
     def is_sure(self) -> bool:
-        """Beyond sampling noise. Same weights under the same seeds differ by nothing, or by rounding both ways."""
+        """Whether the drift exceeds the sampling noise. The same weights and seeds differ only by rounding, in both
+        directions.
+        """
         if len(self.differences) < 2:
             return False
         error = statistics.stdev(self.differences) / math.sqrt(len(self.differences))
@@ -55,7 +57,7 @@ class CanaryDrift:
 
 
 async def judge_canaries(judge: Judge, canaries: Sequence[Canary]) -> list[tuple[float | None, ...]]:
-    """The scores of each canary's texts, drawn under names that never change."""
+    """The scores of each canary's texts, sampled under names that never change."""
     judged = await asyncio.gather(
         *(judge_together(judge, canary.prompt, f"canary-{i}", canary.texts) for i, canary in enumerate(canaries))
     )

@@ -1,4 +1,4 @@
-"""Is the judge fit? A gate that pauses judging and then stops the run, and the reward-hacking alarm. Judges nothing."""
+"""Whether the judge is fit: a gate that pauses, then stops the run; the reward-hacking alarm. Judges nothing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from scheduler.clock import ActiveClock
 log = logging.getLogger(__name__)
 
 BreakerState = Literal["open", "paused", "stopped"]
-ROUNDING = 1e-9  # 5.3 - 4.3 is a rise of 1.0
+ROUNDING = 1e-9  # tolerance in score units: 5.3 - 4.3 counts as a rise of 1.0
 
 
 class CircuitBreaker:
-    """open -> paused -> open again -> stopped, by the share of failures in a sliding window.
+    """A gate that is open, paused, open again, then stopped, by the share of failures in a sliding window.
 
-    The gate acts once a quarter of the window was seen. After the pause it opens with an empty window: who failed gets
-    one more chance. A whole window below the rate earns another one.
+    The gate acts once a quarter of the window is filled. After the pause it opens with an empty window. It pauses once
+    more only after a whole window below the rate; otherwise it stops.
 
-    counted: what has failed or not, in the plural. key: of the configuration, that sets the rate.
+    counted: what is counted, in the plural. key: the configuration key that sets the rate.
     """
 
     def __init__(
@@ -56,12 +56,13 @@ class CircuitBreaker:
         return self._state
 
     def seconds_to_pause(self, now_s: float) -> float:
-        """What is left of the pause; 0 when judging may go on, and when it never will."""
+        """Seconds left of the pause; 0 if judging may continue, and 0 if it never will."""
         return self._paused_until_s - now_s if self.state(now_s) == "paused" else 0.0
 
     def record(self, result: object, now_s: float) -> None:
-        """A Failed, or what else there is: a success. What arrives in a pause was begun before it, and says nothing
-        about the time after it."""
+        """Count a result: a Failed is a failure, anything else a success. Results during a pause are ignored: their
+        work began before it.
+        """
         if self.state(now_s) != "open":
             return
         self._recent.append(result.cause if isinstance(result, Failed) else None)
@@ -74,7 +75,7 @@ class CircuitBreaker:
             self._warned = False
 
     def trip(self, cause: str, now_s: float) -> None:
-        """Close for another reason than failures: a pause, or the end if there was one of late."""
+        """Close for a reason other than failures: pause, or stop if there was a pause recently."""
         if self.state(now_s) == "open":
             self._cause = cause + (f", again after a pause of {self._pause_s:g} s" if self._warned else "")
             self._shut(now_s)
@@ -111,10 +112,10 @@ class CircuitBreaker:
 
 
 class RewardHackingDetector:
-    """Fires when the GRM likes the policy ever more while it gets worse at telling right from wrong.
+    """Fires when the GRM scores the policy higher and higher while its accuracy falls.
 
     The GRM's score must have risen by `min_score_rise` since the first reading, and the gold accuracy on the anchors
-    must stand `min_gold_fall` below its best reading so far (over-optimization, arXiv 2210.10760).
+    must be `min_gold_fall` below its best reading so far (over-optimization, arXiv 2210.10760).
     """
 
     def __init__(self, *, min_score_rise: float, min_gold_fall: float) -> None:
@@ -124,7 +125,7 @@ class RewardHackingDetector:
         self._best: tuple[int, float] | None = None  # step, gold accuracy
 
     def record(self, *, step: int, grm_score: float, gold_accuracy: float) -> str | None:
-        """A sentence with the numbers if the alarm fires at this reading."""
+        """Record a reading. Returns a sentence with the numbers if the alarm fires."""
         if self._first is None:
             self._first = (step, grm_score)
         if self._best is None or gold_accuracy >= self._best[1]:
@@ -141,7 +142,7 @@ class RewardHackingDetector:
 
 
 class Unfit(Exception):
-    """Too much failed, before a pause and after it. Nothing was made up in its place."""
+    """Too much failed before a pause and after it. No result was made up instead."""
 
 
 class JudgeUnfit(Unfit):
@@ -149,7 +150,7 @@ class JudgeUnfit(Unfit):
 
 
 class Fitness:
-    """Pauses work while its gate is closed, and raises `unfit` once that is for good."""
+    """Pauses work while its gate is closed, and raises `unfit` once it is closed for good."""
 
     work = ""
     unfit = Unfit
@@ -160,7 +161,7 @@ class Fitness:
         self._told = ""
 
     def record(self, result: object) -> None:
-        """A Failed, or what else there is: a success. Raises `unfit` when the gate closes for good."""
+        """Count a result: a Failed is a failure, all else a success. Raises `unfit` when the gate closes for good."""
         self._breaker.record(result, self._loop.time())
         self._raise_if_stopped()
 
@@ -169,7 +170,7 @@ class Fitness:
             raise self.unfit(self._breaker.stop_cause())
 
     async def until_fit(self, clock: ActiveClock) -> None:
-        """Sit out a pause; deadlines stand still meanwhile."""
+        """Wait for the end of a pause; deadlines stand still meanwhile."""
         while (left_s := self._breaker.seconds_to_pause(self._loop.time())) > 0:
             if self._told != self._breaker.stop_cause():
                 self._told = self._breaker.stop_cause()
@@ -194,11 +195,11 @@ class JudgeFitness(Fitness):
         self.record(report.verdict)
 
     def trip(self, cause: str) -> None:
-        """Pause for a cause that no verdict shows. Raises JudgeUnfit if it is one too many."""
+        """Pause for a cause that no verdict shows. Raises JudgeUnfit if it stops the run."""
         self._breaker.trip(cause, self._loop.time())
         self._raise_if_stopped()
 
     def bias_metrics(self) -> Metrics:
-        """Since the last time: order flips, ties, wins of the first place. Empty for a judge of single responses."""
+        """Order flips, ties and wins of the first place since the last call. Empty for a judge of single responses."""
         metrics, self._bias = self._bias.metrics(), PositionBias()
         return metrics

@@ -1,4 +1,4 @@
-"""Limits on metrics: which are exceeded, and in what words. Pure; pauses and stops nothing itself."""
+"""Limits on metrics: which are exceeded, in words. Pure; pauses and stops nothing itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_CHECKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exceeded:
-    """A limit that a step's metrics broke. `new`: they did not at the last reading."""
+    """A limit that a step's metrics exceed. `new`: whether they did not at the last reading."""
 
     name: str
     action: str
@@ -27,17 +27,17 @@ class Exceeded:
 
 
 class Limits:
-    """Reads every step. A metric that a step doesn't have leaves its limit as it was."""
+    """Compares every step's metrics with their limits. A metric that a step lacks leaves its limit as it was."""
 
     def __init__(self, limits: Mapping[str, LimitConfig], exceeded: Iterable[str] = ()) -> None:
-        """`exceeded`: by name, before a resume."""
+        """`exceeded`: names of the limits exceeded before a resume."""
         self._limits = dict(limits)
         self._exceeded = set(exceeded) & self._limits.keys()
         self._never_read = set(self._limits)
         self._known: set[str] = set()
 
     def read(self, step: int, metrics: Metrics) -> list[Exceeded]:
-        """Those that this step's metrics break."""
+        """The limits that this step's metrics exceed."""
         self._known |= metrics.keys()
         found = []
         for name, limit in self._limits.items():
@@ -56,7 +56,7 @@ class Limits:
         return {f"alarm/{name}": float(name in self._exceeded) for name in self._limits}
 
     def never_read(self) -> list[str]:
-        """In words: limits on metrics that no step had, but for those of checks that may have been switched off."""
+        """A sentence on the limits whose metric no step had, except those of checks that may be switched off."""
         told = []
         for name in sorted(self._never_read):
             metric = self._limits[name].metric

@@ -1,4 +1,4 @@
-"""Score against the distance from the reference, and where it will peak (arXiv 2210.10760). Pure."""
+"""Score as a function of the distance from the reference, and where it will peak (arXiv 2210.10760). Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Fit:
 
     @property
     def peak(self) -> float | None:
-        """The d of the highest score, exp(alpha / beta - 1); None where the curve doesn't bend down."""
+        """The d of the highest score, exp(alpha / beta - 1). None if the curve doesn't bend down."""
         if self.beta <= 0 or self.alpha / self.beta - 1 > math.log(FARTHEST):
             return None
         return math.exp(self.alpha / self.beta - 1)
@@ -29,7 +29,9 @@ class Fit:
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Fit | None:
-    """Least squares over points (d, gain of the score since d was 0). None below FEWEST_POINTS, or all at one d."""
+    """Least squares over points (d, gain of the score since d was 0). None if there are fewer than FEWEST_POINTS, or
+    all are at one d.
+    """
     used = [(d, gain) for d, gain in points if d > 0 and math.isfinite(d) and math.isfinite(gain)]
     if len(used) < FEWEST_POINTS:
         return None

@@ -1,4 +1,4 @@
-"""What a judge goes by that it shouldn't: place and length. Pure: reads judgements and scores, asks nobody."""
+"""Biases of a judge: position and length. Pure: reads judgements and scores, asks no judge."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from grmpipe.types import Judgement, Metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flips:
-    """The swap test on what was judged anyway: two judgements of the same two responses, and whether they disagree.
+    """The swap test on existing judgements: whether two judgements of the same two responses disagree.
 
-    swapped: shown in different orders; same: in the same one, which is sampling noise alone. What swapping adds to it
-    is the bias. Judgements that call the two equal disagree with nobody.
+    swapped: shown in different orders. same: shown in the same order, which is sampling noise alone. The difference of
+             the two is the bias. A judgement that calls the two equal disagrees with none.
     """
 
     swapped: int = 0
@@ -33,7 +33,7 @@ class Flips:
         )
 
     def metrics(self) -> Metrics:
-        """Shares of the comparisons; what was never compared is left out."""
+        """Disagreeing shares of the comparisons. A kind without comparisons is left out."""
         shares = {
             "order_flips_share": (self.swapped_flips, self.swapped),
             "noise_flips_share": (self.same_flips, self.same),
@@ -42,7 +42,7 @@ class Flips:
 
 
 def order_flips(judgements: Iterable[Judgement]) -> Flips:
-    """Over all pairs of responses that two judgements or more have compared. A judge of single responses has none."""
+    """Flips over all pairs of responses that at least two judgements compared. Empty for judges of single responses."""
     views: defaultdict[tuple[str, int, int], list[tuple[bool, int]]] = defaultdict(list)
     for judgement in judgements:
         places = {sibling: place for place, sibling in enumerate(judgement.siblings)}
@@ -62,7 +62,7 @@ def order_flips(judgements: Iterable[Judgement]) -> Flips:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionBias:
-    """Of comparing judgements: how they stand to the order, and who won them."""
+    """Counts of comparing judgements: orders, and which place won."""
 
     flips: Flips = Flips()
     compared: int = 0
@@ -81,7 +81,9 @@ class PositionBias:
         )
 
     def metrics(self) -> Metrics:
-        """Shares; what was never compared is left out. A fair judge of n responses gives the first 1 / n of wins."""
+        """Shares of the comparisons. A kind without comparisons is left out. A fair judge of n responses lets the first
+        place win 1 / n of them.
+        """
         if not self.compared:
             return {}
         won = self.compared - self.tied
@@ -91,20 +93,20 @@ class PositionBias:
 
 
 def place_of_winner(judgement: Judgement) -> int | None:
-    """In the order shown; None without a single winner."""
+    """The winner's place in the order shown. None without a single winner."""
     best = max(judgement.scores)
     return judgement.scores.index(best) if judgement.scores.count(best) == 1 else None
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Pearson's; None where one of the two doesn't vary."""
+    """Pearson correlation. None if one of the two doesn't vary."""
     if len(set(xs)) < 2 or len(set(ys)) < 2:
         return None
     return statistics.correlation(xs, ys)
 
 
 def correlation_within(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None:
-    """Of pairs less their group's mean: what a hard question does to all of its answers is left out."""
+    """Correlation of pairs after subtracting their group's mean, which removes the difficulty of the question."""
     xs: list[float] = []
     ys: list[float] = []
     for group in groups:

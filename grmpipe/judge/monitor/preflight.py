@@ -1,5 +1,4 @@
-"""A preflight judgement: does the judge write anything that its parser reads? Asked of the real GRM before the first
-step."""
+"""The preflight judgement: whether the real GRM writes anything that its parser reads, tried before the first step."""
 
 from __future__ import annotations
 
@@ -11,15 +10,15 @@ from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.pointwise_adapter import judge_together
 from grmpipe.types import Failed, FailedJudgement, Judge, JudgeReport, Prompt
 
-NUM_PROMPTS = 4  # with k judgements and a re-ask each: few enough to take no time, enough to be no bad luck
+NUM_PROMPTS = 4  # with k judgements and a retry each: few enough to be quick, enough to exclude bad luck
 NUM_SIBLINGS = 2  # the fewest that can be compared
 
 
 async def preflight_judgement(judge: Judge, config: JudgeConfig, prompts: Sequence[Prompt]) -> str | None:
-    """Why judging can't work, in words that begin with the key; None where it does, or where nobody can tell.
+    """Why judging can't work, in words that begin with the key. None if it works, or if that can't be seen.
 
-    A judge that gave no answer at all says nothing about its parser: that is for the run to deal with. What is judged
-    are the prompts' own references, or a plain admission where there is none.
+    A judge that gives no answer shows nothing about its parser: the run's failure gate handles that. The judged texts
+    are the prompts' references, or a plain admission of not knowing if there is none.
     """
     groups = await asyncio.gather(*(tried(judge, prompt) for prompt in prompts[:NUM_PROMPTS]))
     reports = [report for group in groups for report in group]

@@ -1,7 +1,7 @@
-"""When further judgements can't change what counts. Pure: scores in, a decision out; it asks nobody.
+"""Early stop: when further judgements can't change the result. Pure: scores in, a decision out.
 
-Exact: for who only wants the winner. Relaxed: for a pointwise score, on its standard error against the spread of its
-group. Both look at judgements in the order of their indices: those that finish first are the short ones.
+Exact: the winner of a pair is fixed. Relaxed: the standard error of a pointwise score is small compared with the spread
+of its group. Both read judgements in the order of their indices: those that finish first are the short ones.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from fractions import Fraction
 from grmpipe.judge.verdict import TIED
 from grmpipe.types import Judgement
 
-Enough = Callable[[Sequence[Judgement], int], bool]  # the first judgements; how many are left to come
+Enough = Callable[[Sequence[Judgement], int], bool]  # (the first judgements, how many are still to come)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """first: judgements to ask at once, the fewest after which it may stop; then `wave` more at a time.
+    """The rule of an early stop.
 
-    auditing: judge in full, and note where it would have stopped.
+    first: judgements to ask at once, the fewest after which it may stop; then `wave` more at a time.
+
+    auditing: whether to judge in full and record where it would have stopped.
     """
 
     first: int
@@ -33,7 +35,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderCounts:
-    """Of a pair's judgements in one order of showing: points of one of the two, votes so far, judgements left."""
+    """Counts of a pair's judgements in one order of showing: points of one response, votes so far, judgements left."""
 
     points: float
     num_votes: int
@@ -41,14 +43,15 @@ class OrderCounts:
 
     @property
     def bounds(self) -> tuple[Fraction, Fraction]:
-        """Between which the mean of the votes ends, however many of those that are left fail."""
+        """The bounds of the final mean of the votes, however many of the remaining judgements fail."""
         points, most_votes = Fraction(self.points), self.num_votes + self.num_left
         return points / most_votes, (points + self.num_left) / most_votes
 
 
 def winner_is_fixed(*orders: OrderCounts) -> bool:
     """Whether the judgements left can't change who wins a pair, as `pair_result` counts. A tie isn't a winner, and
-    nobody wins before each order has a vote."""
+    there is no winner before each order has a vote.
+    """
     if not all(order.num_votes for order in orders):
         return False
     least, most = (sum(bound) / len(orders) for bound in zip(*(order.bounds for order in orders), strict=True))
@@ -56,15 +59,15 @@ def winner_is_fixed(*orders: OrderCounts) -> bool:
 
 
 def fewest_for_a_winner(num_judgements: int) -> int:
-    """The first of k judgements after which a winner can be fixed: 5 of 8."""
+    """The fewest of k judgements after which a winner can be fixed: 5 of 8."""
     return num_judgements // 2 + 1
 
 
 class Noise:
-    """How far judgements of the same text lie apart, over all texts so far: a pooled variance.
+    """The pooled variance of judgements of the same text, over all texts so far.
 
-    A few judgements that happen to agree say little about their error. So a text's own variance is weighed with
-    PRIOR_DEGREES of the pool's, as one does for many small samples (moderated variance, Smyth 2004).
+    A few judgements that happen to agree say little about their error. So a text's variance is averaged with the pooled
+    one at PRIOR_DEGREES of freedom, as is usual for many small samples (moderated variance, Smyth 2004).
     """
 
     PRIOR_DEGREES = 4.0
@@ -78,13 +81,13 @@ class Noise:
         return self._degrees >= self.PRIOR_DEGREES
 
     def add(self, scores: Sequence[float]) -> None:
-        """The scores of one text."""
+        """Add the scores of one text."""
         if len(scores) > 1:
             self._squares += squares_of(scores)
             self._degrees += len(scores) - 1
 
     def standard_error(self, scores: Sequence[float]) -> float:
-        """Of their mean, in score units. Infinite while nothing is known."""
+        """The standard error of the mean of these scores, in score units. Infinite while the variance is unknown."""
         if not self.is_known or not scores:
             return math.inf
         pooled = self._squares / self._degrees
@@ -101,7 +104,7 @@ def squares_of(scores: Sequence[float]) -> float:
 def is_sure(scores: Sequence[float], means_of_group: Sequence[float], noise: Noise, max_error: float) -> bool:
     """Whether the mean's standard error is at most `max_error` times the spread of the group's means.
 
-    A group of which fewer than two means are known, or whose means are all equal, has no spread: never sure.
+    Never sure for a group with fewer than two known means, or with equal means: it has no spread.
     """
     if len(means_of_group) < 2:
         return False

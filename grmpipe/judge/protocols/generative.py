@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import cast
 
 from grmpipe.config.dotted_path import found_at
-from grmpipe.config.judge import VOTES_WITH_META_RM, JudgeConfig
+from grmpipe.config.judge import JudgeConfig
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.judge.grm import Grm
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import MetaRmScorer
@@ -20,10 +21,10 @@ Open = Callable[[JudgeContext, Prompt, str, int], JudgeSession]
 
 
 class GenerativeJudge:
-    """Judges by `judge.protocol`. Raises ValueError for settings that lack what they need.
+    """A judge by `judge.protocol`. Raises ValueError for settings that lack something they need.
 
     seed:   makes every judgement repeatable by its request_id.
-    meta:   guides the votes `weighted` and `best`.
+    meta:   weights the judgements in the votes `weighted` and `best`.
     decode: the policy's tokens as text, for a protocol that scores steps.
     """
 
@@ -53,5 +54,5 @@ class GenerativeJudge:
         return self._open(self._context, prompt, group_id, size)
 
     async def judge(self, prompt: Prompt, rollout: Rollout, priority: int = 0) -> JudgeReport:
-        """A rollout without siblings."""
+        """Judge a rollout without siblings."""
         return await judge_alone(self, prompt, rollout, priority)

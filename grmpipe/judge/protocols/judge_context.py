@@ -1,6 +1,5 @@
-"""What all judge sessions of a generative judge share: its template, whom it asks, how votes become verdicts.
-
-Knows no siblings' order and no pairs: the protocols do.
+"""What all sessions of a generative judge share: its template, its client, how votes become verdicts. It knows neither
+the order of siblings nor pairs: the protocols do.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grmpipe.config.judge import JudgeConfig, Scale
+from grmpipe.config.judge_tables import VOTES_WITH_META_RM
 from grmpipe.judge.grm import GrmPrompt
 from grmpipe.judge.grm_client import GrmClient
 from grmpipe.judge.meta_rm import JudgedResponses, MetaRmScorer
@@ -17,14 +17,14 @@ from grmpipe.judge.protocols.early_stop import Noise
 from grmpipe.judge.protocols.principles import InlinePrinciples, Principles, SharedPrinciples
 from grmpipe.judge.protocols.steps import Decode
 from grmpipe.judge.protocols.truncation import truncated_to_fit
-from grmpipe.judge.verdict import VOTES, Vote, best_indices, unasked, weighted
+from grmpipe.judge.verdict import Vote, best_indices, mean, unasked, vote_named, weighted
 from grmpipe.types import Cause, Failed, Judgement, Prompt
 from models.types import EngineDied, EngineRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeContext:
-    """Of one judge. `decode`: of the policy's tokens, for steps; `meta`: for the votes that need one."""
+    """Shared parts of one judge. `decode`: of the policy's tokens, for steps. `meta`: for votes that need a meta-RM."""
 
     client: GrmClient
     config: JudgeConfig
@@ -46,7 +46,7 @@ class JudgeContext:
         return SharedPrinciples(self.client, self.principles_template, room, prompt, group_id)
 
     def prompt(self, prompt: Prompt, texts: Sequence[str], principles: str | None) -> GrmPrompt | Failed:
-        """The GRM's prompt about some texts of the policy, or why it can't be had: refused, too_long."""
+        """The GRM's prompt for some texts of the policy, or a failure: refused or too_long."""
 
         def render(shown: Sequence[str]) -> GrmPrompt:
             spelt = [self.client.grm.shown(text) for text in shown]
@@ -62,10 +62,10 @@ class JudgeContext:
         return made
 
     async def counted(self, judged: Sequence[JudgedResponses], priority: int) -> tuple[list[Judgement], Vote] | Failed:
-        """The judgements that enter the vote, and the vote over the scores that they gave to one response."""
+        """The judgements that enter the vote, and the vote over the scores that they give to one response."""
         judgements = [one.judgement for one in judged]
-        if self.config.vote in VOTES:
-            return judgements, VOTES[self.config.vote]
+        if self.config.vote not in VOTES_WITH_META_RM:
+            return judgements, vote_named(self.config.vote)
         assert self.meta_rm is not None
         try:
             weights = await self.meta_rm.scores(judged, priority)
@@ -75,10 +75,10 @@ class JudgeContext:
         if self.config.vote == "weighted":
             return judgements, lambda scores: weighted(scores, weights)
         count = self.config.k_meta or max(1, self.config.num_judgements // 2)
-        return [judgements[index] for index in best_indices(weights, count)], VOTES["mean"]
+        return [judgements[index] for index in best_indices(weights, count)], mean
 
     def abstention(self, spread: float) -> Failed | None:
-        """No verdict, where judgements lie too far apart to mean anything."""
+        """The failure to return if judgements disagree too much (`judge.abstain_above_std`), else None."""
         limit = self.config.abstain_above_std
         if limit is None or spread <= limit:
             return None

@@ -1,5 +1,4 @@
-"""The judge session of a whole group at once: all siblings in one prompt, in another order for each judgement
-(SPCT)."""
+"""The judge session of a whole group: all siblings in one prompt, in another order for each judgement (SPCT)."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import COMPONENT, Vote, all_failed, voted
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, Rollout, Verdict
-from models.seeds import derive_seed
+from models.seeds import derive_seed, first_name
 
 
 class ListwiseSession:
-    """It sits once, when the last sibling has ended. What it was asked stands in the first sibling's report."""
+    """Judges once, when the last sibling has ended. The first sibling's report holds all judgements."""
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
         self._context = context
@@ -49,7 +48,7 @@ class ListwiseSession:
         return await self._reports(judge_task.members, sampled, priority)
 
     def _questions(self, members: Sequence[int], principles: str | Failed | None) -> list[GrmQuestion] | Failed:
-        """One for each judgement, every one with an order of its own."""
+        """One question per judgement, each with its own order of siblings."""
         if isinstance(principles, Failed):
             return principles
         questions = []
@@ -72,7 +71,7 @@ class ListwiseSession:
 
     def _order(self, members: Sequence[int], index: int) -> tuple[int, ...]:
         shuffled = list(members)
-        random.Random(derive_seed(self._context.seed, f"order {self._group_id}/{index}")).shuffle(shuffled)
+        random.Random(derive_seed(self._context.seed, first_name(f"order {self._group_id}/{index}"))).shuffle(shuffled)
         return tuple(shuffled)
 
     async def _reports(

@@ -1,5 +1,4 @@
-"""The judge session of siblings in pairs: each pair in both orders, who won it, and the share of pairs won as the
-score."""
+"""The judge session of pairs of siblings: each pair in both orders; the score is the share of pairs won."""
 
 from __future__ import annotations
 
@@ -16,19 +15,19 @@ from grmpipe.judge.verdict import COMPONENT, LOST, TIED, WON, all_failed, outcom
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, Rollout, Verdict
 
 Pair = tuple[int, int]  # siblings, the lower one first
-Votes = tuple[tuple[float, ...], tuple[float, ...]]  # of judgements that showed the lower sibling first; last
+Votes = tuple[tuple[float, ...], tuple[float, ...]]  # of judgements that showed the lower sibling first, last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A pair that was judged. votes: what each judgement gave the lower sibling. `sampled` is its evidence."""
+    """A judged pair. votes: of each judgement for the lower sibling. sampled: the judgements behind them."""
 
     votes: Votes
     sampled: SampledJudgements
 
     @property
     def counts(self) -> bool:
-        """A pair that was judged in one order only is no match: the judge's liking for a place could decide it."""
+        """Whether both orders have votes. With one order only, the judge's position bias could decide the pair."""
         return all(self.votes)
 
     def all_votes(self) -> tuple[float, ...]:
@@ -40,28 +39,28 @@ class Match:
 
 
 def pairs_of(size: int, kind: str) -> list[Pair]:
-    """`all`: n (n - 1) / 2; `ring`: everybody meets the next one, n pairs (one of two)."""
+    """The pairs to judge. `all`: n (n - 1) / 2. `ring`: each sibling meets the next one, n pairs (one for n = 2)."""
     if kind == "ring":
         return sorted({(min(a, b), max(a, b)) for a in range(size) if (b := (a + 1) % size) != a})
     return [(a, b) for a in range(size) for b in range(a + 1, size)]
 
 
 def vote_of(judgement: Judgement, lower: int) -> float:
-    """For the lower sibling of a pair, in whichever place it was shown."""
+    """The vote for the lower sibling of a pair, in either place."""
     mine = judgement.scores[judgement.siblings.index(lower)]
     (other,) = (score for sibling, score in zip(judgement.siblings, judgement.scores, strict=True) if sibling != lower)
     return WON if mine > other else TIED if mine == other else LOST
 
 
 def votes_of(judgements: Sequence[Judgement], lower: int) -> Votes:
-    """By the order of showing."""
+    """The votes for the lower sibling, by the order of showing."""
     first = tuple(vote_of(judgement, lower) for judgement in judgements if judgement.siblings[0] == lower)
     last = tuple(vote_of(judgement, lower) for judgement in judgements if judgement.siblings[0] != lower)
     return first, last
 
 
 class PairwiseSession:
-    """A pair is judged as soon as both have ended. A sibling's report is final when its last pair is."""
+    """Judges a pair as soon as both have ended. A sibling's report is final when its last pair is judged."""
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
         self._context = context
@@ -99,7 +98,7 @@ class PairwiseSession:
         return (pair for pair in self._pairs if sibling in pair)
 
     async def _sample(self, pair: Pair, principles: str | Failed | None, priority: int) -> SampledJudgements:
-        """Judgements of even index show the lower sibling first, the others the higher one."""
+        """Sample a pair's judgements. Those of even index show the lower sibling first, the others the higher one."""
         if isinstance(principles, Failed):
             return SampledJudgements(judgements=(), failures=(principles,), enough=())
         lower, higher = pair
@@ -125,7 +124,7 @@ class PairwiseSession:
         return await sample_judgements(ask, self._context.config.num_judgements, self._stop(lower))
 
     def _stop(self, lower: int) -> Stop:
-        """Exact: the rest can't change who wins the pair."""
+        """The exact early stop: the remaining judgements can't change who wins the pair."""
         rules, num_judgements = self._context.config.early_stop, self._context.config.num_judgements
         if rules.kind != "exact":
             return IN_FULL
@@ -142,7 +141,7 @@ class PairwiseSession:
         return Stop(first=fewest_for_a_winner(num_judgements), wave=rules.wave, enough=enough)
 
     def _report(self, sibling: int) -> JudgeReport:
-        """Over the pairs that were judged; the evidence of a pair stands in its lower sibling's report."""
+        """The report over the sibling's judged pairs. The judgements of a pair are in its lower sibling's report."""
         pairs = list(self._pairs_with(sibling))
         own = [self._matches[pair].sampled for pair in pairs if pair[0] == sibling]
         report = JudgeReport(

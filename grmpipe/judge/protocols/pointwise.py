@@ -1,4 +1,4 @@
-"""The judge session of rollouts one by one, each as a whole. Compares no siblings."""
+"""The judge session of single rollouts, each judged as a whole. Compares no siblings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from grmpipe.judge.protocols.judge_context import JudgeContext
 from grmpipe.judge.protocols.sampled_judgements import IN_FULL, Results, SampledJudgements, sample_judgements
 from grmpipe.judge.verdict import COMPONENT, all_failed, mean, outcome_place, score_std
 from grmpipe.types import Failed, Judgement, JudgeReport, JudgeTask, Prompt, RewardSpan, Rollout, StopAudit, Verdict
-from models.seeds import derive_seed
+from models.seeds import derive_seed, first_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredParts:
-    """What of a rollout gets scores: one weight for each, their sum 1; and the tokens that are paid for.
+    """The parts of a rollout that get scores: one weight per part (sum 1), and the tokens that get the rewards.
 
-    places: one for all scores together, or one for each. Their values are not looked at.
+    places: one for all scores together, or one per score. Their values are ignored.
     """
 
     texts: tuple[str, ...]
@@ -33,17 +33,17 @@ class ScoredParts:
 
 
 class PointwiseSession:
-    """A rollout is judged as soon as it has ended. Of its siblings only the spread of their scores is looked at."""
+    """Judges a rollout as soon as it has ended. Of its siblings it uses only the spread of their scores."""
 
     def __init__(self, context: JudgeContext, prompt: Prompt, group_id: str, size: int) -> None:
         self._context = context
         self._prompt = prompt
         self._principles = context.principles_of(prompt, group_id)
         self._rollouts: dict[int, Rollout] = {}
-        self._means: dict[int, float] = {}  # by sibling, so far
+        self._means: dict[int, float] = {}  # sibling -> mean score so far
 
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
-        """What gets scores, or why there is nothing."""
+        """The parts that get scores, or the failure if there are none."""
         return ScoredParts(texts=(rollout.text,), weights=(1.0,), places=(outcome_place(rollout),))
 
     def begin(self) -> Sequence[JudgeTask]:
@@ -101,7 +101,7 @@ class PointwiseSession:
         return sampled
 
     def _stop(self, rollout: Rollout, parts: ScoredParts) -> Stop:
-        """Relaxed: on the standard error of this rollout's score, against the spread of its group so far."""
+        """The relaxed early stop: the standard error of this rollout's score against the spread of its group so far."""
         rules = self._context.config.early_stop
         if rules.kind != "relaxed":
             return IN_FULL
@@ -116,7 +116,7 @@ class PointwiseSession:
         return Stop(first=rules.first, wave=rules.wave, enough=enough, auditing=self._is_audited(rollout))
 
     def _is_audited(self, rollout: Rollout) -> bool:
-        drawn = derive_seed(self._context.seed, f"audit {rollout.group_id}/{rollout.sibling}")
+        drawn = derive_seed(self._context.seed, first_name(f"audit {rollout.group_id}/{rollout.sibling}"))
         return drawn < self._context.config.early_stop.audit_share * 2**63
 
     def _audit(self, rollout: Rollout, parts: ScoredParts, sampled: SampledJudgements) -> StopAudit | None:

@@ -1,4 +1,4 @@
-"""What a judge wants of the answers to a prompt: written before there are any, or within each judgement."""
+"""The principles of a prompt: what the judge wants of an answer. Written before any answer or in each judgement."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from models.types import Completion
 
 
 class Principles(Protocol):
-    """Of one group, as its judge session sees them."""
+    """The principles of one group, as its judge session uses them."""
 
     def judge_tasks(self) -> Sequence[JudgeTask]:
-        """What there is to do before any rollout has ended."""
+        """Judge tasks to do before any rollout has ended."""
         ...
 
     async def text(self, priority: int) -> str | Failed | None:
-        """For the judge's prompts; None where there is none to show."""
+        """The text for the judge's prompts. None if there is none to show."""
         ...
 
     def told_in(self, report: JudgeReport) -> JudgeReport:
-        """The report, with what was written if no report has told it yet."""
+        """The report with the completion that wrote the principles, if no earlier report had it."""
         ...
 
 
 class InlinePrinciples:
-    """Part of each judgement: nothing is written ahead, nobody waits."""
+    """Principles are part of each judgement: no text is written before."""
 
     def judge_tasks(self) -> Sequence[JudgeTask]:
         return ()
@@ -44,15 +44,16 @@ class InlinePrinciples:
 
 
 class SharedPrinciples:
-    """One text for all siblings. Whoever comes first has it written, the others wait for it; so no width can deadlock.
+    """One text for all siblings. The first caller requests it, the others wait for it; so no limit of concurrency can
+    deadlock.
 
-    A failure isn't kept: who comes next tries again, under other seeds.
+    A failure isn't kept: the next caller tries again, with other seeds.
     """
 
     def __init__(
         self, client: GrmClient, template: PrinciplesPrompt, room: int | None, prompt: Prompt, group_id: str
     ) -> None:
-        """room: tokens that its prompt may have; None where the window isn't known."""
+        """room: tokens that its prompt may have; None if the context window is unknown."""
         self._client = client
         self._template = template
         self._room = room

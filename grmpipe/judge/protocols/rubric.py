@@ -1,4 +1,4 @@
-"""The session of rollouts by the criteria of a rubric: a score for each criterion, weighted as the rubric says."""
+"""The judge session by the criteria of a rubric: a score per criterion, weighted as the rubric says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grmpipe.types import Failed, Rollout
 
 
 class RubricSession(PointwiseSession):
-    """As pointwise, with a score for each criterion."""
+    """Like pointwise, with a score per criterion."""
 
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         rubric = self._prompt.rubric

@@ -1,4 +1,4 @@
-"""k judgements of one matter: all at once, or in waves until it is enough. Knows no engine and no score."""
+"""Samples k judgements of one question: all at once, or in waves until they are enough. Knows no engine or score."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from grmpipe.judge.protocols.early_stop import Stop
 from grmpipe.types import Failed, Judgement
 from scheduler.supervise import raising_first
 
-Results = Sequence[Judgement | Failed]  # of one index: what failed before it was asked again, and what came last
+Results = Sequence[Judgement | Failed]  # of one index: failures before each retry, then the last result
 
 IN_FULL = Stop(first=1 << 30, wave=1, enough=lambda judgements, num_left: False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledJudgements:
-    """What came of it.
+    """The results of sampling.
 
-    stopped_after: how many of the first indices were enough; None where all were needed.
+    stopped_after: how many of the first indices were enough; None if all were needed.
     enough:        the judgements of these.
-    saved_tokens:  judgements that were never asked, at the mean length of those that answered; what was cancelled in
-                   flight counts as spent.
+    saved_tokens:  tokens of judgements that were never requested, at the mean length of the answers; requests cancelled
+                   in flight count as spent.
     """
 
     judgements: tuple[Judgement, ...]
@@ -36,7 +36,9 @@ class SampledJudgements:
 async def sample_judgements(
     ask: Callable[[int], Awaitable[Results]], num_judgements: int, stop: Stop = IN_FULL
 ) -> SampledJudgements:
-    """`ask(index)` for each. What is in flight when it is enough is cancelled, which frees its engine at once."""
+    """Call `ask(index)` for each judgement. When they are enough, those in flight are cancelled, which frees the
+    engine.
+    """
     results: list[Results] = []
     tasks: list[asyncio.Task[Results]] = []
     stopped_after: int | None = None

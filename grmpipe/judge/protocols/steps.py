@@ -1,7 +1,8 @@
-"""Cuts a rollout into the steps that a process reward is for, on token boundaries. Pure; scores nothing.
+"""Cuts a rollout on token boundaries into steps for a process reward. Pure; scores nothing.
 
-The rule: a step is a turn or, where `step_end` isn't empty, ends with the token that completes `step_end`. What holds
-no word joins the step before it; beyond `max_steps` all belongs to the last one. So each sampled token is in one step.
+A step is a turn or, if `step_end` isn't empty, ends with the token that completes `step_end`. A step without a word
+joins the one before it; after `max_steps` steps the rest belongs to the last one. So each sampled token is in exactly
+one step.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class ResponseStep:
 
 
 def steps_of(rollout: Rollout, step_end: str, max_steps: int, decode: Decode) -> tuple[ResponseStep, ...]:
-    """At least one step a turn that has tokens; `max_steps` counts within a turn."""
+    """The steps of a rollout: at least one per turn that has tokens; `max_steps` counts within a turn."""
     steps: list[ResponseStep] = []
     for index, turn in enumerate(rollout.turns):
         token_ids = turn.completion.token_ids
-        if not step_end or not token_ids:  # a text that nobody sampled has no tokens to cut at
+        if not step_end or not token_ids:  # a text that was not sampled has no tokens to cut at
             steps.append(ResponseStep(turn=index, start=0, end=len(token_ids), text=turn.completion.text))
             continue
         cuts = cuts_of(token_ids, step_end, decode)[: max_steps - 1]
@@ -43,7 +44,9 @@ def steps_of(rollout: Rollout, step_end: str, max_steps: int, decode: Decode) ->
 
 
 def cuts_of(token_ids: Sequence[int], step_end: str, decode: Decode) -> list[int]:
-    """Where a step ends and another begins: never at the end of the tokens, never before a step without a word."""
+    """Indices where one step ends and another begins: never at the end of the tokens, never before a step without a
+    word.
+    """
     cuts: list[int] = []
     start = 0
     for place, token_id in enumerate(token_ids, start=1):

@@ -1,4 +1,4 @@
-"""The session of rollouts step by step: a score for each step, paid on the tokens of that step."""
+"""The judge session of rollouts step by step: a score per step, rewarded on the tokens of that step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grmpipe.types import Failed, RewardSpan, Rollout
 
 
 class StepwiseSession(PointwiseSession):
-    """As pointwise, with a score for each step."""
+    """Like pointwise, with a score per step."""
 
     def scored_parts_of(self, rollout: Rollout) -> ScoredParts | Failed:
         context = self._context

@@ -1,4 +1,4 @@
-"""Makes a prompt fit a window, by a stated policy, or says that it doesn't. Pure; it sends nothing."""
+"""Truncates a prompt to a context window by the configured rule, or says that it doesn't fit. Pure; sends nothing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 from grmpipe.judge.grm import GrmPrompt
 
-Rendered = Callable[[Sequence[str]], GrmPrompt]  # the prompt that shows these texts
+Rendered = Callable[[Sequence[str]], GrmPrompt]  # texts -> the prompt that shows them
 
 
 def truncated_to_fit(render: Rendered, texts: Sequence[str], room: int | None, truncation: str) -> GrmPrompt | str:
-    """The prompt, in at most `room` tokens; or, in words, why there is none.
+    """The prompt in at most `room` tokens, or the reason in words why there is none.
 
-    too_long: `error`, or `middle`: the longest texts lose their middle, all down to the same length.
+    truncation: `error`, or `middle`: the longest texts lose their middle, down to the same length.
     """
     whole = render(texts)
     if room is None or whole.num_tokens <= room:
@@ -23,7 +23,7 @@ def truncated_to_fit(render: Rendered, texts: Sequence[str], room: int | None, t
 
 
 def longest_that_fits(render: Rendered, texts: Sequence[str], room: int) -> GrmPrompt | None:
-    """By bisection over the characters that are left of a text: about as many renderings as the length has bits."""
+    """The longest prompt that fits, by bisection over the characters kept of a text. None if none fits."""
     fits, best = 0, None
     too_many = max(map(len, texts))
     while too_many - fits > 1:
@@ -37,7 +37,7 @@ def longest_that_fits(render: Rendered, texts: Sequence[str], room: int) -> GrmP
 
 
 def without_middle(text: str, num_kept: int) -> str:
-    """Its first and last characters, and between them a line that says how many are gone."""
+    """The first and last characters of a text, and between them a line that says how many are left out."""
     if len(text) <= num_kept:
         return text
     head = (num_kept + 1) // 2

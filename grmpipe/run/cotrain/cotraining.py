@@ -1,12 +1,12 @@
-"""A GRM that learns beside the policy: its flow is a second pipeline, whose policy is the judge of the first.
+"""A GRM trained next to the policy: its flow is a second pipeline, whose policy is the judge of the first.
 
     policy's flow:  prompts -> play -> judge -> train -> push to the policy's engines
                                 |        ^
-                       (own rollouts)    |  a new version: what is judged is broken off, incomplete groups anew
+                       (own rollouts)    |  a new version: judge tasks are aborted, incomplete groups judged again
                                 v        |
     GRM's flow:     judging tasks -> judge -> rule -> train -> push to the GRM's engines
 
-Holds neither: it ties the two together, and keeps them in step.
+Owns neither flow: it connects the two, and keeps them in step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import TypeVar
 
 from grmpipe.envs.play import Play, RolloutRequest
 from grmpipe.judge.labels import JudgingTasks, LabelReward, label_rule
-from grmpipe.judge.parse import PARSERS
+from grmpipe.judge.parse import parser_named
 from grmpipe.judge.pointwise_adapter import PointwiseAdapter
-from grmpipe.judge.rule import RULES
+from grmpipe.judge.rule import rule_named
 from grmpipe.observe.recorder import Recorder
 from grmpipe.pipeline.counters import batch_metrics
 from grmpipe.pipeline.interfaces import PipelineComponents, PipelineState, StepReport, Trainer
 from grmpipe.pipeline.pipeline import Pipeline
 from grmpipe.pipeline.training import Interrupted
-from grmpipe.run.cotrain.cotrain_parts import TrainableGrm, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
+from grmpipe.run.cotrain.grm_settings import TrainableGrm, grm_algorithm, grm_flow, grm_play, grm_too_long, grm_train
 from grmpipe.run.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.run.cotrain.pacing import StepPacer
 from grmpipe.train.learner.batch_trainer import BatchTrainer
@@ -45,7 +45,9 @@ T = TypeVar("T")
 
 
 class CoTraining:
-    """Use: make the policy's pipeline of what `joined` gives, then run it `beside` the GRM's."""
+    """The GRM's training in a run of the policy. Compose the policy's pipeline with it, then run both by
+    `run_alongside`.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class CoTraining:
         health: Sequence[RoleHealth],
         pipeline_state: PipelineState | None,
     ) -> None:
-        """`health`: of all engines. `cut`: where a resume goes on from; the learner is loaded already."""
+        """health: of all engines. pipeline_state: state to continue from; the learner is loaded already."""
         config = prepared.config
         self.learner_busy_s = 0.0
         self._health = health
@@ -75,7 +77,7 @@ class CoTraining:
         self._pacer.grm_stepped(self._pipeline_state.version)
         self._judging_tasks = JudgingTaskStream(
             JudgingTasks.under(config.judge, config.labels),
-            RULES[config.judge.rule],
+            rule_named(config.judge.rule),
             prepared.judging_tasks,
             rollout_share=config.cotrain.rollout_share,
             window=config.cotrain.rollout_window,
@@ -86,23 +88,29 @@ class CoTraining:
 
     @property
     def version(self) -> int:
-        """Of the GRM that judges: its completed optimizer steps."""
+        """The version of the GRM that judges: its completed optimizer steps."""
         return self._flow.version if self._flow is not None else self._pipeline_state.version
 
-    def with_cotraining(self, parts: PipelineComponents) -> PipelineComponents:
-        """The policy's parts, so that its rollouts are judging tasks as well, and its steps wait for the GRM's."""
-        return dataclasses.replace(
-            parts,
-            play=recorded_play(parts.play, self._judging_tasks),
-            trainer=LockstepTrainer(parts.trainer, self._pacer),
-        )
+    def recorded(self, play: Play) -> Play:
+        """The policy's episodes, whose ends become judging tasks."""
+
+        async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+            rollout = await play(request, prompt, on_first_token)
+            self._judging_tasks.add(prompt, rollout)
+            return rollout
+
+        return played
+
+    def in_lockstep(self, trainer: Trainer) -> Trainer:
+        """The policy's trainer, whose steps wait for the GRM's steps that are due before them."""
+        return LockstepTrainer(trainer, self._pacer)
 
     async def push(self, version: int) -> SyncReport:
-        """The GRM's weights to all its engines that live, confirmed."""
+        """Push the GRM's weights to all its living engines, with confirmation."""
         return await push_to_living(self._grm.sync, self._grm.engines, version)
 
     async def run_alongside(self, policy: Pipeline, work: Callable[[], Awaitable[T]]) -> T:
-        """Run the GRM's flow until `work`, which runs the policy's, is over. Both stand between two steps then."""
+        """Run the GRM's flow until `work`, which runs the policy's, ends. Both are then between two steps."""
         self._pacer.policy_stepped(policy.version)
         self._flow = flow = self._make_flow(policy)
         ended = asyncio.Event()
@@ -128,21 +136,21 @@ class CoTraining:
             self._recorder.close()
 
     def after_policy_step(self, version: int) -> Metrics:
-        """To be called after each step of the policy. What its line of metrics gains."""
+        """Call after each step of the policy. Returns further metrics of the step."""
         self._pacer.policy_stepped(version)
         return {**self._metrics, "grm/version": float(self.version)}
 
-    async def begin_save(self, directory: Path, *, aside: bool) -> PipelineState:
-        """The GRM's learner, and where its flow stands: between two of its steps, whatever it is doing."""
+    async def begin_save(self, checkpoint: Path, *, aside: bool) -> PipelineState:
+        """Save the GRM's learner, and return the state of its flow, between two of its steps."""
         flow = self._flow
         async with self._grm.learner.held() as version:
-            await self._grm.learner.begin_save(str(directory), aside=aside)
+            await self._grm.learner.begin_save(str(checkpoint / self._grm.learner_role), aside=aside)
             return dataclasses.replace(
                 flow.state() if flow is not None else self._pipeline_state, version=version, in_flight={}
             )
 
     async def _warm_up(self, policy: Pipeline) -> None:
-        """Until then the policy rolls out, and nothing is judged for it."""
+        """Train the GRM before it judges: the policy rolls out meanwhile, and nothing is judged for it."""
         with policy.producer.judging_gate.held():
             await self._pacer.until_warm()
 
@@ -152,7 +160,7 @@ class CoTraining:
             prompts=self._judging_tasks,
             too_long=grm_too_long(config, self._grm.model),
             play=grm_play(config, self._grm),
-            judge=PointwiseAdapter(LabelReward(label_rule(PARSERS[judge.parser], judge.scale))),
+            judge=PointwiseAdapter(LabelReward(label_rule(parser_named(judge.parser), judge.scale))),
             judge_guard=GrmStepGate(self._pacer, self._judging_tasks),
             trainer=BatchTrainer(self._grm.learner, grm_train(config), grm_algorithm(config)),
             push_weights=lambda version: policy.producer.change_judge(version, lambda: self.push(version)),
@@ -175,17 +183,6 @@ class CoTraining:
             "grm/step_s": report.stalls.steps_s,
             "grm/push_s": report.sync.seconds,
         }
-
-
-def recorded_play(play: Play, judging_tasks: JudgingTaskStream) -> Play:
-    """An episode whose end the GRM's judging tasks hear of."""
-
-    async def played(request: RolloutRequest, prompt: Prompt, on_first_token: Callable[[], None]) -> Rollout:
-        rollout = await play(request, prompt, on_first_token)
-        judging_tasks.add(prompt, rollout)
-        return rollout
-
-    return played
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +208,7 @@ class LockstepTrainer:
 
 @dataclass(frozen=True, slots=True)
 class GrmStepGate:
-    """Lets judging tasks in when the GRM may step. A rule that judges is always fit."""
+    """Admits judging tasks when the GRM may step. The rule that judges is always fit."""
 
     pacer: StepPacer
     judging_tasks: JudgingTaskStream
@@ -227,7 +224,7 @@ class GrmStepGate:
 
 @dataclass(frozen=True, slots=True)
 class GrmLanes:
-    """The GRM's learner and weight sync have lanes of their own."""
+    """Puts events of the GRM's learner and weight sync on their own lanes."""
 
     events: EventSink
 

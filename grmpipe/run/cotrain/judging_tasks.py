@@ -1,5 +1,6 @@
-"""What a GRM that learns beside the policy is asked next: stored judging tasks, and the run's own rollouts. Judges
-none."""
+"""The next judging task of a GRM trained next to the policy: a stored one, or one of the run's rollouts. Judges
+none.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +37,11 @@ class Recent:
 
 
 class JudgingTaskStream:
-    """Draw d is an own rollout as often as `rollout_share` says, right and wrong ones alternately, else a stored
-    judging task.
+    """A stream of judging tasks. A share of `rollout_share` are the run's rollouts, right and wrong ones alternately;
+    the others are stored judging tasks.
 
-    Alternately, because a judge that sees more wrong than right learns to say no. Until there are rollouts of both
-    kinds
-    the stored judging tasks stand in.
+    They alternate because a judge that sees more wrong than right ones learns to reject. Until there are rollouts of
+    both kinds, stored judging tasks take their place.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class JudgingTaskStream:
             self._usable.set()
 
     def add(self, prompt: Prompt, rollout: Rollout) -> None:
-        """A rollout has ended. One whose truth no rule knows teaches nothing here."""
+        """Add an ended rollout. It is ignored if no rule knows its truth."""
         if prompt.reference is None or self._share == 0:
             return
         try:
             right = self._rule(rollout.text, prompt.reference)
-        except ValueError:  # a reference that the rule can't read: a rubric, say
+        except ValueError:  # for example a rubric, which the rule can't read
             return
         self._recent.of(right).append((prompt, rollout))
         if self._recent.has_both:
             self._usable.set()
 
     async def until_usable(self) -> None:
-        """Return once there is something to draw."""
+        """Return once there is a judging task."""
         await self._usable.wait()
 
     def at(self, prompt_index: int) -> Prompt:

@@ -1,4 +1,4 @@
-"""Who of two learners may step next: the policy's and the GRM's keep in step. Knows neither."""
+"""Keeps the steps of two learners, the policy's and the GRM's, in pace. Knows neither."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 
 
 class StepPacer:
-    """The GRM has `warmup_steps` alone; then `grm_steps_per_policy_step` of its steps go with each step of the policy.
+    """The pace of two learners. The GRM makes `warmup_steps` alone; then `grm_steps_per_policy_step` of its steps
+    belong to each step of the policy.
 
-    While the policy makes its step v + 1, the GRM may make those that go with it; the policy waits for the steps that
-    went with v. So they overlap, and neither gets away from the other.
+    While the policy makes its step v + 1, the GRM may make the steps that belong to it; the policy waits for those that
+    belong to v. So they overlap, and neither runs ahead of the other.
     """
 
     def __init__(self, *, warmup_steps: int, grm_steps_per_policy_step: float) -> None:
@@ -22,11 +23,11 @@ class StepPacer:
 
     @property
     def is_warm(self) -> bool:
-        """Whether the policy may hear the GRM at all."""
+        """Whether the warm-up is over, so that the GRM may judge for the policy."""
         return self.grm_version >= self._warmup_steps
 
     def grm_steps_with(self, policy_version: int) -> int:
-        """Steps of the GRM that have gone with so many of the policy."""
+        """The number of GRM steps that belong to the first `policy_version` steps of the policy."""
         return self._warmup_steps + math.floor(self._rate * policy_version + 1e-9)
 
     def policy_stepped(self, version: int) -> None:
@@ -50,7 +51,7 @@ class StepPacer:
             await self._until_moved()
 
     async def _until_moved(self) -> None:
-        """Several wait: each looks again after every move."""
+        """Wait for a step of either learner. All waiters check their condition again."""
         moved = self._moved
         await moved.wait()
         if self._moved is moved:

@@ -1,4 +1,4 @@
-"""Lengths dealt to ranks so that none waits long for another. Pure: numbers in, places out."""
+"""Balances lengths over ranks, so that no rank waits long for another. Pure: numbers in, places out."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Tokens at which attention costs a layer as much as all else: 2 n h against 24 h^2 operations a token, for hidden sizes
-# of 2048 to 4096.
+# Tokens at which attention costs a layer as much as all the rest: 2 n h against 24 h^2 operations a token, for hidden
+# sizes of 2048 to 4096.
 ATTENTION_PARITY = 32_768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is dealt to a rank as one: a sample, or samples that are packed side by side."""
+    """The unit dealt to a rank: one sample, or several samples packed side by side."""
 
     tokens: int
-    work: float  # in tokens of a short sample
+    work: float  # in units of one token of a short sample
 
 
 def work(length: int, before: int = 0) -> float:
-    """Of one sample, in tokens of a short one. `before`: tokens that it attends to and somebody else computes."""
+    """The work of one sample, in units of one token of a short one. `before`: tokens it attends to that are computed
+    elsewhere.
+    """
     return length * (1 + (2 * before + length) / ATTENTION_PARITY)
 
 
 def fill(
     loads: Sequence[Load], max_tokens: int, world_size: int, share: float = math.inf
 ) -> tuple[list[list[int]], list[int]]:
-    """One round. Longest first, each to the rank with least work that has room (LPT: Graham, 1969).
+    """Fill one round: longest first, each to the rank with the least work that has room (LPT: Graham, 1969).
 
-    A rank without work takes any. No rank is filled beyond `share`, unless another has more work already.
-    Returns places in `loads`: of each rank, and of what is left over.
+    A rank without work takes any load. No rank gets more than `share`, unless another already has more work. Returns
+    indices into `loads`: those of each rank, and the rest.
     """
     by_rank: list[list[int]] = [[] for _ in range(world_size)]
     tokens, works = [0] * world_size, [0.0] * world_size
@@ -53,15 +55,16 @@ def fill(
 
 
 def deal(loads: Sequence[Load], max_tokens: int, world_size: int) -> list[list[list[int]]]:
-    """All of it: [round][rank] -> places in `loads`. In as few rounds as full ones make, with like work in each: full
-    ones have no room to make up for the long sample of another rank."""
+    """Deal all loads: [round][rank] -> indices into `loads`. Uses as few rounds as full ones would, with similar work
+    in each: full rounds have no room to balance the long sample of another rank.
+    """
     full = _rounds(loads, max_tokens, world_size, 0)
     even = _rounds(loads, max_tokens, world_size, len(full))
     return even if len(even) == len(full) else full
 
 
 def _rounds(loads: Sequence[Load], max_tokens: int, world_size: int, num_rounds: int) -> list[list[list[int]]]:
-    """Each of `num_rounds` gets its share of what is left; from the last one on, all are full."""
+    """Deal in `num_rounds` rounds, each with its share of the rest; further rounds are filled."""
     rounds: list[list[list[int]]] = []
     places = list(range(len(loads)))
     while places:
@@ -75,17 +78,17 @@ def _rounds(loads: Sequence[Load], max_tokens: int, world_size: int, num_rounds:
 
 
 class RankWork:
-    """How unequal the rounds of a batch are."""
+    """The imbalance of a batch's rounds between ranks."""
 
     def __init__(self) -> None:
         self._fullest = self._mean = 0.0
 
     def add(self, works_by_rank: Sequence[float]) -> None:
-        """A round."""
+        """Add a round."""
         self._fullest += max(works_by_rank)
         self._mean += sum(works_by_rank) / len(works_by_rank)
 
     @property
     def imbalance(self) -> float:
-        """What the ranks take, all rounds together, over what they would if none waited for another: 1 at best."""
+        """Time of all rounds over the time without waiting for the slowest rank: 1 at best."""
         return self._fullest / self._mean if self._mean else 1.0

@@ -1,13 +1,11 @@
-"""What each token of a rollout costs in distance to the reference, where that is taken off the rewards. Pure."""
+"""The KL of each token to the reference, for a KL that is subtracted from the rewards. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import torch
 
-from grmpipe.algorithm.losses import KL_ESTIMATORS
 from grmpipe.train.batching.packer import MicroBatchRound
 from grmpipe.types import MicroBatch, Rollout, TrainingSample
 
@@ -21,9 +19,10 @@ def rollout_key(rollout: Rollout | TrainingSample) -> tuple[str, int]:
 def kl_of_rollouts(
     rounds: Sequence[MicroBatchRound], references: Sequence[Sequence[np.ndarray]], kl_estimator: str
 ) -> dict[tuple[str, int], np.ndarray]:
-    """KL(mu || reference) of what was sampled; mu is who acted, and is known before anything is trained.
+    """KL(mu
+     reference) of the sampled tokens; mu is the sampling policy, known before anything is trained.
 
-    references: of each round, of each rank, log pi_ref over the packed tokens.
+    references: [round][rank] -> log pi_ref over the packed tokens.
     """
     by_segment = {
         (*rollout_key(sample), sample.segment): kl_of_sample(sample, reference_T, kl_estimator)
@@ -41,16 +40,20 @@ def kl_of_rollouts(
 def unpacked(
     samples: Sequence[TrainingSample], micro_batch: MicroBatch, packed_T: np.ndarray
 ) -> Iterator[tuple[TrainingSample, np.ndarray]]:
-    """What was said of each token of each sample; 0 of those that it shares: none of them was sampled."""
+    """Each sample with its slice of a packed array. Tokens of a shared prefix get 0: none of them was sampled."""
     own = np.split(packed_T, micro_batch.sample_lengths_S.cumsum()[:-1])
-    for sample, own_T, num_shared in zip(samples, own, micro_batch.prefix_lengths_S, strict=False):  # nobody: idle
+    for sample, own_T, num_shared in zip(samples, own, micro_batch.prefix_lengths_S, strict=False):  # idle ranks: none
         yield sample, np.concatenate([np.zeros(num_shared, dtype=packed_T.dtype), own_T])
 
 
 def kl_of_sample(sample: TrainingSample, reference_T: np.ndarray, kl_estimator: str) -> np.ndarray:
-    """[N], of its sampled tokens. The first token of a sample costs nothing: nothing predicts it."""
+    """The KL of a sample's sampled tokens, [N]. Its first token costs nothing: nothing predicts it."""
+    import torch  # late: every driver packs samples, few ask a reference
+
+    from grmpipe.algorithm.losses import kl
+
     sampled_T = torch.tensor(sample.loss_mask, dtype=torch.bool)
     sampler_T = torch.tensor(sample.sampler_logprobs, dtype=torch.float64)
-    kl_T = KL_ESTIMATORS[kl_estimator](sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
+    kl_T = kl(kl_estimator, sampler_T, torch.from_numpy(reference_T.astype(np.float64)))
     kl_T[0] = 0.0
     return kl_T[sampled_T].numpy()

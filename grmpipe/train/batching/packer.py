@@ -1,4 +1,4 @@
-"""Samples into rounds of micro-batches, one per rank. Pure: knows lengths, not models."""
+"""Packs samples into rounds of micro-batches, one per rank. Pure: knows lengths, not models."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from grmpipe.types import MicroBatch, TrainingSample
 from models.types import ANY_EXPERT
 
 NOT_SAMPLED = -1
-EARLY_SHARE = 0.25  # of a micro-batch: a pass over less costs more than starting it early gains
-PIECES_PER_RANK = 2  # of several: whole groups can't be dealt evenly, and each piece repeats its prompt
+EARLY_SHARE = 0.25  # of a micro-batch: a pass over fewer tokens costs more than its early start saves
+PIECES_PER_RANK = 2  # for several ranks: whole groups can't be dealt evenly, and each piece repeats its prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRound:
-    """One micro-batch per rank, in rank order: what all ranks pass through the model at the same time.
+    """One micro-batch per rank, in rank order: what all ranks process at the same time.
 
-    samples: of each rank, as they are packed; nothing of them goes to the ranks.
+    samples: those of each rank, in packed order; they stay on the driver.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -32,8 +32,8 @@ class MicroBatchRound:
 class Packer:
     """Collects samples until every rank has a micro-batch's worth. All ranks always take part in a round.
 
-    max_tokens: packed tokens per micro-batch. A longer sample gets a micro-batch of its own.
-    shared: siblings stay together, and what they begin with is packed once.
+    max_tokens: packed tokens per micro-batch. A longer sample gets its own micro-batch.
+    shared: siblings stay together, and their common prefix is packed once.
     """
 
     def __init__(self, max_tokens: int, world_size: int, shared: bool = True) -> None:
@@ -43,7 +43,9 @@ class Packer:
         self._waiting: list[SharedPrefixGroup] = []
 
     def add(self, samples: Sequence[TrainingSample]) -> list[MicroBatchRound]:
-        """Take samples; return the rounds that are full. Siblings that come together are packed together."""
+        """Add samples; return the rounds that are full. Samples added together are packed together if they are
+        siblings.
+        """
         self._waiting += prefix_groups_of(samples, self._shared)
         rounds = []
         while num_tokens(self._waiting) >= self._max_tokens * self._world_size:
@@ -51,22 +53,22 @@ class Packer:
         return rounds
 
     def early(self) -> list[MicroBatchRound]:
-        """What waits, for a learner that has nothing to do; none where that is too little for a pass."""
+        """Rounds of the waiting samples, for an idle learner. None if they are too few for a pass."""
         enough = EARLY_SHARE * self._max_tokens * self._world_size
         return self.flush() if num_tokens(self._waiting) >= enough else []
 
     def flush(self) -> list[MicroBatchRound]:
-        """The rounds that hold the rest."""
+        """Return the remaining samples in rounds."""
         rest = self._waiting
         self.discard()
         return _dealt(rest, self._max_tokens, self._world_size)
 
     def discard(self) -> None:
-        """Forget what waits: its batch was dropped."""
+        """Drop the waiting samples, because their batch was dropped."""
         self._waiting = []
 
     def _next_round(self) -> MicroBatchRound:
-        """The longest that wait, evenly over the ranks."""
+        """A round of the longest waiting samples, evenly over the ranks."""
         pieces = _pieces(self._waiting, self._max_tokens, self._world_size)
         bins, left_over = fill([piece.load for piece in pieces], self._max_tokens, self._world_size)
         self._waiting = prefix_groups_of(_samples(pieces[place] for place in sorted(left_over)), self._shared)
@@ -76,12 +78,12 @@ class Packer:
 def rounds_of(
     samples: Sequence[TrainingSample], max_tokens: int, world_size: int, shared: bool = True
 ) -> list[MicroBatchRound]:
-    """All samples at once, evenly over ranks and rounds."""
+    """Pack all samples, evenly over ranks and rounds."""
     return _dealt(prefix_groups_of(samples, shared), max_tokens, world_size)
 
 
 def num_tokens(prefix_groups: Sequence[SharedPrefixGroup]) -> int:
-    """Packed."""
+    """The number of packed tokens."""
     return sum(prefix_group.load.tokens for prefix_group in prefix_groups)
 
 
@@ -92,7 +94,7 @@ def _dealt(prefix_groups: Sequence[SharedPrefixGroup], max_tokens: int, world_si
 
 
 def _pieces(prefix_groups: Sequence[SharedPrefixGroup], max_tokens: int, world_size: int) -> list[SharedPrefixGroup]:
-    """None fills more than a micro-batch; where ranks wait for each other, no more than a part of a rank's share."""
+    """Split prefix groups to at most a micro-batch each; with several ranks, to at most a part of a rank's share."""
     share, limit = num_tokens(prefix_groups) / world_size, max_tokens
     if world_size > 1:
         num_rounds = max(1, math.ceil(share / max_tokens))
@@ -114,14 +116,14 @@ def _samples(prefix_groups: Iterable[SharedPrefixGroup]) -> tuple[TrainingSample
 
 
 def pack(samples: Sequence[TrainingSample]) -> MicroBatch:
-    """Samples end to end, each with all its tokens."""
+    """Pack samples end to end, each with all its tokens."""
     return pack_prefix_groups([SharedPrefixGroup((sample,), 0) for sample in samples])
 
 
 def pack_prefix_groups(prefix_groups: Sequence[SharedPrefixGroup]) -> MicroBatch:
-    """Prefix groups end to end: what is shared stands at the start of the first sample, and is the first one's in all
-    that
-    is told of a token. The first token of each prefix group is never trained: nothing predicts it."""
+    """Pack prefix groups end to end. A shared prefix comes first and counts as part of the group's first sample in all
+    arrays over tokens. The first token of each prefix group is never trained: nothing predicts it.
+    """
     samples = _samples(prefix_groups)
     prefix_lengths_S = np.array(
         [
@@ -159,7 +161,7 @@ def pack_prefix_groups(prefix_groups: Sequence[SharedPrefixGroup]) -> MicroBatch
 
 
 def versions_of(sample: TrainingSample) -> np.ndarray:
-    """[T] int32: who sampled each token; NOT_SAMPLED where nobody did."""
+    """The version that sampled each token, [T] int32; NOT_SAMPLED for tokens of prompts."""
     versions_T = np.full(len(sample.token_ids), NOT_SAMPLED, dtype=np.int32)
     for span in sample.versions:
         versions_T[span.start : span.end] = span.version
@@ -167,7 +169,7 @@ def versions_of(sample: TrainingSample) -> np.ndarray:
 
 
 def idle() -> MicroBatch:
-    """Work for a rank that has none: unequal rounds would leave the others waiting in a collective."""
+    """A micro-batch for a rank without work: with unequal rounds the others would wait in a collective."""
     nothing_T = np.zeros(2, dtype=np.float32)
     return MicroBatch(
         token_ids_T=np.zeros(2, dtype=np.int64),
@@ -183,7 +185,7 @@ def idle() -> MicroBatch:
 
 
 def _experts_of(samples: Sequence[TrainingSample]) -> list[np.ndarray] | None:
-    """Of each sample; None where no sample knows any."""
+    """The experts of each sample; None if no sample has any."""
     known = next((sample.experts_TLK for sample in samples if sample.experts_TLK is not None), None)
     if known is None:
         return None

@@ -1,4 +1,4 @@
-"""From a judged group to training samples: which tokens are trained, and what each is worth. Pure."""
+"""From judged groups to training samples: which tokens are trained, and the advantage of each. Pure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def to_samples(
     kl: Kl | None = None,
     values: Values | None = None,
 ) -> tuple[TrainingSample, ...]:
-    """One sample or more for each sibling that has a verdict. A failed sibling has none and counts nowhere.
+    """One or more samples per sibling with a verdict. A failed sibling has none and enters no average.
 
-    groups:         what is estimated together: one, or the batch where the estimator needs it.
-    max_new_tokens: of a turn; the length penalty is measured from there.
-    kl:             distances to the reference, where they are taken off the rewards.
-    values:         of a critic, where there is one.
+    groups:         groups whose advantages are estimated together: one, or the batch if the estimator needs it.
+    max_new_tokens: of a turn; the length penalty is measured from it.
+    kl:             KL to the reference, if it is subtracted from the rewards.
+    values:         values of the critic, if there is one.
 
     Raises ValueError for a group with fewer than two verdicts.
     """
@@ -52,7 +52,7 @@ def earned(
     kl: Kl | None = None,
     values: Values | None = None,
 ) -> Rewards:
-    """What advantages and value targets are estimated from: rewards less penalties, and what was expected."""
+    """The inputs of advantages and value targets: rewards minus penalties, and the critic's values."""
     key, by_token = rollout_key(rollout), algorithm.estimator_kind.by_token
     kl_N = None if kl is None else kl[key]
     rewards = shaped(rewards_of(rollout, verdict), rollout, algorithm, max_new_tokens, None if by_token else kl_N)
@@ -62,9 +62,9 @@ def earned(
 
 
 def trust_in(verdict: Verdict, weight_half_std: float | None) -> float:
-    """What an advantage is multiplied by: 1 where the judgements agree, 1/2 where they lie `weight_half_std` apart.
+    """The factor of an advantage: 1 if the judgements agree, 1/2 if their deviation is `weight_half_std`.
 
-    tau^2 / (tau^2 + sigma^2): the reliability of a measurement of noise sigma, of things that differ by tau.
+    tau^2 / (tau^2 + sigma^2): the reliability of a measurement with noise sigma of values that differ by tau.
     """
     if weight_half_std is None:
         return 1.0
@@ -72,7 +72,7 @@ def trust_in(verdict: Verdict, weight_half_std: float | None) -> float:
 
 
 def judged_siblings(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
-    """Those that have a verdict."""
+    """Rollouts with a verdict, and their verdicts."""
     return [
         (rollout, verdict)
         for rollout, verdict in zip(group.rollouts, group.verdicts, strict=True)
@@ -81,7 +81,7 @@ def judged_siblings(group: JudgedGroup) -> list[tuple[Rollout, Verdict]]:
 
 
 def split_rollout(rollout: Rollout, advantages_N: np.ndarray) -> tuple[TrainingSample, ...]:
-    """A sample per segment. `advantages_N`: of the sampled tokens, turn after turn."""
+    """One sample per segment. `advantages_N`: of the sampled tokens, turn by turn."""
     ends = np.cumsum([len(turn.completion.token_ids) for turn in rollout.turns])
     by_turn = np.split(advantages_N, ends[:-1])
     samples, first = [], 0
@@ -103,15 +103,15 @@ def count(samples: Sequence[TrainingSample], oldest_version: int) -> BatchTotals
 
 
 def without_finite_advantages(samples: Sequence[TrainingSample]) -> list[str]:
-    """The groups that hold a sample whose advantages aren't all finite, in order."""
+    """Ids of the groups with a sample whose advantages aren't all finite, in order."""
     return sorted({sample.group_id for sample in samples if not np.isfinite(sample.advantages).all()})
 
 
 def _segments(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Turns that can be trained as one sequence: each prompt goes on where the turn before it ended.
+    """Runs of turns that can be trained as one sequence: each prompt continues where the turn before it ended.
 
-    A chat template that rewrites history (drops reasoning, say) breaks the chain: such a turn was sampled after other
-    tokens than the ones before it, and starts a segment of its own.
+    A chat template that rewrites history (for example drops reasoning) breaks the sequence: the turn was sampled after
+    other tokens than those of the turns before it, so it starts a new segment.
     """
     segments: list[list[Turn]] = []
     so_far: tuple[int, ...] = ()
@@ -156,7 +156,7 @@ def _sample(
 
 
 def _experts(turns: Sequence[Turn], num_tokens: int) -> np.ndarray | None:
-    """Of each token where it went when it was first fed: a prompt says anew what the turns before it said."""
+    """The experts of each token when it was first fed: a prompt repeats the tokens of earlier turns."""
     known = [turn.completion.experts_TLK for turn in turns if turn.completion.experts_TLK is not None]
     if not known:
         return None

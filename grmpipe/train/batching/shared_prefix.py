@@ -1,4 +1,4 @@
-"""Samples that begin alike, and what they share. Pure: compares token ids, and assumes nothing of prompts."""
+"""Samples with a shared prefix. Pure: compares token ids and assumes nothing about prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from grmpipe.types import TrainingSample
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixGroup:
-    """Samples that are packed side by side. The first has all its tokens itself, the others those after the shared."""
+    """Samples that are packed side by side. The first holds all its tokens, the others only those after the shared
+    prefix.
+    """
 
     samples: tuple[TrainingSample, ...]
-    num_shared: int  # tokens that all begin with; 0 for a sample by itself
+    num_shared: int  # length of the shared prefix; 0 for a single sample
 
     @staticmethod
     def of(samples: Sequence[TrainingSample]) -> SharedPrefixGroup:
@@ -27,8 +29,9 @@ class SharedPrefixGroup:
         return Load(tokens=first + sum(own), work=work(first) + sum(work(length, self.num_shared) for length in own))
 
     def split(self, max_tokens: int) -> list[SharedPrefixGroup]:
-        """Prefix groups of at most this many packed tokens, each with the shared ones again; a longer sample by
-        itself."""
+        """Split into prefix groups of at most `max_tokens` packed tokens, each with its own copy of the prefix. A
+        longer sample stays alone.
+        """
         pieces: list[list[TrainingSample]] = []
         room = 0
         for sample in self.samples:
@@ -42,7 +45,7 @@ class SharedPrefixGroup:
 
 
 def prefix_groups_of(samples: Iterable[TrainingSample], shared: bool) -> list[SharedPrefixGroup]:
-    """A prefix group for each group, in order; one for each sample where they have nothing to share, or are not to."""
+    """One prefix group per group, in order. One per sample if nothing is shared, or with `shared=False`."""
     groups: dict[str, list[TrainingSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -58,14 +61,14 @@ def prefix_groups_of(samples: Iterable[TrainingSample], shared: bool) -> list[Sh
 
 
 def num_shared(samples: Sequence[TrainingSample]) -> int:
-    """The tokens that all begin with and none learns from. Each keeps one of its own at least."""
+    """The length of the common prefix that no sample trains on. Each sample keeps at least one token of its own."""
     ids = [sample.token_ids for sample in samples]
-    first, last = min(ids), max(ids)  # what these two begin with, all in between do
+    first, last = min(ids), max(ids)  # a common prefix of these two is one of all samples
     alike = next((place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), None)
     untrained = min(map(num_untrained, samples))
     return untrained if alike is None else min(alike, untrained)
 
 
 def num_untrained(sample: TrainingSample) -> int:
-    """Tokens ahead of the first that is trained; the last of all is none of them."""
+    """The number of tokens before the first trained one; never all tokens."""
     return (*sample.loss_mask[:-1], 1).index(1)

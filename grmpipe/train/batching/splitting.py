@@ -1,4 +1,4 @@
-"""Which groups of a batch each of its updates learns from. Pure."""
+"""Splits a batch's groups over its updates. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from models.seeds import derive_seed
 
 
 def shuffled_parts(group_ids: Iterable[str], parts: int, seed: int, version: int) -> list[set[str]]:
-    """Nearly equal parts, none of them empty, drawn by `seed` for the batch after `version`.
+    """Nearly equal parts, none empty, shuffled with `seed` for the batch after `version`.
 
-    The order of the ids plays no part: groups arrive by length, and in that order the longest would always come last,
-    when the weights have moved most.
+    The order of the ids doesn't matter: groups arrive by length, and the longest would always come last, when the
+    weights have moved most.
     """
     ids = sorted(set(group_ids))
     random.Random(derive_seed(seed, f"updates after version {version}")).shuffle(ids)

@@ -1,6 +1,6 @@
 """The critic's side of a batch, on the driver: values for the policy's advantages, and its own steps on their targets.
 
-A step of the run is one of the critic too: its version is that of the policy, the number of completed batches.
+A step of the run is also a step of the critic: its version equals the policy's, the number of completed batches.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from grmpipe.types import JudgedGroup, Metrics
 
 
 class Critic:
-    """Consumes groups, produces their values, and a step (or a few) at the end of the batch.
+    """Consumes groups; produces their values, and one or a few steps at the end of the batch.
 
-    The targets of a group are known when it is judged: its gradients are accumulated while the rest of the batch still
-    rolls out and the policy's learner works, unless there are several updates on a batch.
+    The targets of a group are known when it is judged: its gradients are accumulated while the rest of the batch is
+    still rolling out and the policy's learner works, unless a batch has several updates.
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class Critic:
         max_new_tokens: int = 0,
         seed: int = 0,
     ) -> None:
-        """`max_new_tokens`: of a turn; needed where long answers are penalised. `seed`: as of the policy's batch."""
+        """`max_new_tokens`: of a turn; needed if long answers are penalised. `seed`: the same as for the policy's
+        batch.
+        """
         max_tokens = critic_train(config, train).micro_batch_tokens
         self.ranks = ranks
         self.value_cache = ValueCache(
@@ -53,9 +55,9 @@ class Critic:
         self._updates = config.updates(algorithm, train)
         self._packer = ValuePacker(max_tokens, ranks.size)
         self._samples: list[ValueSample] = []
-        self._passes: list[asyncio.Task[None]] = []  # of the open batch, under way or done
+        self._passes: list[asyncio.Task[None]] = []  # of the open batch, in progress or done
         self._waited_s = 0.0
-        self._num_ahead = 0  # groups of the open batch whose values were there when they were taken
+        self._num_ahead = 0  # groups of the open batch whose values were known when they were taken
         self._num_taken = 0
 
     @property
@@ -65,11 +67,11 @@ class Critic:
 
     @property
     def learns_alone(self) -> bool:
-        """In the first steps of a run the critic learns, and the policy stays as it is."""
+        """Whether only the critic trains: in the first steps of a run."""
         return self.version < self._config.warmup_steps
 
     async def take(self, group: JudgedGroup, kl: Kl | None) -> Values:
-        """A judged group enters the batch. Returns its values; its passes go on by themselves."""
+        """Add a judged group to the batch. Returns its values; its training passes continue in the background."""
         self._num_taken += 1
         self._num_ahead += self.value_cache.knows(group)
         began_s = asyncio.get_running_loop().time()
@@ -82,7 +84,7 @@ class Critic:
         return values
 
     async def step(self) -> Metrics:
-        """End the batch. Values that are asked for meanwhile are those of the next."""
+        """End the batch. Values requested meanwhile belong to the next batch."""
         quality = value_quality(*self._values_and_returns())
         self.value_cache.rest()
         try:
@@ -92,7 +94,7 @@ class Critic:
         return {**metrics, **quality, **told}
 
     async def discard(self) -> None:
-        """Drop the open batch: gradients, samples and all."""
+        """Drop the open batch: its gradients and samples."""
         await asyncio.gather(*self._passes, return_exceptions=True)
         self._close_batch()
         await self.ranks.discard()
@@ -115,7 +117,7 @@ class Critic:
         return await self.ranks.step()
 
     async def _several_updates(self) -> Metrics:
-        """Split by groups, at random; the metrics are the last update's."""
+        """Train in several updates, split by groups at random. Returns the metrics of the last update."""
         metrics: Metrics = {}
         ids = {sample.group_id for sample in self._samples}
         for chosen in shuffled_parts(ids, self._updates, self._seed, self.version):
@@ -127,7 +129,7 @@ class Critic:
         return metrics
 
     def _values_and_returns(self) -> tuple[np.ndarray, np.ndarray]:
-        """[N] each, over the tokens of the batch that have a target."""
+        """Values and returns, [N] each, over the tokens of the batch that have a target."""
         trained_T = np.concatenate([np.asarray(sample.loss_mask, dtype=bool) for sample in self._samples])
         columns = ([sample.values for sample in self._samples], [sample.returns for sample in self._samples])
         values_T, returns_T = (np.concatenate([np.asarray(column) for column in some]) for some in columns)

@@ -33,26 +33,26 @@ class CriticGroup:
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self._actors.size
 
     @property
     def version(self) -> int:
-        """Optimizer steps that were asked for: what is asked from now on is answered by the weights after them."""
+        """Optimizer steps requested so far: later requests use the weights after them."""
         return self._version
 
     @property
     def busy_s(self) -> float:
-        """Seconds with a call under way."""
+        """Seconds with a call in progress."""
         return self._meter.busy_s
 
     async def scores(self, round_: SequenceRound) -> list[np.ndarray]:
-        """What the head says at each packed token, by rank."""
+        """The head's output at each packed token, by rank."""
         each = [(sequences,) for sequences in round_]
         return cast(list[np.ndarray], await self._call("values", self._actors.call_each("scores", each)))
 
     async def accumulate(self, round_: ValueRound) -> None:
-        """Forward and backward, a batch per rank."""
+        """Forward and backward, one batch per rank."""
         await self._call("accumulate", self._actors.call_each("accumulate", [(batch,) for batch in round_]))
 
     async def step(self) -> Metrics:
@@ -65,15 +65,17 @@ class CriticGroup:
         await self._actors.call_all("discard")
 
     async def begin_save(self, path: str, *, aside: bool) -> None:
-        """Of the state as it is now: training may go on when this returns. aside: long before all is written."""
+        """Begin to save the current state; training may continue when this returns, with `aside` long before all is
+        written.
+        """
         await self._actors.call_all("begin_save" if aside else "save", path)
 
     async def saved(self) -> tuple[StoredFile, ...]:
-        """Wait until the save that was begun is on the disk; all its files."""
+        """Wait until the save is on the disk. Returns all its files."""
         return await files_of_save(self._actors)
 
     async def load(self, path: str) -> int:
-        """Go on from a saved state; returns its version."""
+        """Load a saved state; returns its version."""
         versions = cast(list[int], await self._actors.call_all("load", path))
         assert len(set(versions)) == 1, "all ranks read the same checkpoint"
         self._version = versions[0]

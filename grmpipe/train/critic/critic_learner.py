@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 from grmpipe.algorithm.value_loss import value_loss
 from grmpipe.train.critic.value_samples import ValueBatch
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_rank import ScalarRank, ScalarSpec
 from grmpipe.types import Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSpec(ScalarSpec):
-    """All that a rank needs to build its critic. value_clip: in reward units; None clips nothing."""
+    """What a rank needs to build its critic. value_clip: in reward units; None disables clipping."""
 
     value_clip: float | None
 
 
 class CriticLearner(ScalarRank):
-    """One rank. Its methods are collectives: all ranks call the same ones in the same order.
+    """One rank of the critic. Its methods are collectives: all ranks call the same ones in the same order.
 
-    scores() gives values; accumulate() goes forward and backward on a batch, step() ends what they make up.
+    scores() returns values; accumulate() runs forward and backward on micro-batches, step() ends their batch.
     """
 
     def __init__(self, spec: CriticSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
@@ -39,7 +39,7 @@ class CriticLearner(ScalarRank):
         self._count(value_loss=loss, clip_share=(weights_T * clipped_T).sum(), weight=weights_T.sum())
 
     def step(self) -> Metrics:
-        """Divide what was accumulated by its tokens over all ranks, clip, update.
+        """Divide the accumulated gradients by the tokens of all ranks, clip, update.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """

@@ -1,6 +1,6 @@
-"""What a critic reads and learns from: sequences with values and returns, packed in rounds. Pure: knows no model.
+"""The critic's training data: sequences with values and returns, packed in rounds. Pure: knows no model.
 
-The head's number at token t is about the token after it: the value of the state in which that one is sampled.
+The head's output at token t is about the next token: the value of the state in which that token is sampled.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from grmpipe.types import Rollout, TrainingSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSample:
-    """A stretch of tokens. Entry t belongs to token_ids[t]: the value before it was sampled, the return from it on.
+    """A sequence of tokens. Entry t belongs to token_ids[t]: the value before it was sampled, and the return from it
+    on.
 
-    loss_mask: 1 on sampled tokens but the first of all: nothing stands before it that a value could be of.
+    loss_mask: 1 on sampled tokens except the first token of the sequence: there is no state before it to value.
     """
 
     group_id: str
@@ -31,11 +32,11 @@ class ValueSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueBatch(PackedSequences):
-    """Sequences, and what the head is to say of them. Entry t is what the head says at token t."""
+    """Sequences with the head's targets. Entry t is the target at token t."""
 
-    values_T: np.ndarray  # float32, of the critic that the batch began with
+    values_T: np.ndarray  # float32, of the critic that started the batch
     returns_T: np.ndarray  # float32
-    weights_T: np.ndarray  # float32, 0 where it may say anything
+    weights_T: np.ndarray  # float32, 0 for tokens without a target
 
 
 ValueRound = tuple[ValueBatch, ...]  # one per rank
@@ -43,16 +44,16 @@ SequenceRound = tuple[PackedSequences, ...]
 NOTHING = (0, 0)  # token ids of an idle rank
 
 
-# -- asking ------------------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 def sequences_of(rollout: Rollout) -> tuple[TrainingSample, ...]:
-    """Its segments, as they are trained."""
+    """The segments of a rollout, as they are trained."""
     return split_rollout(rollout, np.zeros(rollout.num_sampled_tokens))
 
 
 def pack_sequences(sequences: Sequence[tuple[int, ...]]) -> PackedSequences:
-    """Token ids end to end. A rank without any gets idle work: unequal rounds would leave the others waiting."""
+    """Pack token ids end to end. A rank without sequences gets idle work: with unequal rounds the others would wait."""
     sequences = sequences or [NOTHING]
     lengths_S = np.array([len(token_ids) for token_ids in sequences], dtype=np.int64)
     return PackedSequences(
@@ -65,8 +66,9 @@ def pack_sequences(sequences: Sequence[tuple[int, ...]]) -> PackedSequences:
 def values_of_samples(
     samples: Sequence[TrainingSample], scores: Sequence[np.ndarray]
 ) -> dict[tuple[str, int], np.ndarray]:
-    """From what the head says at each token of each sample, in the order of segments. A first token has no state
-    before it: 0."""
+    """(group_id, sibling) -> values, from the head's output at each token of each sample, in the order of segments. A
+    first token has no state before it: 0.
+    """
     found: dict[tuple[str, int], list[np.ndarray]] = {}
     for sample, scores_T in zip(samples, scores, strict=True):
         before_T = np.concatenate([[0.0], scores_T[:-1].astype(np.float64)])
@@ -79,7 +81,7 @@ def values_of_samples(
 
 
 def value_samples(rollout: Rollout, values_N: np.ndarray, returns_N: np.ndarray) -> list[ValueSample]:
-    """Both numbers laid over the tokens of each segment."""
+    """Samples of each segment, with values and returns assigned to their tokens."""
     by_values, by_returns = split_rollout(rollout, values_N), split_rollout(rollout, returns_N)
     return [
         ValueSample(
@@ -94,7 +96,7 @@ def value_samples(rollout: Rollout, values_N: np.ndarray, returns_N: np.ndarray)
 
 
 def pack_values(samples: Sequence[ValueSample]) -> ValueBatch:
-    """Samples end to end; what belongs to a token stands where the head speaks of it, one token before."""
+    """Pack samples end to end. Targets of a token are placed one token earlier, where the head predicts them."""
     packed = pack_sequences([sample.token_ids for sample in samples])
     return ValueBatch(
         token_ids_T=packed.token_ids_T,
@@ -107,7 +109,7 @@ def pack_values(samples: Sequence[ValueSample]) -> ValueBatch:
 
 
 def _one_before(columns: Sequence[Sequence[float]]) -> np.ndarray:
-    """[T] float32: of each sample its entries from the second on, and 0 at the last token."""
+    """The entries of each sample shifted one token earlier, with 0 at the last token. [T] float32."""
     shifted = [np.asarray([*column[1:], 0.0], dtype=np.float32) for column in columns]
     return np.concatenate(shifted) if shifted else np.zeros(len(NOTHING), dtype=np.float32)
 
@@ -115,7 +117,7 @@ def _one_before(columns: Sequence[Sequence[float]]) -> np.ndarray:
 class ValuePacker:
     """Collects samples until every rank has a batch's worth; all ranks take part in every round.
 
-    max_tokens: packed tokens per batch. A longer sample gets one of its own.
+    max_tokens: packed tokens per batch. A longer sample gets its own batch.
     """
 
     def __init__(self, max_tokens: int, world_size: int) -> None:
@@ -124,7 +126,7 @@ class ValuePacker:
         self._waiting: list[ValueSample] = []
 
     def add(self, samples: Sequence[ValueSample]) -> list[ValueRound]:
-        """Take samples; return the rounds that are full."""
+        """Add samples; return the rounds that are full."""
         self._waiting += samples
         rounds = []
         while sum(len(sample.token_ids) for sample in self._waiting) >= self._max_tokens * self._world_size:
@@ -132,7 +134,7 @@ class ValuePacker:
         return rounds
 
     def flush(self) -> list[ValueRound]:
-        """The rounds that hold the rest."""
+        """Return the remaining samples in rounds."""
         rounds = []
         while self._waiting:
             rounds.append(self._take(self._plan()[0]))

@@ -1,4 +1,4 @@
-"""A journal that tells the critic of rollouts as well. Writes nothing itself."""
+"""A journal that also reports rollouts to the critic. Writes nothing itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from grmpipe.types import GroupEnd, JudgeReport, Prompt, Rollout
 
 
 class ValuedJournal:
-    """A journal whose rollouts the critic hears of as well, until their group ends."""
+    """A journal that passes rollouts on to the critic's value cache, and removes them when their group ends."""
 
     def __init__(self, journal: GroupJournal, value_cache: ValueCache) -> None:
         self._journal = journal

@@ -1,4 +1,4 @@
-"""Values of rollouts, asked for while the judge sits: as their groups are rolled out. Knows no reward, no gradient."""
+"""Values of rollouts, computed while the judge works: once a group is rolled out. Knows no reward or gradient."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from grmpipe.types import JudgedGroup, Rollout
 
 
 class ValueCache:
-    """Consumes rollouts, produces their values; waits for groups whose siblings have all ended, and for the critic.
+    """Consumes rollouts, produces their values. Waits for groups whose siblings have all ended, and for the critic.
 
-    All values of a batch are of the critic that the batch begins with. A step of the critic makes those of later groups
-    void, so no more groups are valued ahead than the open batch has places left; what is missing when a group is taken
-    is asked for then.
+    All values of a batch come from the critic as it is at the beginning of the batch. A step of the critic voids values
+    of later groups, so only as many groups are valued in advance as the open batch has places left. Values missing when
+    a group is taken are computed then.
     """
 
     def __init__(self, critic: CriticGroup, *, max_tokens: int, groups_per_batch: int, group_size: int) -> None:
-        """max_tokens: packed, per rank and pass."""
-        self.num_asked = 0  # rollouts, also again under a later version
+        """max_tokens: packed tokens per rank and pass."""
+        self.num_asked = 0  # rollouts valued, repeats under a later version included
         self._critic = critic
         self._max_tokens = max_tokens
         self._groups_per_batch = groups_per_batch
         self._group_size = group_size
-        self._ended: dict[str, list[Rollout]] = {}  # by group that is neither taken nor dropped
-        self._known: dict[tuple[str, int], np.ndarray] = {}  # of the version that the open batch began with
+        self._ended: dict[str, list[Rollout]] = {}  # group_id -> rollouts, of groups neither taken nor dropped
+        self._known: dict[tuple[str, int], np.ndarray] = {}  # of the version at the beginning of the open batch
         self._num_taken = 0  # groups of the open batch
-        self._resting = False  # the critic is in the steps that end a batch
+        self._resting = False  # the critic is making the steps that end a batch
         self._asking = asyncio.Lock()
         self._news = asyncio.Event()
 
     def add(self, rollout: Rollout) -> None:
-        """A rollout of an open group has ended."""
+        """Add a finished rollout of an open group."""
         siblings = self._ended.setdefault(rollout.group_id, [])
         siblings.append(rollout)
         if len(siblings) == self._group_size:
             self._news.set()
 
     def forget(self, group_id: str) -> None:
-        """The group has ended."""
+        """Remove a group that has ended."""
         self._ended.pop(group_id, None)
 
     async def run(self) -> None:
-        """Value ahead, for good."""
+        """Compute values in advance, without end."""
         while True:
             await self._news.wait()
             self._news.clear()
             await self._ask(self._due())
 
     async def values_of(self, group: JudgedGroup) -> Values:
-        """Of its siblings that have a verdict. The group is in the open batch from now on."""
+        """The values of a group's siblings that have a verdict. Marks the group as taken into the open batch."""
         self.forget(group.group_id)
         self._num_taken += 1
         rollouts = [rollout for rollout, _ in judged_siblings(group)]
@@ -64,23 +64,23 @@ class ValueCache:
         return {rollout_key(rollout): self._known[rollout_key(rollout)] for rollout in rollouts}
 
     def knows(self, group: JudgedGroup) -> bool:
-        """Whether nothing has to be waited for."""
+        """Whether all values of the group are known already."""
         return all(rollout_key(rollout) in self._known for rollout, _ in judged_siblings(group))
 
     def rest(self) -> None:
-        """The critic begins to step: what it said of others than the open batch is void."""
+        """Mark that the critic begins to step: values of groups outside the open batch become void."""
         self._resting = True
         self._known = {}
 
     def resume(self) -> None:
-        """The critic has stepped, or the batch was dropped: the next one begins."""
+        """Mark that the critic has stepped or the batch was dropped: the next batch begins."""
         self._resting = False
         self._num_taken = 0
         self._known = {}
         self._news.set()
 
     def _due(self) -> list[Rollout]:
-        """Of the groups that came first, as many as may still be in the open batch."""
+        """Rollouts of the oldest groups, as many groups as the open batch still has places for."""
         if self._resting:
             return []
         whole = [siblings for siblings in self._ended.values() if len(siblings) == self._group_size]
@@ -88,7 +88,7 @@ class ValueCache:
         return [rollout for siblings in whole[:places] for rollout in siblings]
 
     async def _ask(self, rollouts: list[Rollout]) -> None:
-        """Those that aren't known. One at a time: what another call is bringing isn't asked for twice."""
+        """Compute the values that are unknown. One call at a time, so that no value is computed twice."""
         async with self._asking:
             version = self._critic.version
             samples = [
@@ -103,7 +103,7 @@ class ValueCache:
                 packed = tuple(pack_sequences([samples[index].token_ids for index in some]) for some in by_rank)
                 for some, scores_T in zip(by_rank, await self._critic.scores(packed), strict=True):
                     ends = np.cumsum([lengths[index] for index in some])[:-1]
-                    # An idle rank has no samples, and says something all the same.
+                    # Not strict: an idle rank has no samples but returns scores.
                     scores |= dict(zip(some, np.split(scores_T, ends), strict=False))
             if version == self._critic.version:
                 self._known |= values_of_samples(samples, [scores[index] for index in range(len(samples))])

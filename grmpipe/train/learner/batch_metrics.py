@@ -1,4 +1,4 @@
-"""What a batch came to, over all micro-batches and ranks. Never changes a gradient."""
+"""Metrics of a batch over all micro-batches and ranks. Never changes a gradient."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from grmpipe.algorithm.corrections import mismatch, mismatch_by_age
 from grmpipe.algorithm.objective import SummedLoss
 from grmpipe.types import BatchTotals, Metrics
 
-# torch 2.11 has it under its older name alone.
+# torch 2.11 has only the older name.
 ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 class BatchMetrics:
-    """Sums on one rank; a read adds up the ranks. Used for one batch."""
+    """Sums on one rank; `read` adds them over the ranks. Used for one batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -23,7 +23,7 @@ class BatchMetrics:
         self._ratios_and_ages: list[Tensor] = []  # [N, 2] each
 
     def add(self, loss: SummedLoss, ages_N: Tensor) -> Metrics:
-        """Take in a micro-batch with the ages of its N trained tokens; returns its sums on this rank."""
+        """Add a micro-batch with the ages of its N trained tokens. Returns its sums on this rank."""
         named = {"loss": loss.total.detach(), **loss.sums}
         sums = dict(zip(named, torch.stack(list(named.values())).tolist(), strict=True))
         for name, value in sums.items():
@@ -33,7 +33,7 @@ class BatchMetrics:
         return {f"train/{name}_sum": value for name, value in sums.items()}
 
     def read(self, totals: BatchTotals, denominator: float) -> Metrics:
-        """Means over the batch: the loss as it was optimized, all else per trained token. A collective."""
+        """Means over the batch: the loss as optimized, everything else per trained token. A collective."""
         names = sorted(self._sums)
         summed = torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device=self._device)
         dist.all_reduce(summed)
@@ -47,7 +47,9 @@ class BatchMetrics:
 
 
 def _gather(rows_NC: Tensor) -> Tensor:
-    """The rows of all ranks, whose numbers differ: padded with nan to the longest. A row with a nan is no row."""
+    """The rows of all ranks, which may differ in number: padded with nan to the longest. Rows with a nan are
+    dropped.
+    """
     longest = torch.tensor(len(rows_NC), device=rows_NC.device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     padded = rows_NC.new_full((int(longest), rows_NC.shape[1]), torch.nan)

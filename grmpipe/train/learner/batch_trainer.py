@@ -15,15 +15,15 @@ from grmpipe.train.batching.splitting import shuffled_parts
 from grmpipe.train.critic.critic import Critic
 from grmpipe.train.learner.learner_group import LearnerGroup
 from grmpipe.train.learner.replay_buffer import ReplayBuffer
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import JudgedGroup, Metrics, OldPass, TrainingSample
 
 
 class BatchTrainer:
-    """Consumes groups, produces steps. Waits for nothing but the learner.
+    """Consumes groups, produces steps. Waits only for the learner.
 
-    Micro-batches are trained while the rest of the batch still rolls out (the early start), unless the estimator needs
-    the whole batch, or there are several updates: then it is kept and split, and pi_old is fixed first.
+    Micro-batches are trained while the rest of the batch is still rolling out (early start), unless the estimator needs
+    the whole batch or there are several updates: then the batch is collected and split, and pi_old is computed first.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class BatchTrainer:
         critic: Critic | None = None,
         seed: int = 0,
     ) -> None:
-        """`max_new_tokens`: of a turn; needed where long answers are penalised. `critic`: where advantages ask one.
-        `seed`: of the groups that each of several updates learns from."""
+        """`max_new_tokens`: of a turn; needed if long answers are penalised. `critic`: if advantages need one.
+        `seed`: of the split of groups over several updates.
+        """
         assert max_new_tokens > 0 or algorithm.overlong_buffer_share == 0, "a penalty for length needs the limit"
         self._learner = learner
         self._critic = critic
@@ -53,10 +54,10 @@ class BatchTrainer:
         self._shared = train.prefix_sharing
         self._packer = Packer(self._max_tokens, learner.size, self._shared)
         self._num_taken = 0  # groups of the open batch
-        self._replayed: list[JudgedGroup] = []  # of an earlier batch, in the open one again
+        self._replayed: list[JudgedGroup] = []  # groups of an earlier batch that are trained again in the open one
         self._kl: dict[tuple[str, int], np.ndarray] = {}
         self._values: dict[tuple[str, int], np.ndarray] = {}  # by the critic
-        self._samples: list[TrainingSample] = []  # of groups that were taken; empty where the batch is waited for
+        self._samples: list[TrainingSample] = []  # of the groups taken; empty if training waits for the whole batch
 
     @property
     def starts_early(self) -> bool:
@@ -71,7 +72,7 @@ class BatchTrainer:
         return self._algorithm.kl_in_reward and self._algorithm.kl_coefficient > 0
 
     async def take(self, group: JudgedGroup) -> None:
-        """Replayed groups come first: there is nothing else to train yet."""
+        """Add a group. Replayed groups are trained first, while there is nothing else to train."""
         if self._num_taken == 0:
             self._replayed = self._replay.sample(self._version)
             for earlier in self._replayed:
@@ -99,7 +100,7 @@ class BatchTrainer:
         return bool(rounds)
 
     async def step(self, batch: Sequence[JudgedGroup]) -> Metrics:
-        """End the batch of the groups that were taken. Nothing of it is left, also where the learner refused it."""
+        """End the batch of the groups taken. Nothing of it is left, even if the learner refused it."""
         assert len(batch) == self._num_taken, (len(batch), self._num_taken)
         try:
             metrics = await self._learn([*self._replayed, *batch])
@@ -109,7 +110,7 @@ class BatchTrainer:
             self._forget()
 
     async def _learn(self, groups: Sequence[JudgedGroup]) -> Metrics:
-        """Policy and critic at the same time; both have ended when a failure of one is raised."""
+        """Train policy and critic at the same time. If one fails, the error is raised after both have ended."""
         if self._critic is None:
             return await self._improve(groups)
         both = [self._critic.step()] if self._policy_rests else [self._improve(groups), self._critic.step()]
@@ -121,7 +122,7 @@ class BatchTrainer:
         return metrics
 
     async def _improve(self, groups: Sequence[JudgedGroup]) -> Metrics:
-        """The policy's steps."""
+        """Make the policy's steps."""
         samples = self._estimated(groups) if self._waits_for_batch else self._samples
         try:
             return await (self._several_updates if self._updates > 1 else self._one_update)(groups, samples)
@@ -134,14 +135,14 @@ class BatchTrainer:
 
     @property
     def _version(self) -> int:
-        """Completed batches: the critic learns from each."""
+        """Completed batches: the critic trains on each."""
         return self._learner.version // self._updates if self._critic is None else self._critic.version
 
     def _replay_metrics(self) -> Metrics:
         return {"train/replayed_groups": float(len(self._replayed))} if self._algorithm.replay_buffer_groups > 0 else {}
 
     async def discard(self) -> None:
-        """Drop the open batch: gradients, samples and all."""
+        """Drop the open batch: its gradients and samples."""
         self._packer.discard()
         self._forget()
         await self._learner.discard()
@@ -172,7 +173,7 @@ class BatchTrainer:
         return await self._learner.step(count(samples, min(group.version for group in groups)))
 
     async def _several_updates(self, groups: Sequence[JudgedGroup], samples: Sequence[TrainingSample]) -> Metrics:
-        """Split by groups, at random; the metrics are the last update's."""
+        """Train in several updates, split by groups at random. Returns the metrics of the last update."""
         oldest = min(group.version for group in groups)
         ids = [group.group_id for group in groups]
         parts = [self._part(samples, some) for some in shuffled_parts(ids, self._updates, self._seed, self._version)]
@@ -186,7 +187,7 @@ class BatchTrainer:
         return metrics
 
     async def _old_pass(self, round_: MicroBatchRound) -> Sequence[OldPass] | None:
-        """None where the ratio is not against its log-probs."""
+        """The log-probs to take the ratio against; None if the ratio doesn't need them."""
         return await self._learner.old_pass(round_) if self._algorithm.proximal == "recomputed" else None
 
     def _part(self, samples: Sequence[TrainingSample], group_ids: set[str]) -> list[TrainingSample]:

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from grmpipe.algorithm.losses import AGGREGATIONS, loss_of
-from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
-from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.algorithm.losses import Aggregation
+from grmpipe.algorithm.objective import TokenLogprobs, find_parts, summed_loss
+from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.learner.batch_metrics import BatchMetrics
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import Reset, reset_is_due
-from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import learning_rate, make_optimizer, update
+from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.hub import find_files
 from models.lm.causal_lm import PackedLogprobs, packed_logprobs
-from models.lm.checkpoint import ShardedSave, export_hf, load_sharded
+from models.lm.checkpoint import export_hf
 from models.lm.checkpoint_names import CheckpointNames
 from models.lm.expert_routing import RouterReplay, Routers
 from models.lm.lora import outgoing, with_adapters, without_adapters
 from models.lm.packed_check import probe_logprobs
 from models.lm.packing import Prefixes
-from models.lm.parallelize import CAUSAL_LM, choose_device, join_ranks, load_parallel, without_gradient
-from models.settings import LoraConfig
-from models.stored_files import StoredFile
+from models.lm.parallelize import CAUSAL_LM, load_parallel, without_gradient
 from models.types import GroupLink, WeightBucket
 from models.weights.sending import open_transport
 from models.weights.transports import transport_kind
@@ -38,44 +36,8 @@ from models.weights.weight_stream import WeightStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSpec:
-    """All that a rank needs to build its learner.
-
-    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's have to be as well.
-    transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
-    sync_dir: for a transport that needs a folder; every engine can read it.
-    checkpoint_names: weights travel under the names of the model's checkpoints, not under its own.
-    first_version: of the batch that it learns from first; those before are the critic's alone.
-    lora: adapters that learn instead of the model's weights; adapter_dir: where they are exported, beside the model.
-    seed: of new adapters; the same on all ranks.
-    """
-
-    model_path: str
-    train: TrainConfig
-    algorithm: AlgorithmConfig
-    max_new_tokens: int
-    device: str = ""  # "cpu" or "cuda"; empty: what torch finds
-    sync_dtype: str = "float32"  # of the weights that engines get
-    bucket_bytes: int = 0  # of weights that travel at once; 0: by the size of the model
-    checkpoint_names: bool = False
-    transport: str = "object_store"
-    sync_dir: str = ""
-    temperature: float = 1.0
-    first_version: int = 0
-    master_dtype: str = "float32"
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    adapter_dir: str = ""
-    seed: int = 0
-
-    @property
-    def frozen_dtype(self) -> str:
-        """Of weights that nothing updates: they are held in the type they compute in."""
-        return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
-    """A MicroBatch where the model is."""
+    """A MicroBatch on the model's device."""
 
     token_ids_T: Tensor
     position_ids_T: Tensor
@@ -104,31 +66,22 @@ class DeviceBatch:
         )
 
 
-class Learner:
-    """One rank. Its methods are collectives: all ranks call the same ones in the same order.
+class Learner(TrainingRank):
+    """One rank.
 
-    accumulate() goes forward and backward on a micro-batch; step() ends the batch they make up, discard() drops it.
+    accumulate() runs forward and backward on a micro-batch; step() ends their batch, discard() drops it.
     """
 
-    own_errors: ClassVar = (NonFiniteGradients,)
-
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
-        loss_of(spec.algorithm.loss)  # one that can't be imported on this machine is refused before anything is loaded
+        find_parts(spec.algorithm)  # before anything is loaded
+        super().__init__(spec.device, rank, world_size, init_method)
         self._spec = spec
-        self._rank = rank
-        self._device = choose_device(spec.device, rank)
-        if self._device.type == "cpu":
-            torch.set_num_threads(1)  # several learners and engines share the cores
-        else:
-            torch.cuda.set_device(self._device)
-        mesh = join_ranks(rank, world_size, init_method, self._device)
-        self._world_size = world_size
         self._train = train = spec.train
         lora = spec.lora
         self._files = find_files(spec.model_path, weights=rank == 0)  # on this machine
         self._model = load_parallel(
             self._files,
-            mesh,
+            self._mesh,
             self._device,
             spec.master_dtype,
             train.dtype,
@@ -137,9 +90,9 @@ class Learner:
         )
         with without_gradient(self._model):
             probe_logprobs(self._model, self._device, train.dtype)
-        # Without its adapters the model is the reference itself.
+        # Without its adapters the model itself is the reference.
         needs_reference = spec.algorithm.kl_coefficient > 0 and not lora.learns
-        self._reference = self._load_reference(mesh) if needs_reference else None
+        self._reference = self._load_reference() if needs_reference else None
         self._routers = Routers.of(self._model) if spec.algorithm.router_replay != "none" else None
         self._optimizer = make_optimizer(self._model, train)
         self._reset = Reset(self._model, spec.algorithm.reset_share) if spec.algorithm.reset_every > 0 else None
@@ -151,17 +104,10 @@ class Learner:
             open_transport(spec.transport, spec.sync_dtype, self._device, spec.sync_dir) if sends else None
         )
         self._meter = BatchMetrics(self._device)
-        self._save = ShardedSave()
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Completed optimizer steps."""
-        return self._version
 
     @property
     def policy_version(self) -> int:
-        """Completed batches: what engines call a version. Every batch has the same number of optimizer steps."""
+        """Completed batches: the version that engines see. Every batch has the same number of optimizer steps."""
         return self._spec.first_version + self._version // self._updates_per_batch
 
     @property
@@ -169,18 +115,19 @@ class Learner:
         return min(self._spec.algorithm.updates_per_batch, self._spec.train.groups_per_batch)
 
     def expect(self, num_steps: int) -> None:
-        """The run makes so many steps, where that isn't known from train.num_steps: the learning rate decays by it."""
+        """Set the number of steps of the run if train.num_steps doesn't give it: the learning rate decays by it."""
         self._train = replace(self._train, num_steps=num_steps)
 
     def accumulate(self, micro_batch: MicroBatch, old: OldPass | None = None) -> Metrics:
         """Add the gradient of this micro-batch's summed loss; return its sums.
 
-        pi_old is the pass's own detached log-prob, unless an earlier pass is given: right for one update per batch,
-        where the weights are still those that pi_old means.
+        pi_old is the detached log-prob of this pass, unless an earlier pass is given. That is right for one update per
+        batch, because the weights are still those of pi_old.
         """
         algorithm = self._spec.algorithm
         batch = DeviceBatch.of(micro_batch, self._device)
-        # First: where the reference is the model without its adapters, its pass must not come between the two of ours.
+        # First: if the reference is the model without its adapters, its pass must not come between two passes of the
+        # policy.
         reference_T = self._reference_logprobs(batch) if algorithm.kl_in_reward is False else None
         experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
         with self._routed(experts_TLK) as replay:
@@ -202,7 +149,7 @@ class Learner:
         return self._meter.add(loss, ages_T[batch.loss_mask_T > 0])
 
     def old_pass(self, micro_batch: MicroBatch) -> OldPass:
-        """pi_old for batches that are updated on more than once, and where its tokens went if that is replayed."""
+        """pi_old for batches with several updates, and the experts of the tokens if they are replayed."""
         batch = DeviceBatch.of(micro_batch, self._device)
         with without_gradient(self._model), self._routed(micro_batch.experts_TLK):
             if self._routers is None or self._spec.algorithm.router_replay != "old_logprobs":
@@ -213,18 +160,21 @@ class Learner:
             return OldPass(logprobs_T=logprobs_T, experts_TLK=experts_TLK)
 
     def reference_logprobs(self, micro_batch: MicroBatch) -> np.ndarray:
-        """log pi_ref for a KL that is taken off the rewards: [T] float32, 0 where nothing is trained."""
+        """log pi_ref for a KL that is subtracted from the rewards: [T] float32, 0 for untrained tokens."""
         reference_T = self._reference_logprobs(DeviceBatch.of(micro_batch, self._device))
         assert reference_T is not None, "kl_coefficient is above 0"
         return _to_host(reference_T)
 
     def step(self, totals: BatchTotals) -> Metrics:
-        """Divide what was accumulated by the size of the batch, clip, update. Returns means over all ranks' tokens.
+        """Divide the accumulated gradients by the size of the batch, clip, update. Returns means over all ranks'
+        tokens.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
         algorithm = self._spec.algorithm
-        denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, self._spec.max_new_tokens)
+        denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(
+            totals, self._spec.max_new_tokens
+        )
         if not denominator > 0:
             raise ValueError("a batch without trained tokens allows no step; discard it")
         metrics = self._meter.read(totals, denominator)
@@ -238,7 +188,7 @@ class Learner:
         return {**metrics, **told, **self._reset_if_due()}
 
     def _reset_if_due(self) -> Metrics:
-        """At the end of a batch, before its weights are pushed or saved."""
+        """Reset at the end of a batch, before its weights are pushed or saved."""
         if self._reset is None:
             return {}
         ends_batch = self._version % self._updates_per_batch == 0
@@ -256,61 +206,44 @@ class Learner:
         return self._stream.num_buckets
 
     def num_fixed_buckets(self) -> int:
-        """The first so many never change: an engine needs them once."""
+        """The number of leading buckets that never change: an engine needs them only once."""
         return self._stream.num_fixed_buckets
 
     def connect(self, link: GroupLink | None) -> None:
-        """Rank 0 alone: join the engines' group as its sender, leave an older one. Nothing, but for broadcasts."""
+        """Join the engines' group as its sender, on rank 0, and leave an older one. Does nothing without broadcasts."""
         assert self._transport is not None, "rank 0 sends"
         self._transport.connect(link)
 
     def bucket(self, index: int) -> WeightBucket | None:
-        """Unshard a piece of the weights that engines get, and post it; None on a rank that doesn't send."""
+        """Unshard one bucket of the weights and post it. None on a rank that doesn't send."""
         bucket = self._stream.unsharded(index)
         try:
             return self._transport.post(index, bucket) if self._transport is not None else None
         finally:
-            bucket.drain()  # also where rank 0 failed: the others would wait for it
+            bucket.drain()  # also if rank 0 failed: the others would wait for it
 
     def deliver(self, index: int) -> None:
-        """Rank 0 alone: send a posted piece while the engines load it. Nothing, but for broadcasts."""
+        """Send a posted bucket while the engines load it, on rank 0. Does nothing without broadcasts."""
         assert self._transport is not None, "rank 0 sends"
         self._transport.deliver(index)
 
     def close(self) -> None:
-        """Give back the files and connections of the transport."""
+        """Close the files and connections of the transport."""
         if self._transport is not None:
             self._transport.close()
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs (temperature 1) of all tokens but the first: what an engine with these weights must also say."""
+        """Log-probs (temperature 1) of all tokens except the first. An engine with these weights must give the same."""
         ids_T = torch.tensor(token_ids, device=self._device)
         lengths_S = torch.tensor([len(token_ids)], device=self._device)
         positions_T = torch.arange(len(token_ids), device=self._device)
         with without_gradient(self._model):
             return tuple(packed_logprobs(self._model, ids_T, positions_T, lengths_S).logprobs_T[1:].tolist())
 
-    def save(self, directory: str) -> None:
-        """Model, optimizer and version, for `load` on any number of ranks."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
-
-    def begin_save(self, directory: str) -> None:
-        """As save, from a copy in host memory: training may go on when this returns."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
-
-    def saved(self) -> tuple[StoredFile, ...] | None:
-        """What this rank wrote; None while it writes."""
-        return self._save.files()
-
-    def load(self, directory: str) -> int:
-        """Go on from a saved state; returns its version."""
-        self.discard()
-        self._version = load_sharded(directory, self._model, self._optimizer)
-        return self._version
-
     def export(self, directory: str) -> None:
-        """A Hugging Face directory that any engine can serve, by itself what the engines of the run had; the adapters
-        by themselves too, where those learn."""
+        """Export a Hugging Face directory that any engine can serve, with the weights as the engines of the run had
+        them; also the adapters separately, if they are trained.
+        """
         spec = self._spec
         dtype = spec.train.export_dtype or spec.sync_dtype
         export_hf(directory, self._model, self._files, spec.lora, spec.adapter_dir, dtype=dtype)
@@ -330,17 +263,17 @@ class Learner:
 
     @contextmanager
     def _routed(self, experts_TLK: np.ndarray | None) -> Iterator[RouterReplay | None]:
-        """Passes of the policy in here go to these experts; None: to those that its routers choose."""
+        """Context: passes of the policy use these experts; None: those that its routers choose."""
         if self._routers is None or experts_TLK is None:
             yield None
             return
         with self._routers.replayed(torch.tensor(experts_TLK, device=self._device)) as replay:
             yield replay
 
-    def _load_reference(self, mesh: DeviceMesh) -> PreTrainedModel:
+    def _load_reference(self) -> PreTrainedModel:
         """The model that training started from."""
         spec = self._spec
-        reference = load_parallel(self._files, mesh, self._device, spec.frozen_dtype, spec.train.dtype, False)
+        reference = load_parallel(self._files, self._mesh, self._device, spec.frozen_dtype, spec.train.dtype, False)
         return reference.requires_grad_(False)
 
     def _reference_logprobs(self, batch: DeviceBatch) -> Tensor | None:
@@ -356,7 +289,7 @@ def _to_host(logprobs_T: Tensor) -> np.ndarray:
 
 
 def _rerouted(replay: RouterReplay | None, loss_mask_T: Tensor) -> Tensor:
-    """Of each trained token the share of layers whose router would have sent it elsewhere, summed up."""
+    """The sum, over trained tokens, of the share of layers whose router would have chosen other experts."""
     if replay is None:
         return loss_mask_T.new_zeros(())
     return (replay.rerouted_TL.float().mean(1) * loss_mask_T).sum()

@@ -27,16 +27,16 @@ class LearnerGroup:
 
     def __init__(self, actors: ActorGroup) -> None:
         self._actors = actors
-        self._weights = asyncio.Lock()  # whoever changes them, or needs them to stay as they are
+        self._weights = asyncio.Lock()  # held while the weights change, or must not change
         self._version = 0
         self._work = RankWork()  # of the open batch
-        self._computing = self._num_stills = 0  # calls that take memory, and who waits for none
+        self._computing = self._num_stills = 0  # running calls that take memory, and waiters for none
         self._none_computing, self._may_compute = asyncio.Event(), asyncio.Event()
         self._may_compute.set()
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         return self._actors.size
 
     @property
@@ -45,11 +45,11 @@ class LearnerGroup:
         return self._version
 
     async def expect(self, num_steps: int) -> None:
-        """The run makes so many steps: the learning rate decays by it."""
+        """Set the number of steps of the run: the learning rate decays by it."""
         await self._actors.call_all("expect", num_steps)
 
     async def accumulate(self, round_: MicroBatchRound, old: Sequence[OldPass] | None = None) -> Metrics:
-        """Forward and backward, a micro-batch per rank. Returns sums over ranks."""
+        """Forward and backward, one micro-batch per rank. Returns sums over ranks."""
         self._work.add([_work_of(micro_batch) for micro_batch in round_.micro_batches])
         before = old if old is not None else [None] * len(round_.micro_batches)
         async with self._takes_memory():
@@ -57,13 +57,13 @@ class LearnerGroup:
         return _add_up(cast(list[Metrics], sums))
 
     async def old_pass(self, round_: MicroBatchRound) -> list[OldPass]:
-        """Over each rank's micro-batch, for several updates on one batch."""
+        """The old pass over each rank's micro-batch, for several updates on one batch."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():
             return cast(list[OldPass], await self._actors.call_each("old_pass", each))
 
     async def reference_logprobs(self, round_: MicroBatchRound) -> list[np.ndarray]:
-        """log pi_ref of each rank's micro-batch, for a KL that is taken off the rewards."""
+        """log pi_ref of each rank's micro-batch, for a KL that is subtracted from the rewards."""
         each = [(micro_batch,) for micro_batch in round_.micro_batches]
         async with self._takes_memory():
             return cast(list[np.ndarray], await self._actors.call_each("reference_logprobs", each))
@@ -83,15 +83,18 @@ class LearnerGroup:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[int]:
-        """The version, and nothing changes the weights meanwhile: steps and loads wait. Accumulating goes on.
+        """Context with the version, in which nothing changes the weights: steps and loads wait. Accumulating continues.
 
-        num_buckets, num_fixed_buckets, bucket, deliver and score of a push are called within."""
+        A push calls num_buckets, num_fixed_buckets, bucket, deliver and score within it.
+        """
         async with self._weights:
             yield self._version
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
-        """Within it nothing takes or gives memory: what runs ends first, what comes waits. A push isn't waited for."""
+        """Context in which nothing takes or frees memory: running calls end first, new ones wait. It doesn't wait for a
+        push.
+        """
         self._num_stills += 1
         self._may_compute.clear()
         try:
@@ -117,7 +120,7 @@ class LearnerGroup:
                 self._none_computing.set()
 
     async def connect(self, link: GroupLink | None) -> None:
-        """Rank 0 joins the engines' group, or leaves it. Engines join meanwhile."""
+        """Let rank 0 join the engines' group, or leave it. Engines join at the same time."""
         await self._actors.call(0, "connect", link)
 
     async def num_buckets(self) -> int:
@@ -127,33 +130,37 @@ class LearnerGroup:
         return cast(int, await self._actors.call(0, "num_fixed_buckets"))
 
     async def bucket(self, index: int) -> WeightBucket:
-        """Unsharded by all ranks, posted by those that send. At most two are alive: this one and the one before."""
+        """A bucket, unsharded by all ranks and posted by those that send. At most two are alive: this one and the
+        last.
+        """
         posted = await self._actors.call_all("bucket", index)
         return _together([cast(WeightBucket, bucket) for bucket in posted if bucket is not None])
 
     async def deliver(self, index: int) -> None:
-        """Rank 0 broadcasts, while the engines load it; nothing where the bytes are there already."""
+        """Let rank 0 broadcast a bucket while the engines load it. Does nothing if the bytes are there already."""
         await self._actors.call(0, "deliver", index)
 
     async def close(self) -> None:
-        """Rank 0 removes its files and leaves its group. The actors live on."""
+        """Let rank 0 remove its files and leave its group. The actors stay alive."""
         await self._actors.call(0, "close")
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs (temperature 1) of all tokens but the first."""
+        """Log-probs (temperature 1) of all tokens except the first."""
         scores = await self._actors.call_all("score", tuple(token_ids))
         return cast(tuple[float, ...], scores[0])
 
     async def begin_save(self, path: str, *, aside: bool) -> None:
-        """Of the state as it is now: training may go on when this returns. aside: long before all is written."""
+        """Begin to save the current state; training may continue when this returns, with `aside` long before all is
+        written.
+        """
         await self._actors.call_all("begin_save" if aside else "save", path)
 
     async def saved(self) -> tuple[StoredFile, ...]:
-        """Wait until the save that was begun is on the disk; all its files."""
+        """Wait until the save is on the disk. Returns all its files."""
         return await files_of_save(self._actors)
 
     async def load(self, path: str) -> int:
-        """Go on from a saved state of any number of ranks; returns its version."""
+        """Load a saved state of any number of ranks; returns its version."""
         async with self._weights:
             versions = cast(list[int], await self._actors.call_all("load", path))
             self._version = versions[0]
@@ -168,7 +175,9 @@ def _work_of(micro_batch: MicroBatch) -> float:
 
 
 def _together(buckets: Sequence[WeightBucket]) -> WeightBucket:
-    """What rank 0 posted or, where every rank did, with the handles of all GPUs: an engine takes those of its own."""
+    """The bucket that rank 0 posted or, if every rank did, with the handles of all GPUs: an engine takes those of its
+    GPU.
+    """
     first, *others = buckets
     if not others:
         return first

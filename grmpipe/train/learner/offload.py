@@ -1,5 +1,6 @@
-"""The learner on one rank, on a device that it shares in time with engines: what of its state lies there. Trains as any
-other."""
+"""The learner on one rank, on a device that it shares in time with engines: which of its state is on the device. Trains
+like any other learner.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, Metrics, MicroBatch, OldPass
 from models.lm.offloaded_memory import OffloadedMemory, free_bytes
 from models.types import OnDevice, WeightBucket
 
 
 class OffloadingLearner(Learner):
-    """Between its phases its state waits on the host: weights, the optimizer's moments, the reference. Gradients are
-    gone by then: no phase ends within a batch."""
+    """A learner whose state waits on the host between its phases: weights, optimizer moments, reference. There are no
+    gradients then: no phase ends within a batch.
+    """
 
     def __init__(self, spec: LearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
         super().__init__(spec, rank, world_size, init_method)
@@ -47,7 +50,9 @@ class OffloadingLearner(Learner):
         return super().score(token_ids)
 
     def keep_on_device(self, on_device: OnDevice) -> int:
-        """Returns the bytes that became free on the device; on a CPU everything is on the host anyway, and stays."""
+        """Keep only `on_device` on the device. Returns the bytes that became free there; on a CPU everything stays on
+        the host.
+        """
         if self._device.type == "cpu":
             return 0
         before = free_bytes(self._device)
@@ -55,7 +60,7 @@ class OffloadingLearner(Learner):
         return free_bytes(self._device) - before
 
     def move_state(self, on_device: OnDevice) -> None:
-        """Take back first, lend then."""
+        """Move the state: first back to the device, then off it."""
         if on_device != "nothing":
             self._offloaded_weights.load_back()
         if on_device == "everything":
@@ -73,7 +78,7 @@ class OffloadingLearner(Learner):
         assert not self._offloaded_rest.is_offloaded, "the optimizer's state is on the host"
 
     def _state_but_weights(self) -> Iterator[Tensor]:
-        """What a push can do without."""
+        """The state that a push doesn't need."""
         for state in self._optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         if self._reference is not None:

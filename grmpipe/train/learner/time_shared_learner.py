@@ -1,4 +1,4 @@
-"""The learner of a time-shared pool, on the driver: it trains while the device is its own. Decides no phase."""
+"""The learner of a time-shared pool, on the driver: it trains while it has the device. Decides no phase."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ LearnerPhase = Callable[[], AbstractAsyncContextManager[object]]
 
 
 class TimeSharedLearnerGroup(LearnerGroup):
-    """All ranks of a learner that lends its device. What needs its whole state between steps takes a phase for it."""
+    """All ranks of a learner with a time-shared device. Work that needs its whole state between steps takes a phase for
+    it.
+    """
 
-    learner_phase: LearnerPhase | None = None  # until it is set there is nobody else yet: the state is where it was made
+    learner_phase: LearnerPhase | None = None  # until it is set, the state is where it was made
 
     async def keep_on_device(self, on_device: OnDevice) -> int:
-        """On all ranks; the sum of what became free."""
+        """Call it on all ranks. Returns the sum of the bytes that became free."""
         return sum(cast(list[int], await self._actors.call_all("keep_on_device", on_device)))
 
     async def begin_save(self, path: str, *, aside: bool) -> None:
@@ -46,7 +48,7 @@ class TimeSharedLearnerGroup(LearnerGroup):
 
 
 def begin_learner_phase(share: TimeShare) -> Callable[[], Awaitable[Metrics]]:
-    """For a step of the learner's: what became free for it, and of it when the engines went on."""
+    """A function that begins the phase of a step, and returns as metrics the bytes that became free for the learner."""
 
     async def begin() -> Metrics:
         await share.to_learner()
@@ -56,10 +58,10 @@ def begin_learner_phase(share: TimeShare) -> Callable[[], Awaitable[Metrics]]:
 
 
 class TimeSharedTrainer:
-    """Leaves the groups of a batch where they are until the learner has its device, then trains on them in the order
-    they came: without an early start. The phase that a step begins ends with the push of its weights.
+    """Keeps the groups of a batch until the learner has its device, then trains on them in their order, without an
+    early start. The phase that a step begins ends with the push of its weights.
 
-    begin_learner_phase: returns, as metrics, what became free for it.
+    begin_learner_phase: begins the learner's phase; returns, as metrics, the bytes that became free.
     """
 
     def __init__(self, trainer: Trainer, begin_learner_phase: Callable[[], Awaitable[Metrics]]) -> None:

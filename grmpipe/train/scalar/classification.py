@@ -1,4 +1,4 @@
-"""How well probabilities tell right from wrong: accuracy, AUC, calibration. Pure: floats in, floats out."""
+"""Quality of probabilities as classifiers: accuracy, AUC, calibration. Pure: floats in, floats out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_BINS = 10
 
 
 def quality(probabilities: Sequence[float], rights: Sequence[bool]) -> Metrics:
-    """All of it; `base_rate` is the share that is right. Without examples of both kinds there is no AUC."""
+    """All metrics of this module; `base_rate` is the share of positives. No AUC without examples of both kinds."""
     told = {
         "accuracy": accuracy(probabilities, rights),
         "brier": brier(probabilities, rights),
@@ -24,12 +24,14 @@ def quality(probabilities: Sequence[float], rights: Sequence[bool]) -> Metrics:
 
 
 def accuracy(probabilities: Sequence[float], rights: Sequence[bool]) -> float:
-    """Share that is told right at one half."""
+    """The share classified correctly with a threshold of one half."""
     return fmean((p >= 0.5) == right for p, right in zip(probabilities, rights, strict=True))
 
 
 def auc(probabilities: Sequence[float], rights: Sequence[bool]) -> float:
-    """How often a right one is above a wrong one, ties by half: the rank-sum statistic of Mann and Whitney."""
+    """The probability that a positive ranks above a negative, ties counted by half: the Mann-Whitney rank-sum
+    statistic.
+    """
     scores_N, rights_N = np.asarray(probabilities), np.asarray(rights)
     above, below = np.sort(scores_N[rights_N]), np.sort(scores_N[~rights_N])
     beaten = np.searchsorted(below, above, side="left") + np.searchsorted(below, above, side="right")
@@ -42,7 +44,7 @@ def brier(probabilities: Sequence[float], rights: Sequence[bool]) -> float:
 
 
 def calibration_error(probabilities: Sequence[float], rights: Sequence[bool]) -> float:
-    """Expected distance of what is said from what comes true, over ten bins of equal width (arXiv 1706.04599)."""
+    """Expected calibration error over ten bins of equal width (arXiv 1706.04599)."""
     scores_N, rights_N = np.asarray(probabilities), np.asarray(rights, dtype=float)
     bins_N = np.minimum((scores_N * NUM_BINS).astype(int), NUM_BINS - 1)
     gaps = [

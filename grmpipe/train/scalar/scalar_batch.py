@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classified:
-    """A whole sequence, and whether what it says is right: the target of its last token."""
+    """A whole sequence, and whether it is right: the target of its last token."""
 
     token_ids: tuple[int, ...]
     right: bool
@@ -27,16 +27,17 @@ class PackedSequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarBatch(PackedSequences):
-    """Sequences, and what the head is to say of them."""
+    """Sequences with the targets of the head."""
 
     targets_T: np.ndarray  # float32
-    weights_T: np.ndarray  # float32, 0 where it may say anything
+    weights_T: np.ndarray  # float32, 0 for tokens without a target
 
 
 def plan_rounds(lengths: Sequence[int], max_tokens: int, world_size: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Indices of sequences: a batch per rank in each round, of about the same size; of the last, some may be empty.
+    """Indices of sequences: [round][rank] -> a batch. Batches have about the same size; some of the last round may be
+    empty.
 
-    max_tokens: packed tokens per batch. A longer sequence gets a batch of its own.
+    max_tokens: packed tokens per batch. A longer sequence gets its own batch.
     """
     bins: list[list[int]] = []
     loads: list[int] = []
@@ -53,7 +54,7 @@ def plan_rounds(lengths: Sequence[int], max_tokens: int, world_size: int) -> lis
 
 
 def pack_classified(sequences: Sequence[Classified]) -> ScalarBatch:
-    """The last token of each has a target."""
+    """Pack sequences; only the last token of each has a target."""
     if not sequences:
         return idle()
     lengths_S = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
@@ -72,7 +73,7 @@ def pack_classified(sequences: Sequence[Classified]) -> ScalarBatch:
 
 
 def idle() -> ScalarBatch:
-    """Work for a rank that has none: unequal rounds would leave the others waiting in a collective."""
+    """A batch for a rank without work: with unequal rounds the others would wait in a collective."""
     nothing_T = np.zeros(2, dtype=np.float32)
     return ScalarBatch(
         token_ids_T=np.zeros(2, dtype=np.int64),

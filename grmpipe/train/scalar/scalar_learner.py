@@ -25,13 +25,13 @@ SCALAR_LOSSES: dict[str, ScalarLoss] = {"bce": summed_bce}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarLearnerSpec(ScalarSpec):
-    """All that a rank needs to build its learner."""
+    """What a rank needs to build its learner."""
 
     loss: str = "bce"  # a row of SCALAR_LOSSES
 
 
 class ScalarLearner(ScalarRank):
-    """One rank. Its methods are collectives: all ranks call the same ones in the same order."""
+    """One rank of a scalar learner. Its methods are collectives: all ranks call the same ones in the same order."""
 
     def __init__(
         self, spec: ScalarLearnerSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None
@@ -47,7 +47,7 @@ class ScalarLearner(ScalarRank):
         self._count(loss=loss, weight=weights_T.sum())
 
     def step(self) -> Metrics:
-        """Divide what was accumulated by its weight over all ranks, clip, update.
+        """Divide the accumulated gradients by the weight of all ranks, clip, update.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """

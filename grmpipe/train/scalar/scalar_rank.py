@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -11,54 +10,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import NonFiniteGradients, learning_rate, make_optimizer, update
+from grmpipe.train.optimizer import learning_rate, make_optimizer, update
 from grmpipe.train.scalar.scalar_batch import PackedSequences
+from grmpipe.train.training_rank import TrainingRank
 from grmpipe.types import Metrics
 from models.hub import find_files
-from models.lm.checkpoint import ShardedSave, export_hf, load_sharded
+from models.lm.checkpoint import export_hf
 from models.lm.packed_check import probe_scores
-from models.lm.parallelize import SCALAR_HEAD, choose_device, join_ranks, load_parallel, without_gradient
+from models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
 from models.lm.scalar_head import packed_scores
 from models.settings import AUTO
-from models.stored_files import StoredFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarSpec:
-    """All that a rank needs to build its model.
+    """What a rank needs to build its model.
 
     model_path: a causal language model, which gets a new head, or a model that has one.
-    tokenizer_path: of the directory that the export gets its tokenizer from.
+    tokenizer_path: directory from which the export takes its tokenizer.
     updates_per_batch: optimizer steps in each of train.num_steps.
     """
 
     model_path: str
     tokenizer_path: str
     train: TrainConfig
-    device: str = ""  # "cpu" or "cuda"; empty: what torch finds
+    device: str = ""  # "cpu" or "cuda"; empty: chosen by torch
     master_dtype: str = "float32"
     updates_per_batch: int = 1
 
 
-class ScalarRank:
-    """Its methods are collectives: all ranks call the same ones in the same order."""
-
-    own_errors: ClassVar = (NonFiniteGradients,)
-
+class ScalarRank(TrainingRank):
     def __init__(self, spec: ScalarSpec, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        super().__init__(spec.device, rank, world_size, init_method)
         self._scalar_spec = spec
-        self._device = choose_device(spec.device, rank)
-        if self._device.type == "cpu":
-            torch.set_num_threads(1)  # learners and engines share the cores
-        else:
-            torch.cuda.set_device(self._device)
-        mesh = join_ranks(rank, world_size, init_method, self._device)
-        self._world_size = world_size
         train = spec.train
         self._tokenizer_files = find_files(spec.tokenizer_path, weights=False)  # on this machine
         self._model = load_parallel(
             find_files(spec.model_path, weights=rank == 0),
-            mesh,
+            self._mesh,
             self._device,
             spec.master_dtype,
             train.dtype,
@@ -69,16 +58,9 @@ class ScalarRank:
             probe_scores(self._model, self._device, train.dtype)
         self._optimizer = make_optimizer(self._model, train)
         self._sums: dict[str, Tensor] = {}  # of the open batch, on this rank
-        self._save = ShardedSave()
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Completed optimizer steps."""
-        return self._version
 
     def scores(self, batch: PackedSequences) -> np.ndarray:
-        """[T] float32: what the head says at each token."""
+        """The head's output at each token, [T] float32."""
         with without_gradient(self._model):
             return self._forward(batch).float().cpu().numpy()
 
@@ -87,26 +69,8 @@ class ScalarRank:
         self._optimizer.zero_grad()
         self._sums = {}
 
-    def save(self, directory: str) -> None:
-        """Model, optimizer and version, for `load` on any number of ranks."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
-
-    def begin_save(self, directory: str) -> None:
-        """As save, from a copy in host memory: training may go on when this returns."""
-        self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
-
-    def saved(self) -> tuple[StoredFile, ...] | None:
-        """What this rank wrote; None while it writes."""
-        return self._save.files()
-
-    def load(self, directory: str) -> int:
-        """Go on from a saved state; returns its version."""
-        self.discard()
-        self._version = load_sharded(directory, self._model, self._optimizer)
-        return self._version
-
     def export(self, directory: str) -> None:
-        """A Hugging Face directory that a scorer can serve."""
+        """Export a Hugging Face directory that a scorer can serve."""
         train = self._scalar_spec.train
         dtype = train.export_dtype or (train.dtype if train.dtype != AUTO else None)
         export_hf(directory, self._model, self._tokenizer_files, dtype=dtype, exact=SCALAR_HEAD.exact)
@@ -125,8 +89,8 @@ class ScalarRank:
             self._sums[name] = self._sums.get(name, torch.zeros_like(value)) + value.detach()
 
     def _update(self) -> tuple[Metrics, Metrics]:
-        """End the batch: a step on its gradients divided by its `weight`, over all ranks. Returns the means of the
-        other sums by name, and what the update tells.
+        """End the batch: a step on its gradients divided by its `weight` over all ranks. Returns the means of the other
+        sums by name, and the metrics of the update.
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """

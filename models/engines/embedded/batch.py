@@ -1,7 +1,7 @@
-"""The running batch: rows join, take steps together and leave. One thread owns it; it never waits.
+"""The running batch: rows join, make steps together and leave. One thread owns it; it never waits.
 
-A row that joins has keys and values for all of its tokens but the last, which the next step feeds: so joining,
-copying from a sibling and prefilling again after a sync are the same thing, and sampling happens in one place.
+A row that joins has keys and values for all its tokens except the last, which the next step feeds. So joining, copying
+from a sibling and prefilling again after a push are the same, and sampling happens in one place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from models.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 @dataclass(slots=True, eq=False)
 class SiblingPrompt:
-    """Requests with one prompt. Running members can give newcomers the prompt's keys and values."""
+    """Requests with one prompt. Running members can give new ones the prompt's keys and values."""
 
     prompt_ids: tuple[int, ...]
     num_members: int = 0
@@ -35,24 +35,24 @@ class SiblingPrompt:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A request and what was sampled for it. `index` is its place in the batch while it runs."""
+    """A request and its sampled tokens. `index` is its place in the batch while it runs."""
 
     siblings: SiblingPrompt
     params: SamplingParams
     priority: int
     arrival: int
     index: int = -1
-    prompt_epoch: int = -1  # of the weights that made the prompt's keys and values
+    prompt_epoch: int = -1  # epoch of the weights that computed the prompt's keys and values
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
     finish_reason: FinishReason | None = None
-    matcher: Matcher | None = None  # of the pattern that it is held to
-    experts_TLK: np.ndarray | None = None  # of all tokens that were fed, once it has left; None where none are noted
+    matcher: Matcher | None = None  # of the pattern that constrains it
+    experts_TLK: np.ndarray | None = None  # of all fed tokens, once it has left; None if not recorded
 
     @property
     def position(self) -> int:
-        """Of the last token, which waits to be fed."""
+        """The position of the last token, which is not fed yet."""
         return len(self.siblings.prompt_ids) + len(self.token_ids) - 1
 
     @property
@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(slots=True, kw_only=True)
 class Columns:
-    """The running rows as tensors, remade when the rows change. `top_p_B` is None where no row asks for it."""
+    """The running rows as tensors, rebuilt when the rows change. `top_p_B` is None if no row uses it."""
 
     pending_B: Tensor
     positions_B: Tensor
@@ -91,14 +91,14 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What a step brought about. A row may be in both."""
+    """The results of a step. A row may be in both."""
 
-    begun: tuple[Row, ...]  # sampled their first token
+    begun: tuple[Row, ...]  # sampled their first token in it
     finished: tuple[Row, ...]
 
 
 class RunningBatch:
-    """Rows by (priority, arrival), at most `max_rows` at once, at most `prefill_tokens` joining in one step."""
+    """Rows by (priority, arrival): at most `max_rows` at once, with at most `prefill_tokens` joining in one step."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class RunningBatch:
         return row
 
     def abort(self, row: Row) -> None:
-        """End a row now, with what it has."""
+        """End a row now, with its tokens so far."""
         if row.index >= 0:
             self._drop_running([row])
         else:
@@ -152,7 +152,7 @@ class RunningBatch:
         self._finish(row, "abort")
 
     def step(self) -> Changes:
-        """Let rows join, sample a token for every row, let those that are done leave."""
+        """Let rows join, sample a token for every row, remove finished rows."""
         self._join()
         token_ids, logprobs = self._sample()
         self.num_sampled_tokens += len(token_ids)
@@ -174,11 +174,11 @@ class RunningBatch:
         return Changes(begun=tuple(begun), finished=tuple(finished))
 
     def weights_changed(self) -> None:
-        """Cached keys and values of running rows are those of older weights: no newcomer may copy them."""
+        """Mark cached keys and values of running rows as those of older weights: new rows must not copy them."""
         self._weights_epoch += 1
 
     def adopt(self, version: int, recompute: bool) -> None:
-        """Tokens sampled from now on are this version's. `recompute` prefills the running rows again."""
+        """Assign tokens sampled from now on to this version. `recompute` prefills the running rows again."""
         self.version = version
         for row in self._running:
             row.version_starts.append((version, len(row.token_ids)))
@@ -232,7 +232,7 @@ class RunningBatch:
             logits_BV.masked_fill_(forbidden_BV, -torch.inf)
 
     def _join(self) -> None:
-        """Newcomers in their order, while there are rows and budget. The first is never over budget."""
+        """New rows in their order, while there are rows and budget. The first is never over budget."""
         budget = self._prefill_tokens
         joining: list[Row] = []
         to_prefill: list[Row] = []
@@ -256,7 +256,7 @@ class RunningBatch:
             self._columns = None
 
     def _donor(self, row: Row) -> Row | None:
-        """A sibling whose prompt was cached under the present weights, or is about to be in this step."""
+        """A sibling whose prompt was cached with the present weights, or will be in this step."""
         return next((other for other in row.siblings.running if other.prompt_epoch == self._weights_epoch), None)
 
     def _make_room(self, joining: Sequence[Row]) -> None:
@@ -264,7 +264,7 @@ class RunningBatch:
         self._slots.reserve(len(self._running) + len(joining), max(longest, self._slots.tokens_per_row))
 
     def _prefill(self, rows: Sequence[Row]) -> None:
-        """One forward pass for rows of about one length: a long prompt must not pad the short ones."""
+        """One forward pass for rows of similar length: a long prompt must not pad the short ones."""
         for row in rows:
             row.prompt_epoch = self._weights_epoch
         rows = [row for row in rows if row.position > 0]
@@ -279,7 +279,7 @@ class RunningBatch:
             self._slots.copy(sources, [row.index for row in rows], max(row.position for row in rows))
 
     def _drop_running(self, leaving: Sequence[Row]) -> None:
-        """Rows at the end move into the places that become free, so that the rest stays compact."""
+        """Remove rows. Rows at the end move into the free places, so that the rest stays compact."""
         num_left = len(self._running) - len(leaving)
         for row in leaving:
             row.experts_TLK = self._slots.read_experts(row.index, row.position)
@@ -303,7 +303,7 @@ class RunningBatch:
 
 
 def _within_budget(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-    """Cut into stretches whose cached tokens fit the budget, or of a single row."""
+    """The rows in parts whose cached tokens fit the budget, or single rows."""
     stretches: list[list[Row]] = []
     left = 0
     for row in rows:

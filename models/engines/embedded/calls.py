@@ -1,4 +1,4 @@
-"""Calls from event loops into an engine's thread: who waits, and how answers travel back. Runs no loop or thread."""
+"""Calls from event loops into an engine's thread: waiters, and the way back of answers. Runs no loop or thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Answer(Generic[T]):
-    """A future of the running event loop that another thread settles; once settled or cancelled, it stays so."""
+    """A future of the running event loop that another thread settles. Once settled or cancelled, it doesn't change."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[T] = self._loop.create_future()
 
     def call(self, function: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop was closed: no task waits any more
             self._loop.call_soon_threadsafe(function)
 
     def give(self, result: T) -> None:
@@ -46,7 +46,7 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class EmbeddedRequest:
-    """A request in flight, and all who wait for it."""
+    """A request in flight, and all its waiters."""
 
     request_id: str
     row: Row
@@ -55,14 +55,14 @@ class EmbeddedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What the thread does between two steps. `fail` tells the caller that it won't be done."""
+    """Work for the thread between two steps. `fail` tells the caller that it won't be done."""
 
     run: Callable[[], None]
     fail: Callable[[BaseException], None]
 
 
 def copy_of(death: EngineDied) -> EngineDied:
-    """Each who waits gets an exception of its own: tracebacks grow on it."""
+    """A copy of an exception: each waiter gets its own, because tracebacks grow on it."""
     copy = EngineDied(str(death))
     copy.__cause__ = death.__cause__
     return copy

@@ -1,4 +1,4 @@
-"""What the running batch needs of a model: prefill prompts, decode one token a row. Samples nothing.
+"""The decoder of a running batch: prefills prompts, decodes one token per row. Samples nothing.
 
 B: rows that decode, N: prompts, T: positions, Q: query positions, G: KV heads, D: head, V: vocabulary.
 """
@@ -17,26 +17,28 @@ from models.engines.embedded.fused_decoder import FusedDecoder
 from models.engines.embedded.kv_slots import KvShape, KvSlots
 from models.lm.expert_routing import Routers, RoutingShape
 
-PROBE = ((5, 3, 8, 2, 9, 4, 6), (7, 1, 3, 3))  # two lengths: masks and positions are put to the test
+PROBE = ((5, 3, 8, 2, 9, 4, 6), (7, 1, 3, 3))  # two lengths, to test masks and positions
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
 
 
 class Decoder(Protocol):
-    """The running rows are the first rows of the slots."""
+    """The forward passes of a running batch. The running rows are the first rows of the slots."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Keys and values of whole prompts, into these rows. None is empty."""
+        """Compute keys and values of whole prompts into these rows. No prompt is empty."""
         ...
 
     def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
-        """Feed each row one token at its position; logits_BV of what comes next. No position reaches num_attended."""
+        """Feed each row one token at its position. Returns logits_BV of the next token. All positions are below
+        num_attended.
+        """
         ...
 
 
 class ModuleDecoder:
-    """Any causal LM of transformers with full attention, called as it is with the slots as its cache.
+    """A decoder for any causal LM of transformers with full attention, called unchanged with the slots as its cache.
 
-    Notes the experts of each token that is fed, where the slots have room for them.
+    Records the experts of each fed token, if the slots have memory for them.
     """
 
     def __init__(self, model: PreTrainedModel, slots: KvSlots) -> None:
@@ -89,7 +91,7 @@ class ModuleDecoder:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer of a transformers cache that writes where it was aimed, and shows those rows."""
+    """One layer of a transformers cache that writes to given rows, and shows those rows."""
 
     def __init__(self, slots: KvSlots, index: int) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class SlotLayer(CacheLayerMixin):
         return self._num_attended, 0
 
     def get_seq_length(self) -> int:
-        return 0  # every call brings its own positions and mask
+        return 0  # every call passes its own positions and mask
 
     def get_max_length(self) -> int:
         return self._slots.tokens_per_row
@@ -121,9 +123,9 @@ class SlotLayer(CacheLayerMixin):
 def open_decoder(
     model: PreTrainedModel, max_rows: int, max_tokens: int, return_routed_experts: bool = False
 ) -> tuple[Decoder, KvSlots]:
-    """The fastest decoder whose logits equal the model's own; ValueError where there is none, and for
-    `return_routed_experts`
-    of a model without."""
+    """The fastest decoder whose logits equal the model's own. ValueError if there is none, or if
+    `return_routed_experts` is set for a model without experts.
+    """
     expected_NV = torch.stack([model(torch.tensor([ids], device=model.device)).logits[0, -1] for ids in PROBE])
     shape = _measure_kv_shape(model, Routers.of(model).shape if return_routed_experts else None)
     kinds: list[type[FusedDecoder] | type[ModuleDecoder]] = [ModuleDecoder]
@@ -138,7 +140,7 @@ def open_decoder(
 
 
 def _probe_error(decoder: Decoder, slots: KvSlots, expected_NV: Tensor) -> float:
-    """Of the largest logit: how far off a prefill and a step of decoding are."""
+    """The error of a prefill and a decoding step, relative to the largest logit."""
     longest = max(len(ids) for ids in PROBE)
     slots.reserve(len(PROBE), longest)
     decoder.prefill([ids[:-1] for ids in PROBE], range(len(PROBE)))
@@ -149,7 +151,7 @@ def _probe_error(decoder: Decoder, slots: KvSlots, expected_NV: Tensor) -> float
 
 
 def _measure_kv_shape(model: PreTrainedModel, routing: RoutingShape | None) -> KvShape:
-    """From the cache that the model itself fills; configs name heads in too many ways."""
+    """The shape from the cache that the model itself fills: configs name heads in too many ways."""
     cache = model(torch.tensor([PROBE[0]], device=model.device), use_cache=True).past_key_values
     if not isinstance(cache, DynamicCache):
         raise ValueError(_unfit(model, "its cache isn't keys and values only"))

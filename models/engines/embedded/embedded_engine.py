@@ -1,10 +1,10 @@
-"""The engine in torch, in our own process: async calls from any event loop, one thread that steps the batch.
+"""The embedded engine, in torch and in this process: async calls from any event loop, one thread that steps the batch.
 
     generate, abort, pause, load_bucket, ...  -> [commands] -> thread: commands between steps, then a step, again
     completions, receipts, first tokens       <- call_soon_threadsafe <-
 
-What the thread owns is the worker; callers only ever post commands to it. So a pause is an ordinary command: when it
-runs, no token is being sampled.
+The thread owns the worker; callers only post commands to it. So a pause is an ordinary command: when it runs, no token
+is being sampled.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ T = TypeVar("T")
 class EmbeddedEngine:
     """Continuous batching for any causal LM with full attention, on the CPU or one GPU.
 
-    Deadlines are the callers': they cancel. Raises ValueError for a model that it can't run.
+    Callers handle deadlines by cancelling. Raises ValueError for a model that it can't run.
 
-    seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
+    seed: part of all seeds. Engines of one role share it, so that a retry samples the same tokens.
     version: of the weights in `model_path`.
-    lora: adapters that pushes bring, where they aren't merged into the weights before.
-    return_routed_experts: completions carry the experts of their tokens; for a mixture of experts only.
+    lora: adapters that pushes update, if they aren't merged into the weights.
+    return_routed_experts: whether completions have the experts of their tokens; for mixtures of experts only.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EmbeddedEngine:
         self._closing = False
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._death: EngineDied | None = None
-        self._death_lock = threading.Lock()  # no command may slip in after the last ones were failed
+        self._death_lock = threading.Lock()  # no command may be added after the last ones were failed
         self._thread = threading.Thread(target=self._work, name=f"engine-{model_name}", daemon=True)
         self._thread.start()
 
@@ -100,7 +100,7 @@ class EmbeddedEngine:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        """Sample one completion. A request_id that is in flight already gets that request's answer."""
+        """Sample one completion. A request_id that is already in flight gets that request's answer."""
         ids = tuple(prompt_ids)
         self._refuse_what_cannot_run(ids, params)
         waiter = Waiter(Answer[Completion](), on_first_token)
@@ -122,11 +122,11 @@ class EmbeddedEngine:
         await self._do(partial(self._worker.set_paused, False))
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
-        """Raises RuntimeError where not paused, ConnectionError where the group doesn't come together in time."""
+        """Raises RuntimeError if not paused, ConnectionError if the group doesn't form in time."""
         await self._do(partial(self._worker.begin, link))
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        """Raises ValueError naming a tensor that doesn't fit (nothing is loaded), RuntimeError where not paused."""
+        """Raises ValueError that names a tensor that doesn't fit (nothing is loaded), RuntimeError if not paused."""
         await self._do(partial(self._worker.load, bucket))
 
     async def commit_weights(self, version: int) -> WeightReceipt:
@@ -138,16 +138,17 @@ class EmbeddedEngine:
         return await self._do(partial(self._worker.score, ids))
 
     async def sleep(self) -> int:
-        """Raises RuntimeError where requests are in flight, or not paused. On a CPU the weights stay: they are on the
-        host already."""
+        """Raises RuntimeError if requests are in flight, or not paused. On a CPU the weights stay: they are on the host
+        already.
+        """
         return await self._do(self._worker.sleep)
 
     async def wake(self) -> None:
-        """Still paused."""
+        """Wake; the engine stays paused."""
         await self._do(self._worker.wake)
 
     def close(self) -> None:
-        """End the thread; whoever still waits gets EngineDied. Blocks for a step at most."""
+        """End the thread; waiters get EngineDied. Blocks for one step at most."""
         with self._death_lock:
             if self._death is None:
                 self._commands.put(Command(self._close, lambda error: None))
@@ -160,7 +161,7 @@ class EmbeddedEngine:
             try:
                 answer.give(function())
             except Exception as error:
-                answer.fail(error)  # the caller's mistake; the engine lives on
+                answer.fail(error)  # the caller's mistake; the engine stays alive
 
         self._post(Command(run, answer.fail))
         return await answer.future
@@ -196,7 +197,7 @@ class EmbeddedEngine:
             self._die(EngineDied(f"the engine of {self.model_name} was closed"))
 
     def _run_commands(self) -> None:
-        """All that have come; waits for one where there is nothing else to do."""
+        """Run all commands that have come. Waits for one if there is no other work."""
         while not self._closing:
             try:
                 command = self._commands.get(block=not self._worker.has_work)

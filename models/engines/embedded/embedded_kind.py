@@ -1,6 +1,8 @@
-"""The embedded engine as a run sees it. Imports torch only to make one."""
+"""The embedded engine's kind. Imports torch only to make an engine."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from models.engines.engine_kind import EngineKind, EngineSpec
 from models.settings import EmbeddedConfig, EngineConfig
@@ -14,8 +16,9 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     in_process = True
     grammar = True
     applies_adapters = True
-    checkpoint_names = False  # its model is transformers' own
+    checkpoint_names = False  # its model has transformers' names
     seeds_by_position = True
+    batch_invariant = True
     frees_cache = True
     grows_cache = True
     memory_remedy = "lower engine.embedded.max_batch_rows or engine.embedded.max_context_tokens"
@@ -46,6 +49,9 @@ class EmbeddedKind(EngineKind[EmbeddedConfig]):
     @property
     def quantizes(self) -> bool:
         return self.options.quantize != "none"
+
+    def made_batch_invariant(self) -> EmbeddedKind:
+        return EmbeddedKind(replace(self.options, batch_invariant=True))
 
     def why_no_experts(self, device: str) -> str:
         return ""

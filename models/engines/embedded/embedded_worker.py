@@ -1,4 +1,4 @@
-"""What the thread of an embedded engine owns: model, batch, tickets, inbox. Called from that thread alone."""
+"""The state of an embedded engine's thread: model, batch, tickets, inbox. Called from that thread only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from models.engines.embedded.batch import Row, RunningBatch
+from models.engines.embedded.batch_invariance import open_batch_invariant_decoder
 from models.engines.embedded.calls import EmbeddedRequest, Waiter, copy_of
 from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.grammar import Grammar
@@ -25,7 +26,7 @@ from models.weights.inbox import WeightInbox
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine did since it started. Waiting and running are of the moment."""
+    """What an engine did since it started. Waiting and running are numbers of the moment."""
 
     busy_s: float  # in steps: prefilling and decoding
     sampled_tokens: int
@@ -36,9 +37,9 @@ class EngineStats:
 
 
 class EmbeddedWorker:
-    """Batches requests over steps; between two of them it takes weights, scores, sleeps. See EmbeddedEngine, its door.
+    """Batches requests over steps; between two steps it takes weights, scores, sleeps. EmbeddedEngine is its interface.
 
-    Only `version`, `stats` and `grammar.check` may be used from elsewhere.
+    Other threads may read only `version` and `stats`, and call `grammar.check`.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class EmbeddedWorker:
         self._model = load_causal_lm(model_path, dtype, device)
         if lora is not None and lora.in_engines:
             add_adapters(self._model, lora, dtype)
-        decoder, slots = open_decoder(self._model, config.max_batch_rows, context_tokens, return_routed_experts)
+        opened = open_batch_invariant_decoder if config.batch_invariant else open_decoder
+        decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, return_routed_experts)
         self._quantize()
         endings = StopConditions(renderer.decode, renderer.stop_token_ids)
         vocab_size = max(renderer.num_token_ids, renderer.vocab_size)
@@ -80,7 +82,7 @@ class EmbeddedWorker:
 
     @property
     def version(self) -> int:
-        """Of the weights."""
+        """The version of the weights."""
         return self._batch.version
 
     def stats(self) -> EngineStats:
@@ -99,7 +101,7 @@ class EmbeddedWorker:
         return not self.paused and self._batch.num_waiting + self._batch.num_running > 0
 
     def step(self) -> None:
-        started_s = time.perf_counter()  # a duration: no event loop's clock is at hand here
+        started_s = time.perf_counter()  # a duration: there is no event loop's clock in this thread
         changes = self._batch.step()
         self._busy_s += time.perf_counter() - started_s
         for row in changes.begun:
@@ -184,7 +186,7 @@ class EmbeddedWorker:
         return WeightReceipt(version=version, checksums=self._inbox.collect_checksums())
 
     def _quantize(self) -> None:
-        """Checksums are of what came: only the probe sees what is sampled from."""
+        """Quantize the weights. Checksums are of the received weights: only the probe sees the quantized ones."""
         if self._config.quantize != "none":
             quantize_matrices(self._model, self._config.quantize)
 
@@ -196,7 +198,7 @@ class EmbeddedWorker:
         return tuple(logprobs_T.tolist())
 
     def fail_all(self, death: EngineDied) -> None:
-        """Nobody who waits gets another answer."""
+        """Fail all waiters."""
         for ticket in self._tickets.values():
             for waiter in ticket.waiters:
                 waiter.answer.fail(copy_of(death))

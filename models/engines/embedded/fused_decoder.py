@@ -1,4 +1,5 @@
-"""The Llama and Qwen family by hand: fused projections, few calls a layer. Shares its weights with the module.
+"""A decoder for models like Llama and Qwen, with fused projections and few calls per layer. Shares the module's
+weights.
 
 B: rows that decode, P: packed prompt tokens, C: hidden, H: query heads, G: KV heads, D: head, V: vocabulary.
 """
@@ -26,7 +27,7 @@ from models.engines.embedded.prompt_packing import PackedPrompts
 from models.lm.lora import low_rank_of
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-# Their angles are a function of the position alone; "dynamic" and "longrope" look at the length as well.
+# Their angles depend only on the position; those of "dynamic" and "longrope" also on the length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 Attend = Callable[[Tensor], Tensor]  # rotated qkv_PC -> attended heads [P, H * D]
@@ -34,15 +35,15 @@ Attend = Callable[[Tensor], Tensor]  # rotated qkv_PC -> attended heads [P, H * 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Those of several linear layers on one input, as one. R: their ranks together, O: outputs of all layers."""
+    """The adapters of several linear layers on one input, as one. R: their ranks together, O: outputs of all layers."""
 
     a_RC: Tensor
-    b_OR: Tensor  # in blocks: an adapter's own columns, its layer's own rows
+    b_OR: Tensor  # block-diagonal: an adapter's columns, its layer's rows
     scale: float
 
     @staticmethod
     def of(*modules: Any) -> Adapters | None:
-        """None where no layer has any."""
+        """The adapters of these layers; None if no layer has any."""
         outputs = [len(module.weight) for module in modules]
         found = [(sum(outputs[:i]), low) for i, module in enumerate(modules) if (low := low_rank_of(module))]
         if not found:
@@ -96,7 +97,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm:
-    """Qwen3's norms of queries and keys in one call. Row 0 of the weight is the queries', row 1 the keys'."""
+    """Qwen3's norms of queries and keys in one call. Row 0 of the weight is for queries, row 1 for keys."""
 
     weight_2D: Tensor
     kind_of_head: Tensor  # [H + G] of 0 and 1
@@ -145,7 +146,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Angles:
-    """Rotary angles (arXiv 2104.09864) by position. The sine's first half is negated: rotating is then a roll."""
+    """Rotary angles (arXiv 2104.09864) by position. The first half of the sine is negated, so that rotating is a
+    roll.
+    """
 
     cos_TD: Tensor
     sin_TD: Tensor
@@ -158,7 +161,7 @@ class Angles:
         return Angles(cos_TD=cos_1TD[0], sin_TD=torch.cat([-sin_1TD[0, :, :half], sin_1TD[0, :, half:]], -1))
 
     def at(self, positions_P: Tensor) -> Angles:
-        """For one position a token, broadcast over its heads."""
+        """The angles of one position per token, broadcast over its heads."""
         return Angles(cos_TD=self.cos_TD[positions_P][:, None], sin_TD=self.sin_TD[positions_P][:, None])
 
     def rotate(self, heads_PHD: Tensor) -> Tensor:
@@ -169,7 +172,7 @@ class Angles:
 class FusedDecoder:
     """A Decoder for models that `supports` accepts.
 
-    Fused weights are the storage that the module's parameters are slices of: loading the parameters loads these.
+    The module's parameters are slices of the fused weights, so loading the parameters loads these.
     """
 
     def __init__(self, model: PreTrainedModel, slots: KvSlots) -> None:
@@ -198,7 +201,7 @@ class FusedDecoder:
         for index, layer in enumerate(self._layers[:-1]):
             x_PC = self._attention(layer, x_PC, angles, partial(self._attend_prompts, packed, index))
             x_PC = layer.mlp(x_PC)
-        # Nothing reads what the last layer says of a prompt: its keys and values are all that is needed.
+        # The last layer's output for a prompt isn't used: only its keys and values are needed.
         qkv_PC = self._rotated_qkv(self._layers[-1], x_PC, angles)
         self._slots.write(len(self._layers) - 1, packed.places_P, self._keys_and_values(qkv_PC))
 
@@ -212,7 +215,7 @@ class FusedDecoder:
         def attend(index: int, qkv_BC: Tensor) -> Tensor:
             slots.write(index, places_B, self._keys_and_values(qkv_BC))
             keys_BGTD, values_BGTD = slots.read(index, slice(num_rows), num_attended)
-            # The query heads of a KV head stand in for query positions: no key or value is repeated.
+            # The query heads of a KV head take the place of query positions: no key or value is repeated.
             query_BGQD = self._queries(qkv_BC).unflatten(1, (self._num_kv_heads, -1))
             out_BGQD = F.scaled_dot_product_attention(query_BGQD, keys_BGTD, values_BGTD, attn_mask=mask_B11T)
             return out_BGQD.flatten(1)
@@ -259,7 +262,7 @@ class FusedDecoder:
 
 
 def share_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor, of which the parameters become slices: memory is held once, and loading them loads it."""
+    """One tensor, of which the parameters become slices: the memory exists once, and loading them loads it."""
     shared = torch.cat([parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, shared.split([len(p) for p in parameters]), strict=True):
         parameter.data = part

@@ -1,4 +1,4 @@
-"""What tokens left in a running batch (keys, values, experts), a slot per row, grown by doubling. Knows no model."""
+"""The cache of a running batch (keys, values, experts): one slot per row, grown by doubling. Knows no model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from models.lm.expert_routing import RoutingShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """What one token leaves in the cache: `num_layers` times a key and a value for each of `num_kv_heads`.
+    """The cache entry of one token: `num_layers` times a key and a value for each of `num_kv_heads`.
 
-    routing: of a mixture whose experts are noted; they lie beside keys and values, and go where those go.
+    routing: of a mixture whose experts are recorded, next to keys and values.
     """
 
     num_layers: int
@@ -29,9 +29,10 @@ class KvShape:
 
 
 class KvSlots:
-    """One tensor [N, R, T, 2, G, D]. N: layers, R: rows, T: token positions, 2: key and value, G: KV heads, D: head.
+    """The cache as one tensor [N, R, T, 2, G, D]. N: layers, R: rows, T: token positions, 2: key and value, G: KV
+    heads, D: head.
 
-    Attention reads the first rows as they lie, so that the running rows must stay compact: `copy` moves them.
+    Attention reads the first rows in place, so the running rows must stay compact: `copy` moves them.
     """
 
     def __init__(self, shape: KvShape, max_rows: int, max_tokens: int) -> None:
@@ -45,7 +46,7 @@ class KvSlots:
         return self.kv_NRT2GD.shape[2]
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Make room for this many rows of this many tokens. What is held stays, views taken before are void."""
+        """Make memory for this many rows of this many tokens. Cached values stay; earlier views become invalid."""
         assert num_rows <= self._max_rows and num_tokens <= self._max_tokens
         rows, tokens = self.kv_NRT2GD.shape[1:3]
         if num_rows <= rows and num_tokens <= tokens:
@@ -59,21 +60,21 @@ class KvSlots:
         self.experts_RTLK = more
 
     def give_up(self) -> int:
-        """Hold nothing any more; returns the bytes that this frees. Rows grow anew."""
+        """Free the cache; returns the bytes freed. Rows grow again."""
         num_bytes = self.kv_NRT2GD.untyped_storage().nbytes()
         self.kv_NRT2GD = self._allocate(0, 0)
         self.experts_RTLK = self._allocate_experts(0, 0)
         return num_bytes
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
-        """The first tokens of the source rows, to the target rows. A row may be copied to many."""
+        """Copy the first tokens of the source rows to the target rows. A row may be copied to many."""
         kv = self.kv_NRT2GD
         kv[:, list(targets), :num_tokens] = kv[:, list(sources), :num_tokens]
         if self.experts_RTLK is not None:
             self.experts_RTLK[list(targets), :num_tokens] = self.experts_RTLK[list(sources), :num_tokens]
 
     def write(self, layer: int, places_P: Tensor, keys_and_values_PC: Tensor) -> None:
-        """One key-and-value (C = 2 G D) for each place, which is row * tokens_per_row + position."""
+        """Write one key and value (C = 2 G D) per place, which is row * tokens_per_row + position."""
         self.kv_NRT2GD[layer].flatten(0, 1).flatten(1).index_copy_(0, places_P, keys_and_values_PC)
 
     def read(self, layer: int, rows: slice | Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -82,19 +83,19 @@ class KvSlots:
         return kv_RT2GD[:, :, 0].transpose(1, 2), kv_RT2GD[:, :, 1].transpose(1, 2)
 
     def write_experts(self, places_P: Tensor, experts_PLK: Tensor) -> None:
-        """Where each of these tokens went; places as in `write`."""
+        """Write the experts of each of these tokens; places as in `write`."""
         assert self.experts_RTLK is not None
         self.experts_RTLK.flatten(0, 1).index_copy_(0, places_P, experts_PLK.to(self.experts_RTLK.dtype))
 
     def read_experts(self, row: int, num_tokens: int) -> np.ndarray | None:
-        """A copy [num_tokens, L, K]; None where none are noted."""
+        """The experts of a row, a copy [num_tokens, L, K]; None if not recorded."""
         if self.experts_RTLK is None:
             return None
         return self.experts_RTLK[row, :num_tokens].cpu().numpy().copy()
 
     @contextmanager
     def experts_kept(self) -> Iterator[None]:
-        """Tokens that are fed again in here keep the experts of the first time."""
+        """Context: tokens that are fed again keep the experts of the first time."""
         held = None if self.experts_RTLK is None else self.experts_RTLK.clone()
         yield
         if held is not None:

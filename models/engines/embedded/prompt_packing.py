@@ -1,4 +1,4 @@
-"""Prompts packed end to end, each with a slot row to go to; which to pack together. Pure.
+"""Packs prompts end to end, each for a slot row, and chooses which to pack together. Pure.
 
 N: prompts, P: packed tokens, T: positions of the longest.
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPrompts:
-    """Linear layers see the tokens packed, attention sees them padded on the right."""
+    """Prompts as linear layers see them (packed), and as attention sees them (padded on the right)."""
 
     token_ids_P: Tensor
     positions_P: Tensor
     rows_N: Tensor
-    places_P: Tensor  # of a token in KV slots: row * tokens_per_row + position
-    padded_P: Tensor  # of a token in a padded batch: prompt * longest + position
+    places_P: Tensor  # per token, in KV slots: row * tokens_per_row + position
+    padded_P: Tensor  # per token, in a padded batch: prompt * longest + position
     longest: int
 
     @staticmethod
@@ -43,7 +43,7 @@ class PackedPrompts:
         )
 
     def pad(self, x_PHD: Tensor) -> Tensor:
-        """[P, H, D] -> [N, T, H, D], zeros after a prompt's last token."""
+        """[P, H, D] -> [N, T, H, D], with zeros after a prompt's last token."""
         padded = x_PHD.new_zeros(len(self.rows_N) * self.longest, *x_PHD.shape[1:])
         return padded.index_copy_(0, self.padded_P, x_PHD).unflatten(0, (-1, self.longest))
 
@@ -52,7 +52,7 @@ class PackedPrompts:
 
 
 def groups_of_like_length(lengths_N: Sequence[int]) -> list[list[int]]:
-    """Indices by rising length, cut wherever padding to the longest would cost more than a quarter (or 16 tokens)."""
+    """Indices by ascending length, split where padding to the longest would cost more than a quarter (or 16 tokens)."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths_N)), key=lengths_N.__getitem__):
         if not groups or lengths_N[index] > 1.25 * lengths_N[groups[-1][0]] + 16:

@@ -1,4 +1,4 @@
-"""Drawing tokens: counter-based uniforms, top-p, inverse CDF. Pure: a draw depends on its own row alone.
+"""Sampling of tokens: counter-based uniforms, top-p, inverse CDF. Pure: a sample depends only on its own row.
 
 B: rows, V: vocabulary.
 """
@@ -15,16 +15,16 @@ MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def uniforms(seeds_B: Tensor, counters_B: Tensor) -> Tensor:
-    """Float64 in [0, 1), a function of (seed, counter) alone: no state, no order of calls. Both are int64."""
+    """Float64 in [0, 1), a function only of (seed, counter): no state, no order of calls. Both are int64."""
     bits_B = _mix(_mix(seeds_B) + counters_B * GOLDEN_GAMMA)
     return _shift_right(bits_B, 11).double() * 2.0**-53
 
 
 def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor | None, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row, and its log-prob under the distribution it was drawn from.
+    """Sample one token per row. Returns it and its log-prob under the distribution that was sampled from.
 
-    A row of temperature 0 takes the likeliest token, with its log-prob at temperature 1. `top_p_B` is None where no
-    row restricts its tokens.
+    A row of temperature 0 takes the likeliest token, with its log-prob at temperature 1. `top_p_B`: None if no row uses
+    it.
     """
     greedy_B = temperature_B == 0
     logits_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
@@ -36,18 +36,18 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, top_p_B: Tensor | None, unifo
 
 
 def keep_top_p(logits_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """Nucleus sampling (arXiv 1904.09751): the fewest likeliest tokens that hold top_p; all others at -inf."""
+    """Nucleus sampling (arXiv 1904.09751): the fewest likeliest tokens with probability top_p; all others at -inf."""
     sorted_BV, order_BV = logits_BV.sort(-1, descending=True)
     probs_BV = sorted_BV.softmax(-1)
     held_before_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV
-    # Rounding must not cut the tail of a row that asked for all of it.
+    # Rounding must not cut the tail of a row without top-p.
     limit_B = torch.where(top_p_B < 1, top_p_B.double(), torch.inf)
     dropped_BV = held_before_BV >= limit_B[:, None]
     return logits_BV.masked_fill(torch.zeros_like(dropped_BV).scatter(-1, order_BV, dropped_BV), -torch.inf)
 
 
 def _invert_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first token whose cumulated probability exceeds the uniform; never one of probability 0."""
+    """The first token whose cumulative probability exceeds the uniform; never one of probability 0."""
     cdf_BV = probs_BV.cumsum(-1, dtype=torch.float64)  # float32 loses the tail of a large vocabulary
     total_B1 = cdf_BV[:, -1:]
     target_B1 = torch.minimum(uniforms_B[:, None] * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
@@ -61,5 +61,5 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shift_right(bits: Tensor, places: int) -> Tensor:
-    """Unsigned: torch's own shift of an int64 drags the sign along."""
+    """An unsigned shift: torch's shift of an int64 keeps the sign."""
     return (bits >> places) & ((1 << (64 - places)) - 1)

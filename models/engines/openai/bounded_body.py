@@ -1,4 +1,4 @@
-"""The body of an HTTP answer, decompressed, up to a bound of bytes. Never holds more than the bound and one chunk."""
+"""The body of an HTTP response, decompressed, up to a limit of bytes. Never holds more than the limit and one chunk."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import httpx
 
 PLAIN = frozenset({"", "identity"})
 GZIP = frozenset({"gzip", "x-gzip"})
-ACCEPTED = "gzip"  # what to ask for: nothing else is read
+ACCEPTED = "gzip"  # the only encoding that is read
 GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 class BadBody(Exception):
-    """Larger than the bound, cut off, or packed in a way that nobody asked for."""
+    """Larger than the limit, cut off, or in an encoding that was not requested."""
 
 
 async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
-    """Of a streamed answer. Raises BadBody, or the httpx.RequestError of a connection that fails."""
+    """The body of a streamed response. Raises BadBody, or the httpx.RequestError of a failed connection."""
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in PLAIN | GZIP:
         raise BadBody(f"an answer compressed as {encoding[:40]!r}, which wasn't requested")
     unpack = Gunzip() if encoding in GZIP else None
     body = bytearray()
     assert isinstance(response.stream, httpx.AsyncByteStream)
-    async for chunk in response.stream:  # as it came: httpx unpacks a chunk whole, whatever becomes of it
+    async for chunk in response.stream:  # raw: httpx would decompress a whole chunk, whatever its size
         room = max_bytes - len(body) + 1
         body += chunk[:room] if unpack is None else unpack(chunk, room)
         if len(body) > max_bytes:
@@ -35,7 +35,7 @@ async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
 
 
 class Gunzip:
-    """Chunks of gzip in, at most so many bytes out: what lies beyond is never unpacked."""
+    """Decompresses gzip, up to a limit of bytes: what exceeds it is never decompressed."""
 
     def __init__(self) -> None:
         self._decoder = zlib.decompressobj(GZIP_WBITS)

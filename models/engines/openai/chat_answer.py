@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible endpoint answered, read field by field with its types. Pure: bytes in; it sends nothing."""
+"""The answer of an OpenAI-compatible endpoint, read field by field with its types. Pure: bytes in; sends nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TEXT_PARTS = frozenset({"text", "output_text"})
 
 
 class NoChatCompletion(Exception):
-    """The answer has another shape, named by its field."""
+    """The answer has another shape; the message names the field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """The first choice. Empty texts stand for what the endpoint left out."""
+    """The first choice of an answer. Fields that the endpoint left out are empty."""
 
     model: str
     text: str
@@ -25,16 +25,16 @@ class ChatAnswer:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object; empty where the body is anything else."""
+    """The JSON object of a body; empty if the body is anything else."""
     try:
         value = json.loads(body)
-    except (ValueError, RecursionError):  # the latter for what is nested a thousand deep
+    except (ValueError, RecursionError):  # RecursionError: nested a thousand deep
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def read_answer(body: Mapping[str, Any]) -> ChatAnswer:
-    """Raises NoChatCompletion."""
+    """The answer in a body. Raises NoChatCompletion."""
     choices = body.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise NoChatCompletion(f"choices is {_kind(choices)}")
@@ -50,19 +50,19 @@ def read_answer(body: Mapping[str, Any]) -> ChatAnswer:
 
 
 def completion_tokens(body: Mapping[str, Any], most: int) -> int:
-    """As the endpoint counts them; 0 where it doesn't. Nobody used more than `most`, whatever the endpoint says."""
+    """The completion tokens as the endpoint counts them; 0 if it doesn't. Limited to `most`."""
     return min(_count(_usage(body).get("completion_tokens")), most)
 
 
 def total_tokens(body: Mapping[str, Any], most: int) -> int:
-    """Of prompt and completion; 0 where the endpoint doesn't count."""
+    """The tokens of prompt and completion; 0 if the endpoint doesn't count them. Limited to `most`."""
     usage = _usage(body)
     counted = _count(usage.get("prompt_tokens")) + _count(usage.get("completion_tokens"))
     return min(_count(usage.get("total_tokens")) or counted, most)
 
 
 def error_words(body: Mapping[str, Any], text: str) -> str:
-    """The endpoint's own words, on one line: its message, or all that it said."""
+    """The endpoint's error on one line: its message, or the whole text."""
     error = body.get("error") or body
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail")
@@ -71,12 +71,12 @@ def error_words(body: Mapping[str, Any], text: str) -> str:
 
 
 def whole_characters(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which no file and no tokenizer takes."""
+    """The text without halves of surrogate pairs, which JSON can spell but no file or tokenizer takes."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _content(content: object) -> str:
-    """A text, or the text of its parts: thoughts and the like are none."""
+    """A text, or the text of its parts, without thoughts and the like."""
     if not isinstance(content, list):
         return _text("content", content)
     return "".join(_part(part) for part in content)
@@ -111,6 +111,6 @@ def _count(value: object) -> int:
 
 
 def _kind(value: object) -> str:
-    """What JSON calls it."""
+    """The JSON name of a value's type."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null or missing"}
     return kinds.get(type(value), "a number")

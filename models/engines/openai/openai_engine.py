@@ -1,4 +1,4 @@
-"""A judge behind any OpenAI-compatible endpoint: messages in, text out. It has no weights and no token ids of ours."""
+"""A judge behind any OpenAI-compatible endpoint: messages in, text out. No weights, no token ids."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from models.types import (
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 LONGEST_RETRY_AFTER_S = 300.0  # an endpoint that asks for more is out of quota, not busy
-CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 600.0  # a judgement may think for minutes; who waits holds the deadline
+CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 10.0, 600.0  # a judgement may take minutes; the caller has the deadline
 RETRIED_STATUSES = frozenset({408, 409, 425, 429})  # and all of 500 to 599
-BYTES_PER_TOKEN = 4  # of English prose, roughly: what a prompt is expected to weigh until the endpoint says it
-MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN = 2**20, 256  # an answer may be so large: the more, for each token allowed
+BYTES_PER_TOKEN = 4  # rough value for English prose: expected size of a prompt until the endpoint counts it
+MIN_ANSWER_BYTES, ANSWER_BYTES_PER_TOKEN = 2**20, 256  # limit of an answer, plus a part per allowed token
 FIELDS_OF_OURS = frozenset({"model", "messages", "n", "stream", "max_tokens", "max_completion_tokens"})
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
-# What may follow a model's name in the answer: a date or build ("-2024-08-06", "-0613"), "@v2", "-latest".
+# Allowed after a model's name in the answer: a date or build ("-2024-08-06", "-0613"), "@v2", "-latest".
 VERSION_SUFFIX = re.compile(r"[-@:](\d{3,}(?![a-z])[\w.-]*|v\d[\w.]*|latest|preview)", re.IGNORECASE)
 
 
 class NoLimits:
-    """Whatever comes may go."""
+    """Limits that let every request go."""
 
     async def admit(self, num_tokens: int, priority: int) -> None:
         return None
@@ -62,7 +62,7 @@ class NoLimits:
 
 
 class _BusyError(Exception):
-    """Not now: worth another try, after the wait that the endpoint asked for (None: it named none)."""
+    """The endpoint is busy: try again after the wait that it asked for (None: it named none)."""
 
     def __init__(self, cause: str, retry_after_s: float | None = None) -> None:
         super().__init__(cause)
@@ -73,7 +73,7 @@ class _BusyError(Exception):
 class _Reply:
     status: int
     headers: Mapping[str, str]
-    body: dict[str, Any]  # empty where it isn't a JSON object
+    body: dict[str, Any]  # empty if it isn't a JSON object
     raw: bytes
 
     @property
@@ -84,11 +84,11 @@ class _Reply:
 class OpenAIEngine:
     """POSTs to `base_url`/chat/completions. Serves one event loop; raises ValueError for a missing key.
 
-    A busy endpoint (429, 5xx, no connection, no answer) is asked again with a growing, jittered wait, or the one it
-    asks for in Retry-After. Meanwhile the call keeps its place among `max_connections`: a storm of 429s slows all.
+    A busy endpoint (429, 5xx, no connection, no answer) is tried again after a growing, jittered wait, or the one in
+    its Retry-After. Meanwhile the call keeps its place among `max_connections`, so many 429s slow down all calls.
 
-    model_path: the model's name at the endpoint.  model_name: ours, in version spans.
-    limits: asked before each try; waiting for them counts towards whatever deadline the caller holds, and no other.
+    model_path: the model's name at the endpoint.  model_name: its name in version spans.
+    limits: asked before each try; waiting for them counts only towards the caller's deadline.
     transport: another way to the endpoint than TCP, for tests.
     """
 
@@ -120,11 +120,11 @@ class OpenAIEngine:
         self._model_answered = False
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams, context: RequestContext) -> Completion:
-        """Sample one completion. A request_id that is in flight already gets that request's answer.
+        """Sample one completion. A request_id that is already in flight gets that request's answer.
 
-        Raises EngineRefused for what the endpoint will never serve, EngineDied once the retries are used up. Where its
-        first answer is another model's than the one that was asked for: ValueError. Later ones are refused: a gateway
-        may fall back on another model for a while.
+        Raises EngineRefused for what the endpoint will never serve, EngineDied once the retries are used up, ValueError
+        if its first answer is from another model than requested. Later answers of another model are refused: a gateway
+        may use a fallback for a while.
         """
         self._refuse_what_cannot_run(params)
         return await self._in_flight.join(context.request_id, lambda: self._chat(messages, params, context))
@@ -157,8 +157,8 @@ class OpenAIEngine:
                 await asyncio.sleep(wait_s)
 
     async def _ask(self, messages: Sequence[Message], params: SamplingParams, priority: int) -> _Reply:
-        """One try; a second where the endpoint knows the limit by its newer name."""
-        field = self._max_tokens_field  # another call may learn the newer name meanwhile
+        """One try; a second if the endpoint knows the limit by its newer name."""
+        field = self._max_tokens_field  # another call may find the newer name meanwhile
         reply = await self._post(messages, params, priority, field)
         if field == "max_tokens" and _wants_newer_name(reply):
             self._max_tokens_field = "max_completion_tokens"
@@ -172,7 +172,7 @@ class OpenAIEngine:
             max_tokens_field: params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "seed": params.seed % 2**31,  # some endpoints take no more
+            "seed": params.seed % 2**31,  # some endpoints accept no more
             "stop": list(params.stop) or None,
         }
         return {name: value for name, value in {**body, **self._config.extra_body}.items() if value is not None}
@@ -187,13 +187,13 @@ class OpenAIEngine:
             reply = await self._send(self._body(messages, params, max_tokens_field), max_bytes)
         except BadBody as error:
             cause = str(error)
-        except httpx.RequestError as error:  # refused, reset, cut off in mid-answer, timed out
+        except httpx.RequestError as error:  # refused, reset, cut off, timed out
             cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         else:
             used = used_tokens(reply.status, reply.body, num_tokens, most_tokens(messages, params))
             self._limits.settle(num_tokens, used)
             return reply
-        raise _BusyError(cause)  # outside of `except`: a chained httpx error would carry the request, key and all
+        raise _BusyError(cause)  # outside of `except`: a chained httpx error would contain the request with the key
 
     async def _send(self, body: dict[str, Any], max_bytes: int) -> _Reply:
         async with self._client.stream("POST", self._url, json=body) as response:
@@ -244,28 +244,28 @@ class OpenAIEngine:
         return FINISH_REASONS[finish]
 
     def _clean(self, text: str) -> str:
-        """Some endpoints echo the key that they don't know."""
+        """A text without the key, which some endpoints echo."""
         return text.replace(self._key, "***") if self._key else text
 
 
 def expected_tokens(messages: Sequence[Message], params: SamplingParams) -> int:
-    """The most that a call may use: its prompt by its bytes, and an answer of full length."""
+    """The most tokens that a call is expected to use: its prompt by its bytes, and an answer of full length."""
     num_bytes = sum(len(message.content.encode("utf-8")) for message in messages)
     return -(-num_bytes // BYTES_PER_TOKEN) + params.max_new_tokens
 
 
 def most_tokens(messages: Sequence[Message], params: SamplingParams) -> int:
-    """No call uses more, whatever an endpoint counts: a token of the prompt is a byte at least."""
+    """The upper limit of a call's tokens, for endpoints that count wrongly: a prompt token is at least a byte."""
     return sum(len(message.content.encode("utf-8")) for message in messages) + params.max_new_tokens
 
 
 def used_tokens(status: int, body: Mapping[str, Any], num_expected: int, most: int) -> int:
-    """By the endpoint's own count; what is refused uses none, and where it doesn't count the expected ones stay."""
+    """The tokens by the endpoint's count; a refused call uses none; without a count the expected ones."""
     return 0 if status != 200 else total_tokens(body, most) or num_expected
 
 
 def same_model(asked: str, answered: str) -> bool:
-    """Whether two names differ in a version, a vendor's prefix or capitals at most."""
+    """Whether two names differ only in a version, a vendor's prefix or capitals."""
     bare = [name.casefold().rsplit("/", 1)[-1].removesuffix("-latest") for name in (asked, answered)]
     longer, shorter = max(bare, key=len), min(bare, key=len)
     suffix = longer.removeprefix(shorter)
@@ -294,7 +294,7 @@ def _wants_newer_name(reply: _Reply) -> bool:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds, or the time until a date (RFC 9110, 10.2.3), by the endpoint's own clock where it tells its time."""
+    """The seconds to wait, or until a date (RFC 9110, 10.2.3), by the endpoint's clock if it sends its time."""
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(\.\d*)?", value, re.ASCII):
         return float(value)
@@ -314,8 +314,10 @@ def _date(value: str) -> datetime | None:
 
 
 def _wait_s(busy: _BusyError, attempt: int, request_id: str) -> float:
-    """What the endpoint asked for and up to a quarter more, or 0.5, 1, 2, .. s less up to a half: calls part ways."""
-    chance = derive_seed(attempt, request_id) / 2**63  # of its own, and the same whenever the run is repeated
+    """The wait that the endpoint asked for plus up to a quarter, or 0.5, 1, 2, .. s minus up to a half, to spread
+    calls.
+    """
+    chance = derive_seed(attempt, request_id) / 2**63  # random, but the same when the run is repeated
     if busy.retry_after_s:
         return busy.retry_after_s * (1 + chance / 4)
     return min(FIRST_BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S) * (1 - chance / 2)

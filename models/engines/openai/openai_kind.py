@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint, as a run sees it. Sends nothing itself."""
+"""The kind of a judge behind an OpenAI-compatible endpoint. Sends nothing itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
         )
 
     def connect(self, role: str, model: ModelConfig, limits: SendLimits) -> ChatEngine:
-        """With what its chat template is told in each request."""
+        """Make the client, with the variables of the chat template in each request."""
         from models.engines.openai.openai_engine import OpenAIEngine
 
         return OpenAIEngine(model.path, role, told_options(self.options, model), limits=limits)

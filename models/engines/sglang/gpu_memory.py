@@ -1,4 +1,4 @@
-"""How much memory of this process's GPUs is taken, by whomever: SGLang reports none of the moment. Changes nothing."""
+"""The used memory of this process's GPUs, by all processes: SGLang doesn't report it. Changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MIB = 2**20
 
 
 async def used_gpu_bytes() -> int:
-    """Over the GPUs that this process may see, by nvidia-smi. 0 where there is none to tell."""
+    """Used bytes of the GPUs visible to this process, by nvidia-smi. 0 if there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     if visible:

@@ -1,4 +1,4 @@
-"""HTTP to one SGLang server: JSON calls, streamed events, and its errors as ours. Knows no request and no weights."""
+"""HTTP to one SGLang server: JSON calls, streamed events, translated errors. Knows no request and no weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import httpx
 from models.types import EngineDied, EngineRefused
 
 CONNECT_TIMEOUT_S, SEND_TIMEOUT_S = 10.0, 60.0
-SILENCE_S = 3600.0  # between two parts of an answer: a request waits in the queue, and while generation is paused
-KEPT_S = 2.0  # well below the 5 s after which the server hangs up: to ask at that very moment looks like its death
+SILENCE_S = 3600.0  # between two parts of an answer: requests wait in the queue, and while generation is paused
+KEPT_S = 2.0  # below the 5 s after which the server closes: a call at that moment would look like its death
 KEPT_CONNECTIONS = 64
 EVENT = "data: "
 Json = dict[str, Any]
 
 
 class SglangHttp:
-    """Bound to the event loop that first calls it. Who waits holds a deadline; an hour's silence is death.
+    """A client, bound to the event loop that first calls it. Callers have deadlines; an hour of silence counts as
+    death.
 
-    on_death: told once, when the server is found to be gone.
-    post_mortem: what else is known about a server that doesn't answer, for the message.
+    on_death: called once, when the server is found to be gone.
+    post_mortem: more about a server that doesn't answer, for the message.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class SglangHttp:
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
             ),
-            trust_env=False,  # a proxy would see our weights' paths and break our streams
+            trust_env=False,  # a proxy would see the paths of weights and break streams
             transport=transport,
         )
 
     def die(self, cause: str) -> EngineDied:
-        """From now on all calls fail with the first cause of death. An exception to raise."""
+        """Let all calls from now on fail with the first cause of death. Returns an exception to raise."""
         if self.death is None:
             self.death = EngineDied(f"SGLang at {self.url} {cause}{self._post_mortem()}")
             self.on_death()
@@ -63,11 +64,11 @@ class SglangHttp:
         return await self._call("GET", path, None)
 
     async def post(self, path: str, body: Json) -> Json:
-        """Raises EngineRefused with the server's words for 4xx, EngineDied where it is gone or broken."""
+        """Raises EngineRefused with the server's message for 4xx, EngineDied if it is gone or broken."""
         return await self._call("POST", path, body)
 
     async def stream(self, path: str, body: Json) -> AsyncIterator[Json]:
-        """The server-sent events of one answer. Leaving the iteration hangs up."""
+        """The server-sent events of one answer. Leaving the iteration disconnects."""
         self.refuse_the_dead()
         try:
             async with self._client.stream("POST", path, json=body) as response:
@@ -111,12 +112,12 @@ def as_json(response: httpx.Response) -> Json:
     try:
         body = response.json()
     except ValueError:
-        return {}  # some calls answer with plain words, or nothing
+        return {}  # some calls answer with plain text, or nothing
     return body if isinstance(body, dict) else {}
 
 
 def words_of(response: httpx.Response) -> str:
-    """The server's own message, whichever of its four forms it comes in; on one line."""
+    """The server's message, in any of its four forms, on one line."""
     return message_of(as_json(response)) or " ".join(response.text.split())[:500] or f"HTTP {response.status_code}"
 
 
@@ -128,7 +129,7 @@ def message_of(body: Json) -> str:
 
 
 async def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """ConnectionError where the server doesn't answer in time."""
+    """Raises ConnectionError if the server doesn't answer in time."""
     try:
         async with asyncio.timeout(seconds):
             return await call()

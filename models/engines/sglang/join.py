@@ -1,4 +1,4 @@
-"""Whether an SGLang server that runs already is the one that a run means. Sets it back to its own weights."""
+"""Checks that a running SGLang server is the one that a run needs. Resets it to its own weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROBE = "Hällo <|im_end|></s> <|endoftext|>\n\t 3 + 4 = 7; 你好, \\boxed{12} 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """version: how the server names its weights. incremental: its events hold the new tokens only."""
+    """version: the server's name of its weights. incremental: its events hold only new tokens."""
 
     version: str
     incremental: bool
@@ -28,12 +28,12 @@ class Joined:
 
 
 def key_of(config: SglangConfig) -> str:
-    """Of the environment; empty where there is none: many servers want none."""
+    """The key from the environment; empty if there is none: many servers need none."""
     return os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
 
 
 def check_joined(url: str, key: str, model_path: str, context_tokens: int, api_key_env: str = "") -> Joined:
-    """Raises ValueError naming engine.sglang.urls for a server that isn't there, or holds another model."""
+    """Raises ValueError that names engine.sglang.urls for a server that isn't there, or has another model."""
     with httpx.Client(base_url=url, headers=headers_of(key), timeout=ANSWER_S, trust_env=False) as client:
         server = _Server(client, url, api_key_env)
         info, now = server.get("/server_info"), server.get("/model_info")
@@ -44,7 +44,7 @@ def check_joined(url: str, key: str, model_path: str, context_tokens: int, api_k
         started_with = str(info.get("weight_version", "default"))
         if str(now.get("weight_version")) != started_with:
             server.reload(str(info["model_path"]), started_with)
-        server.post("/continue_generation", {})  # a run that ended in the midst of a push left it paused
+        server.post("/continue_generation", {})  # a run that ended during a push left it paused
         return Joined(
             version=started_with,
             incremental=bool(info.get("incremental_streaming_output")),
@@ -105,7 +105,7 @@ class _Server:
 
 
 def model_name_of(path: str) -> str:
-    """The last part of a path or hub name; of the hub's cache, the name of the repository."""
+    """The last part of a path or hub name; for the hub's cache, the name of the repository."""
     parts = Path(path.rstrip("/")).parts
     cached = [part for part in parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else parts[-1] if parts else "").casefold()

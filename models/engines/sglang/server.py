@@ -1,4 +1,4 @@
-"""An SGLang server of our own: a process group that starts, answers, and dies with us. Asks it for no token."""
+"""Starts an SGLang server: a process group that ends with this process. Requests no token."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from models.settings import SglangConfig
 
 LAST_LINES = 15
 POLL_S, ANSWER_S = 0.2, 10.0
-KV_TOKENS_ON_A_CPU = 65_536  # SGLang would take a share of the machine's memory
-SPARE_TOKENS = 8  # SGLang keeps a few of its window for itself
+KV_TOKENS_ON_A_CPU = 65_536  # otherwise SGLang takes a share of the machine's memory
+SPARE_TOKENS = 8  # SGLang keeps a few of its window
 
-# A key of ours, or nothing: the run sets these flags itself.
+# The key that sets a flag, or empty: the run sets these flags itself.
 FLAGS_OF_OURS = {
     "model-path": "policy.path (or grm.path)",
     "tokenizer-path": "policy.path (or grm.path)",
@@ -47,7 +47,7 @@ FLAGS_OF_OURS = {
     **dict.fromkeys(("host", "port", "api-key", "admin-api-key", "config", "weight-version", "skip-tokenizer-init")),
 }
 
-# Dies when its parent dies, however that dies; a parent that is gone already is seen by its id.
+# Dies when its parent dies in any way; a parent that is gone already is detected by its id.
 BOOT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -58,7 +58,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangStart:
-    """What a server is to be. context_tokens: prompt and new ones together."""
+    """The specification of a server. context_tokens: prompt and new ones together."""
 
     model_path: str
     config: SglangConfig
@@ -71,9 +71,10 @@ class SglangStart:
 
 
 class SglangServer:
-    """Blocks until the server answers. Raises ValueError for flags that it doesn't know, RuntimeError otherwise.
+    """A server process. Blocks until it answers. Raises ValueError for flags that it doesn't know, RuntimeError
+    otherwise.
 
-    The key stands in a file that only we can read, and that goes once it was read: a command line is for all to see.
+    The key is in a file that only this user can read, deleted once it was read: a command line is visible to all.
     """
 
     def __init__(self, start: SglangStart) -> None:
@@ -92,11 +93,11 @@ class SglangServer:
         try:
             if self._process is None:
                 raise ValueError(f"engine.sglang.python: {_python(start.config)!r} can't be run")
-            self._end = weakref.finalize(self, _kill, self._process)  # at exit as well
+            self._end = weakref.finalize(self, _kill, self._process)  # also at exit
             self._await_health(start.config.start_timeout_s)
         except BaseException:
             self.close()
-            if not self.log_path.exists() or not self.log_path.stat().st_size:  # nothing to read there
+            if not self.log_path.exists() or not self.log_path.stat().st_size:  # the log is empty
                 config_file.unlink(missing_ok=True)
                 shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -109,24 +110,24 @@ class SglangServer:
         return self._process.pid
 
     def post_mortem(self) -> str:
-        """How it ended, if it did, and its last words."""
+        """How it ended, if it did, and its last lines."""
         code = self._process.poll() if self._process is not None else None
         ended = f"; its process ended with {code}" if code is not None else ""
         return f"{ended}. Its log is {self.log_path}, and ends with:\n" + "\n".join(self._last_lines)
 
     def close(self) -> None:
-        """End all its processes; the log stays where it told of an error."""
+        """End all its processes; the log is kept if it has an error."""
         if self._process is not None:
             _kill(self._process)
             self._thread.join(timeout=5)
 
     def forget(self) -> None:
-        """Close, and drop the log too."""
+        """Close, and delete the log too."""
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self, start: SglangStart) -> None:
-        """The thread: it starts the process, since that dies with the thread that did, and keeps its log."""
+        """The thread that starts the process, which dies with its thread, and keeps its log."""
         command = [_python(start.config), "-c", BOOT, str(os.getpid()), "--config", str(self._folder / "key.yaml")]
         command += [*arguments_of(start), "--host", "127.0.0.1", "--port", self.url.rsplit(":", 1)[1]]
         try:
@@ -136,7 +137,7 @@ class SglangServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is ours to handle; and its children are ended with it
+                start_new_session=True,  # Ctrl-C is handled here, and its children end with it
             )
         except OSError:
             return
@@ -169,7 +170,7 @@ class SglangServer:
         )
 
     def _failure(self) -> Exception:
-        """argparse says what is wrong with a flag on a line of its own."""
+        """The failure; argparse names a wrong flag on its own line."""
         wrong = [line.partition("error: ")[2] for line in self._last_lines if ": error: " in line]
         if wrong:
             return ValueError(f"engine.sglang.options: SGLang refuses: {wrong[-1]}")
@@ -177,7 +178,7 @@ class SglangServer:
 
 
 def arguments_of(start: SglangStart) -> list[str]:
-    """The command line but for place and key. Raises ValueError for an option that isn't the user's to set here."""
+    """The command line without address and key. Raises ValueError for an option that the user may not set here."""
     config = start.config
     flags: dict[str, Any] = _defaults(start)
     for name, value in config.options.items():
@@ -200,13 +201,13 @@ def arguments_of(start: SglangStart) -> list[str]:
         "tp-size": start.tensor_parallel,
         "weight-version": str(start.version),
         "enable-memory-saver": config.sleep_mode,
-        "enable-weights-cpu-backup": config.sleep_mode,  # without it they are gone after a sleep
+        "enable-weights-cpu-backup": config.sleep_mode,  # without it they are lost after a sleep
     }
     return [part for name, value in flags.items() for part in _argument(name, value)]
 
 
 def environment_of(start: SglangStart, environment: Mapping[str, str]) -> dict[str, str]:
-    """Of the server's process: ours, less what would lead another interpreter to our packages."""
+    """The environment of the server: this one, without what would lead another interpreter to our packages."""
     result = dict(environment)
     if start.config.python and Path(start.config.python) != Path(sys.executable):
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
@@ -219,9 +220,9 @@ def environment_of(start: SglangStart, environment: Mapping[str, str]) -> dict[s
 
 
 def _defaults(start: SglangStart) -> dict[str, Any]:
-    """What we rely on, and a user may still change."""
+    """Flags that we rely on, and a user may still change."""
     flags: dict[str, Any] = {
-        "enable-deterministic-inference": True,  # else it takes no notice of a request's seed
+        "enable-deterministic-inference": True,  # otherwise it ignores a request's seed
         "incremental-streaming-output": True,
         "enable-priority-scheduling": True,
         "schedule-low-priority-values-first": True,

@@ -1,7 +1,7 @@
-"""Which tensors of a push an SGLang server's parameters show, by the server's own checksums of them. Pure: asks nobody.
+"""Which tensors of a push show in an SGLang server's parameters, by the server's checksums. Pure: sends nothing.
 
-A server merges some tensors of a checkpoint into one parameter. Where a tensor went isn't told: its name says it. Of
-a tensor whose parameter isn't found nothing is claimed.
+A server merges some tensors of a checkpoint into one parameter. It doesn't report which: the names tell. Nothing is
+said about a tensor whose parameter isn't found.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def unapplied(
     before: Mapping[str, tuple[str, ...]],
     after: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, ...]:
-    """Tensors (name -> checksum) that changed since the last push, and whose parameter did not, on any rank."""
+    """Tensors (name -> checksum) that changed since the last push while their parameter changed on no rank."""
     changed = [name for name, checksum in sent.items() if checksum and last_sent.get(name, checksum) != checksum]
     return tuple(
         sorted(

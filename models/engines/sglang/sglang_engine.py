@@ -1,12 +1,12 @@
-"""An SGLang server as an engine of ours, one of our own or one that runs already: async calls over HTTP.
+"""An SGLang server as an Engine, started here or already running: async calls over HTTP.
 
     generate, abort -> sglang_generation: a stream of /generate per request -> Completion
     pause .. commit -> /pause_generation (in_place or retract), sglang_weights: the server's own calls
-    a server that is gone -> EngineDied, for whoever waits and whoever comes
+    a server that is gone -> EngineDied, for waiting and later calls
 
-Weights under kept requests: with `recompute_kv_on_sync` the server takes its requests back and drops all cached keys
-and values. Without it kept requests go on with theirs, and a new namespace of the prefix cache keeps newcomers from
-ever taking them; requests that have not begun are taken back and asked again under it.
+New weights during requests: with `recompute_kv_on_sync` the server retracts its requests and drops all cached keys and
+values. Without it kept requests continue with theirs, and a new namespace of the prefix cache keeps new requests from
+using them; requests that have not begun are withdrawn and sent again in the new namespace.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CONFIRM_EVERY_S = 30.0
 
 
 class SglangEngine:
-    """Any model that SGLang serves. Bound to the event loop that first asks it; see `start` and `join`.
+    """An engine for any model that SGLang serves. Bound to the event loop that first calls it; see `start` and `join`.
 
-    Needs SGLang 0.5.23 or later: version spans, sessions of weights.
+    Needs SGLang 0.5.23 or later: version spans, weight sessions.
     """
 
     def __init__(
@@ -62,15 +62,16 @@ class SglangEngine:
         served_path: str | None = None,
         server: SglangServer | None = None,
     ) -> None:
-        """server_version: how the server names its weights, which are our `version`. incremental: its events hold the
-        new tokens only. same_machine: it can open our files. served_path: the model that it must go on to name (None:
-        nobody else can change it). server: to be ended with the engine."""
+        """server_version: the server's name of the weights `version`. incremental: its events hold only new tokens.
+        same_machine: it can open local files. served_path: the model that it must continue to name (None: no other
+        process can change it). server: ended with the engine.
+        """
         self.model_name = model_name
         self.version = version
         self._http, self._server = http, server
         self._config, self._device = config, device
         self._window = ContextLimit.of(model_name, renderer, config.max_context_tokens)
-        # One that quantises may hold the same after a small step, and a CPU has no checksums.
+        # A quantized parameter may not change after a small step, and a CPU has no checksums.
         tells_parameters = device != "cpu" and not config.options.get("quantization")
         self._weights = SglangWeights(http, outline_causal_lm(model_path), same_machine, tells_parameters)
         self._generation = SglangGeneration(
@@ -98,9 +99,9 @@ class SglangEngine:
         version: int = 0,
         tensor_parallel: int = 1,
     ) -> SglangEngine:
-        """A server of our own, which dies with us. Blocks until it answers (tens of seconds).
+        """Start a server, which ends with this process. Blocks until it answers (tens of seconds).
 
-        Raises ValueError for a model or option that can't be had, RuntimeError with the server's last words.
+        Raises ValueError for an unusable model or option, RuntimeError with the server's last lines.
         """
         renderer = Renderer.load(model_path, chat_template)
         server = SglangServer(
@@ -141,9 +142,10 @@ class SglangEngine:
         chat_template: str | None = None,
         version: int = 0,
     ) -> SglangEngine:
-        """A server that runs already, for this run alone: it goes on, with the weights that it was started with.
+        """Join a running server, which only this run may use: it keeps running, with the weights that it was started
+        with.
 
-        Raises ValueError naming engine.sglang.urls where it isn't the one that `model_path` is for.
+        Raises ValueError that names engine.sglang.urls if it doesn't serve `model_path`.
         """
         renderer = Renderer.load(model_path, chat_template)
         key = key_of(config)
@@ -165,11 +167,11 @@ class SglangEngine:
 
     @property
     def prefilled_tokens(self) -> int:
-        """Of finished requests: prompt tokens that no prefix cache held."""
+        """Prompt tokens of finished requests that no prefix cache had."""
         return self._generation.num_prefilled
 
     def process_ids(self) -> list[int]:
-        """Of the server, if it is ours: the head of a process group."""
+        """The process id of a server started here: the head of a process group."""
         return [self._server.process_id] if self._server is not None else []
 
     async def generate(
@@ -179,7 +181,7 @@ class SglangEngine:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        """Sample one completion. A request_id that is in flight already gets that request's answer."""
+        """Sample one completion. A request_id that is already in flight gets that request's answer."""
         ids = tuple(prompt_ids)
         self._http.refuse_the_dead()
         self._window.check_request(ids, params)
@@ -193,29 +195,29 @@ class SglangEngine:
         self._generation.hold()
         mode = "retract" if self._config.recompute_kv_on_sync else "in_place"
         await self._http.post("/pause_generation", {"mode": mode})
-        # The answer came before the scheduler had it; what the scheduler answers comes after.
+        # The answer came before the scheduler had the abort; the scheduler's answer comes later.
         await self._http.get("/server_info")
 
     async def resume(self) -> None:
-        """Weights of a push that wasn't committed are as far as it came."""
+        """Resume. After an uncommitted push the weights are mixed."""
         await self._http.post("/continue_generation", {})
         self._generation.go_on()
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
-        """Raises RuntimeError where not paused, ConnectionError where the group doesn't come together."""
+        """Raises RuntimeError if not paused, ConnectionError if the group doesn't form."""
         self._refuse_the_unpaused()
         await self._weights.begin(link)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        """Raises ValueError naming a tensor that doesn't fit, ConnectionError where a broadcast broke off."""
+        """Raises ValueError that names a tensor that doesn't fit, ConnectionError if a broadcast broke off."""
         self._refuse_the_unpaused()
         await self._weights.load(bucket)
 
     async def commit_weights(self, version: int) -> WeightReceipt:
-        """Raises RuntimeError where the server then says another version."""
+        """Raises RuntimeError if the server then reports another version."""
         receipt = await self._weights.commit(version)
         self.version = version
-        self._served_path = None  # a file's folder by now; from here on the version tells
+        self._served_path = None  # now a file's folder; from here on the version identifies it
         recompute = self._config.recompute_kv_on_sync
         self._generation.adopt(version, forget_prompts=not recompute)
         if recompute:
@@ -228,7 +230,7 @@ class SglangEngine:
         return scores_of(await self._http.post("/generate", scoring_body(ids)))
 
     async def sleep(self) -> int:
-        """Raises RuntimeError where not paused, or with requests in flight: the server would crash on it."""
+        """Raises RuntimeError if not paused, or with requests in flight: the server would crash."""
         if not (self._generation.paused and self._generation.idle):
             raise RuntimeError("only a paused engine without requests can sleep")
         before = await used_gpu_bytes() if self._device == "cuda" else 0
@@ -239,13 +241,13 @@ class SglangEngine:
         await self._http.post("/resume_memory_occupation", {})
 
     def close(self) -> None:
-        """End a server of ours; leave another one alone. Who still waits gets EngineDied."""
+        """End a server started here; leave a joined one running. Waiters get EngineDied."""
         self._http.die(f"was closed with the engine of {self.model_name}")
         if self._server is not None:
             self._server.forget()
 
     async def _confirm_model(self) -> None:
-        """A server that others look after may be another one by now, under the same URL."""
+        """Check that a joined server under this URL still has the same model."""
         now = asyncio.get_running_loop().time()
         if self._served_path is None or now - self._confirmed_at < CONFIRM_EVERY_S:
             return

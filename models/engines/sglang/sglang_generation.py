@@ -1,8 +1,8 @@
-"""Requests in flight at one SGLang server: sent, held back, taken back, aborted. Knows no weights but by version.
+"""Requests in flight at one SGLang server: sent, held back, withdrawn, aborted. Knows weights only by version.
 
-A request waits here, not at the server, while generation is paused (a paused server answers no abort, and would file a
-newcomer's prompt under older weights), and while a sibling with the same prompt waits for its first token: after that
-the server's prefix cache has the prompt.
+A request waits here, not at the server, while generation is paused (a paused server answers no abort, and would cache a
+new prompt under older weights), and while a sibling with the same prompt waits for its first token: after that the
+server's prefix cache has the prompt.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from models.engines.sglang.sglang_requests import SglangRequest, body_of, comple
 from models.engines.stop_conditions import StopConditions
 from models.types import Completion, EngineDied, EngineRefused, RequestContext, SamplingParams
 
-ABORT_GRACE_S = 2.0  # for the server's own answer to an abort: it has all tokens
+ABORT_GRACE_S = 2.0  # for the server's answer to an abort: it has all tokens
 
 
 class SglangGeneration:
-    """versions: the server's names of versions -> ours, the newest last.
+    """The requests of one server. versions: server's name of a version -> ours, the newest last.
 
-    incremental: the server's events hold the new tokens only.
+    incremental: the server's events hold only new tokens.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class SglangGeneration:
         incremental: bool,
         versions: dict[str, int],
     ) -> None:
-        self.num_prefilled = 0  # of finished requests: prompt tokens that no prefix cache held
+        self.num_prefilled = 0  # prompt tokens of finished requests that no prefix cache had
         self._http, self._model_name, self._endings = http, model_name, endings
         self._stop_token_ids, self._vocab_size = tuple(stop_token_ids), vocab_size
         self._seed, self._incremental, self._versions = seed, incremental, versions
         self._namespace = uuid.uuid4().hex  # of the prefix cache
         self._tickets: dict[str, SglangRequest] = {}
-        self._prefilling: dict[tuple[int, ...], asyncio.Event] = {}  # set once the first token is there
+        self._prefilling: dict[tuple[int, ...], asyncio.Event] = {}  # set once the first token came
         self._in_flight: SingleFlight[Completion] = SingleFlight()
         self._errands: set[asyncio.Task[None]] = set()
         self._going = AdmissionGate()
-        http.on_death = self._going.open  # who waits for the end of a pause hears of it
+        http.on_death = self._going.open  # wakes those who wait for the end of a pause
 
     @property
     def paused(self) -> bool:
@@ -69,8 +69,9 @@ class SglangGeneration:
         self._going.open()
 
     def adopt(self, version: int, forget_prompts: bool) -> None:
-        """New weights, under the name of `version`. forget_prompts: no newcomer may use what the server has cached;
-        requests that have not begun are asked again."""
+        """Adopt new weights under the name of `version`. forget_prompts: new requests must not use the server's cache;
+        requests that have not begun are sent again.
+        """
         self._versions.pop(str(version), None)
         self._versions[str(version)] = version
         if forget_prompts:
@@ -86,7 +87,7 @@ class SglangGeneration:
         context: RequestContext,
         on_first_token: Callable[[], None],
     ) -> Completion:
-        """A request_id that is in flight already gets that request's answer."""
+        """Sample one completion. A request_id that is already in flight gets that request's answer."""
         request_id = context.request_id
         if request_id not in self._in_flight:
             self._tickets[request_id] = SglangRequest(prompt_ids, params, context.priority)
@@ -132,7 +133,7 @@ class SglangGeneration:
             await sibling.wait()
 
     async def _sample(self, ticket: SglangRequest) -> bool:
-        """One try; whether it is the answer. It isn't where the request was taken back before it had begun."""
+        """One try. Returns whether it is the answer: not if the request was withdrawn before it began."""
         prefilled = self._prefilling.setdefault(ticket.prompt_ids, asyncio.Event())
         ticket.renew(on_begin=partial(self._prefill_over, ticket.prompt_ids, prefilled))
         reading = asyncio.create_task(self._read(ticket))
@@ -177,7 +178,7 @@ class SglangGeneration:
         ticket.interrupted.set()
 
     def _run_errand(self, errand: Coroutine[Any, Any, Any]) -> None:
-        """Something that nobody waits for."""
+        """Run a task that no caller waits for."""
 
         async def run() -> None:
             with contextlib.suppress(EngineDied, EngineRefused):

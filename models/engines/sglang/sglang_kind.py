@@ -1,19 +1,17 @@
-"""SGLang's servers as a run sees them. Starts none unless told to."""
+"""SGLang's kind. Starts servers only if they aren't joined."""
 
 from __future__ import annotations
 
-from models.engines.engine_kind import CacheRoom, EngineKind, EngineSpec, OptionKey, coarser_than_sent
+from models.engines.engine_kind import CacheRoom, EngineSpec, OptionKey
+from models.engines.gpu_engine_kind import GpuEngineKind
 from models.engines.installed import sglang_missing
 from models.settings import EngineConfig, ModelConfig, SglangConfig
 from models.types import Engine
 
 
-class SglangKind(EngineKind[SglangConfig]):
+class SglangKind(GpuEngineKind[SglangConfig]):
     section = "sglang"
     transports = ("nccl", "gloo", "disk")
-    tensor_parallel = True
-    grammar = True
-    frees_gpu = True
     share_option = "mem_fraction"
     memory_remedy = "lower engine.sglang.mem_fraction, or raise slots_per_replica"
 
@@ -22,7 +20,7 @@ class SglangKind(EngineKind[SglangConfig]):
         return sections.sglang
 
     def make(self, spec: EngineSpec, rank: int) -> Engine:
-        """A server of our own, or the one of this replica among those that run already."""
+        """Start a server, or join the running one of this replica."""
         from models.engines.sglang.sglang_engine import SglangEngine
 
         told = (spec.path, spec.role, self.options)
@@ -42,20 +40,8 @@ class SglangKind(EngineKind[SglangConfig]):
             raise ValueError(missing if missing.startswith("engine.") else f"{role}.engine: {missing}")
 
     @property
-    def max_rows(self) -> int:
-        return self.options.max_batch_rows
-
-    @property
     def joined(self) -> int:
         return len(self.options.urls)
-
-    @property
-    def sleep_mode(self) -> bool:
-        return self.options.sleep_mode
-
-    @property
-    def quantizes(self) -> bool:
-        return coarser_than_sent(self.options.options)
 
     @property
     def memory_share(self) -> float | None:
@@ -64,6 +50,4 @@ class SglangKind(EngineKind[SglangConfig]):
     def cache_room(self, weight_bytes: float, device: str, device_bytes: float | None) -> CacheRoom | None:
         if device_bytes is None or device == "cpu":
             return None
-        share = self.options.mem_fraction
-        decided_by = f"the rest of engine.sglang.mem_fraction={share:g}"
-        return CacheRoom(num_bytes=max(0.0, share * device_bytes - weight_bytes), decided_by=decided_by)
+        return self.rest_of_share(self.options.mem_fraction, weight_bytes, device_bytes)

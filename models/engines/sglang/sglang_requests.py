@@ -1,4 +1,4 @@
-"""Requests to SGLang and what comes back, in our types. Knows one request at a time; talks to no server."""
+"""Requests to SGLang and its answers in our types. Knows one request at a time; sends nothing."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from models.types import (
     ignore_first_token,
 )
 
-# Tokens per event, after the first token: what an abort under a pause may lose, and the price of each event.
+# Tokens per event after the first token: an abort during a pause may lose as many; each event costs time.
 TOKENS_PER_EVENT = 32
-ONE_EVENT = 1 << 20  # a server that repeats the whole answer in each event is asked for two of them
-MASKED_TOP_K = 4096  # the most that SGLang gives back the real log-probs of, where top_p restricts them
+ONE_EVENT = 1 << 20  # a server that repeats the whole answer in each event sends two of them
+MASKED_TOP_K = 4096  # the most tokens of which SGLang returns the real log-probs with top_p
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 Json = dict[str, Any]
 
 
 @dataclass(slots=True)
 class SglangSample:
-    """What has come of a request. `pieces`: how many tokens there were at each event, and the server's version then."""
+    """The tokens of a request so far. `pieces`: the number of tokens at each event, and the server's version then."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -39,10 +39,10 @@ class SglangSample:
     num_prefilled: int = 0
 
     def add(self, event: Json) -> None:
-        """One event: all tokens so far, or the new ones, as the server is set."""
+        """Add one event: all tokens so far, or the new ones, as the server is configured."""
         meta = event["meta_info"]
         total = meta["completion_tokens"]
-        logprobs = meta.get("output_token_sampling_logprobs")  # of what top_p left, where it was asked for
+        logprobs = meta.get("output_token_sampling_logprobs")  # after top_p, if it was set
         if logprobs is None:
             logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
         self.token_ids = _joined(self.token_ids, event["output_ids"], total)
@@ -61,15 +61,15 @@ class SglangRequest:
     params: SamplingParams
     priority: int
     listeners: list[Callable[[], None]] = field(default_factory=list)
-    rid: str = ""  # at the server, of the latest try; empty: it isn't there
+    rid: str = ""  # at the server, of the latest try; empty: not sent
     sampled: SglangSample = field(default_factory=SglangSample)
     begun: bool = False  # its first token was sampled
     aborted: bool = False
-    interrupted: asyncio.Event = field(default_factory=asyncio.Event)  # don't wait for the server's answer
+    interrupted: asyncio.Event = field(default_factory=asyncio.Event)  # set: don't wait for the server's answer
     on_begin: Callable[[], None] = ignore_first_token  # of the latest try
 
     def renew(self, on_begin: Callable[[], None]) -> None:
-        """Before a try. SGLang aborts by the beginning of an id: ids of one length can't be each other's."""
+        """Prepare a try. SGLang aborts by the prefix of an id: with ids of one length none is a prefix of another."""
         self.rid, self.sampled, self.on_begin = uuid.uuid4().hex, SglangSample(), on_begin
         self.interrupted.clear()
 
@@ -85,7 +85,9 @@ class SglangRequest:
 def body_of(
     ticket: SglangRequest, *, seed: int, stop_token_ids: Sequence[int], vocab_size: int, namespace: str, whole: bool
 ) -> Json:
-    """For /generate. namespace: of the prefix cache. whole: each event will repeat the answer from its beginning."""
+    """The body for /generate. namespace: of the prefix cache. whole: each event repeats the answer from its
+    beginning.
+    """
     params = ticket.params
     sampling: Json = {
         "max_new_tokens": params.max_new_tokens,
@@ -114,7 +116,7 @@ def body_of(
 
 
 def scoring_body(token_ids: Sequence[int]) -> Json:
-    """For /generate: nothing new, the log-probs of what is there. Nothing of it is taken from the prefix cache."""
+    """The body for /generate that returns only the log-probs of its input. Nothing is taken from the prefix cache."""
     return {
         "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -128,7 +130,7 @@ def scores_of(answer: Json) -> tuple[float, ...]:
 
 
 def finish_reason_of(ticket: SglangRequest) -> FinishReason:
-    """Raises EngineRefused or EngineDied where the server ended a request that nobody wanted ended."""
+    """Raises EngineRefused or EngineDied if the server ended a request without being asked."""
     finish = ticket.sampled.finish
     if finish is None or ticket.aborted:
         return "abort" if finish is None else FINISH_REASONS[finish["type"]]
@@ -139,7 +141,7 @@ def finish_reason_of(ticket: SglangRequest) -> FinishReason:
 
 
 def completion_of(ticket: SglangRequest, text: str, model: str, versions: Mapping[str, int]) -> Completion:
-    """versions: the server's names of versions -> ours, the newest last. RuntimeError for one that isn't there."""
+    """versions: server's name of a version -> ours, the newest last. Raises RuntimeError for an unknown one."""
     sampled = ticket.sampled
     return Completion(
         token_ids=tuple(sampled.token_ids),
@@ -151,7 +153,9 @@ def completion_of(ticket: SglangRequest, text: str, model: str, versions: Mappin
 
 
 def spans_of(sampled: SglangSample, model: str, versions: Mapping[str, int]) -> tuple[VersionSpan, ...]:
-    """As the server says at the end. For an answer that was cut off: of each event the older version it may be of."""
+    """The spans as the server reports them at the end. For an answer that was cut off, the older possible version of
+    each event.
+    """
     stretches = [(span["start"], span["end"], str(span["version"])) for span in sampled.spans]
     if not stretches:
         start, name = 0, sampled.pieces[0][1] if sampled.pieces else ""

@@ -1,8 +1,8 @@
-"""A push of weights to one SGLang server, by its own calls: broadcasts and files. Never its pickled tensors.
+"""A push of weights to one SGLang server by its API: broadcasts and files. Never pickled tensors.
 
-begin:  leave what an earlier push left open; join the group, open a session (broadcasts only)
-load:   /update_weights_from_distributed or /update_weights_from_disk, a bucket each
-commit: close the session, name the version, ask for it
+begin:  close what an earlier push left open; join the group, open a session (broadcasts only)
+load:   /update_weights_from_distributed or /update_weights_from_disk, one call per bucket
+commit: close the session, set the version, read it back
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ GRACE_S = 5.0  # the server's own timeout comes first, and says more
 
 
 class SglangWeights:
-    """Knows what the server takes from the model's outline, under the names of checkpoints: it knows no others, and
-    drops them without a word.
+    """The pushes to one server. Knows which tensors the server takes, by their names in checkpoints: the server drops
+    tensors with other names silently.
 
-    same_machine: the server can open our files.
-    tells_parameters: it may be asked for checksums of its own parameters, which it computes on a GPU only.
+    same_machine: the server can open local files.
+    tells_parameters: it can compute checksums of its own parameters, on a GPU only.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class SglangWeights:
         self._checksums: dict[str, str] = {}
 
     async def begin(self, link: GroupLink | None) -> None:
-        """Raises ConnectionError where the group doesn't come together, EngineDied where an old one still holds the
-        server: it knows no timeout but torch's, of half an hour."""
+        """Raises ConnectionError if the group doesn't form, EngineDied if an old group still blocks the server: its
+        only timeout is torch's, of half an hour.
+        """
         self._checksums = {}
         await self._refuse_the_stuck()
         await self._close_session()
-        if self._sent:  # a push that broke off left some of its tensors
+        if self._sent:  # an interrupted push left some of its tensors
             self._sent, self._last_sent, self._before = {}, {}, {}
         self._before = self._before or await self._parameters()
         if link != self._link:
@@ -64,7 +65,7 @@ class SglangWeights:
             await self._open_session()
 
     async def load(self, bucket: WeightBucket) -> None:
-        """Raises ValueError naming a tensor that doesn't fit, ConnectionError where a broadcast broke off."""
+        """Raises ValueError that names a tensor that doesn't fit, ConnectionError if a broadcast broke off."""
         try:
             self._sent |= {tensor.name: tensor.checksum for tensor in bucket.tensors}
             for tensor in bucket.tensors:
@@ -74,11 +75,11 @@ class SglangWeights:
             else:
                 await self._load_file(bucket)
         except BaseException:
-            await self._leave()  # the sender would wait for us until its timeout
+            await self._leave()  # otherwise the sender waits for us until its timeout
             raise
 
     async def commit(self, version: int) -> WeightReceipt:
-        """What came since `begin`. Raises RuntimeError where the server says another version."""
+        """The receipt of what came since `begin`. Raises RuntimeError if the server reports another version."""
         await self._close_session()
         name = str(version)
         await self._http.post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
@@ -92,7 +93,7 @@ class SglangWeights:
         return WeightReceipt(version=version, checksums=collected, unapplied=missing)
 
     async def _parameters(self) -> dict[str, tuple[str, ...]]:
-        """Checksums of the server's own; empty where it tells none."""
+        """Checksums of the server's parameters; empty if it has none."""
         if not self._tells_parameters:
             return {}
         try:
@@ -143,7 +144,7 @@ class SglangWeights:
     async def _open_session(self) -> None:
         try:
             await self._http.post("/begin_weight_update", {})
-        except EngineRefused:  # one is open: of a run that ended in the midst of a push
+        except EngineRefused:  # one is open, from a run that ended during a push
             await self._http.post("/end_weight_update", {})
             await self._http.post("/begin_weight_update", {})
         self._open = True
@@ -176,7 +177,7 @@ class SglangWeights:
         self._checksums |= {tensor.name: "" for tensor in bucket.tensors}
 
     async def _load_file(self, bucket: WeightBucket) -> None:
-        """SGLang loads whatever lies in a folder: one with these tensors alone."""
+        """Load a file. SGLang loads all files of a folder, so it gets one with only these tensors."""
         in_file = isinstance(bucket.payload, SafetensorsFile)
         if not (in_file or self._same_machine):
             raise ValueError(
@@ -201,14 +202,14 @@ class SglangWeights:
 
 
 def _place_for(bucket: WeightBucket) -> Path:
-    """A file that is somewhere already stays there: its folder is one that the server can open too."""
+    """A folder for the bucket; next to a file that exists already, because the server can open that folder too."""
     if isinstance(bucket.payload, SafetensorsFile):
         return Path(bucket.payload.path).absolute().parent
     return folders_of_shared_memory()[0]
 
 
 def _fill(folder: Path, bucket: WeightBucket, held_under: Mapping[str, str]) -> dict[str, str]:
-    """One file of the bucket's tensors, a tied tensor under its first name. Returns their checksums."""
+    """Write one file of the bucket's tensors, a tied tensor under its first name. Returns their checksums."""
     file = bucket.payload.path if isinstance(bucket.payload, SafetensorsFile) else None
     with received(bucket) as tensors:
         checksums = checksums_of(tensors)
@@ -219,6 +220,6 @@ def _fill(folder: Path, bucket: WeightBucket, held_under: Mapping[str, str]) -> 
             save_file(held, inside)
         else:
             assert file is not None
-            folder.chmod(0o755)  # the server may be another user's
+            folder.chmod(0o755)  # the server may belong to another user
             inside.symlink_to(Path(file).absolute())
     return checksums

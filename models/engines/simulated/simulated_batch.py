@@ -1,9 +1,10 @@
-"""Continuous batching in closed form: who decodes, until when nothing changes. Pure; its time is seconds of work.
+"""Continuous batching in closed form: which rows decode, and until when nothing changes. Pure; time is in seconds of
+work.
 
-A decoding step of B rows that hold K cached tokens takes step_s + B * row_s + K * cached_token_s, and gives each row a
-token. A step that takes rows in also takes request_s for each, and prefill_token_s for each of their prompt tokens that
-no cache holds.
-Rows join and leave between two steps. Between two changes the durations are an arithmetic series: no event a token.
+A decoding step of B rows with K cached tokens takes step_s + B * row_s + K * cached_token_s, and gives each row a
+token. A step in which rows join also takes request_s for each, and prefill_token_s for each of their uncached prompt
+tokens. Rows join and leave between steps. Between two changes the durations are an arithmetic series: no event per
+token.
 """
 
 from __future__ import annotations
@@ -17,41 +18,41 @@ from dataclasses import dataclass, field
 
 from models.types import EngineSpeed
 
-PROMPTS_REMEMBERED = 256  # whose keys and values still lie in the cache
+PROMPTS_REMEMBERED = 256  # whose keys and values are still in the cache
 PREFILL_TOKENS_PER_STEP = 8192
-WHOLE = 1e-9  # of a step, that rounding may take
+WHOLE = 1e-9  # of a step: tolerance for rounding
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedRow:
-    """One request. `prompt` names its tokens: rows of one prompt share its keys and values."""
+    """One request. `prompt` identifies its tokens: rows of one prompt share its keys and values."""
 
     prompt: int
     prompt_tokens: int
     num_tokens: int  # that it will sample, at least 1
     priority: int = 0
-    listens: bool = False  # wants to be in `SimulatedChange.begun`
+    listens: bool = False  # whether it is listed in `SimulatedChange.begun`
     arrival: int = 0
     sampled: int = 0  # before it joined the batch for the last time
     joined_step: int = 0
     finish_step: int = 0
     gone: bool = False
-    stays: list[tuple[int, int]] = field(default_factory=list)  # in the batch: after which step, up to which
+    stays: list[tuple[int, int]] = field(default_factory=list)  # in the batch: from after a step up to a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedChange:
-    """What happened at the end of a step."""
+    """The events at the end of a step."""
 
-    begun: list[SimulatedRow]  # had their first token
+    begun: list[SimulatedRow]  # got their first token
     finished: list[SimulatedRow]
 
 
 class SimulatedBatch:
-    """The rows of one engine, and those that wait for room: the most urgent first, then in order of arrival.
+    """The rows of one engine, and those that wait for memory: the most urgent first, then in order of arrival.
 
-    Where speed.kv_tokens is too little for the next step, the youngest row makes room and is computed anew later, as
-    in vLLM (preemption by recomputation).
+    If speed.kv_tokens is too small for the next step, the youngest row is preempted and computed again later, as in
+    vLLM (preemption by recomputation).
     """
 
     def __init__(self, speed: EngineSpeed, *, prefix_cache: bool = True) -> None:
@@ -60,14 +61,14 @@ class SimulatedBatch:
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, SimulatedRow]] = []
         self._rows: dict[SimulatedRow, None] = {}  # the youngest last
-        self._finishing: list[tuple[int, int, SimulatedRow]] = []  # by step; what left earlier is skipped
-        self._begun: list[SimulatedRow] = []  # took their place at the beginning of the stretch
+        self._finishing: list[tuple[int, int, SimulatedRow]] = []  # by step; rows that left earlier are skipped
+        self._begun: list[SimulatedRow] = []  # joined at the beginning of the stretch
         self._ghosts: list[SimulatedRow] = []  # aborted: they decode to the end of the step
-        self._readers: Counter[int] = Counter()  # prompt -> its rows
+        self._readers: Counter[int] = Counter()  # prompt -> number of its rows
         self._known: OrderedDict[int, None] = OrderedDict()  # prompts in the prefix cache
         self._read_tokens = 0  # K
         self._held_tokens = 0  # K, a shared prompt counted once
-        # The stretch: from now on nothing changes for so many steps.
+        # The stretch: a number of steps in which nothing changes.
         self._steps_before = 0
         self._began_s = 0.0
         self._prefill_s = 0.0  # of its first step
@@ -82,7 +83,7 @@ class SimulatedBatch:
         return len(self._rows)
 
     def next_change_s(self) -> float:
-        """When `change` is due; infinity if there is nothing to do."""
+        """The time at which `change` is due; infinity without work."""
         if self._rows:
             return self._began_s + self._lasts_s(self._num_steps)
         return self._began_s if self._waiting else math.inf
@@ -95,7 +96,7 @@ class SimulatedBatch:
             self._end_stretch_after(done + 1)
 
     def remove(self, row: SimulatedRow, work_s: float) -> int:
-        """A request ends now; returns its tokens. In the batch it takes time to the end of the step."""
+        """End a request now; returns its tokens. In the batch it still takes time until the end of the step."""
         row.gone = True
         if row not in self._rows:
             self._waiting = [entry for entry in self._waiting if entry[2] is not row]
@@ -112,7 +113,7 @@ class SimulatedBatch:
         return self._steps_before + min(self._num_steps, self._whole_steps(work_s - self._began_s))
 
     def change(self) -> SimulatedChange:
-        """The stretch is over: rows leave and join, and the next one begins."""
+        """End the stretch: rows leave and join, and the next stretch begins."""
         begun, self._begun = self._begun, []
         self._advance()
         finished = list(self._pop_finished())
@@ -128,7 +129,7 @@ class SimulatedBatch:
         return SimulatedChange(begun=[row for row in begun if not row.gone], finished=finished)
 
     def forget_prompts(self) -> None:
-        """Keys and values of other weights are of no use to new rows."""
+        """Mark cached prompts as useless to new rows, because the weights changed."""
         self._known.clear()
 
     def can_ever_hold(self, row: SimulatedRow) -> bool:
@@ -151,9 +152,9 @@ class SimulatedBatch:
             return 0
         if not first_s:
             return self._num_steps
-        growth_s = rows * speed.cached_token_s  # each step takes so much longer than the one before
+        growth_s = rows * speed.cached_token_s  # by this each step takes longer than the one before
         linear_s = first_s - growth_s / 2
-        # Of the two forms of a quadratic's root the one that stays exact for a small growth.
+        # Of the two forms of a quadratic's root, the one that is exact for small growth.
         steps = 2 * left_s / (linear_s + math.sqrt(linear_s * linear_s + 2 * growth_s * left_s))
         return math.floor(steps + WHOLE)
 
@@ -202,7 +203,7 @@ class SimulatedBatch:
         row.sampled = sampled
 
     def _make_room(self) -> None:
-        """For one more token of each row."""
+        """Preempt rows until each row has room for one more token."""
         room = self._speed.kv_tokens or math.inf
         while len(self._rows) > 1 and self._held_tokens + len(self._rows) > room:
             row = next(reversed(self._rows))
@@ -219,7 +220,7 @@ class SimulatedBatch:
         return held_tokens + needed + len(self._rows) + 1 <= self._speed.kv_tokens
 
     def _admit(self) -> bool:
-        """Take in who waits, as far as there is room. True: the rest waits for its prefill only."""
+        """Admit waiting rows while there is room. Returns True if the rest waits only for its prefill."""
         prefilled = joined = 0
         while self._waiting and self._has_room(row := self._waiting[0][2], self._held_tokens):
             tokens = row.sampled + (0 if row.prompt in self._known else row.prompt_tokens)

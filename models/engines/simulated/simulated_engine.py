@@ -1,7 +1,7 @@
 """An engine that only takes time: scripted answers at a given speed, by the loop's clock. For tests and simulation.
 
-Everything else is real: requests batch, queue by priority and are kept over a pause, prompts are cached, versions go to
-spans, received weights are hashed. An event of the loop is a change of the batch, never a token.
+Everything else is real: requests are batched, queued by priority and kept over a pause, prompts are cached, versions
+recorded in spans, received weights hashed. Events are changes of the batch, never tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from models.checksum import checksum
 from models.engines.simulated.simulated_batch import SimulatedBatch, SimulatedRow
 from models.engines.simulated.simulated_rate import SharedDevice, SimulatedRate
 from models.types import (
@@ -29,7 +30,6 @@ from models.types import (
     WeightReceipt,
     ignore_first_token,
 )
-from models.weights.checksums import checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class Script:
     finish_reason: FinishReason = "stop"
 
 
-# What is answered. It may raise EngineRefused, or EngineDied for a request that kills.
+# Writes an answer. May raise EngineRefused, or EngineDied for a request that kills the engine.
 Author = Callable[[Sequence[int], SamplingParams, RequestContext], Script]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
-    """A request that has no answer yet."""
+    """A request without an answer yet."""
 
     row: SimulatedRow
     script: Script
@@ -56,10 +56,10 @@ class Pending:
 
 
 class SimulatedEngine:
-    """Answers by `author`, as fast as `speed` says; without one, each row at `tokens_per_s`, however many there are.
-    Every token's log-prob is -1.
+    """A simulated engine. Answers by `author`, as fast as `speed` says; without it, each row at `tokens_per_s`, however
+    many there are. Every token's log-prob is -1.
 
-    device: where the engine shares its device with other processes.
+    device: if the engine shares its device with other processes.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class SimulatedEngine:
         self._pending: dict[str, Pending] = {}
         self._by_row: dict[SimulatedRow, Pending] = {}
         self._timer: asyncio.Handle | None = None
-        self._timer_s = 0.0  # kept here: a timer of uvloop, which Ray's actors may run on, needn't tell
-        self._versions: list[tuple[int, int]] = [(0, version)]  # after which step which version samples
+        self._timer_s = 0.0  # stored here: a timer of uvloop, which Ray's actors may use, may not have its time
+        self._versions: list[tuple[int, int]] = [(0, version)]  # (step after which it samples, version)
         self._checksums: dict[str, str] = {}
         self._death: str | None = None
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work so far, on a device of its own."""
+        """Seconds of work so far, as on its own device."""
         return self._rate.worked_s(asyncio.get_running_loop().time())
 
     async def generate(
@@ -139,7 +139,7 @@ class SimulatedEngine:
             self._end_early(pending)
 
     async def pause(self) -> None:
-        """The step under way is kept, too: it goes on where it stopped."""
+        """Pause. The current step continues later where it stopped."""
         self._paused = True
         self._reckon()
 
@@ -153,7 +153,7 @@ class SimulatedEngine:
         self._checksums = {}
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        """Takes bytes within the bucket only: on a virtual clock nothing may wait for other processes."""
+        """Only takes bytes within the bucket: on a virtual clock nothing may wait for other processes."""
         if not self._paused:
             raise RuntimeError("weights may only be loaded into a paused engine")
         if not isinstance(bucket.payload, InlineBytes):
@@ -174,7 +174,7 @@ class SimulatedEngine:
         return (-1.0,) * (len(token_ids) - 1)
 
     def die(self, reason: str) -> None:
-        """From now on every request fails, those in flight at once."""
+        """Fail every request from now on, and those in flight at once."""
         self._death = reason
         for pending in self._by_row.values():
             if not pending.answer.done():
@@ -183,7 +183,7 @@ class SimulatedEngine:
         self._reckon()
 
     def share_changed(self, share: float) -> None:
-        """The device has more or fewer processes that are busy."""
+        """Called when more or fewer processes of the device are busy."""
         self._share = share
         if self._occupies:
             self._reckon()
@@ -194,7 +194,7 @@ class SimulatedEngine:
         return self._rate.worked_s(asyncio.get_running_loop().time())
 
     def _reckon(self) -> None:
-        """Something changed: how fast it goes now, and when the batch changes next."""
+        """Update the speed, and when the batch changes next."""
         loop = asyncio.get_running_loop()
         goes = self._death is None and not self._paused and not self._batch.empty
         self._occupy(goes)
@@ -254,7 +254,7 @@ class SimulatedEngine:
         )
 
     def _spans(self, row: SimulatedRow, num_tokens: int) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens: by the steps that the row was in the batch."""
+        """The version that sampled each token, by the steps in which the row was in the batch."""
         spans: list[VersionSpan] = []
         start = 0
         for joined, left in row.stays:
@@ -274,11 +274,11 @@ class SimulatedEngine:
 
 
 def rows_apart(tokens_per_s: float) -> EngineSpeed:
-    """Every row at the same speed, however many there are."""
+    """A speed with the same rate for every row, however many there are."""
     return EngineSpeed(step_s=1 / tokens_per_s, row_s=0.0, cached_token_s=0.0, prefill_token_s=0.0, max_rows=1 << 30)
 
 
 @lru_cache(maxsize=1 << 14)
 def minus_ones(count: int) -> tuple[float, ...]:
-    """Shared by all completions of a length: 100 000 in flight would not fit otherwise."""
+    """Shared by all completions of a length: otherwise 100 000 in flight would not fit."""
     return (-1.0,) * count

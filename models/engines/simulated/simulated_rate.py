@@ -1,4 +1,4 @@
-"""Seconds of work at a pace that changes: none in a pause, less where a device is shared. Pure: it is told the time."""
+"""Seconds of work at a changing rate: zero in a pause, less on a shared device. Pure: times are passed in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class SimulatedRate:
-    """How much work was done by a moment, and when a given amount will be."""
+    """The work done by a time, and the time when a given amount will be done."""
 
     def __init__(self) -> None:
         self._rate = 0.0
@@ -18,30 +18,30 @@ class SimulatedRate:
         return self._worked_s + (now_s - self._since_s) * self._rate
 
     def set_rate(self, now_s: float, rate: float) -> bool:
-        """From now on go at `pace` (1: the device alone). False: nothing changed."""
+        """Work at `rate` from now on (1: alone on the device). Returns False if nothing changed."""
         if rate == self._rate:
             return False
         self._worked_s, self._since_s, self._rate = self.worked_s(now_s), now_s, rate
         return True
 
     def when_s(self, worked_s: float) -> float:
-        """The moment at which this much work will be done, at the pace of now; infinity in a pause."""
+        """The time at which this much work will be done at the present rate; infinity in a pause."""
         if not self._rate or worked_s == math.inf:
             return math.inf
         return self._since_s + (worked_s - self._worked_s) / self._rate
 
 
 class Tenant(Protocol):
-    """Somebody who works on a device."""
+    """A process on a device."""
 
     def share_changed(self, share: float) -> None: ...
 
 
 class SharedDevice:
-    """What several processes work on: those that are busy get equal shares of it, and none more than a whole.
+    """A device shared by processes: busy ones get equal shares, and none more than a whole.
 
-    capacity: how many of them get a whole: 1 of a GPU, the number of its cores of a machine.
-    turn_cost: what more of them than that lose by taking turns, over their work, for each too many on each core.
+    capacity: number of processes at full speed: 1 for a GPU, the number of cores for a machine.
+    context_switch_cost: share of work lost to switches, for each further process per core.
     """
 
     def __init__(self, capacity: int = 1, context_switch_cost: float = 0.0) -> None:
@@ -60,7 +60,7 @@ class SharedDevice:
         self._divide()
 
     def _divide(self) -> bool:
-        """False: the shares stay as they were."""
+        """Update the shares. Returns False if they stay the same."""
         turns = 1 + self._turn_cost * max(0, len(self._busy) - self._capacity) / self._capacity
         share = min(1.0, self._capacity / max(1, len(self._busy))) / turns
         if share == self._share:

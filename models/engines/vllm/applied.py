@@ -1,8 +1,8 @@
-"""What a push did to the parameters that vLLM samples from, in one of its workers: which tensors went into which of
-them, and whether these changed. Loads nothing.
+"""The effect of a push on the parameters of one vLLM worker: which tensors went into which parameters, and whether
+these changed. Loads nothing.
 
-A tensor counts as taken when a parameter's weight loader was called with it. A parameter that took a tensor of other
-bytes than the push before must have other bytes as well, unless its layer quantises what it gets.
+A tensor counts as taken when a parameter's weight loader was called with it. A parameter that took a tensor with other
+bytes than in the last push must also have other bytes, unless its layer quantizes.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from models.engines.vllm.vllm_weights import Applied
 from models.weights.checksums import tensor_checksums
 
 Named = tuple[str, Tensor]
-UNQUANTIZED = "Unquantized"  # so begin the names of vLLM's methods that keep a weight's own type
+UNQUANTIZED = "Unquantized"  # the prefix of vLLM's methods that keep a weight's type
 
 
 class Application:
-    """Watches pushes into one worker's model."""
+    """Observes pushes into one worker's model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: dict[str, str] = {}  # of parameters
+        self._before: dict[str, str] = {}  # parameter -> digest
         self._last_sent: dict[str, str] = {}
-        self._parameters: dict[int, str] = {}  # those that weights are loaded into, by identity
+        self._parameters: dict[int, str] = {}  # loaded parameters, by identity
         self._holders: dict[str, set[str]] = {}
-        self._unseen: set[str] = set()  # tensors that were merged with others before a parameter took them
+        self._unseen: set[str] = set()  # tensors merged with others before a parameter took them
 
     def begin(self) -> None:
-        """Before vLLM takes its parameters apart."""
+        """Call before vLLM takes its parameters apart."""
         self._before = self._before or self._digests()
         self._holders, self._unseen = {}, set()
 
     def broke_off(self) -> None:
-        """Some parameters may have new bytes: what was sent before says nothing about them."""
+        """After an interrupted push some parameters may have new bytes: earlier checksums say nothing about them."""
         self._before, self._last_sent = {}, {}
 
     def read_from_files(self) -> None:
-        """The parameters no longer come from what was sent."""
+        """The parameters were read from files, not from a push."""
         self._last_sent = {}
 
     @contextmanager
     def watched(self, tensors: Iterable[Named]) -> Iterator[Iterator[Named]]:
-        """Hand these tensors to vLLM's loader within the block."""
+        """Pass these tensors to vLLM's loader within the block."""
         names: dict[int, str] = {}
         under_way: list[str] = []
 
@@ -81,11 +81,11 @@ class Application:
             yield handed()
         finally:
             layerwise.get_numel_loaded = count
-        if merged:  # nobody can say of which tensors
+        if merged:  # its tensors are unknown
             self._unseen |= set(under_way)
 
     def end(self, sent: Mapping[str, str]) -> Applied:
-        """After vLLM put its parameters together again. `sent`: name -> checksum of what came."""
+        """Call after vLLM put its parameters together again. `sent`: name -> checksum of the received tensors."""
         after = self._digests()
         changed = {parameter for parameter, digest in after.items() if self._before.get(parameter) != digest}
         comparable = after.keys() & self._before.keys() - self._quantized()
@@ -97,12 +97,14 @@ class Application:
         return Applied(taken=sorted(self._holders.keys() | self._unseen), still=sorted(still), moved=sorted(moved))
 
     def _digests(self) -> dict[str, str]:
-        """Not of what a CPU's kernel holds in a form of its own, beside a parameter without elements."""
+        """The digests of parameters. Without those that a CPU kernel holds in its own form, next to an empty
+        parameter.
+        """
         tensors = {name: tensor for name, tensor in self._model.named_parameters() if tensor.numel()}
         return dict(zip(tensors, tensor_checksums(list(tensors.values())), strict=True))
 
     def _quantized(self) -> set[str]:
-        """Parameters whose bytes may stay when what they are made of changes a little."""
+        """Parameters whose bytes may stay the same when their tensors change a little."""
         return {
             f"{module_name}.{name}"
             for module_name, module in self._model.named_modules()

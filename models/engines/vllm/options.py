@@ -1,4 +1,4 @@
-"""What vLLM is told when an engine starts: its arguments and its environment. Imports vLLM only to start one."""
+"""The arguments and environment of a vLLM engine. Imports vLLM only to start one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 WORKER_EXTENSION = "models.engines.vllm.vllm_worker.WeightReceiver"
 WEIGHT_BACKEND = "grmpipe"
-OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with the one whose engine they are
+OWNER_PID = "GRMPIPE_VLLM_OWNER_PID"  # vLLM's processes end with this process, which owns their engine
 CPU_KV_CACHE_MB = 256
 CPU_STEP_TOKENS = 4096
-CPU_BLOCK_SIZE = 32  # tokens; vLLM's own 128 for CPUs shares no prompt shorter than that
-FIRST_AND_LAST = 1 << 30  # tokens per output: the first one at once, the rest at the end
+CPU_BLOCK_SIZE = 32  # in tokens; vLLM's default of 128 on CPUs shares no shorter prompt
+FIRST_AND_LAST = 1 << 30  # tokens per output: the first at once, the rest at the end
 
-# Arguments of vLLM that we set, and the key to use instead.
+# Arguments of vLLM that are set here, and the key to use instead.
 INSTEAD = {
     "model": "policy.path or grm.path",
     "dtype": "policy.dtype or grm.dtype",
@@ -44,7 +44,7 @@ INSTEAD = {
     "tensor_parallel_size": "placement.roles.<role>.slots_per_replica",
     "data_parallel_size": "placement.roles.<role>.replicas",
 }
-# Arguments that make vLLM an engine of ours: other values would break it.
+# Arguments that this engine depends on: other values would break it.
 FIXED = (
     "tokenizer", "served_model_name", "skip_tokenizer_init", "distributed_executor_backend", "logprobs_mode",
     "scheduling_policy", "scheduler_cls", "stream_interval", "generation_config", "worker_cls",
@@ -54,7 +54,7 @@ FIXED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmStart:
-    """What an engine is made of. `context_tokens` is its window: prompt and new tokens together."""
+    """The specification of an engine. `context_tokens`: its window, for prompt and new tokens together."""
 
     model_path: str
     config: VllmConfig
@@ -63,7 +63,7 @@ class VllmStart:
     device: str
     tensor_parallel: int
     takes_weights: bool
-    return_routed_experts: bool = False  # of a mixture's tokens; its Model Runner V2 can, which needs a GPU
+    return_routed_experts: bool = False  # for mixtures of experts; needs vLLM's Model Runner V2, which needs a GPU
 
     @property
     def on_cpu(self) -> bool:
@@ -71,7 +71,9 @@ class VllmStart:
 
 
 def check_vllm_options(config: VllmConfig) -> None:
-    """Raises ValueError, naming the key, for an option that vLLM doesn't have or that we set. Takes no seconds."""
+    """Raises ValueError that names the key, for an option that vLLM doesn't have or that is set here. Takes no
+    seconds.
+    """
     known = argument_names()
     for name in config.options:
         key = f"engine.vllm.options.{name}"
@@ -101,7 +103,7 @@ def argument_names() -> frozenset[str]:
 
 
 def arguments_of(start: VllmStart) -> dict[str, Any]:
-    """For AsyncEngineArgs; the user's own come last."""
+    """The arguments for AsyncEngineArgs; the user's own come last."""
     config = start.config
     kv_cache_mb = config.kv_cache_mb or (CPU_KV_CACHE_MB if start.on_cpu else 0)
     arguments: dict[str, Any] = {
@@ -113,14 +115,14 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
         "gpu_memory_utilization": config.memory_share,
         "enforce_eager": config.enforce_eager or start.on_cpu,
         "enable_prefix_caching": config.prefix_caching,
-        "enable_sleep_mode": config.sleep_mode and not start.on_cpu,  # no CPU has it
+        "enable_sleep_mode": config.sleep_mode and not start.on_cpu,  # not supported on a CPU
         "tensor_parallel_size": start.tensor_parallel,
-        # Not Ray: an actor of ours has the slot's devices already.
+        # Not Ray: this actor already has the slot's devices.
         "distributed_executor_backend": "mp" if start.tensor_parallel > 1 else "uni",
-        "logprobs_mode": "processed_logprobs",  # of the distribution really sampled from
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "scheduling_policy": "priority",
         "stream_interval": FIRST_AND_LAST,
-        "generation_config": "vllm",  # no sampling defaults of the model's
+        "generation_config": "vllm",  # without the model's sampling defaults
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
@@ -131,36 +133,37 @@ def arguments_of(start: VllmStart) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if start.on_cpu:
         arguments["block_size"] = CPU_BLOCK_SIZE
-        # A seeded request whose prompt comes in pieces ends vLLM's core: a CPU's generator has no offset to set back.
+        # A seeded request with a chunked prompt crashes vLLM's core: a CPU generator has no offset to reset.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(CPU_STEP_TOKENS, start.context_tokens)
     return arguments | config.options
 
 
 def environment_of(start: VllmStart) -> dict[str, str]:
-    """For vLLM's processes."""
+    """The environment of vLLM's processes."""
     environment = {
         OWNER_PID: str(os.getpid()),
-        # On a CPU vLLM warns of what we choose ourselves.
+        # On a CPU vLLM warns about settings that are chosen here.
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if start.on_cpu else "WARNING"),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::FutureWarning"),  # of vLLM's own imports
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::FutureWarning"),  # from vLLM's own imports
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking a process with threads may hang
     }
     if start.on_cpu:
         environment |= {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are the scheduler's to give
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the scheduler assigns cores
             "OMP_NUM_THREADS": str(start.config.cpu_threads),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the engine core itself hold the model: a process less
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less: the engine core itself holds the model
         }
     return environment
 
 
 def start_async_llm(start: VllmStart, gauge: PressureGauge) -> AsyncLLM:
-    """Blocks for seconds. The gauge hears how vLLM stands; nothing else of its statistics is kept. This process's
-    environment is left as it was found."""
+    """Start vLLM; blocks for seconds. The gauge gets its statistics; nothing else of them is kept. This process's
+    environment isn't changed.
+    """
     if missing := vllm_missing():
         raise ValueError(f"engine: {missing}")
     check_vllm_options(start.config)
@@ -175,7 +178,7 @@ def start_async_llm(start: VllmStart, gauge: PressureGauge) -> AsyncLLM:
 
 
 def _check_heads(head_size: int, model_path: str) -> None:
-    """vLLM itself would die of the first request."""
+    """Raises ValueError for a head size with which vLLM would crash at the first request."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -188,7 +191,7 @@ def _check_heads(head_size: int, model_path: str) -> None:
 
 @contextmanager
 def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """vLLM writes to it as well (LD_PRELOAD, say), for its children: ours shall not inherit that."""
+    """Context: vLLM also changes the environment for its children (for example LD_PRELOAD), which is undone here."""
     kept = dict(os.environ)
     os.environ.update(changes)
     try:

@@ -1,4 +1,4 @@
-"""What vLLM's core tells of itself at every step, kept for whoever asks. Changes nothing of vLLM's work."""
+"""The statistics that vLLM's core reports at every step. Changes nothing in vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PressureGauge:
-    """The last readings. `make_logger` is what AsyncLLM takes as a stat logger."""
+    """The last readings. AsyncLLM takes `make_logger` as a stat logger."""
 
     def __init__(self) -> None:
         self.pressure = Pressure(num_running=0, num_waiting=0, kv_share=0.0, num_preempted=0)

@@ -1,4 +1,4 @@
-"""AsyncLLM and the process of its core: calls that end when it does, and how it ended. Knows no requests or weights."""
+"""AsyncLLM and the process of its core: calls that end with it, and how it ended. Knows no requests or weights."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
-SHUTDOWN_S = 5.0  # until vLLM's processes are killed
-LIVENESS_PERIOD_S = 0.2  # how often a call that waits looks whether vLLM still lives
+SHUTDOWN_S = 5.0  # before vLLM's processes are killed
+LIVENESS_PERIOD_S = 0.2  # interval at which a waiting call checks whether vLLM is alive
 
 
 class VllmProcess:
-    """Blocks while vLLM starts."""
+    """AsyncLLM and its processes. Blocks while vLLM starts."""
 
     def __init__(self, start: VllmStart, model_name: str) -> None:
         self._model_name = model_name
         self.gauge = PressureGauge()
         self._held = [start_async_llm(start, self.gauge)]
-        self._end = weakref.finalize(self, _shut_down, self._held)  # at exit as well
+        self._end = weakref.finalize(self, _shut_down, self._held)  # also at exit
         manager = self.llm.engine_core.resources.engine_manager
         self._cores = list(manager.processes)
 
     @property
     def llm(self) -> AsyncLLM:
-        """Raises EngineDied once it was closed."""
+        """Raises EngineDied after it was closed."""
         if not self._held:
             raise self.death()
         return self._held[0]
@@ -42,7 +42,7 @@ class VllmProcess:
         return [core.pid for core in self._cores]
 
     async def call(self, call: Coroutine[Any, Any, T]) -> T:
-        """One of AsyncLLM's, which by itself would wait for ever for the answer of a dead core."""
+        """Await a call of AsyncLLM, which by itself would wait forever for a dead core."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         task = asyncio.ensure_future(call)
@@ -56,7 +56,7 @@ class VllmProcess:
             task.cancel()
 
     async def ask_workers(self, method: str) -> list[Any]:
-        """A method of their extension; the answers by rank."""
+        """Call a method of the workers' extension; answers by rank."""
         return await self.call(self.llm.collective_rpc(method))
 
     def refuse_the_dead(self) -> None:
@@ -74,7 +74,7 @@ class VllmProcess:
 
 
 def _shut_down(held: list[AsyncLLM]) -> None:
-    """Its destructor runs now, too: at the very end of Python it would fail, and say so."""
+    """Run its destructor now: at the end of Python it would fail with a message."""
     llm = held.pop()
     llm.shutdown(timeout=SHUTDOWN_S)
 

@@ -1,4 +1,6 @@
-"""Two models on one vLLM engine: what they must have in common, which options serve both. Pure but for `shape_of`."""
+"""Two models on one vLLM engine: what they must have in common, which options serve both. Pure, except for
+`shape_of`.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,26 @@ from transformers import AutoConfig
 
 from models.settings import VllmConfig
 
-# Of a config.json: what no engine compiles for. The ends of a turn come with each request.
+# Keys of config.json that don't affect an engine. The tokens that end a turn come with each request.
 IRRELEVANT = frozenset({
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range",
     "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
 })  # fmt: skip
 WIDER = ("max_batch_rows", "max_context_tokens", "kv_cache_mb", "gpu_memory_utilization", "cpu_threads")
 ZERO_IS_ALL = ("max_context_tokens", "kv_cache_mb")
-UNUSED = ("sleep_mode",)  # an engine that changes its weights has no need to sleep
+UNUSED = ("sleep_mode",)  # an engine that swaps its weights doesn't sleep
 
 
 def shape_of(path: str) -> dict[str, Any]:
-    """A model's config.json with what it leaves to defaults: layers, widths, window, quantisation."""
+    """A model's config.json with its defaults: layers, widths, window, quantization."""
     config: dict[str, Any] = AutoConfig.from_pretrained(path).to_dict()
     return config
 
 
 def different_shapes(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """What an engine made for the one lacks for the other, as `hidden_size (96, 128)`; empty: only weights differ."""
+    """What an engine made for one model lacks for the other, such as `hidden_size (96, 128)`; empty: only weights
+    differ.
+    """
     flat, other_flat = dict(_flat(one)), dict(_flat(other))
     return [
         f"{key} ({flat.get(key)}, {other_flat.get(key)})"
@@ -37,7 +41,7 @@ def different_shapes(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[s
 
 
 def different_options(one: VllmConfig, other: VllmConfig) -> list[str]:
-    """Options of which no single value serves both roles."""
+    """Options for which no single value serves both roles."""
     return [
         f"{spec.name} ({getattr(one, spec.name)}, {getattr(other, spec.name)})"
         for spec in fields(VllmConfig)

@@ -1,12 +1,12 @@
-"""vLLM's AsyncLLM as an engine of ours: async calls on one event loop; vLLM's core and its model have a process.
+"""vLLM's AsyncLLM as an Engine: async calls on one event loop; vLLM's core has its own process with the model.
 
     generate, abort    -> a ticket per request_id -> AsyncLLM.generate, first and last output -> Completion
     pause .. commit    -> pause_generation(keep), the weight-transfer calls, the version of every token from vLLM
-    a dead core        -> EngineDied, for whoever waits and whoever comes
+    a dead core        -> EngineDied, for waiting and later calls
 
-Weights under kept requests: with `recompute_kv_on_sync` all cached keys and values go when a push begins. Without it
-kept requests go on with theirs, and a new salt of the prefix cache keeps newcomers from ever taking them; requests
-that have not begun are taken back and asked again under that salt.
+New weights during requests: with `recompute_kv_on_sync` all cached keys and values are dropped when a push begins.
+Without it kept requests continue with theirs, and a new salt of the prefix cache keeps new requests from using them;
+requests that have not begun are withdrawn and sent again with that salt.
 """
 
 from __future__ import annotations
@@ -57,18 +57,19 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmEngine", "check_vllm_options"]
 
-FIRST_OF_ALL = -(1 << 62)  # a priority
+FIRST_OF_ALL = -(1 << 62)  # a priority before all others
 
 
 class VllmEngine:
-    """Any model that vLLM runs, on a CPU or the GPUs of a slot. Bound to the event loop that first asks it.
+    """An engine for any model that vLLM runs, on a CPU or the GPUs of a slot. Bound to the event loop that first calls
+    it.
 
-    Blocks while vLLM starts (seconds to minutes). Raises ValueError for options and models that can't be had.
+    Blocks while vLLM starts (seconds to minutes). Raises ValueError for unusable options and models.
 
-    seed: shifts all draws. Engines that stand in for each other share it: a retry then draws the same tokens.
+    seed: part of all seeds. Engines of one role share it, so that a retry samples the same tokens.
     version: of the weights in `model_path`.
-    takes_weights: False saves what only a push needs.
-    return_routed_experts: completions carry the experts of their tokens; for a mixture of experts on a GPU only.
+    takes_weights: False leaves out what only pushes need.
+    return_routed_experts: whether completions have the experts of their tokens; for mixtures of experts on a GPU only.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class VllmEngine:
         renderer = Renderer.load(model_path, chat_template)
         self.model_name = model_name
         self.version = version
-        self.prefilled_tokens = 0  # of finished requests: prompt tokens that no prefix cache held
+        self.prefilled_tokens = 0  # prompt tokens of finished requests that no prefix cache had
         self._config, self._seed, self._takes_weights = config, seed, takes_weights
         self._window = ContextLimit.of(model_name, renderer, config.max_context_tokens)
         self._stop_token_ids = renderer.stop_token_ids
@@ -102,7 +103,7 @@ class VllmEngine:
         self._awake = asyncio.Event()
         self._awake.set()
         self._ready: asyncio.Task[None] | None = None
-        self._arena = SharedArena()  # for bytes that come inline
+        self._arena = SharedArena()  # for bytes that come within a bucket
         start = VllmStart(
             model_path=model_path,
             config=config,
@@ -122,11 +123,11 @@ class VllmEngine:
         return self._process.llm
 
     async def pressure(self) -> Pressure:
-        """As of vLLM's last step."""
+        """The pressure at vLLM's last step."""
         return self._process.gauge.pressure
 
     def process_ids(self) -> list[int]:
-        """Of vLLM's engine core, which holds the model or starts the workers that do."""
+        """The process of vLLM's engine core, which holds the model or starts the workers that do."""
         return self._process.ids
 
     async def generate(
@@ -136,7 +137,7 @@ class VllmEngine:
         context: RequestContext,
         on_first_token: Callable[[], None] = ignore_first_token,
     ) -> Completion:
-        """Sample one completion. A request_id that is in flight already gets that request's answer."""
+        """Sample one completion. A request_id that is already in flight gets that request's answer."""
         self._refuse_the_dead()
         ids = tuple(prompt_ids)
         self._window.check_request(ids, params)
@@ -146,7 +147,7 @@ class VllmEngine:
             ticket = VllmRequest(context.request_id, ids, params, context.priority)
             self._tickets[ticket.request_id] = ticket
             ticket.answer = asyncio.create_task(self._answer(ticket))
-            self._answers.add(ticket.answer)  # the loop itself holds tasks weakly
+            self._answers.add(ticket.answer)  # an event loop holds tasks only weakly
             ticket.answer.add_done_callback(self._let_go)
         elif ticket.begun:
             on_first_token()
@@ -174,14 +175,14 @@ class VllmEngine:
         self._paused = True
 
     async def resume(self) -> None:
-        """Weights of a push that wasn't committed are as far as it came."""
+        """Resume. After an uncommitted push the weights are mixed."""
         if self._updating:
             await self._drop_update()
         await self._call(self._llm.resume_generation())
         self._paused = False
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
-        """Raises RuntimeError where not paused, or for an engine without `takes_weights`."""
+        """Raises RuntimeError if not paused, or for an engine without `takes_weights`."""
         self._refuse_the_dead()
         if not (self._paused and self._takes_weights):
             raise RuntimeError("weights may only be sent to a paused engine that takes weights")
@@ -192,7 +193,9 @@ class VllmEngine:
         self._updating = True
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        """Raises ValueError naming a tensor that doesn't fit: nothing of its bucket is loaded, the push is over."""
+        """Raises ValueError that names a tensor that doesn't fit: nothing of its bucket is loaded, and the push
+        ends.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._refuse_the_dead()
@@ -210,7 +213,7 @@ class VllmEngine:
                 await self._call(self._llm.finish_weight_update(weight_version=str(version)))
             self._updating = False
             reports = await self._ask_workers("take_report")
-            checksums = reports[0][0]  # of tensor rank 0; all get the same tensors
+            checksums = reports[0][0]  # from tensor rank 0; all ranks get the same tensors
             missing = unapplied(checksums, (applied for _, applied in reports))
         else:
             await self._call(self._llm.update_weight_version(str(version)))
@@ -237,11 +240,11 @@ class VllmEngine:
 
     async def wake(self) -> None:
         await self._call(self._llm.wake_up())
-        await self.pause()  # waking vLLM also lets it go on
+        await self.pause()  # waking vLLM also resumes it
         self._awake.set()
 
     def close(self) -> None:
-        """End vLLM's processes; whoever still waits gets EngineDied. Blocks for seconds at most."""
+        """End vLLM's processes; waiters get EngineDied. Blocks for a few seconds at most."""
         self._process.close()
         self._arena.close()
 
@@ -267,10 +270,10 @@ class VllmEngine:
     def _let_go(self, answer: asyncio.Task[Completion]) -> None:
         self._answers.discard(answer)
         if not answer.cancelled():
-            answer.exception()  # one that nobody waits for any more is no news
+            answer.exception()  # an error that no caller waits for is ignored
 
     async def _sample(self, ticket: VllmRequest) -> VllmSample:
-        """One attempt. Its first step, up to vLLM's list of requests, doesn't wait: no abort can slip in before."""
+        """One try. Its first step, up to vLLM's list of requests, doesn't wait, so no abort can come before it."""
         from vllm.inputs.engine import tokens_input
 
         if ticket.aborted:
@@ -297,8 +300,8 @@ class VllmEngine:
 
     async def _abort(self, ticket: VllmRequest) -> None:
         ticket.aborted = True
-        self._forget(ticket)  # who asks again under its name, asks anew
-        with contextlib.suppress(EngineDied):  # then its waiters hear of that
+        self._forget(ticket)  # later calls with its id begin again
+        with contextlib.suppress(EngineDied):  # its waiters then get the death
             await self._call(self._llm.abort(ticket.request_id))
 
     def _forget(self, ticket: VllmRequest) -> None:
@@ -306,11 +309,11 @@ class VllmEngine:
             del self._tickets[ticket.request_id]
 
     async def _score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        """vLLM computes prompts that it scores anew: no cached prefix is read."""
+        """vLLM computes scored prompts completely: it reads no cached prefix."""
         from vllm.inputs.engine import tokens_input
 
         await self._prepare()
-        # vLLM keeps a place for a new token: a prompt that fills the window is scored without its last one.
+        # vLLM reserves a place for a new token: a prompt that fills the window is scored without its last token.
         prompt, last = (ids, ()) if len(ids) < self._window.tokens else (ids[:-1], ids[-1:])
         tokens = tokens_input(list(prompt), cache_salt=str(self._prefix_salt))
         name = f"score-{next(self._scores)}"
@@ -319,7 +322,7 @@ class VllmEngine:
         raise AssertionError("vLLM ended a request without an output")
 
     async def _disown_cached_prompts(self) -> None:
-        """From now on no request may read keys and values of the weights that are about to go."""
+        """Keep requests from reading keys and values of the present weights, which are about to change."""
         if self._config.recompute_kv_on_sync:
             await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
             return
@@ -332,7 +335,7 @@ class VllmEngine:
     # -- vLLM's processes ------------------------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
-        """Once, when the loop runs: what vLLM asks its core before a first request, and the name of its weights."""
+        """Once the loop runs: what vLLM asks its core before a first request, and the name of its weights."""
         if self._ready is None:
             self._ready = asyncio.create_task(self._introduce())
         await asyncio.shield(self._ready)

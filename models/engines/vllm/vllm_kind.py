@@ -1,21 +1,19 @@
-"""vLLM's engine as a run sees it. Imports vLLM only to make one."""
+"""vLLM's kind. Imports vLLM only to make an engine."""
 
 from __future__ import annotations
 
-from models.engines.engine_kind import CacheRoom, EngineKind, EngineOptions, EngineSpec, OptionKey, coarser_than_sent
+from models.engines.engine_kind import CacheRoom, EngineKind, EngineOptions, EngineSpec, OptionKey
+from models.engines.gpu_engine_kind import GpuEngineKind
 from models.engines.installed import vllm_missing
 from models.engines.vllm.options import CPU_KV_CACHE_MB, check_vllm_options
 from models.settings import EngineConfig, ModelConfig, VllmConfig
 from models.types import Engine
 
 
-class VllmKind(EngineKind[VllmConfig]):
+class VllmKind(GpuEngineKind[VllmConfig]):
     section = "vllm"
     transports = ("cuda_ipc", "nccl", "shared_memory", "gloo")
     any_transport = True
-    tensor_parallel = True
-    grammar = True
-    frees_gpu = True
     swaps_weights = True
     share_option = "gpu_memory_utilization"
     memory_remedy = "lower engine.vllm.kv_cache_mb, or raise slots_per_replica"
@@ -45,18 +43,6 @@ class VllmKind(EngineKind[VllmConfig]):
             raise ValueError(f"{role}.engine: {missing}")
         check_vllm_options(self.options)
 
-    @property
-    def max_rows(self) -> int:
-        return self.options.max_batch_rows
-
-    @property
-    def sleep_mode(self) -> bool:
-        return self.options.sleep_mode
-
-    @property
-    def quantizes(self) -> bool:
-        return coarser_than_sent(self.options.options)
-
     # -- memory ----------------------------------------------------------------------------------------------------
 
     @property
@@ -77,9 +63,7 @@ class VllmKind(EngineKind[VllmConfig]):
             return CacheRoom(num_bytes=num_bytes, decided_by="engine.vllm.kv_cache_mb")
         if device_bytes is None:
             return None
-        share = self.options.memory_share
-        decided_by = f"the rest of engine.vllm.gpu_memory_utilization={share:g}"
-        return CacheRoom(num_bytes=max(0.0, share * device_bytes - weight_bytes), decided_by=decided_by)
+        return self.rest_of_share(self.options.memory_share, weight_bytes, device_bytes)
 
     # -- routed experts, engines of several roles ------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Requests to vLLM and what comes back, in our types. Knows one request at a time; talks to no engine.
+"""Requests to vLLM and its outputs in our types. Knows one request at a time; calls no engine.
 
-vLLM streams two outputs per request: one with the first token, one with all the others.
+vLLM streams two outputs per request: one with the first token, one with the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSampling
     from vllm.outputs import WeightVersionSpan
 
-COLDEST = 0.01  # vLLM raises lower temperatures to this one; 0 is greedy
+COLDEST = 0.01  # vLLM raises lower temperatures to this value; 0 is greedy
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class VllmRequest:
     num_waiters: int = 0
     begun: bool = False  # its first token was sampled
     aborted: bool = False
-    renewed: bool = False  # taken back before its first token, to be asked again
+    renewed: bool = False  # withdrawn before its first token, to be sent again
     answer: asyncio.Task[Completion] | None = None
 
     def begin(self) -> None:
@@ -46,14 +46,14 @@ class VllmRequest:
 
 @dataclass(slots=True)
 class VllmSample:
-    """What came of a request."""
+    """The sampled tokens of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     spans: Sequence[WeightVersionSpan] = ()
     num_cached_tokens: int = 0
-    experts_TLK: np.ndarray | None = None  # by layer of the model, also where it has no experts
+    experts_TLK: np.ndarray | None = None  # by layer of the model, including layers without experts
 
     def add(self, output: RequestOutput) -> None:
         from vllm.logprobs import FlatLogprobs
@@ -66,11 +66,13 @@ class VllmSample:
         self.finish_reason = piece.finish_reason
         self.spans = piece.weight_versions or ()
         self.num_cached_tokens = output.num_cached_tokens or 0
-        self.experts_TLK = piece.routed_experts  # with the last piece alone
+        self.experts_TLK = piece.routed_experts  # only in the last piece
 
 
 def sampling_of(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]) -> VllmSampling:
-    """`seed` shifts the request's own. Raises EngineRefused for a pattern that is no regular expression."""
+    """vLLM's parameters. `seed` is combined with the request's. Raises EngineRefused for a pattern that is no regular
+    expression.
+    """
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -83,7 +85,7 @@ def sampling_of(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]
             stop=list(params.stop) or None,
             stop_token_ids=list(stop_token_ids),
             structured_outputs=None if params.pattern is None else StructuredOutputsParams(regex=params.pattern),
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # only of the sampled token
             flat_logprobs=True,
             detokenize=bool(params.stop),
             output_kind=RequestOutputKind.DELTA,
@@ -93,14 +95,14 @@ def sampling_of(params: SamplingParams, seed: int, stop_token_ids: Sequence[int]
 
 
 def scoring_of(last: Sequence[int]) -> VllmSampling:
-    """Log-probs of a prompt at temperature 1, and of `last` as the token after it."""
+    """Parameters for the log-probs of a prompt at temperature 1, and of `last` as the token after it."""
     from vllm import SamplingParams as VllmSampling
     from vllm.sampling_params import RequestOutputKind
 
     return VllmSampling(
         max_tokens=1,
         temperature=1.0,
-        seed=0,  # unseeded requests would draw from a generator that all of them share
+        seed=0,  # unseeded requests would use a generator that all of them share
         prompt_logprobs=0,
         logprob_token_ids=list(last) or None,
         flat_logprobs=True,
@@ -122,7 +124,7 @@ def scores_of(output: RequestOutput, last: Sequence[int]) -> tuple[float, ...]:
 
 
 def refuse_what_cannot_run(params: SamplingParams) -> None:
-    """What vLLM can't draw, beyond what no engine can."""
+    """Raises EngineRefused for what vLLM can't sample, in addition to the limits of all engines."""
     cold = 0 < params.temperature < COLDEST
     if cold or params.seed < 0:
         too_cold = f" (temperatures between 0 and {COLDEST} aren't supported)" if cold else ""
@@ -141,7 +143,7 @@ def finish_reason_of(sampled: VllmSample) -> FinishReason:
 
 
 def experts_of(sampled: VllmSample, layers: Sequence[int]) -> np.ndarray | None:
-    """Of the layers that have experts. None where vLLM told none, as of a request that was aborted."""
+    """The experts of layers that have some. None if vLLM returned none, as for an aborted request."""
     if sampled.experts_TLK is None:
         return None
     experts_TLK = sampled.experts_TLK[:, list(layers)]
@@ -149,7 +151,7 @@ def experts_of(sampled: VllmSample, layers: Sequence[int]) -> np.ndarray | None:
 
 
 def spans_of(sampled: VllmSample, model_name: str, version: int) -> tuple[VersionSpan, ...]:
-    """vLLM's own spans; `version` for what has none, and for no tokens at all."""
+    """vLLM's own spans; `version` for tokens without one, and for no tokens at all."""
     spans = tuple(
         VersionSpan(model=model_name, version=int(span.version), start=span.start, end=span.end)
         for span in sampled.spans

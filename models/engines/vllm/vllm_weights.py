@@ -1,4 +1,4 @@
-"""Buckets and errors in the plain forms that cross to vLLM's worker and back. Needs neither vLLM nor a model."""
+"""Buckets and errors in plain types, for sending to vLLM's worker and back. Needs neither vLLM nor a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLD = re.compile(r"<<(\w+)>>(.*)<<end>>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainBucket:
-    """A bucket of numbers, strings and bytes: what msgpack carries."""
+    """A bucket of numbers, strings and bytes, which msgpack can send."""
 
     tensors: list[dict[str, Any]]
     payload: dict[str, Any]
@@ -34,8 +34,9 @@ class PlainBucket:
 
 
 def as_plain(bucket: WeightBucket, arena: SharedArena) -> dict[str, Any]:
-    """For PlainBucket. What isn't told in a few words, as bytes that come inline, is received here and copied to
-    `arena`, where it lies until the next bucket's."""
+    """The fields of a PlainBucket. A payload with inline bytes is received here and copied to `arena`, where it stays
+    until the next bucket.
+    """
     payload = bucket.payload if isinstance(bucket.payload, SmallPayload) else _in_shared_memory(bucket, arena)
     plain = {"tensors": bucket.tensors, "payload": payload}
     return cast(dict[str, Any], msgspec.to_builtins(plain, builtin_types=(bytes,)))
@@ -51,11 +52,11 @@ def _in_shared_memory(bucket: WeightBucket, arena: SharedArena) -> SharedMemory:
 
 
 class Applied(TypedDict):
-    """What one worker saw of a push, as it crosses to the engine's process.
+    """One worker's report on a push, as it is sent to the engine's process.
 
     taken: tensors that went into a parameter of this worker.
-    still: of these, the ones that changed since the last push and all of whose parameters did not.
-    moved: the ones of whose parameters one changed.
+    still: of these, tensors that changed since the last push while none of their parameters did.
+    moved: tensors with a parameter that changed.
     """
 
     taken: list[str]
@@ -64,7 +65,7 @@ class Applied(TypedDict):
 
 
 def under_sent_names(applied: Applied, own_names: Mapping[str, str]) -> Applied:
-    """The same by the names that tensors came under: sent name -> the name that vLLM knows it by."""
+    """The same report by the names under which tensors were sent: sent name -> vLLM's name."""
 
     def sent(names: Iterable[str]) -> list[str]:
         known = set(names)
@@ -74,7 +75,9 @@ def under_sent_names(applied: Applied, own_names: Mapping[str, str]) -> Applied:
 
 
 def unapplied(sent: Iterable[str], workers: Iterable[Applied]) -> tuple[str, ...]:
-    """Tensors that no worker took, or that changed while what holds them changed in none: each holds a part."""
+    """Tensors that no worker took, or that changed without a change of their parameters in any worker: each holds a
+    part.
+    """
     seen = list(workers)
     taken, still, moved = (set().union(*(w[key] for w in seen)) for key in ("taken", "still", "moved"))
     return tuple(sorted((set(sent) - taken) | (still - moved)))
@@ -82,7 +85,7 @@ def unapplied(sent: Iterable[str], workers: Iterable[Applied]) -> tuple[str, ...
 
 @contextmanager
 def writing_error() -> Iterator[None]:
-    """In the worker. Of an error vLLM brings home the words alone: they tell its kind as well."""
+    """Context in the worker: vLLM returns only the message of an error, so the message gets the error's kind."""
     try:
         yield
     except tuple(ERRORS.values()) as error:
@@ -92,7 +95,7 @@ def writing_error() -> Iterator[None]:
 
 @contextmanager
 def reading_error() -> Iterator[None]:
-    """At home: raises the error that a worker told of."""
+    """Context in the engine's process: raises the error that a worker reported."""
     try:
         yield
     except Exception as error:

@@ -1,9 +1,10 @@
-"""What runs in vLLM's worker processes: weights come in by our payloads and go in by vLLM's layerwise reload.
+"""The part that runs in vLLM's worker processes: weights are received by our payloads and loaded by vLLM's layerwise
+reload.
 
-vLLM imports this module because it is named as `worker_extension_cls`. Nothing here touches requests or caches.
+vLLM imports this module as `worker_extension_cls`. Nothing here touches requests or caches.
 
-A layer's weights may come in several buckets; vLLM holds them back until the layer is whole. A layer of which only
-some came (q of q, k, v) gets the rest from what it holds, so that a push may leave tensors out.
+A layer's weights may come in several buckets; vLLM keeps them until the layer is complete. A layer that gets only some
+tensors (q of q, k, v) takes the rest from its present weights, so a push may leave tensors out.
 """
 
 from __future__ import annotations
@@ -77,12 +78,14 @@ class Inbox(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """All of a bucket or, with the name of the tensor that doesn't fit, nothing; the update is over then."""
+        """Load all of a bucket, or nothing and raise an error with the tensor that doesn't fit; the update is then
+        over.
+        """
         with writing_error():
             try:
                 self.receive_weights(self.parse_update_info(update_info))
             except BaseException:
-                self._group.leave()  # the sender would wait for us until its timeout
+                self._group.leave()  # otherwise the sender waits for us until its timeout
                 self.drop()
                 raise
         if self.device.type != "cpu":
@@ -99,7 +102,7 @@ class Inbox(WeightTransferEngine):
         self._sent |= set(names)
         with received(bucket, self._group) as tensors:
             checksums = checksums_of(tensors)
-            # Copies: vLLM may hold them back until a later bucket, when the sender's memory is used again.
+            # Copies: vLLM may keep them until a later bucket, when the sender's memory is reused.
             own = [tensor.to(self.device, copy=True) for _, tensor in tensors]
         with self._application.watched(zip(names, own, strict=True)) as handed:
             self._load(handed)
@@ -123,9 +126,9 @@ class Inbox(WeightTransferEngine):
         self._sent = set()
 
     def drop(self) -> None:
-        """Forget a push that wasn't finished: layers that were waiting for the rest of theirs get back what they had.
+        """Drop an unfinished push: incomplete layers get their earlier weights back.
 
-        Left as it is, its tensors would be taken for the next push's.
+        Otherwise its tensors would be loaded with the next push's.
         """
         if self._sent:
             self._application.broke_off()
@@ -142,7 +145,7 @@ class Inbox(WeightTransferEngine):
         self._group.leave()
 
     def _stored(self, path: str) -> Iterator[tuple[str, Tensor]]:
-        """A model's files, as vLLM itself reads them when it starts."""
+        """The tensors in a model's files, read as vLLM does at its start."""
         model = copy(self.model_config)
         model.model, model.revision = path, None
         loader = get_model_loader(self.vllm_config.load_config)
@@ -168,15 +171,14 @@ class Inbox(WeightTransferEngine):
 
 
 class Taken:
-    """The tensors that a model takes: by name, with their shapes. A tied tensor has all its names."""
+    """The tensors that a model takes, by name, with their shapes. A tied tensor has all its names."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], own_names: Mapping[str, str]) -> None:
         self._shapes, self.own_names = shapes, own_names
 
     @staticmethod
     def of(model_path: str) -> Taken:
-        """As checkpoints of the model have them; where transformers hasn't the model, vLLM's own loader has the only
-        word."""
+        """The tensors in checkpoints of the model; if transformers lacks the model, vLLM's own loader decides alone."""
         try:
             model = outline_causal_lm(model_path)
         except ValueError:
@@ -184,7 +186,7 @@ class Taken:
         return Taken(*CheckpointNames(model).taken())
 
     def own_name(self, tensor: WeightTensor) -> str:
-        """Under which vLLM knows it. Raises ValueError for what doesn't fit."""
+        """vLLM's name of a tensor. Raises ValueError for one that doesn't fit."""
         if not self._shapes:
             return tensor.name
         shape = self._shapes.get(tensor.name)
@@ -199,14 +201,14 @@ class Taken:
 
 
 class WeightReceiver:
-    """Methods that the worker gets besides its own, for `collective_rpc`."""
+    """Further methods of the worker, for `collective_rpc`."""
 
     weight_transfer_engine: Inbox
     _weight_update_active: bool
     device: torch.device
 
     def take_report(self) -> tuple[dict[str, str], Applied | None]:
-        """The checksums of what came with the last push, and what this worker's parameters show of it."""
+        """The checksums of the last push's tensors, and its effect on this worker's parameters."""
         inbox = self.weight_transfer_engine
         checksums, inbox.checksums = inbox.checksums, {}
         return checksums, inbox.applied
@@ -216,12 +218,12 @@ class WeightReceiver:
         self._weight_update_active = False
 
     def free_device_bytes(self) -> int:
-        """As the device tells it; 0 for a CPU, whose memory is everybody's."""
+        """Free bytes of the device; 0 on a CPU, whose memory all processes share."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
 
 def fill_up(model: nn.Module) -> None:
-    """Layers of which only some tensors came get the others from what they hold."""
+    """Complete layers that got only some of their tensors, from their present weights."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         came, whole = info.load_numel, info.load_numel_total or 0
@@ -245,20 +247,20 @@ def _fill_up_layer(layer: nn.Module, info: LayerReloadingInfo) -> None:
 
 
 def _unpacked(layer: nn.Module, packed: Tensor, like: Tensor) -> Tensor:
-    """A weight that vLLM keeps for its CPU kernel only: what the kernel makes of the identity is its transpose."""
+    """A weight that vLLM keeps only for its CPU kernel: the kernel applied to the identity gives its transpose."""
     identity = torch.eye(like.shape[1], dtype=like.dtype)
     return layer.cpu_linear(identity, packed, None).t()  # type: ignore[operator]
 
 
 def repack_heads(model: nn.Module) -> None:
-    """On a CPU a head's kernel has a copy of its weight; of a head that is tied nobody else renews it."""
+    """Renew the copy of a head's weight in its CPU kernel; for a tied head nothing else does."""
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead) and layer.weight.device.type == "cpu":
             layer.quant_method.process_weights_after_loading(layer)
 
 
 def take_expert_kernels(model: nn.Module) -> Kernels:
-    """On a CPU experts have a packed form of their own, which vLLM makes only of a layer whose kernel is new."""
+    """Take the packed form of experts on a CPU, which vLLM makes only for a layer with a new kernel."""
     methods = {
         layer.quant_method
         for layer in model.modules()
@@ -272,7 +274,7 @@ def take_expert_kernels(model: nn.Module) -> Kernels:
 
 
 def put_back(kernels: Kernels) -> None:
-    """Of layers that nothing came for."""
+    """Put the kernels back for layers that got no weights."""
     for method, kernel in kernels.items():
         if method.moe_kernel is None:
             method.moe_kernel = kernel
@@ -280,7 +282,7 @@ def put_back(kernels: Kernels) -> None:
 
 
 def end_with(owner_pid: int) -> None:
-    """A killed owner can't end its children: without this they would keep their memory and devices."""
+    """End with the owner: a killed owner can't end its children, which would keep their memory and devices."""
     core_pid = os.getppid()
 
     def wait() -> None:
@@ -294,8 +296,8 @@ def end_with(owner_pid: int) -> None:
 
 def _set_up_process() -> None:
     WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, Inbox)
-    torch.cpu._init_amx()  # without the kernel's leave the first bfloat16 product dies of SIGILL
-    # It warns of every layer that nothing came for: tied heads, and whatever a push leaves out.
+    torch.cpu._init_amx()  # without the kernel's permission the first bfloat16 product dies of SIGILL
+    # It warns of every layer without new weights: tied heads, and tensors that a push leaves out.
     logging.getLogger(layerwise.__name__).setLevel(logging.ERROR)
     if OWNER_PID in os.environ and hasattr(os, "pidfd_open"):
         end_with(int(os.environ[OWNER_PID]))

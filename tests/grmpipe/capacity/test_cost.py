@@ -1,4 +1,4 @@
-"""Costs by roofline, against numbers worked out by hand from a data sheet and a model's sizes."""
+"""Costs by roofline, against numbers computed by hand from a data sheet and a model's sizes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_an_engines_work_is_prefill_and_its_rows_share_of_every_step() -> None:
     # 64 rows fill the engine: a token takes 21 ms / 64, 0.32 ms of arithmetic and 600 cached tokens of 0.125 us.
     token_s = 0.021 / 64 + 0.00032 + 600 * 1.25e-7
     assert engine_busy_s(work, speed, 1) == pytest.approx(64 * (100 * 0.00032 + 1000 * token_s))
-    # Half of the requests each, in half as full rows: the steps are as many.
+    # Each has half of the requests, with rows half as full: the number of steps is the same.
     assert engine_busy_s(work, speed, 2) == pytest.approx(32 * (100 * 0.00032 + 1000 * (token_s + 0.021 / 64)))
 
 
@@ -158,7 +158,7 @@ def test_work_goes_where_slots_are_free_but_the_learners_stays() -> None:
         "learner": RoleConfig(pool="both"),
     }
     placement = place(PlacementConfig(pools=pools, roles=roles), ("policy", "grm", "learner"))
-    # 4 s of rollouts on two slots, one of which learns for 3 s: 3.5 s each, whoever plays how many.
+    # 4 s of rollouts on two slots, one of which also learns for 3 s: 3.5 s each, however the rollouts are divided.
     assert busiest_slot_s(placement, {"policy": 2.0, "grm": 1.0, "learner": 3.0}) == pytest.approx(3.5)
     assert busiest_slot_s(placement, {"policy": 0.5, "grm": 1.0, "learner": 3.0}) == 3.0
     assert busiest_slot_s(placement, {"policy": 0.5, "grm": 9.0, "learner": 3.0}) == 9.0

@@ -1,4 +1,4 @@
-"""Who shares what, and how far somebody comes who shares it."""
+"""Which processes share what, and how much work they get done."""
 
 from __future__ import annotations
 

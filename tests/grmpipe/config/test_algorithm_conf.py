@@ -1,4 +1,4 @@
-"""conf/algorithm: every file is a whole algorithm or a correction to go with one, and every name has its file."""
+"""conf/algorithm: every file is a whole algorithm or a correction for one, and every name has its file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import launch  # noqa: F401  registers the schema
-from grmpipe.config.algorithm_tables import ESTIMATORS, LOSSES
+from grmpipe.config.algorithm_tables import CORRECTIONS, ESTIMATORS, LOSSES, PROXIMALS, REJECTIONS
 from grmpipe.config.run_config import ConfigError
-from grmpipe.config.train import (
-    CORRECTIONS,
-    PROXIMALS,
-    REJECTIONS,
-    ROUTER_REPLAYS,
-    AlgorithmConfig,
-)
+from grmpipe.config.train import ROUTER_REPLAYS, AlgorithmConfig
 from grmpipe.config.yaml_io import build
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -82,5 +76,5 @@ def test_every_file_is_read_and_sets_what_it_says(name: str) -> None:
 
 
 def test_dapo_charges_half_the_range_of_rewards_for_length() -> None:
-    """The paper's rewards are -1 and 1, its penalty -1; ours span 1."""
+    """The paper's rewards are -1 and 1, its penalty -1; here rewards span 1."""
     assert composed("algorithm=dapo").overlong_penalty == 0.5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from grmpipe.config.algorithm_tables import CORRECTIONS
 from grmpipe.config.train import (
-    CORRECTIONS,
     AlgorithmConfig,
     check_interpolated,
     check_pass_k,

@@ -1,4 +1,4 @@
-"""Engines by their kind: a user's own by its dotted path, and no module that knows an engine by its name."""
+"""Engines by their kind: a user's own by its dotted path, and no module compares the names of engines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PLACEMENT = {
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The module of a user on PYTHONPATH."""
+    """A user's module on PYTHONPATH."""
     (tmp_path / "engine_of_mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "engine_of_mine"
@@ -101,9 +101,9 @@ def test_options_of_an_own_engine_are_checked_like_any_other(mine: str) -> None:
         seat_roles(config(f"{mine}.MyEngine", engine_options={"row": 5}))
 
 
-# -- nobody knows an engine by its name ------------------------------------------------------------------------------
+# -- no module compares the names of engines -------------------------------------------------------------------------
 
-# Where a kind's name or options may stand: its own files, the sections of its options, the table.
+# Where a kind's name or options may be: its own files, the sections of its options, the table.
 OWN_FILES = ("models/engines/", "models/settings.py", "grmpipe/config/engine_kinds.py")
 OPTIONS = {"EmbeddedConfig", "VllmConfig", "SglangConfig", "OpenAIConfig"}
 ABOVE = ("config/", "validate/", "capacity/", "run/", "run_dir/", "tasks.py")  # of grmpipe/: may know a whole RunConfig
@@ -115,7 +115,7 @@ def sources() -> dict[str, ast.Module]:
 
 
 def engine_names(tree: ast.AST) -> Iterator[str]:
-    """Comparisons with an engine's name, tables by it, and its class of options."""
+    """Comparisons with an engine's name, tables keyed by it, and its class of options."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare | ast.Dict):
             compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else node.keys

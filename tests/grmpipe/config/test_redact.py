@@ -1,4 +1,4 @@
-"""Secrets: found by the look of their key or by their value, and nothing else is lost."""
+"""Secrets are found by the name of their key or by their value, and nothing else is lost."""
 
 from __future__ import annotations
 

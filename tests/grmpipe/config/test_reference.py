@@ -20,7 +20,7 @@ from scheduler.placement import PlacementConfig, PoolConfig, RoleConfig
 # A run in which every map of named members has one.
 FULL = RunConfig(
     placement=PlacementConfig(pools={"<name>": PoolConfig()}, roles={"learner": RoleConfig(pool="<name>")}),
-    watch=JudgeMonitorConfig(limits={"<name>": LimitConfig(metric="x", above=1.0)}),
+    judge_monitor=JudgeMonitorConfig(limits={"<name>": LimitConfig(metric="x", above=1.0)}),
     plan=PlanConfig(devices={"<name>": DeviceSpec(80, 2000, {"bfloat16": 1.0})}),
 )
 

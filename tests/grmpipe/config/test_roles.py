@@ -1,4 +1,4 @@
-"""Which engine serves which role, and what is refused of engines before anything starts."""
+"""The engine of each role, and what is refused of engines before anything starts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def roles_of(run: RunConfig) -> Roles:
 
 
 def seats(run: RunConfig) -> Placement:
-    return place(run.placement, run.roles, run.served)
+    return place(run.placement, run.roles, run.served, run.learners)
 
 
 def served(role: str, run: RunConfig) -> ServedRole:
@@ -239,7 +239,7 @@ def test_an_engine_that_is_not_installed_is_told_with_what_to_type(kind: str, mo
     run = config(grm={"path": "tiny://grm", "engine": kind})
     with pytest.raises(ConfigError, match=r"^grm\.engine: not here; type this$"):
         check_here(run)
-    check_here(config())  # nobody is served by it
+    check_here(config())  # no role is served by it
     check_here(config(grm={"path": "tiny://grm", "engine": kind}, judge={"kind": "rule"}))
     elsewhere = {"address": "10.0.0.1:6379"}
     check_here(config(grm={"path": "tiny://grm", "engine": kind}, cluster=elsewhere))
@@ -260,7 +260,7 @@ def test_a_missing_key_is_told_by_its_variable(monkeypatch: pytest.MonkeyPatch) 
     check_here(config(grm=OUTSIDE, engine={"openai": {"api_key_env": ""}}))
 
 
-# -- a judge outside -----------------------------------------------------------------------------------------------
+# -- a remote judge --------------------------------------------------------------------------------------------------
 
 
 def test_a_judge_outside_takes_no_place_and_no_files(monkeypatch: pytest.MonkeyPatch) -> None:

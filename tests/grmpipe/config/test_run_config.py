@@ -30,7 +30,7 @@ def conf() -> Iterator[None]:
 
 
 def told(*overrides: str) -> str:
-    """What launch.py says of these, without a process of its own."""
+    """The message of launch.py for these overrides, without a separate process."""
     try:
         build(compose("config", list(overrides)))
     except ConfigError as error:
@@ -154,7 +154,7 @@ def test_a_judge_that_outlasts_the_deadline_of_a_group_is_refused_with_both_keys
 
 
 def test_a_run_of_other_deadlines_is_resumed() -> None:
-    """It was begun with those of another release, say."""
+    """It was begun with the deadlines of another release, for example."""
     old = from_values(RunConfig, {"judge": {"timeout_s": 120.0}, "rollout": {"group_deadline_s": 120.0}})
     assert changed_keys(old, RunConfig()) == []
 

@@ -1,4 +1,4 @@
-"""No secret of a configuration stands in its file or in a refused resume, and a resume still knows what changed."""
+"""No secret of a configuration is in its file or in a refused resume, and a resume still knows what changed."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_what_may_change_on_resume_stays_typed_and_what_may_not_is_compared(
     assert resumed(tmp_path, config, config) == []
     monkeypatch.setenv("MODEL", "models/b")
     assert resumed(tmp_path, config, composed(*overrides)) == ["policy.path: models/a -> models/b"]
-    monkeypatch.delenv("PLANTED_URL")  # to open the files of a run one needs none of its variables
-    with pytest.raises(ConfigError, match="base_url"):  # but what can't do without is said
+    monkeypatch.delenv("PLANTED_URL")  # opening the files of a run needs none of its variables
+    with pytest.raises(ConfigError, match="base_url"):  # but a missing variable that is needed is reported
         read_yaml(tmp_path / "config.yaml")
 
 

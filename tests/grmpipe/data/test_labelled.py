@@ -1,4 +1,4 @@
-"""Labelled judgement data comes out of our own files and of the benchmarks' as it stands there; nothing is guessed."""
+"""Labelled judgement data is read unchanged from our own files and from the benchmarks'; nothing is guessed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts come out of files as they stand there; what is malformed is named with its place."""
+"""Prompts are read unchanged from files; a malformed row is named with its place."""
 
 from __future__ import annotations
 

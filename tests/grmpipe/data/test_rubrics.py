@@ -1,4 +1,4 @@
-"""A prompt's rubric comes out of its row, or the row is refused by its place."""
+"""A prompt's rubric is read from its row, or the row is refused with its place."""
 
 from __future__ import annotations
 

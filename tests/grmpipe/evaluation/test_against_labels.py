@@ -1,4 +1,4 @@
-"""A judge is right where the label is its strict winner or its score; what failed or tied is told, and never right."""
+"""A judge is right if the label is its strict winner or its score; failures and ties are reported, and never right."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_failed_judgement_is_missing_in_the_subsets_that_hold_it() -> None:
 
 
 def test_the_meta_rm_guides_the_recounted_votes() -> None:
-    """Three of four judgements are wrong, and the meta-RM knows which: the better half of four ties."""
+    """Three of four judgements are wrong, and the meta-RM knows which: the better half of four is a tie."""
     reports = (report(0, 9, 1, 1, 1), report(1, 5, 5, 5, 5))
     one = JudgedItem(
         item=ranked("a", "b"), reports=reports, num_asked=4, meta_rm_weights=(0.9, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5, 0.5)

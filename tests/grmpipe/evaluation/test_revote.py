@@ -1,4 +1,4 @@
-"""Smaller votes are subsets of the judgements that were sampled; what failed stays missing."""
+"""Smaller votes are subsets of the sampled judgements; failed ones stay missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge's surroundings: prompts, rollouts, an engine that says what it is told, a loop whose time is virtual."""
+"""The surroundings of a judge: prompts, rollouts, a scripted engine, a loop on a virtual clock."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Author = Callable[[str, RequestContext], Answer | Exception]
 
 @dataclass
 class ScriptedEngine:
-    """Answers, delays or raises as its author says. Its tokens are code points, so the author can read the prompt."""
+    """Answers, waits or raises as its author says. Its tokens are code points, so the author can read the prompt."""
 
     author: Author
     asked: list[tuple[RequestContext, SamplingParams]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class ScriptedEngine:
 
 
 class CodePoints:
-    """A renderer for tests: the last message, a token a character."""
+    """A renderer for tests: the last message, one token per character."""
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tuple(map(ord, messages[-1].content))
@@ -109,13 +109,13 @@ def characters(token_ids: Sequence[int]) -> str:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """On virtual time: a timeout of minutes takes no time."""
+    """Run in virtual time: a timeout of minutes takes no time."""
     return run_virtually(lambda: coroutine)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What the tests of judges use."""
+    """Helpers for the tests of judges."""
 
     answer = Answer
     generative = staticmethod(generative)

@@ -1,4 +1,4 @@
-"""Texts that speak to the judge change neither its prompt's lines nor the reading of its verdict."""
+"""Texts that address the judge change neither the lines of its prompt nor the reading of its verdict."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quoted(prompt: str) -> str:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A judge's settings, how it says 3 of everything that it is shown, and the score that comes of it."""
+    """A judge's settings, its way to give 3 to everything it is shown, and the resulting score."""
 
     settings: dict[str, Any]
     verdict: str
@@ -83,7 +83,7 @@ HONEST = "Answer: 12"
 
 
 def judged(bench: Any, protocol: Protocol, attacks: Sequence[str], write: Callable[[str], str]) -> list[JudgeReport]:
-    """The reports on each attack by one judge; where it takes two, beside an honest answer."""
+    """The reports on each attack by one judge; if it compares two, next to an honest answer."""
 
     def answer(prompt: str, context: Any) -> Any:
         return bench.answer("Be strict." if "/principles/" in context.request_id else write(prompt))
@@ -108,7 +108,7 @@ def protocol(request: pytest.FixtureRequest) -> Protocol:
 
 
 def in_line(prompt: str) -> str:
-    """What a judge quotes without a fence, within a line of its own."""
+    """A judge's quotation without a fence, within a line of its own."""
     return " ".join(line.removeprefix("> ") for line in quoted(prompt).splitlines())
 
 

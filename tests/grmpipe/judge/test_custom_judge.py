@@ -1,4 +1,4 @@
-"""A judge of the user's own comes in by its dotted path, or is refused in words."""
+"""A user's own judge is loaded by its dotted path, or refused with a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates are checked when they are made, and the fence holds for every text."""
+"""Templates are checked on construction, and the fence works for every text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
 from grmpipe.config.judge_protocols import SHIPPED_TEMPLATES
-from grmpipe.judge.parse import PARSERS
+from grmpipe.judge.parse import parser_named
 from grmpipe.judge.prompt import JudgePrompt, PrinciplesPrompt, fenced
 from grmpipe.types import Criterion, Prompt
 from models.tiny.problems import judge_prompt
@@ -56,7 +56,7 @@ def test_shipped_templates_show_question_reference_and_fenced_response(bench: An
 
 @pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"tiny"}))
 def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench: Any, name: str) -> None:
-    """The tiny GRMs know it by heart."""
+    """The tiny GRMs were trained on it."""
     template, protocol = shipped(name)
     prompt = replace(bench.prompt(), rubric=(Criterion(text="It is right."), Criterion(text="It is short.")))
     texts = ["12"] * (1 if protocol in ("pointwise", "rubric") else 2)
@@ -64,7 +64,7 @@ def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench:
     last = re.sub(r"s_1, .*s_2|N", lambda asked: "7" if asked[0] == "N" else "7, 7", shown.rstrip().split("\n")[-1])
     num_scores = last.count("7")
     assert num_scores == max(len(texts), 2 if protocol == "rubric" else 1)
-    assert PARSERS[SHIPPED_TEMPLATES[name][0]](last, num_scores, Scale()) == (7,) * num_scores
+    assert parser_named(SHIPPED_TEMPLATES[name][0])(last, num_scores, Scale()) == (7,) * num_scores
     assert "End with one line, and nothing after it" in shown
 
 
@@ -72,7 +72,7 @@ def test_shipped_templates_end_with_the_very_line_that_their_parser_reads(bench:
 @settings(deadline=None)
 @given(text=hostile)
 def test_no_text_of_the_policy_starts_a_line_of_its_own(name: str, text: str) -> None:
-    """In the place of every response that a template shows."""
+    """In every place where a template shows a response."""
     template, protocol = shipped(name)
     num_texts = 3 if protocol in ("listwise", "pairwise", "steps") else 1
     for attacked in range(num_texts):

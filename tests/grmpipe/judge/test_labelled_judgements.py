@@ -1,4 +1,4 @@
-"""Labelled judgements: what is sampled, what is kept of it, what the votes over it are worth."""
+"""Labelled judgements: what is sampled, what is kept of it, and the quality of votes over it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from models.types import Completion, Message, RequestContext, SamplingParams, Ve
 
 
 class WrittenGrm:
-    """Says what is written for it, by prompt and index of the judgement."""
+    """A GRM with written answers, by prompt and index of the judgement."""
 
     name, context_tokens = "grm", 1000
 

@@ -1,4 +1,4 @@
-"""Judging tasks for a judge: its own prompt, and labels that a rule reads."""
+"""Judging tasks: the judge's own prompt, and labels that a rule reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat markup that a text spells is broken, and nothing else is touched."""
+"""Chat markup in a text is broken, and nothing else is changed."""
 
 from __future__ import annotations
 

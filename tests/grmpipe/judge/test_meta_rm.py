@@ -14,7 +14,7 @@ from models.types import Completion, EngineRefused, Message, VersionSpan
 
 
 class Recorded:
-    """Scores a sequence by its length, and keeps what it was asked."""
+    """Scores a sequence by its length, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], int]] = []

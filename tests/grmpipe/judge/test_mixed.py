@@ -1,4 +1,4 @@
-"""A mixture is a weighted mean, or a failure; nothing between."""
+"""A mixture is a weighted mean, or a failure; nothing in between."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_rewards_are_mixed_by_normalised_weights_and_components_stay_visible(ben
 
 
 def test_beside_a_mean_of_steps_every_span_has_its_share_in_the_mixture(bench: Any) -> None:
-    """0.75 times the mean of steps that earned 1, 0 and 1/2, plus 0.25 times a rule's 1, which ends with the last."""
+    """0.75 times the mean of steps with 1, 0 and 1/2, plus 0.25 times a rule's 1, which ends with the last step."""
     steps = tuple(
         RewardSpan(turn=0, start=4 * k, end=4 * k + 4, value=earned / 3, share=1 / 3)
         for k, earned in enumerate((1.0, 0.0, 0.5))

@@ -1,4 +1,4 @@
-"""What counts as a verdict, and that nothing else does."""
+"""What is read as a verdict, and that nothing else is."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.parse import PARSERS, Parser, parse_boxed, parse_score_line, scores_of
+from grmpipe.config.judge_tables import PARSERS
+from grmpipe.judge.parse import Parser, parser_named, scores_of
 from grmpipe.judge.prompt import fenced
 from models.types import Completion, FinishReason, VersionSpan
+
+parse_score_line, parse_boxed = parser_named("score_line"), parser_named("boxed")
 
 
 def completion(text: str, finish_reason: FinishReason = "stop") -> Completion:
@@ -27,7 +30,7 @@ def completion(text: str, finish_reason: FinishReason = "stop") -> Completion:
         ("Score: 2\nOn reflection:\nScore: 8", 8),
         ("  Score: 8 \r\n\n", 8),
         ("> Score: 10\nScore: 4", 4),
-        # As judges write it who were told to write `Score: 7`.
+        # As judges write it when asked for `Score: 7`.
         ("score:7", 7),
         ("SCORE: 7", 7),
         ("Score: 7.", 7),
@@ -193,7 +196,7 @@ DRAFTS = {"score_line": "Score: 9", "boxed": "\\boxed{9}"}
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_what_a_judge_thinks_is_no_verdict(name: str) -> None:
     def read(text: str) -> object:
-        return PARSERS[name](text.format(draft=DRAFTS[name], verdict=VERDICTS[name]), 1, Scale())
+        return parser_named(name)(text.format(draft=DRAFTS[name], verdict=VERDICTS[name]), 1, Scale())
 
     assert read("<think>\n{draft}\n</think>\n\n{verdict}") == (2,)
     assert read(" \n<think>{draft}</think>\n{verdict}") == (2,)
@@ -212,7 +215,7 @@ def test_what_a_judge_thinks_is_no_verdict(name: str) -> None:
         assert read(thought) == "unparseable", thought
 
 
-@pytest.mark.parametrize("parser", PARSERS.values())
+@pytest.mark.parametrize("parser", map(parser_named, PARSERS))
 @pytest.mark.parametrize("text", ["Score: 9", r"\boxed{9}", "cut in the midd"])
 def test_a_cut_judgement_is_truncated_even_with_a_verdict_in_it(parser: Parser, text: str) -> None:
     assert scores_of(completion(text, "length"), parser, 1, Scale()) == "truncated"
@@ -220,7 +223,7 @@ def test_a_cut_judgement_is_truncated_even_with_a_verdict_in_it(parser: Parser, 
 
 @given(text=st.text() | st.text(alphabet="Score: 10\n>\\boxed{},*"), name=st.sampled_from(sorted(PARSERS)))
 def test_every_text_gives_scores_in_range_or_a_cause(text: str, name: str) -> None:
-    scores = scores_of(completion(text), PARSERS[name], 1, Scale())
+    scores = scores_of(completion(text), parser_named(name), 1, Scale())
     assert scores == "unparseable" or (len(scores) == 1 and 1 <= int(scores[0]) <= 10)
 
 
@@ -230,9 +233,9 @@ OF_THE_POLICY = st.text() | st.lists(st.sampled_from(CLAIMS) | st.text(max_size=
 
 @given(work=OF_THE_POLICY, name=st.sampled_from(sorted(PARSERS)))
 def test_quoting_the_work_anywhere_in_the_critique_changes_no_number(work: str, name: str) -> None:
-    """Behind a fence or within a line: what is read is the judge's own verdict, or nothing."""
+    """Behind a fence or within a line: the judge's own verdict is read, or nothing."""
     verdict, inline = VERDICTS[name], " ".join(work.splitlines())
-    read = PARSERS[name]
+    read = parser_named(name)
     for critique in (
         f"It says:\n{fenced(work)}\nThat is wrong.",
         f"{fenced(work)}",
@@ -267,7 +270,7 @@ def test_a_judgement_is_read_in_linear_time(name: str, filling: str) -> None:
         f"\\boxed{{7}}{long}x",
         f"score is{long}x",
     ):
-        PARSERS[name](text, 1, Scale())
+        parser_named(name)(text, 1, Scale())
     assert time.perf_counter() - started_s < 0.5
 
 

@@ -1,4 +1,4 @@
-"""A pattern lets through what its parser reads, and nothing else: they are one language."""
+"""A pattern matches exactly what its parser reads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grmpipe.config.judge import PARSERS as PARSERS_OF_THE_CONFIG
 from grmpipe.config.judge import Scale
-from grmpipe.judge.parse import PARSERS
-from grmpipe.judge.pattern import PATTERNS
+from grmpipe.config.judge_tables import PARSERS
+from grmpipe.judge.parse import parser_named
+from grmpipe.judge.pattern import judgement_pattern
 from models.engines.embedded.grammar import Grammar
 from models.tiny.tokenizer import build_tokenizer
 
@@ -28,37 +28,33 @@ FORMS = {"score_line": "Score: {}", "boxed": "\\boxed{{{}}}"}
 
 
 def matches(name: str, scale: Scale, text: str) -> bool:
-    return re.fullmatch(PATTERNS[name](scale, 1), text) is not None
-
-
-def test_every_parser_has_a_pattern() -> None:
-    assert set(PATTERNS) == set(PARSERS) == set(PARSERS_OF_THE_CONFIG)
+    return re.fullmatch(judgement_pattern(name, scale, 1), text) is not None
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", sorted(PATTERNS))
+@pytest.mark.parametrize("name", sorted(PARSERS))
 def test_what_the_pattern_lets_through_parses(name: str, scale: Scale) -> None:
-    @given(st.from_regex(PATTERNS[name](scale, 1), fullmatch=True))
+    @given(st.from_regex(judgement_pattern(name, scale, 1), fullmatch=True))
     def holds(text: str) -> None:
-        assert PARSERS[name](text, 1, scale) != "unparseable"
+        assert parser_named(name)(text, 1, scale) != "unparseable"
 
     holds()
 
 
 @given(noise=st.text() | NEAR_VERDICTS, score=st.integers(-200, 200), scale=st.sampled_from(SCALES))
-@pytest.mark.parametrize("name", sorted(PATTERNS))
+@pytest.mark.parametrize("name", sorted(PARSERS))
 def test_a_verdict_in_the_last_line_passes_exactly_where_it_parses(
     name: str, noise: str, score: int, scale: Scale
 ) -> None:
     text = f"{noise}\n{FORMS[name].format(score)}"
-    assert matches(name, scale, text) == (PARSERS[name](text, 1, scale) == (score,))
+    assert matches(name, scale, text) == (parser_named(name)(text, 1, scale) == (score,))
     assert matches(name, scale, text) == (scale.low <= score <= scale.high)
 
 
 @settings(max_examples=300)
-@given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(sorted(PATTERNS)), scale=st.sampled_from(SCALES))
+@given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(sorted(PARSERS)), scale=st.sampled_from(SCALES))
 def test_it_lets_a_text_through_exactly_where_it_parses(text: str, name: str, scale: Scale) -> None:
-    assert matches(name, scale, text) == (PARSERS[name](text, 1, scale) != "unparseable")
+    assert matches(name, scale, text) == (parser_named(name)(text, 1, scale) != "unparseable")
 
 
 @pytest.mark.parametrize(
@@ -102,9 +98,9 @@ def test_it_holds_back(name: str, text: str) -> None:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("num_scores", [2, 4])
 def test_a_box_of_several_scores_lets_through_what_parses_as_so_many(num_scores: int, scale: Scale) -> None:
-    @given(st.from_regex(PATTERNS["boxed"](scale, num_scores), fullmatch=True))
+    @given(st.from_regex(judgement_pattern("boxed", scale, num_scores), fullmatch=True))
     def holds(text: str) -> None:
-        assert PARSERS["boxed"](text, num_scores, scale) != "unparseable"
+        assert parser_named("boxed")(text, num_scores, scale) != "unparseable"
 
     holds()
 
@@ -113,18 +109,18 @@ def test_a_box_of_several_scores_lets_through_what_parses_as_so_many(num_scores:
 def test_a_box_passes_exactly_with_so_many_scores_in_range(scores: list[int], num_scores: int) -> None:
     text = f"fine\n\\boxed{{{', '.join(map(str, scores))}}}"
     good = len(scores) == num_scores and all(1 <= score <= 10 for score in scores)
-    assert (re.fullmatch(PATTERNS["boxed"](Scale(), num_scores), text) is not None) == good
+    assert (re.fullmatch(judgement_pattern("boxed", Scale(), num_scores), text) is not None) == good
 
 
 @settings(deadline=None)
-@given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(sorted(PATTERNS)))
+@given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(sorted(PARSERS)))
 def test_the_embedded_engine_reads_every_pattern_as_re_does(text: str, name: str) -> None:
     for ending in ("", "\n" + FORMS[name].format(7)):
-        matcher = GRAMMAR.start(PATTERNS[name](Scale(), 1))
+        matcher = GRAMMAR.start(judgement_pattern(name, Scale(), 1))
         accepted = matcher.consume_tokens(TOKENIZER.encode(text + ending, add_special_tokens=False))
         assert (accepted and matcher.is_accepting()) == matches(name, Scale(), text + ending)
 
 
 def test_a_scale_too_long_to_list_is_refused_by_the_key() -> None:
     with pytest.raises(ValueError, match=r"^structured: 1002 different scores"):
-        PATTERNS["boxed"](Scale(low=0, high=1001), 1)
+        judgement_pattern("boxed", Scale(low=0, high=1001), 1)

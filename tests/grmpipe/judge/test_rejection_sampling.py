@@ -1,4 +1,4 @@
-"""Which critiques are imitated, and what a hint tells."""
+"""Which critiques are imitated, and what a hint shows."""
 
 from __future__ import annotations
 

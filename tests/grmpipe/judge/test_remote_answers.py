@@ -1,4 +1,4 @@
-"""Whatever an endpoint answers becomes a judgement or a failure with a cause, and never an exception of the run."""
+"""Every answer of an endpoint becomes a judgement or a failure with a cause, and never an exception of the run."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def with_usage(**fields: Any) -> dict[str, Any]:
 
 
 def reply(body: Any = GOOD, status: int = 200, **headers: str) -> httpx.Response:
-    """`body`: bytes as they are, anything else as JSON."""
+    """`body`: bytes are sent as they are, anything else as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return httpx.Response(status, headers=named, stream=httpx.ByteStream(content))
 
 
 def answered_after_a_good_one(response: httpx.Response) -> Judgement | Failed:
-    """What the second judgement comes to, on a virtual clock, with limits of ours in between."""
+    """The result of the second judgement, on a virtual clock, with rate limits."""
     answers = [reply()]
 
     async def go() -> Judgement | Failed:
@@ -59,7 +59,7 @@ def answered_after_a_good_one(response: httpx.Response) -> Judgement | Failed:
         client = GrmClient(grm, JudgeConfig(max_retries=0, timeout_s=600), seed=1)
         question = GrmQuestion(group_id="g", name="g/0", siblings=(0,), num_scores=1, prompt=grm.prompt("Q: 1 + 1?"))
         last: list[Judgement | Failed] = []
-        for index in range(3):  # the third waits for what the second is said to have used
+        for index in range(3):  # the third waits for the reported usage of the second
             last = await client.judgement(question, index, priority=0)
         await engine.close()
         return last[-1]

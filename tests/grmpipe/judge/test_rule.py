@@ -1,4 +1,4 @@
-"""What a rule holds for right."""
+"""What a rule accepts as right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Votes, by the numbers of the SPCT paper's example."""
+"""Votes, by the numbers in the SPCT paper's example."""
 
 from __future__ import annotations
 

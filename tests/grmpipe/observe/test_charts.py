@@ -1,4 +1,4 @@
-"""Charts: where points land, which ticks there are, and that nothing is drawn of nothing."""
+"""Charts: the places of points, the ticks, and that an empty series draws nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console: a panel in a terminal, one line per step elsewhere, and no text of a model can harm it."""
+"""The console: a panel in a terminal, one line per step elsewhere, and texts of models that do no harm."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_the_files_of_a_run_are_listed_under_their_directory() -> None:
     directory = Path("runs") / ("long" * 40)
     ConsoleSink(num_steps=2, console=console).print_files(directory, {"metrics.jsonl": "one line per step"})
     lines = text_of(console).splitlines()
-    assert lines[0] == str(directory)  # in one piece: it will be copied
+    assert lines[0] == str(directory)  # in one piece, so that it can be copied
     assert lines[1].split() == ["metrics.jsonl", "one", "line", "per", "step"]
 
 
@@ -186,7 +186,7 @@ def test_noise_goes_to_run_log_and_our_warnings_to_the_console_too(
     noisy.propagate = False
     console = recorded(terminal=False)
     setup_logging(tmp_path, console)
-    setup_logging(tmp_path, console)  # a second call doubles nothing
+    setup_logging(tmp_path, console)  # a second call duplicates nothing
     noisy.warning("a model of noise")
     logging.getLogger("somelibrary.worker").warning("noise of a worker")
     logging.getLogger("grmpipe.pipeline.interfaces").info("an inner matter")
@@ -229,6 +229,6 @@ def test_lines_that_journals_lack_are_counted_and_told_at_the_end(
     observers.close()
     assert observers.journal_failures == {"rollouts.jsonl": 2, "metrics.jsonl": 2}
     for name in ("rollouts.jsonl", "metrics.jsonl"):
-        (tmp_path / name).unlink()  # whoever read it would read for ever
+        (tmp_path / name).unlink()  # reading it would never end
     observers.show_end(tmp_path, [], None)
     assert "ALARM  2 lines of rollouts.jsonl could not be written: a resume or a" in capsys.readouterr().out

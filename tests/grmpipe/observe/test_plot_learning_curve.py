@@ -1,4 +1,4 @@
-"""The learning curve is drawn from run directories alone."""
+"""The learning curve is drawn only from run directories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plot() -> Any:
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script  # dataclasses look their module up
+    sys.modules[spec.name] = script  # dataclasses look up their module
     spec.loader.exec_module(script)
     return script
 

@@ -1,4 +1,4 @@
-"""Journals: what is written comes back, and a full disk or a kill costs a line at most."""
+"""Journals: what is written is read back, and a full disk or a kill costs at most one line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from grmpipe.types import (
 )
 from models.types import Completion, Message, VersionSpan
 
-TEXT = st.text(st.characters(), max_size=20)  # lone surrogates, newlines and controls too: models sample them
+TEXT = st.text(st.characters(), max_size=20)  # also lone surrogates, newlines and controls: models sample them
 IDS = st.lists(st.integers(0, 200_000), max_size=6).map(tuple)
 FLOAT32 = st.floats(width=32, allow_nan=False, max_value=0.0)
 FLOATS = st.floats(allow_nan=False)
@@ -201,7 +201,7 @@ def test_no_damaged_line_is_read_as_another(tmp_path: Path) -> None:
         except ValueError as error:
             assert str(error).startswith(f"{path}:1: ")
         else:
-            assert read in ([meant], [])  # [] where it became two lines
+            assert read in ([meant], [])  # [] if it became two lines
 
 
 def test_what_is_damaged_is_told_by_file_and_line_whatever_the_damage(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_reading_begins_at_a_mark_unless_the_lines_before_it_were_changed(tmp_pa
     path.write_bytes(b"".join([*lines, lines[4].replace(b"4", b"5", 1)]))
     with pytest.raises(ValueError, match=r"x\.jsonl:6: "):
         list(read_journal(path, since=mark))
-    path.write_bytes(b"".join(lines[1:]))  # as lines have equal lengths, the mark stands between two of them
+    path.write_bytes(b"".join(lines[1:]))  # lines have equal lengths, so the mark is between two of them
     assert len(list(read_journal(path, since=mark))) == 4
     path.write_bytes(b"")
     assert list(read_journal(path, since=mark)) == []
@@ -354,5 +354,5 @@ def test_recording_a_short_rollout_takes_well_under_a_fifth_of_a_millisecond(tmp
         start_s = time.perf_counter()
         recorder.rollout(0, PROMPT, rollout)
         times_s.append(time.perf_counter() - start_s)
-    assert sorted(times_s)[20] < 0.2e-3  # the tenth percentile: others share the machine
+    assert sorted(times_s)[20] < 0.2e-3  # the tenth percentile, because others share the machine
     print(f"median {sorted(times_s)[100] * 1e6:.0f} us")

@@ -1,4 +1,4 @@
-"""The page of a run: what it shows, of which files, and that no text of a model becomes anything but text."""
+"""The report of a run: what it shows, from which files, and that text of a model stays text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTILE = "</pre></title></style><script>alert(1)</script><img src=https://evil.
 
 
 class Seen(HTMLParser):
-    """Which elements and attributes a browser would find, and which texts."""
+    """The elements, attributes and texts that a browser would find."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""summary.json: the fields that others rely on, plain JSON, atomic; the objective by its path."""
+"""summary.json: its documented fields, plain JSON, atomic; the objective by its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real W&B, offline: no question, one run over a resume, no secret in any file."""
+"""A real W&B, offline: it asks nothing, has one run over a resume, and no secret in any file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def records(run_dir: Path) -> Iterator[Any]:
-    """What `wandb sync` would send: records in blocks of 32 KiB, each behind a header of 7 bytes."""
+    """The records that `wandb sync` would send: in blocks of 32 KiB, each after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
@@ -72,7 +72,7 @@ def test_offline_a_run_starts_fast_and_leaves_its_history(tmp_path: Path) -> Non
 
 
 def in_another_process(run_dir: Path, step: int) -> list[str]:
-    """The command of a short run: `step` is all it logs."""
+    """The command of a short run, which logs only `step`."""
     code = (
         "from pathlib import Path; from grmpipe.config.tracking import TrackingConfig;"
         "from grmpipe.observe.wandb_sink import WandbSink;"
@@ -130,7 +130,7 @@ def test_the_planted_secret_is_in_no_file_of_the_run(
         for secret in (PLANTED, PLANTED[::-1], "in the config only"):
             assert secret.encode() not in content
     (uploaded,) = (path.read_bytes() for path in files if path.suffix == ".wandb")
-    assert b"<redacted>" in uploaded  # the config did get there
+    assert b"<redacted>" in uploaded  # the config is in it
 
 
 def test_in_a_terminal_without_a_key_nothing_is_asked_and_nothing_printed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One sentence names the longest wait, its share and a key to turn; where nothing dominates, nothing is said."""
+"""One sentence names the longest stall, its share and a key to change; nothing if none dominates."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_each_wait_has_advice_of_its_own(times: StallTimes, key: str) -> None:
     [
         StallTimes(),
         StallTimes(steps_s=100.0),
-        StallTimes(steps_s=100.0, verdicts_s=15.0),  # too little to care
-        StallTimes(steps_s=100.0, verdicts_s=30.0, rollouts_s=29.0),  # neither alone
+        StallTimes(steps_s=100.0, verdicts_s=15.0),  # too small
+        StallTimes(steps_s=100.0, verdicts_s=30.0, rollouts_s=29.0),  # neither dominates
     ],
 )
 def test_nothing_is_said_when_nothing_dominates(times: StallTimes) -> None:

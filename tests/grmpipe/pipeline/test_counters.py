@@ -1,4 +1,4 @@
-"""What the counters say of principles and of early stops."""
+"""Counts of principles and of early stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group always ends and says why; an episode is played token in, token out."""
+"""A group always ends with a reason; an episode is played with tokens in and tokens out."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_deadline_below_the_declared_speed_is_refused_with_the_key_to_type() -
 
 
 class Tape:
-    """An env of scripted replies."""
+    """An environment with scripted replies."""
 
     def __init__(self, *replies: str) -> None:
         self._replies = list(replies)

@@ -1,4 +1,4 @@
-"""A group has one state at a time and one owner, who can say why it does not train; nothing is lost in any order."""
+"""A group has one state at a time and one owner, which can say why it does not train; nothing is lost in any order."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ class Journal:
 
 @dataclass
 class Bench:
-    """A buffer of groups of two siblings in batches of two, with a clock that stands where it is put."""
+    """A buffer of groups of two siblings in batches of two, with a clock that a test sets."""
 
     max_staleness: int = 0
     groups_per_batch: int = 2
     group_size: int = 2
     max_zero_advantage_groups: int = 0
-    cut: PipelineState = field(default_factory=PipelineState)
+    deterministic: bool = False
+    pipeline_state: PipelineState = field(default_factory=PipelineState)
     kept: dict[int, RecoveredGroup] = field(default_factory=dict)
     now_s: float = 100.0
     journal: Journal = field(default_factory=Journal)
@@ -57,10 +58,15 @@ class Bench:
         config = FlowConfig(
             num_steps=12, groups_per_batch=self.groups_per_batch, group_size=self.group_size, min_valid_siblings=1,
             max_staleness=self.max_staleness, group_deadline_s=60.0, rollout_concurrency=1, judge_concurrency=1, seed=0,
-            max_zero_advantage_groups=self.max_zero_advantage_groups,
+            max_zero_advantage_groups=self.max_zero_advantage_groups, deterministic=self.deterministic,
         )  # fmt: skip
         self.buffer = GroupBuffer(
-            config, self.journal, now=lambda: self.now_s, on_change=self.supplies.append, cut=self.cut, kept=self.kept
+            config,
+            self.journal,
+            now=lambda: self.now_s,
+            on_change=self.supplies.append,
+            pipeline_state=self.pipeline_state,
+            kept=self.kept,
         )
 
     def open(self) -> Group:
@@ -73,9 +79,9 @@ class Bench:
         for sibling in range(self.group_size):
             assert self.buffer.add_rollout(group, rollout(group.group_id, sibling, self.buffer.version))
 
-    def judge(self, group: Group) -> None:
+    def judge(self, group: Group, *, alike: bool = False) -> None:
         for sibling in range(self.group_size):
-            assert self.buffer.add_report(group, sibling, report(sibling))
+            assert self.buffer.add_report(group, sibling, report(1.0 if alike else sibling))
 
     def make_ready(self) -> Group:
         group = self.open()
@@ -308,21 +314,21 @@ def test_a_stale_group_says_so_until_the_next_take_drops_it() -> None:
 
 
 def test_a_group_of_a_resume_waits_to_be_opened_again_and_comes_with_its_work() -> None:
-    cut = PipelineState(version=1, next_prompt_index=3, in_flight={2: "g000002"}, dropped={"stale": 1})
+    pipeline_state = PipelineState(version=1, next_prompt_index=3, in_flight={2: "g000002"}, dropped={"stale": 1})
     kept = RecoveredGroup(group_id="g000002~1", rollouts=(rollout("g000002~1", 0, version=1),))
-    bench = Bench(cut=cut, kept={2: kept})
+    bench = Bench(pipeline_state=pipeline_state, kept={2: kept})
     assert bench.buffer.prompts_to_reopen == [2]
     assert bench.buffer.why_waiting("g000002~1") == "not opened again since the resume"
     assert bench.buffer.state(0).in_flight == {2: "g000002~1"}
     group, found = bench.buffer.open(2, Prompt(prompt_id="p2", messages=()))
     assert (group.group_id, found, group.opened_at) == ("g000002~1", kept, 1)
     assert (bench.buffer.next_prompt_index, bench.buffer.prompts_to_reopen) == (3, [])
-    assert bench.buffer.state(7) == replace(cut, in_flight={2: "g000002~1"}, judge_version=7)
+    assert bench.buffer.state(7) == replace(pipeline_state, in_flight={2: "g000002~1"}, judge_version=7)
     assert (bench.buffer.ledger.submitted, bench.buffer.ledger.trained) == (4, 2)
 
 
 def test_after_a_recovery_there_is_no_burst() -> None:
-    bench = Bench(max_staleness=1, cut=PipelineState(version=10, next_prompt_index=24, dropped={"stale": 4}))
+    bench = Bench(max_staleness=1, pipeline_state=PipelineState(version=10, next_prompt_index=24, dropped={"stale": 4}))
     assert (bench.buffer.ledger.trained, bench.buffer.ledger.submitted, bench.buffer.capacity) == (20, 24, 4)
 
 
@@ -345,7 +351,7 @@ def test_pending_groups_come_due_first_without_those_of_the_batch_and_not_all() 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 2**32 - 1))
 def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, staleness: int, seed: int) -> None:
-    """Groups end in any order, some are dropped; training takes what a look at all that are ready would give."""
+    """Groups end in any order, some are dropped; training takes the group that a search over all ready ones gives."""
     rng = random.Random(seed)
     bench = Bench(max_staleness=staleness, groups_per_batch=batch, group_size=1)
     buffer = bench.buffer
@@ -387,7 +393,7 @@ def test_any_order_of_ends_fills_every_batch_within_the_bound(batch: int, stalen
 
 
 def most_urgent(bench: Bench, ready: Sequence[Group], taken: Sequence[Group]) -> Group | None:
-    """The rule, looked up group by group."""
+    """The rule, evaluated group by group."""
     first = min(ready, key=lambda group: group.opened_at, default=None)
     if first is None:
         return None
@@ -398,3 +404,64 @@ def most_urgent(bench: Bench, ready: Sequence[Group], taken: Sequence[Group]) ->
         if sum(count for when, count in waiting.items() if when <= version) > places:
             return None
     return first
+
+
+# -- a deterministic run ---------------------------------------------------------------------------------------------
+
+
+def filled(bench: Bench, order: random.Random) -> list[str]:
+    """Groups that a whole batch takes, while open groups become ready in a random order."""
+    taken: list[str] = []
+    ready: list[Group] = []
+    while bench.buffer.places_left:
+        while bench.buffer.capacity > 0:
+            ready.append(bench.open())
+        if (judged := bench.buffer.take()) is not None:
+            taken.append(judged.group_id)
+        else:
+            group = ready.pop(order.randrange(len(ready)))
+            bench.roll_out(group)
+            alike = group.prompt_index % 3 == 0
+            bench.judge(group, alike=alike)
+    for group in ready:  # what is open at a push is finished before it
+        assert not bench.buffer.is_settled
+        bench.roll_out(group)
+        bench.judge(group, alike=group.prompt_index % 3 == 0)
+    assert bench.buffer.is_settled
+    bench.buffer.stepped()
+    return taken
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_batches_are_the_same_in_any_order_of_ends(max_staleness: int) -> None:
+    """Zero-advantage groups too are dropped at their turn: at most two in a step, those of the first prompts."""
+    runs = []
+    for seed in range(20):
+        bench = Bench(max_staleness=max_staleness, groups_per_batch=4, max_zero_advantage_groups=2, deterministic=True)
+        order = random.Random(seed)
+        runs.append([filled(bench, order) for _ in range(4)])
+    assert all(run == runs[0] for run in runs)
+    taken = [group_id for batch in runs[0] for group_id in batch]
+    assert taken == sorted(taken)
+    assert "g000000" not in taken
+    assert "g000003" not in taken
+
+
+def test_a_ready_group_waits_for_those_of_earlier_prompts() -> None:
+    bench = Bench(deterministic=True)
+    first, second = bench.open(), bench.open()
+    bench.roll_out(second)
+    bench.judge(second)
+    assert bench.buffer.take() is None
+    assert second.state is GroupState.READY
+    bench.roll_out(first)
+    bench.judge(first)
+    assert [bench.buffer.take(), bench.buffer.take()] == [first.judged(), second.judged()]
+
+
+def test_nothing_is_settled_while_a_group_may_still_be_opened() -> None:
+    bench = Bench(deterministic=True)
+    bench.make_ready()
+    assert not bench.buffer.is_settled
+    bench.buffer.no_more_prompts()
+    assert bench.buffer.is_settled

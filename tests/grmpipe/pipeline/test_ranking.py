@@ -1,4 +1,4 @@
-"""The more urgent go first, and nobody waits for ever."""
+"""More urgent groups go first, and none waits forever."""
 
 from __future__ import annotations
 

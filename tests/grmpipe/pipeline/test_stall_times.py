@@ -1,4 +1,4 @@
-"""Every second of a step has one owner, and the owner is the one that the learner really waited for."""
+"""Every second of a step counts once, for the cause that the learner really waited for."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_straggler_that_is_due_is_waited_for_although_others_wait_for_verdicts
         stalls.groups_changed(GroupSupply(oldest_rolling_out=0, num_judging=1))
         with stalls.wanting(1, 1):
             await asyncio.sleep(2)
-            stalls.groups_changed(GroupSupply(num_judging=1))  # what was due is dropped: from now on any group will do
+            stalls.groups_changed(GroupSupply(num_judging=1))  # the due group is dropped: now any group will do
             await asyncio.sleep(1)
         return stalls.close_step(3.0)
 
@@ -77,7 +77,7 @@ def test_engines_idle_for_the_learner_only_while_it_works_and_only_if_its_step_m
             with stalls.engines:
                 await asyncio.sleep(2)
             await asyncio.sleep(3)
-        await asyncio.sleep(5)  # nobody's: between two calls of the learner
+        await asyncio.sleep(5)  # between two calls of the learner: counts for none
         with stalls.learning(makes_room=False):
             await asyncio.sleep(7)
         with stalls.pushing():

@@ -1,4 +1,4 @@
-"""What is counted is true, what is unknown is left out, and the alarm rings once."""
+"""Counts are right, unknown values are left out, and the alarm fires once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_step_is_closed_into_the_totals_and_totals_survive_a_checkpoint() -> N
     counters.rollout(rollout(1, 6, status="truncated"))
     counters.report(JudgeReport(verdict=verdict(5), judgements=(judgement,), failures=(unparseable, LOST)))
     step = counters.close_step()
-    assert (step.rollouts, step.pipeline_state, step.policy_tokens) == (2, 1, 10)
+    assert (step.rollouts, step.truncated, step.policy_tokens) == (2, 1, 10)
     assert (step.asked, step.counted, step.judge_tokens) == (3, 1, 10)
     assert step.failed == {"unparseable": 1, "timeout": 1}
     restored = FlowCounters()
@@ -136,7 +136,7 @@ def test_a_look_measures_what_it_can_and_leaves_out_what_failed() -> None:
         return LOST if "0" in rollout.text else verdict(8)
 
     looked = asyncio.run(evaluator(score, ("0", "7", None, "3")).evaluate("look"))
-    assert looked.metrics["true_accuracy"] == 0.5  # of two with a reference; the fourth could not be played
+    assert looked.metrics["true_accuracy"] == 0.5  # over two with a reference; the fourth could not be played
     assert looked.metrics["grm_score"] == 8
     assert len(looked.rollouts) == 3
 
@@ -190,7 +190,7 @@ def test_a_judge_is_right_where_it_passes_right_answers_and_no_others() -> None:
 
 
 def test_the_accuracy_of_a_mixtures_grm_holds_nothing_of_the_truth_that_the_rule_added() -> None:
-    """A GRM that gives everything 4 of 10, beside a rule: right answers come to 8.2, which is the rule's doing."""
+    """A GRM that gives everything 4 of 10, next to a rule: right answers get 8.2, because of the rule."""
 
     def score(rollout: Rollout) -> Verdict | Failed:
         right = rollout.text in ("Answer: 0", "Answer: 2")

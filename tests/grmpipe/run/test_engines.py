@@ -1,4 +1,4 @@
-"""What a run with elastic slots is put together from, and what is refused of it before anything starts."""
+"""The parts of a run with elastic slots, and what is refused of it before anything starts."""
 
 from __future__ import annotations
 
@@ -144,6 +144,15 @@ def test_a_pool_that_nobody_shares_with_the_learner_has_no_turns() -> None:
     way_out = r"set placement\.roles\.learner\.pool=all"
     with pytest.raises(ConfigError, match=rf"placement\.pools\.all\.time_shared: .*{way_out}"):
         seat_roles(by_turns(learner="train"))
+
+
+def test_a_judge_that_learns_has_no_turns_with_its_learner() -> None:
+    pools = {"train": {"slots": 2}, "judging": {"slots": 1, "time_shared": True}}
+    seats = {"policy": "train", "learner": "train", "grm": "judging", "grm_learner": "judging"}
+    placement = {"pools": pools, "roles": {role: {"pool": pool} for role, pool in seats.items()}}
+    cotrain = {"enabled": True, "data_path": "tiny://judgements"}
+    with pytest.raises(ConfigError, match=r"^placement\.roles\.grm_learner\.pool: only the policy's learner"):
+        seat_roles(from_values(RunConfig, {"placement": placement, "cotrain": cotrain}))
 
 
 def test_a_pool_is_elastic_or_time_shared() -> None:

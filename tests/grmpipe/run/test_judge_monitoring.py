@@ -1,4 +1,4 @@
-"""The judge monitor measures before the run and every N steps, acts on limits, and goes on after a resume."""
+"""The judge monitor measures before the run and every N steps, acts on limits, and continues after a resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ByLength:
 
 @dataclass
 class Scene:
-    """A judge monitor over a judge that can be changed."""
+    """A judge monitor over a judge that can change."""
 
     folder: Path
     config: JudgeMonitorConfig = field(default_factory=lambda: JudgeMonitorConfig(every=2, adversarial_prompts=1))
@@ -87,7 +87,7 @@ def test_a_frozen_judge_that_moved_is_an_alarm_once_and_after_a_resume(tmp_path:
         await judge_monitor.first(0, SEEN)
 
     async def go_on(judge_monitor: JudgeMonitor) -> Metrics:
-        await judge_monitor.first(0, [])  # a resume has looked already
+        await judge_monitor.first(0, [])  # a resumed run has measured already
         return (await judge_monitor.after_step(2, {})) | (await judge_monitor.after_step(4, {}))
 
     scene.run(begin)
@@ -158,7 +158,7 @@ def test_a_limit_that_pauses_does_so_once_for_as_long_as_it_lasts(tmp_path: Path
         judge_monitor.act(last=False)
         assert breaker.state(asyncio.get_running_loop().time()) == "paused"
         await judge_monitor.after_step(2, {"judge/ties": 0.9})
-        judge_monitor.act(last=False)  # in the pause nothing is new
+        judge_monitor.act(last=False)  # nothing is new during the pause
 
     scene.run(watch)
     assert len(scene.alarms) == 1

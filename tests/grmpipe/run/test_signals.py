@@ -1,4 +1,4 @@
-"""Signals end a run as an interruption, from its start to its end."""
+"""A signal interrupts a run at any time from its start to its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def handlers() -> Iterator[None]:
 
 
 async def ended(number: signal.Signals) -> str:
-    """What becomes of a run that is signalled while it waits."""
+    """The end of a run that gets a signal while it waits."""
     with ended_by_signals():
         try:
             os.kill(os.getpid(), number)

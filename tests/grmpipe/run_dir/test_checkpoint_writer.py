@@ -1,4 +1,4 @@
-"""A checkpoint is published when all that learns has written its part, and a failed write fails the run."""
+"""A checkpoint is published when all trained models have written their part, and a failed write fails the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.stored_files import StoredFile, stored_files
 
 
 class Learner:
-    """Writes when it is told that its disk has time."""
+    """Writes when the test lets its disk write."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,7 +73,7 @@ def test_a_write_that_failed_is_told_at_the_next_step_and_publishes_nothing(tmp_
         await turns()
         with pytest.raises(OSError, match="no space left"):
             writer.check()
-        writer.check()  # once is enough
+        writer.check()  # it is raised only once
         assert checkpoints.find().checkpoint is None
 
     asyncio.run(run())

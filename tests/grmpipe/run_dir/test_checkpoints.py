@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, whatever happens while one is published, and damage is seen."""
+"""Checkpoints are whole or absent, whatever happens during a publication, and damage is noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SYSTEM_CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir"
 
 
 class Killed(BaseException):
-    """As kill -9: nothing of ours handles it."""
+    """Like kill -9: no handler of ours catches it."""
 
 
 def state(version: int, wall_s: float = 1.0) -> RunState:
@@ -50,8 +50,8 @@ def test_the_latest_checkpoint_is_a_whole_one_and_old_ones_are_forgotten(tmp_pat
 def test_a_kill_at_any_point_of_a_publication_leaves_a_whole_checkpoint_under_latest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same step is published twice, with nothing else to fall back to: before each call to the system, a kill."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # takes most of the time, and nothing is unplugged here
+    """The same step is published twice, without another checkpoint to fall back to: a kill before each system call."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and not needed here
     for keep, second in ((1, 4), (2, 4), (1, 6)):
         for point in range(1000):
             directory = tmp_path / f"{keep}-{second}-{point}"
@@ -63,14 +63,14 @@ def test_a_kill_at_any_point_of_a_publication_leaves_a_whole_checkpoint_under_la
             assert found.checkpoint is not None, f"nothing is left of a kill before call {point}"
             assert found.damaged == (), "`latest` names a whole one"
             assert checkpoints.load(found.checkpoint).pipeline_state.version in (4, second)
-            publish(checkpoints, second, 3.0)  # and the run goes on
+            publish(checkpoints, second, 3.0)  # and the run continues
             assert checkpoints.load(checkpoints.find().checkpoint or Path()).wall_s == 3.0
             assert len([name for name in names(directory) if name.startswith(f"step_{second}")]) == 1
         assert point > 10, "all of them were tried"
 
 
 def killed(work: Callable[[], object], point: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the work was killed before its `point`-th call that changes files, or ended before it came so far."""
+    """Whether the work was killed before its `point`-th call that changes files; False if it ended earlier."""
     left = point
 
     def counted(call: Callable[..., object]) -> Callable[..., object]:
@@ -191,7 +191,7 @@ def test_drafts_of_saves_that_were_killed_go_with_the_next_publication(tmp_path:
 
 
 def test_checkpoints_of_a_lineage_that_ended_do_not_outlast_the_next_one(tmp_path: Path) -> None:
-    """After a fall back to step 2 the run trains anew: what is left of step 6 belongs to another history."""
+    """After falling back to step 2 the run trains again: the old step 6 belongs to another history."""
     checkpoints = Checkpoints(directory=tmp_path, keep=3)
     for step in (2, 6):
         publish(checkpoints, step)

@@ -1,4 +1,4 @@
-"""Where a run's files go: never into another run's, and never on with another configuration."""
+"""The place of a run's files: never in another run's directory, and never continued with another configuration."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_ranks_that_stand_elsewhere_get_absolute_paths() -> None:
 
 
 def test_a_resume_without_any_whole_checkpoint_is_refused() -> None:
-    """It would start over, unseen."""
+    """It would silently start over."""
     leave_run(Path("mine"))
     (leave_checkpoint(Path("mine"), 4) / "manifest.json").unlink()
     with pytest.raises(

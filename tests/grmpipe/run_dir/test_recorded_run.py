@@ -1,4 +1,4 @@
-"""A run's journals as batches: what the learner took, in its order, also of runs that crashed. And what is refused."""
+"""A run's journals as batches: what the learner took, in its order, also of crashed runs. And what is refused."""
 
 from __future__ import annotations
 

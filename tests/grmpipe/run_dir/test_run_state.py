@@ -1,4 +1,4 @@
-"""What survives a kill: the cut, and finished work in the journals that is valid at it."""
+"""What survives a kill: the checkpoint, and finished work in the journals that is valid at it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_group_whose_requests_killed_engines_is_not_asked_for_again(tmp_path: 
     recorder.rollout(2, PROMPT, rollout("g000002", 0, 1))
     recorder.group_ended(
         GroupEnd(group_id="g000000", prompt_index=0, prompt_id="p", outcome="dropped", cause="rollout_killed_engines")
-    )  # before the cut
+    )  # before the checkpoint
     for prompt_index, cause in ((1, "rollout_refused"), (2, "rollout_killed_engines"), (3, "rollout_killed_engines")):
         recorder.group_ended(
             GroupEnd(
@@ -150,7 +150,7 @@ def test_a_resume_reads_no_line_from_before_the_groups_in_flight(tmp_path: Path)
     journal.group_ended(GroupEnd(group_id="g000002", prompt_index=2, prompt_id="p", outcome="dropped", cause="stale"))
     journal.close()
     whole = find_kept(tmp_path, state().pipeline_state, Drawn())
-    for name in ("rollouts.jsonl", "judgements.jsonl"):  # a reader of these bytes would fail
+    for name in ("rollouts.jsonl", "judgements.jsonl"):  # reading these bytes would fail
         held = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(b"#" * 50 + held[50:])
     assert find_kept(tmp_path, state().pipeline_state, Drawn(), marks=marks) == whole
@@ -170,7 +170,7 @@ def test_a_third_life_of_a_group_has_a_third_name(tmp_path: Path) -> None:
 
 def test_groups_that_ended_before_the_cut_are_left_alone_and_drawn_ones_beyond_it_are_kept(tmp_path: Path) -> None:
     journal = Recorder(tmp_path)
-    journal.rollout(0, PROMPT, rollout("g000000", 0, 1))  # ended before the cut
+    journal.rollout(0, PROMPT, rollout("g000000", 0, 1))  # ended before the checkpoint
     journal.rollout(7, PROMPT, rollout("g000007", 0, 2))  # opened after it, by a version that still counts
     journal.close()
     assert set(find_kept(tmp_path, state().pipeline_state, Drawn())) == {7}

@@ -39,7 +39,7 @@ def qwen_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Float64 all through, where Qwen3's norms round to float32: for claims of exactness."""
+    """Float64 throughout, while Qwen3's norms round to float32: for tests of exactness."""
     path = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     GPT2LMHeadModel(
@@ -51,7 +51,7 @@ def gpt2_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def mixture_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two layers of four experts, a token goes to two of them."""
+    """Two layers of four experts, two per token."""
     path = tmp_path_factory.mktemp("mixture")
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(
@@ -66,7 +66,7 @@ def mixture_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def make_siblings(make_samples: MakeSamples) -> MakeSamples:
-    """Samples whose groups have a prompt in common; some siblings are as short as can be, one group has one only."""
+    """Samples whose groups share a prompt; some siblings are as short as possible, one group has only one."""
 
     def make(num_samples: int = 13, seed: int = 0) -> list[TrainingSample]:
         prompts: dict[str, tuple[int, ...]] = {}
@@ -93,7 +93,7 @@ def make_siblings(make_samples: MakeSamples) -> MakeSamples:
 
 @pytest.fixture(scope="session")
 def make_samples() -> MakeSamples:
-    """Random prompts and answers; the sampler's log-probs are near those of an untrained model."""
+    """Random prompts and answers; the sampler's log-probs are close to those of an untrained model."""
 
     def make(num_samples: int = 12, seed: int = 0) -> list[TrainingSample]:
         draw = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""One rank of a learner of adapters in a process of its own. Run by test_lora_ranks.py."""
+"""One rank of a learner of adapters in a separate process. Run by test_lora_ranks.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from rank_process import gradients, weights  # beside this file
+from rank_process import gradients, weights  # in the same folder
 
 from grmpipe.train.batching.packer import rounds_of
 from grmpipe.train.batching.samples import count
@@ -30,8 +30,8 @@ def main(directory: str, rank: int, world_size: int, init_method: str) -> None:
     out["weights"] = weights(learner)
     learner.export(f"{directory}/policy")
     Path(f"{directory}/rank{rank}.pkl").write_bytes(pickle.dumps(out))
-    torch.distributed.barrier()  # neither leaves while the other still waits for it
-    os._exit(0)  # as a killed actor ends: gloo's threads now and then abort an orderly exit
+    torch.distributed.barrier()  # neither leaves while the other waits for it
+    os._exit(0)  # like a killed actor: gloo's threads sometimes abort an orderly exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of a learner in a process of its own: carries out a job, writes what came out. Run by test_two_ranks.py."""
+"""One rank of a learner in a separate process: runs a job, writes the results. Run by test_two_ranks.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.losses import Aggregation
+from grmpipe.config.algorithm_tables import AGGREGATIONS
 from grmpipe.train.batching.packer import MicroBatchRound, Packer
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.types import CudaHandle, CudaHandles, InlineBytes, WeightBucket
 from models.weights.sending import UnshardedBucket, WeightTransport
@@ -30,7 +32,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out: dict = {"metrics": [], "gradients": {}, "rounds": [], "sums": []}
     for step, samples in enumerate(batches):
         if step == len(batches) - 1:
-            learner.begin_save(f"{out_dir}/checkpoint")  # and the last step is done while it is written
+            learner.begin_save(f"{out_dir}/checkpoint")  # and the last step is made while it is written
         rounds = rounds_as_they_come(samples, cut, world_size)
         out["rounds"].append(len(rounds))
         totals = count(samples, step)
@@ -48,7 +50,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
         learner._spec = replace(spec, algorithm=algorithm)
         for round_ in rounds_as_they_come(samples, one_cut, world_size):
             learner.accumulate(round_.micro_batches[rank])
-        denominator = AGGREGATIONS[algorithm.aggregation].denominator(totals, spec.max_new_tokens)
+        denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(totals, spec.max_new_tokens)
         out["by_algorithm"][one_cut, name] = gradients(learner, world_size / denominator)
         learner.discard()
     learner._spec = spec
@@ -56,7 +58,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out["score"] = learner.score((1, 2, 3, 4, 5))
     learner.export(f"{out_dir}/export")
 
-    # With this rank's file in place of its GPU's memory.
+    # With this rank's file instead of its GPU's memory.
     TRANSPORTS["cuda_ipc"] = replace(TRANSPORTS["cuda_ipc"], sender="__main__.GpuOfFiles")
     rotary = replace(spec, model_path=rotary_path, master_dtype="float32", sync_dtype="float32", transport="cuda_ipc",
                      sync_dir=f"{out_dir}/gpu-{rank}")  # fmt: skip
@@ -64,7 +66,7 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out["rotary_score"] = of_rotary.score((1, 2, 3, 4, 5))
     out["handed_over"] = [of_rotary.bucket(index) for index in range(of_rotary.num_buckets())]
 
-    # One rank alone sees a nan; all must refuse the step.
+    # Only one rank sees a nan; all must refuse the step.
     bad = rounds[0].micro_batches[rank]
     bad = replace(bad, advantages_T=bad.advantages_T * (float("nan") if rank == world_size - 1 else 1.0))
     learner.accumulate(bad)
@@ -77,9 +79,9 @@ def main(job_path: str, out_dir: str, rank: int, world_size: int, init_method: s
     out["weights_after_refusal"] = weights(learner)
     out["version"] = learner.version
     Path(f"{out_dir}/rank{rank}.pkl").write_bytes(pickle.dumps(out))
-    torch.distributed.barrier()  # neither leaves while the other still waits for it
-    # All is written. Without teardown, as a killed actor ends: gloo's threads now and then abort an orderly exit
-    # ("terminate called without an active exception").
+    torch.distributed.barrier()  # neither leaves while the other waits for it
+    # All is written. No teardown, like a killed actor: gloo's threads sometimes abort an orderly exit ("terminate
+    # called without an active exception").
     os._exit(0)
 
 
@@ -116,7 +118,7 @@ def rounds_as_they_come(samples: list[TrainingSample], cut: tuple[int, bool], wo
 def mixture_gradients(
     spec: LearnerSpec, samples: list[TrainingSample], cut: tuple[int, bool], rank: int, world_size: int
 ) -> dict:
-    """Of a mixture of experts whose samples say where their tokens went."""
+    """The gradients of a mixture of experts whose samples have their experts."""
     learner = Learner(spec, rank, world_size)
     for round_ in rounds_as_they_come(samples, cut, world_size):
         learner.accumulate(round_.micro_batches[rank])
@@ -124,7 +126,7 @@ def mixture_gradients(
 
 
 def gradients(learner: Learner, factor: float) -> dict:
-    """Of what learns; nothing else has any."""
+    """The gradients of trained parameters; no other has any."""
     found = {}
     for name, parameter in learner._model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, name
@@ -135,7 +137,7 @@ def gradients(learner: Learner, factor: float) -> dict:
 
 
 def weights(learner: Learner) -> dict:
-    """Name -> bytes, as they are sent; nothing but on rank 0."""
+    """Name -> bytes, as they are sent; empty except on rank 0."""
     found = {}
     for index in range(learner.num_buckets()):
         bucket = learner.bucket(index)

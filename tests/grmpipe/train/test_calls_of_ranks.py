@@ -1,4 +1,4 @@
-"""What the driver asks of a rank in another process is plain data, and the errors that it tells apart are known."""
+"""The driver's calls of a rank in another process have plain data, and known errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from grmpipe.train.critic.critic_learner import CriticLearner
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.offload import OffloadingLearner
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_learner import ScalarLearner
 from models.engines.scorer import ScalarScorer
 from scheduler.processes.wire_types import Dialect, made_anew, told

@@ -1,4 +1,4 @@
-"""The learner's end of a push: every way of weights to an engine, and a bucket that can't be posted."""
+"""The learner's end of a push: every transport to an engine, and a bucket that can't be posted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm import pieces
 from models.settings import EmbeddedConfig

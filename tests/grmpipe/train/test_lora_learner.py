@@ -1,4 +1,6 @@
-"""A learner of adapters on one rank: what learns, what a KL is measured against. Two ranks are in test_two_ranks.py."""
+"""A learner of adapters on one rank: what is trained, and the reference of a KL. Two ranks are in
+test_lora_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import torch
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.settings import LoraConfig
 
 
@@ -30,7 +33,7 @@ def spec(qwen_path: str, tmp_path: Path) -> LearnerSpec:
 
 
 def test_the_reference_is_the_model_without_its_adapters(spec: LearnerSpec, qwen_path: str, make_samples) -> None:
-    """No second copy is held, and a pass of it changes nothing of the gradients."""
+    """No second copy exists, and a pass of it doesn't change the gradients."""
     batch, totals = pack(make_samples()), count(make_samples(), 0)
     plain = Learner(replace(spec, lora=LoraConfig())).old_pass(batch).logprobs_T
     learner = Learner(spec)

@@ -1,4 +1,4 @@
-"""Two ranks train adapters as one does: same gradients, weights on the way to engines, checkpoints. In float64."""
+"""Two ranks train adapters as one does: the same gradients, sent weights, checkpoints. In float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, Starcoder2Config, Starcoder2ForCa
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from models.settings import LoraConfig
 
 SCRIPT = Path(__file__).with_name("lora_rank_process.py")
@@ -27,7 +28,7 @@ PIECES = 30  # packed tokens per micro-batch
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> LearnerSpec:
-    """A family with linear layers that computes in float64 all through; three rows of A for two ranks."""
+    """A family with linear layers that computes in float64 throughout; three rows of A for two ranks."""
     path = tmp_path_factory.mktemp("starcoder")
     torch.manual_seed(0)
     Starcoder2ForCausalLM(
@@ -60,7 +61,7 @@ def batches(make_samples) -> list:
 def two(
     spec: LearnerSpec, batches: list, forked: type[Forked], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict]]:
-    """Two ranks, each batch in several rounds: where they wrote, and what came out."""
+    """Two ranks, each batch in several rounds: their directory, and their results."""
     directory = tmp_path_factory.mktemp("two")
     (directory / "job.pkl").write_bytes(pickle.dumps((spec, batches, PIECES)))
     with socket.socket() as probe:
@@ -104,7 +105,7 @@ def test_two_ranks_send_merged_weights_under_the_names_of_the_plain_model(spec: 
 
 
 def test_saved_on_two_ranks_goes_on_identically_on_one(spec: LearnerSpec, batches: list, two, tmp_path: Path) -> None:
-    """The checkpoint holds nothing of what adapters stand beside."""
+    """The checkpoint has none of the frozen weights."""
     directory, ranks = two
     kept = set(FileSystemReader(directory / "checkpoint").read_metadata().state_dict_metadata) - {"version"}
     assert kept and all("lora_" in name or "param_groups" in name for name in kept), sorted(kept)

@@ -1,5 +1,6 @@
-"""A real learner can't tell siblings that share their prompt from siblings with a copy each. Two ranks, and every loss
-with every aggregation, in float64: test_two_ranks.py."""
+"""A real learner gives the same results for siblings that share their prompt and for siblings with a copy each. Two
+ranks, and every loss with every aggregation, in float64: test_two_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.kl_in_reward import kl_of_rollouts, rollout_key, unpacked
 from grmpipe.train.batching.packer import MicroBatchRound, rounds_of
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
 from models.tiny.resolve import resolve_model
 
@@ -48,7 +50,7 @@ def test_a_step_on_shared_prompts_is_one_on_copies(make_siblings, checkpointing:
 
 
 def by_sample(round_: MicroBatchRound, said_T: np.ndarray) -> dict[tuple[str, int], np.ndarray]:
-    """Of the trained tokens of each."""
+    """The values at the trained tokens of each sample."""
     found = unpacked(round_.samples[0], round_.micro_batches[0], said_T)
     return {rollout_key(sample): own_T[np.array(sample.loss_mask) > 0] for sample, own_T in found}
 
@@ -78,7 +80,7 @@ def test_a_distance_that_is_taken_off_the_rewards_finds_its_tokens(qwen_path: st
 
 
 def test_shared_tokens_are_replayed_where_the_first_sibling_sent_them(mixture_path: str, make_siblings) -> None:
-    """Siblings that all went there say the same as with copies."""
+    """Siblings that all used the same experts get the same as with copies."""
     draw, samples = np.random.default_rng(0), []
     by_group: dict[str, np.ndarray] = {}
     for sample in make_siblings():

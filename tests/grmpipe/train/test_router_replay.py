@@ -1,4 +1,4 @@
-"""Experts of the sampler, or of the pass for pi_old, replayed in the learner: log-probs agree, gates still learn."""
+"""Experts of the sampler, or of the pass for pi_old, replayed in the learner: log-probs agree, gates still train."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from grmpipe.config.train import AlgorithmConfig, TrainConfig, check_router_replay
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count, split_rollout
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, Rollout, TrainingSample, Turn
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.settings import EmbeddedConfig
@@ -34,7 +35,7 @@ def policy_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def sampled(policy_path: str) -> MicroBatch:
-    """What a sampler in bfloat16 wrote, and where its tokens went."""
+    """The answers of a sampler in bfloat16, with their experts."""
     engine = EmbeddedEngine(policy_path, "policy", EmbeddedConfig(), dtype="bfloat16", return_routed_experts=True)
     prompts = [tuple(range(20 + index % 4, 60)) for index in range(24)]
 
@@ -70,7 +71,7 @@ def rollout_of(*turns: Turn, sibling: int = 0) -> Rollout:
 
 
 def turn(prompt: Sequence[int], answer: Sequence[int], experts: Sequence[int] | None) -> Turn:
-    """One layer, one expert a token."""
+    """One layer, one expert per token."""
     completion = Completion(
         token_ids=tuple(answer),
         logprobs=(-1.0,) * len(answer),
@@ -87,11 +88,11 @@ def mismatch_of(learner: Learner, batch: MicroBatch) -> np.ndarray:
     return np.abs(learner.old_pass(batch).logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T > 0]
 
 
-# -- what the learner is told --------------------------------------------------------------------------------------
+# -- what the learner gets -----------------------------------------------------------------------------------------
 
 
 def test_a_token_keeps_the_experts_of_the_turn_that_fed_it_first() -> None:
-    """The last token of a turn is fed with the next prompt; what that says of older ones comes too late."""
+    """The last token of a turn is fed with the next prompt, whose experts for older tokens come too late."""
     first = turn((1, 2), (3, 4), experts=(11, 12, 13))
     second = turn((1, 2, 3, 4, 5), (6, 7), experts=(91, 92, 93, 14, 15, 16))
     (sample,) = split_rollout(rollout_of(first, second), np.zeros(4))
@@ -109,7 +110,7 @@ def test_turns_without_experts_are_filled_from_later_ones_where_they_can() -> No
 
 
 def test_samples_without_experts_leave_the_choice_to_the_router() -> None:
-    """Rollouts that an earlier process kept, say."""
+    """For example rollouts kept from an earlier process."""
     (with_experts,) = split_rollout(rollout_of(turn((1, 2), (3,), experts=(11, 12))), np.zeros(1))
     (without,) = split_rollout(rollout_of(turn((4,), (5,), experts=None)), np.zeros(1))
     mixed = pack([without, with_experts])
@@ -118,7 +119,7 @@ def test_samples_without_experts_leave_the_choice_to_the_router() -> None:
     assert pack([without]).experts_TLK is None
 
 
-# -- what it makes of it -------------------------------------------------------------------------------------------
+# -- what it does with them ----------------------------------------------------------------------------------------
 
 
 def test_replay_takes_away_what_routing_adds_to_the_mismatch(policy_path: str, sampled: MicroBatch) -> None:
@@ -140,7 +141,7 @@ def test_the_share_of_rerouted_tokens_is_told(policy_path: str, sampled: MicroBa
 
 
 def test_activation_checkpointing_replays_once_more(mixture_path: str, make_samples) -> None:
-    """Its second forward pass, in the midst of backward, goes to the same experts."""
+    """Its second forward pass, during backward, uses the same experts."""
     batch = with_random_experts(make_samples())
     found = []
     for checkpointing in (False, True):
@@ -159,7 +160,7 @@ def with_random_experts(samples: list[TrainingSample]) -> MicroBatch:
 
 
 def test_the_reference_goes_its_own_ways(mixture_path: str, make_samples) -> None:
-    """It never sampled: nobody's experts are its own."""
+    """It never sampled, so it has no recorded experts."""
     learner = make_learner(mixture_path, replace(REPLAYED, kl_coefficient=0.1))
     batch = with_random_experts(make_samples())
     plain = replace(batch, experts_TLK=None)
@@ -168,7 +169,7 @@ def test_the_reference_goes_its_own_ways(mixture_path: str, make_samples) -> Non
 
 
 def test_later_updates_go_where_the_pass_for_pi_old_went(mixture_path: str, make_samples) -> None:
-    """R2: weights move, the choice of experts doesn't."""
+    """R2: weights change, the choice of experts doesn't."""
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
     algorithm = AlgorithmConfig(router_replay="old_logprobs", updates_per_batch=2)

@@ -1,7 +1,7 @@
 """Gradients of a batch in pieces, whose siblings share their prompts, equal those of the whole batch, sample by sample,
 for every loss, aggregation and correction.
 
-Pure torch: a table of logits stands in for a model. Two ranks are in test_two_ranks.py.
+Pure torch: a table of logits takes the place of a model. Two ranks are in test_two_ranks.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from grmpipe.algorithm.losses import AGGREGATIONS
+from grmpipe.algorithm.losses import Aggregation
 from grmpipe.algorithm.objective import TokenLogprobs, summed_loss
-from grmpipe.config.algorithm_tables import LOSSES
-from grmpipe.config.train import (
+from grmpipe.config.algorithm_tables import (
+    AGGREGATIONS,
     CORRECTIONS,
     KL_ESTIMATORS,
+    LOSSES,
     PROXIMALS,
     REJECTIONS,
-    AlgorithmConfig,
 )
+from grmpipe.config.train import AlgorithmConfig
 from grmpipe.train.batching.packer import Packer
 from grmpipe.train.batching.samples import count
 from grmpipe.types import MicroBatch, TrainingSample
@@ -34,12 +35,12 @@ OFF_POLICY = {"clip_low": 0.3, "clip_high": 0.3, "geometric_low": 0.5, "geometri
 
 
 def algorithm_of(**keys: object) -> AlgorithmConfig:
-    """Bands that some of the samples are in, and some are not."""
+    """Bands that include some of the samples, and exclude some."""
     return AlgorithmConfig(**{**OFF_POLICY, **keys})  # type: ignore[arg-type]
 
 
 def algorithms(losses: tuple[str, ...]) -> list[AlgorithmConfig]:
-    """All proximal policies and corrections that go together."""
+    """All valid combinations of proximal policies and corrections."""
     found = []
     for loss, proximal, correction in itertools.product(losses, PROXIMALS, CORRECTIONS):
         with contextlib.suppress(ValueError):
@@ -71,7 +72,7 @@ def logprobs_of(table_VV: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 def gradient(
     samples: list[TrainingSample], max_tokens: int, algorithm: AlgorithmConfig, shared: bool = True
 ) -> tuple[np.ndarray, int]:
-    """d loss / d table of the batch, and in how many micro-batches. pi_old and the reference are tables nearby."""
+    """d loss / d table of the batch, and the number of micro-batches. pi_old and the reference are nearby tables."""
     draw = torch.Generator().manual_seed(0)
     table, old, reference = (
         torch.randn(VOCABULARY, VOCABULARY, generator=draw, dtype=torch.float64) * scale for scale in (1.0, 0.3, 0.3)
@@ -99,7 +100,7 @@ def gradient(
         )
         loss.total.backward()
     assert table.grad is not None
-    denominator = AGGREGATIONS[algorithm.aggregation].denominator(count(samples, 0), MAX_NEW_TOKENS)
+    denominator = AGGREGATIONS.found(algorithm.aggregation, Aggregation).denominator(count(samples, 0), MAX_NEW_TOKENS)
     return (table.grad / denominator).numpy(), len(rounds)
 
 
@@ -112,7 +113,7 @@ def name_of(algorithm: AlgorithmConfig) -> str:
 def test_pieces_have_the_gradient_of_the_whole(make_siblings, algorithm: AlgorithmConfig) -> None:
     samples = make_siblings(17)
     whole, one = gradient(samples, 10_000, algorithm, shared=False)
-    for max_tokens in (1, 50, 10_000):  # a sample each, a few groups, all of them
+    for max_tokens in (1, 50, 10_000):  # one sample each, a few groups, all of them
         pieces, many = gradient(samples, max_tokens, algorithm)
         assert many > one == 1 or max_tokens == 10_000
         np.testing.assert_allclose(pieces, whole, atol=1e-12, rtol=0)
@@ -128,7 +129,7 @@ def test_the_order_in_which_groups_end_changes_no_gradient(make_siblings) -> Non
 
 
 def test_what_is_rejected_has_no_gradient_and_keeps_its_place_in_the_denominator(make_samples) -> None:
-    """A veto that nobody passes leaves nothing; one that everybody passes changes nothing."""
+    """A veto that no sample passes leaves nothing; one that all pass changes nothing."""
     samples = make_samples(8)
     plain, _ = gradient(samples, 40, AlgorithmConfig())
     harmless, _ = gradient(samples, 40, AlgorithmConfig(rejections=["veto"], veto_below=1e-30))

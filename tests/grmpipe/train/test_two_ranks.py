@@ -14,13 +14,13 @@ import torch
 from forks import Forked
 from transformers import AutoModelForCausalLM
 
-from grmpipe.algorithm.losses import AGGREGATIONS
-from grmpipe.config.algorithm_tables import LOSSES
+from grmpipe.config.algorithm_tables import AGGREGATIONS, LOSSES
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import TrainingSample
 from models.engines.vllm.vllm_weights import PlainBucket, as_plain
 from models.stored_files import first_difference
@@ -29,7 +29,7 @@ from models.weights import cuda_ipc
 from models.weights.receiving import received
 from models.weights.weight_files import SharedArena
 
-# r against the sampler differs from 1 where pi_old is the pass's own; plain policy gradients have no r.
+# r against the sampler differs from 1 when pi_old is the pass's own; plain policy gradients have no r.
 ALGORITHMS = {
     f"{loss}/{aggregation}": AlgorithmConfig(
         loss=loss,
@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Posted:
-    """The ranks of a learner that posted all of their buckets already."""
+    """The ranks of a learner that has posted all its buckets."""
 
     by_rank: list[list[WeightBucket]]
 
@@ -98,13 +98,13 @@ def spec(gpt2_path: str) -> LearnerSpec:
 
 @pytest.fixture(scope="module")
 def batches(make_siblings) -> list:
-    """The second is a lone sample: work for one rank."""
+    """The second batch is a single sample: work for one rank."""
     return [make_siblings(num_samples, seed) for seed, num_samples in enumerate((17, 1, 17))]
 
 
 @pytest.fixture(scope="module")
 def mixture(spec: LearnerSpec, mixture_path: str, make_samples) -> Mixture:
-    """A learner that replays, and samples that went to experts drawn at random: no router would choose them."""
+    """A learner with replay, and samples with random experts that no router would choose."""
     draw = np.random.default_rng(0)
     samples = []
     for sample in make_samples(9):
@@ -123,8 +123,9 @@ def one(
     forked: type[Forked],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
-    """One rank, each batch in a single micro-batch, every sample with a prompt of its own; of every algorithm also in
-    several, with shared ones."""
+    """One rank, each batch in a single micro-batch, every sample with its own prompt; for every algorithm also in
+    several, with shared prompts.
+    """
     job = (spec, batches, (WHOLE_BATCH, PIECES), qwen_path, ALGORITHMS, mixture)
     return run(forked, tmp_path_factory.mktemp("one"), job, 1)
 
@@ -152,7 +153,7 @@ def test_gradients_in_pieces_on_two_ranks_equal_the_whole_batch(one: Run, two: R
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_so_they_do_for_every_loss_and_aggregation(one: Run, two: Run, name: str, num_ranks: int) -> None:
-    """Of the policy that two steps made: groups go into micro-batches as they come."""
+    """With the policy after two steps: groups go into micro-batches as they come."""
     whole = one.ranks[0]["by_algorithm"][WHOLE_BATCH, name]
     pieces = (one if num_ranks == 1 else two).ranks[0]["by_algorithm"][PIECES, name]
     for parameter, gradient in whole.items():
@@ -182,7 +183,7 @@ def test_metrics_of_two_ranks_equal_those_of_one(one: Run, two: Run) -> None:
 
 
 def test_ages_are_those_of_all_ranks(two: Run) -> None:
-    """Half the tokens are of version 0, half of version 1, but for a lone sample's; an idle rank has none."""
+    """Half the tokens are of version 0, half of version 1, except a single sample's; an idle rank has none."""
     for step, ages in enumerate([{0}, {1}, {1, 2}]):
         found = {name: share for name, share in two.ranks[1]["metrics"][step].items() if name.endswith("/token_share")}
         assert set(found) == {f"mismatch/age_{age}/token_share" for age in ages}
@@ -200,7 +201,7 @@ def test_weights_of_two_ranks_equal_those_of_one(one: Run, two: Run) -> None:
 def test_an_engine_maps_the_bytes_of_the_rank_that_is_on_its_gpu(
     two: Run, qwen_path: str, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files stand for memory: each rank's folder is a GPU, of which the engine sees one, as its first."""
+    """Files take the place of memory: each rank's folder is a GPU, of which the engine sees one, as its first."""
     opened_paths = []
 
     def from_file(handle: CudaHandle, device: int) -> torch.Tensor:
@@ -235,7 +236,7 @@ def test_score_is_the_same_on_every_rank(one: Run, two: Run) -> None:
 
 
 def test_every_rank_got_the_rotary_frequencies(one: Run, two: Run, qwen_path: str) -> None:
-    """No state dict holds them: a rank that doesn't read the checkpoint must get them another way."""
+    """No state dict has them: a rank that doesn't read the checkpoint must get them in another way."""
     for rank in (*one.ranks, *two.ranks):
         model = AutoModelForCausalLM.from_pretrained(qwen_path)
         ids = torch.tensor([[1, 2, 3, 4, 5]])
@@ -278,5 +279,5 @@ def test_the_export_of_two_ranks_has_the_learners_logits(two: Run) -> None:
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     log_softmax = exported(input_ids=ids).logits[0, :-1].log_softmax(-1)
     theirs = log_softmax.gather(-1, ids[0, 1:, None])[:, 0].tolist()
-    assert two.ranks[0]["score"] == pytest.approx(theirs, abs=1e-6)  # its files are in float32, as their source
+    assert two.ranks[0]["score"] == pytest.approx(theirs, abs=1e-6)  # its files are in float32, like their source
     assert (two.directory / "export" / "tokenizer.json").is_file()

@@ -1,4 +1,4 @@
-"""What a GPU makes of a configuration: types, recomputing, notes. Each recipe for GPUs is composed."""
+"""Configurations on a GPU: types, recomputation, notes. Composes each recipe for GPUs."""
 
 from __future__ import annotations
 

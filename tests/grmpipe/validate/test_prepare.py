@@ -1,18 +1,20 @@
-"""What is put together before anything starts: models, windows, data. Refusals are told in tests/flow."""
+"""Checks before anything starts: models, windows, data. Tests of refusals are in tests/flow."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from grmpipe.capacity.plan.survey import survey_run
 from grmpipe.config.roles import resolve_roles
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.config.yaml_io import from_values
 from grmpipe.validate.data import read_data, stored_judging_tasks
-from grmpipe.validate.models import find_model
+from grmpipe.validate.models import Progress, find_model
 from grmpipe.validate.prepare import prepare
 from grmpipe.validate.sections import section
 from models.tiny.resolve import SHIPPED
@@ -54,7 +56,7 @@ def test_the_engines_window_counts_where_it_is_smaller_than_the_models() -> None
 
 
 def test_machines_of_a_joined_cluster_go_by_the_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their caches are not ours; this machine alone loads what it has found."""
+    """Their caches are not ours; only this machine loads what it found."""
     monkeypatch.setattr("grmpipe.validate.models.find_files", lambda path, weights: str(SHIPPED / "policy"))
     for cluster, path in (({"address": "10.0.0.1:6379"}, "Some/Model"), ({}, str(SHIPPED / "policy"))):
         run = config(policy={"path": "Some/Model"}, cluster=cluster)
@@ -130,7 +132,7 @@ def test_a_section_puts_its_key_in_front_once() -> None:
 
 
 def hybrid(directory: Path) -> str:
-    """The shipped policy's tokenizer beside the config of a model whose first layer is a convolution."""
+    """The shipped policy's tokenizer next to the config of a model whose first layer is a convolution."""
     shutil.copytree(SHIPPED / "policy", directory)
     told = json.loads((directory / "config.json").read_text())
     layers = ["conv", *["full_attention"] * (told["num_hidden_layers"] - 1)]
@@ -138,12 +140,15 @@ def hybrid(directory: Path) -> str:
     return str(directory)
 
 
-def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", [prepare, survey_run], ids=["train", "plan and simulate"])
+def test_a_model_that_packed_samples_leak_through_is_refused_where_it_learns(
+    tmp_path: Path, check: Callable[[RunConfig, Progress], object]
+) -> None:
     path = hybrid(tmp_path / "hybrid")
     data = {"num_prompts": 20, "num_eval_prompts": 5}
     with pytest.raises(ConfigError, match=r"^policy\.path: .*conv.*can be trained"):
-        prepare(config(data=data, policy={"path": path}, judge={"kind": "rule"}), no_progress)
-    prepare(config(data=data, grm={"path": path}), no_progress)  # it judges, and doesn't learn
+        check(config(data=data, policy={"path": path}, judge={"kind": "rule"}), no_progress)
+    check(config(data=data, grm={"path": path}), no_progress)  # it judges, and doesn't learn
     learns = {"enabled": True, "data_path": "tiny://judgements"}
     with pytest.raises(ConfigError, match=r"^grm\.path: .*conv.*can be trained"):
-        prepare(config(data=data, grm={"path": path}, cotrain=learns, placement=WITH_GRM_LEARNER), no_progress)
+        check(config(data=data, grm={"path": path}, cotrain=learns, placement=WITH_GRM_LEARNER), no_progress)

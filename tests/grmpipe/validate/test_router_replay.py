@@ -1,4 +1,4 @@
-"""Who may be asked for the experts that the sampler chose."""
+"""Which engines can return the experts that the sampler chose."""
 
 from __future__ import annotations
 

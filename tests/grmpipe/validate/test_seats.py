@@ -1,7 +1,8 @@
-"""Places that can't be had, told before the slow imports."""
+"""Impossible placements are reported before the slow imports."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_what_only_the_machine_of_the_run_lacks_is_no_matter_of_a_plan() -> None
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_seats_a_run_with_every_role(placement: str) -> None:
-    """But where a learner that isn't the policy's would have no turn."""
+    """Except for a learner that isn't the policy's in a time-shared pool."""
     shared = "time_shared" in placement
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         roles = build(compose("config", [f"placement={placement}"])).placement.roles
@@ -59,7 +60,7 @@ def test_every_placement_seats_a_run_with_every_role(placement: str) -> None:
 
 
 def test_places_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
-    """Under load its import alone takes most of what a refusal may take."""
+    """On a busy machine the import alone takes most of the time allowed for a refusal."""
     script = (
         "import runpy, sys\n"
         "sys.argv = ['launch.py', '+experiment=quickstart', 'placement.roles.grm.pool=nowhere']\n"
@@ -70,3 +71,24 @@ def test_places_are_checked_before_torch_is_loaded(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "unknown pool 'nowhere'" in done.stderr
+
+
+def test_a_run_is_checked_without_torch_and_without_transformers_models(tmp_path: Path) -> None:
+    """The driver holds no tensor: the import of either takes longer than all its checks."""
+    script = (
+        "import sys\n"
+        "from hydra import compose, initialize_config_dir\n"
+        "import launch\n"
+        f"with initialize_config_dir({str(ROOT / 'conf')!r}, version_base='1.3'):\n"
+        "    config = launch.build(compose('config', ['+experiment=quickstart']))\n"
+        "from grmpipe import tasks\n"
+        "import grmpipe.run.train\n"
+        "from grmpipe.validate.prepare import prepare\n"
+        "tasks.check_memory(tasks.divide_gpus(prepare(config, lambda name, done: None)))\n"
+        "print(sorted({'torch', 'transformers.modeling_utils'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout == "[]\n", done.stdout + done.stderr

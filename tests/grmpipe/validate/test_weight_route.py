@@ -1,4 +1,4 @@
-"""Which way a learner's weights take, by placement, resource and engine. Nothing is started."""
+"""The transport of a learner's weights, by placement, resource and engine. Starts nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grmpipe.validate.weight_route import transport_of
 from scheduler.placement import Placement, place
 
 ONE_POOL = {role: {"pool": "all"} for role in ("learner", "policy")}
-# Pools with their slots, and who sits where: from everybody on one slot to everybody alone.
+# Pools with their slots and roles: from all roles on one slot to each on its own.
 PLACES = {
     "one slot": ({"all": 1}, ONE_POOL),
     "two slots, one rank": ({"all": 2}, {**ONE_POOL, "policy": {"pool": "all", "replicas": 2}}),
@@ -43,11 +43,11 @@ def chosen(config: RunConfig, same_machine: bool = True) -> str:
 
 
 def seats(config: RunConfig) -> Placement:
-    return place(config.placement, config.roles, config.served)
+    return place(config.placement, config.roles, config.served, config.learners)
 
 
 def gpus_of(placement: Placement, role: str) -> list[tuple[str, int]]:
-    """By rank; nothing where the role sits on cores."""
+    """By rank; empty if the role is on cores."""
     seats = [seat for seat in placement.seats[role] if placement.pools[seat.pool].resource == "gpu"]
     return [(seat.pool, slot) for seat in seats for slot in seat.slots]
 

@@ -1,4 +1,4 @@
-"""Families that can't be sent to an engine under names that it knows are refused before anything starts."""
+"""Families whose tensors an engine can't get under names that it knows are refused before anything starts."""
 
 from __future__ import annotations
 

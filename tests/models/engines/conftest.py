@@ -1,4 +1,4 @@
-"""A random model small enough for every test, engines on it, and what plain transformers says of their tokens."""
+"""A random model small enough for every test, engines on it, and plain transformers' values for their tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per byte: any text round-trips."""
+    """One token per byte: any text round-trips."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -43,7 +43,7 @@ def tiny_qwen3(seed: int) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=WINDOW, tie_word_embeddings=True,
-        initializer_range=0.2,  # wide: attention and the next token then depend on the context
+        initializer_range=0.2,  # wide, so that attention and the next token depend on the context
     )  # fmt: skip
     return Qwen3ForCausalLM(config).eval()
 
@@ -83,7 +83,7 @@ Ask = Callable[..., Coroutine[Any, Any, Completion]]
 
 @pytest.fixture
 def ask() -> Ask:
-    """`await ask(engine, prompt_ids, request_id, max_new_tokens=..)`; the seed is the request's name."""
+    """`await ask(engine, prompt_ids, request_id, max_new_tokens=..)`; the seed is the request's id."""
 
     def generate(
         engine: EmbeddedEngine,
@@ -112,7 +112,7 @@ def _prompt_of() -> Callable[..., tuple[int, ...]]:
 
 
 class Plain:
-    """A model as transformers runs it: one text at a time, no cache."""
+    """A model run by transformers: one text at a time, no cache."""
 
     def __init__(self, path: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path).eval()
@@ -124,7 +124,7 @@ class Plain:
     def logprobs(
         self, prompt_ids: Sequence[int], completion: Completion, temperature: float = 1.0, top_p: float = 1.0
     ) -> list[float]:
-        """Of the sampled tokens."""
+        """The log-probs of the sampled tokens."""
         logits_TV = self.logits((*prompt_ids, *completion.token_ids))[len(prompt_ids) - 1 : -1] / (temperature or 1)
         return [
             float(nucleus(logits_V, top_p).log_softmax(-1)[token_id])
@@ -133,7 +133,7 @@ class Plain:
 
 
 def nucleus(logits_V: Tensor, top_p: float) -> Tensor:
-    """Top-p by its definition: tokens one by one, the likeliest first, until they hold top_p."""
+    """Top-p by its definition: tokens one by one, the likeliest first, until their probability is top_p."""
     probs_V, kept_V, held = logits_V.softmax(-1), torch.zeros(len(logits_V), dtype=torch.bool), 0.0
     for candidate in probs_V.argsort(descending=True):
         if held >= top_p < 1:
@@ -149,7 +149,7 @@ def plain(model_path: str) -> Plain:
 
 @pytest.fixture(scope="session")
 def next_version_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The same architecture under other weights."""
+    """The same architecture with other weights."""
     path = tmp_path_factory.mktemp("next_version")
     tiny_qwen3(seed=1).save_pretrained(path)
     byte_tokenizer().save_pretrained(path)

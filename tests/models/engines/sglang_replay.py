@@ -1,9 +1,9 @@
-"""An SGLang server that replays what a real one answered, and the recorder that wrote it down.
+"""An SGLang server that replays a real one's answers, and the recorder that recorded them.
 
-A cassette holds the exchanges of one test, in order. A request finds its own by path, body and the number of versions
-committed before; each event of a stream is held back until as many pauses, continues and commits have come as had when
-it was recorded, and until its request was aborted if it came after that. So a replay keeps the order of cause and
-effect, whatever the clock does. Left out of the recordings: texts, times, and what no engine of ours reads.
+A cassette holds the exchanges of one test, in order. A request finds its exchange by path, body and the number of
+versions committed before. Each event of a stream waits for as many pauses, continues and commits as when it was
+recorded, and for the abort of its request if it came after that. So a replay keeps the order of cause and effect at any
+speed. Recordings leave out texts, times, and fields that the engine doesn't read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import httpx
 
 RECORDED = Path(__file__).parent / "recorded" / "sglang"
 CONTROLS = ("/pause_generation", "/continue_generation", "/update_weight_version")
-PACE_S = 0.003  # between two events: a reader is done with one before the next comes
+PACE_S = 0.003  # between two events: a reader handles one before the next comes
 READ = ("completion_tokens", "prompt_tokens", "cached_tokens", "weight_version", "weight_versions", "finish_reason")
 LOGPROBS = ("output_token_logprobs", "output_token_sampling_logprobs", "input_token_logprobs")
 Json = dict[str, Any]
@@ -34,14 +34,14 @@ def cassette_of(node_name: str) -> Path:
 
 
 def essence(path: str, body: Json) -> str:
-    """What makes two requests the same: not their random names, not where files and sockets happen to be."""
+    """The essential parts of a request: without its random names, and paths of files and sockets."""
     if path != "/generate":
         return ""
     return json.dumps({name: value for name, value in body.items() if name not in ("rid", "extra_key")}, sort_keys=True)
 
 
 def slimmed(reply: Json) -> Json:
-    """What an engine reads of an answer, log-probs to six digits."""
+    """The parts of an answer that the engine reads, with log-probs to six digits."""
     if "meta_info" not in reply:
         return {name: reply[name] for name in ("weight_version", "success", "message", "error") if name in reply}
     meta = {name: reply["meta_info"][name] for name in READ if reply["meta_info"].get(name) is not None}
@@ -52,7 +52,7 @@ def slimmed(reply: Json) -> Json:
 
 
 def restored(reply: Json) -> Json:
-    """As the server sent it, but for what nobody reads."""
+    """The answer as the server sent it, except for unread fields."""
     meta = reply.get("meta_info")
     if meta is None:
         return reply
@@ -71,7 +71,7 @@ def _rounded(logprob: Any) -> float | None:
 
 
 class Recorder(httpx.AsyncBaseTransport):
-    """Between an engine and a real server. `begin` and `save` are called around each test."""
+    """A recorder between an engine and a real server. `begin` and `save` are called around each test."""
 
     def __init__(self) -> None:
         self._inner = httpx.AsyncHTTPTransport()
@@ -141,7 +141,7 @@ def _json(content: bytes) -> Json:
 
 @dataclass
 class Cassette:
-    """Exchanges that haven't been replayed yet; the last of a kind is replayed again and again."""
+    """The exchanges that haven't been replayed yet; the last of a kind is replayed again and again."""
 
     exchanges: list[Json]
     num_controls: int = 0
@@ -209,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
                 cassette.aborted.add(body["rid"])
             self.server.changed.notify_all()
         if exchange is None:
-            known = self.path in ("/abort_request", "/server_info")  # a cancelled call may be too late to record
+            known = self.path in ("/abort_request", "/server_info")  # a cancelled call may be too late to be recorded
             self._answer(200 if known else 500, {} if known else {"error": f"not recorded: {self.path} {body}"})
         elif "events" in exchange:
             self._stream(cassette, exchange, body["rid"])
@@ -238,9 +238,9 @@ class Handler(BaseHTTPRequestHandler):
             if exchange.get("done"):
                 self.wfile.write(b"data: [DONE]\n\n")
             else:
-                self.connection.recv(1)  # until the client hangs up, as it did
+                self.connection.recv(1)  # until the client disconnects, as it did
         except OSError:
-            pass  # it hung up earlier
+            pass  # it disconnected earlier
 
     def _due(self, cassette: Cassette, exchange: Json, rid: str) -> Iterator[Json]:
         for num_controls, aborted, event in exchange["events"]:

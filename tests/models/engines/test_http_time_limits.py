@@ -1,4 +1,4 @@
-"""Every HTTP call of ours has finite limits for connecting, reading, writing and for a place in its pool."""
+"""Every HTTP call has finite limits for connecting, reading, writing and for a place in its pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that quantises: it samples from rounded weights, and a push passes where its options say so, only there."""
+"""An engine that quantizes: it samples from rounded weights, and a push passes only if its options declare it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_computes_with_rounded_weights_before_and_after_a_push(
     async def run() -> None:
         assert await engine.score(PROBE) == pytest.approx(expected(model_path, kind), abs=1e-4)
         receipt = await push(engine, next_version_path, 1)
-        assert len(receipt.checksums) > 10  # of what came, before it was rounded
+        assert len(receipt.checksums) > 10  # of the received weights, before rounding
         assert await engine.score(PROBE) == pytest.approx(expected(next_version_path, kind), abs=1e-4)
         exact = expected(next_version_path, "none")
         assert max(abs(a - b) for a, b in zip(await engine.score(PROBE), exact, strict=True)) > 1e-3

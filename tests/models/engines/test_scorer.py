@@ -1,4 +1,4 @@
-"""A scorer says the head's number at the last token, whatever goes with it through the model."""
+"""A scorer returns the head's number at the last token, independent of the rest of the batch."""
 
 from __future__ import annotations
 

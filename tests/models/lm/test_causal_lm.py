@@ -1,4 +1,4 @@
-"""Packed log-probs are the log-probs of each sample by itself."""
+"""Packed log-probs equal the log-probs of each sample alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def one_by_one(model: PreTrainedModel, ids: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plain forward of transformers, a sample at a time."""
+    """The plain forward pass of transformers, one sample at a time."""
     logprobs, entropy = [], []
     for sample in ids.split(lengths):
         log_softmax = model(input_ids=sample[None]).logits[0, :-1].log_softmax(-1)

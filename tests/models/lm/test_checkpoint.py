@@ -1,4 +1,4 @@
-"""What is saved comes back; what is exported says the same."""
+"""What is saved is loaded again; an export gives the same outputs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_an_export_has_the_same_logits_and_the_tokenizer(tmp_path: Path, tied: b
 
 
 def export_of_bfloat16(tmp_path: Path, **options: object) -> Path:
-    """Of a model that trains in float32, from files in bfloat16."""
+    """An export of a model that trains in float32, from files in bfloat16."""
     source, target = tmp_path / "source", tmp_path / "target"
     make_model(0).to(torch.bfloat16).save_pretrained(source)
     export_hf(str(target), load_causal_lm(str(source)), str(source), **options)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""What is streamed to serving engines is what transformers would save: names, shapes and numbers, family by family."""
+"""Tensors streamed to serving engines are those that transformers would save: names, shapes and numbers, family by
+family.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SMALL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "num_experts": 4,
     "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None,
 }  # fmt: skip
-# Mixtures and, last, a dense one, whose names in a checkpoint are the model's own.
+# Mixtures and, last, a dense model, whose names in a checkpoint are the model's own.
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "granitemoe", "glm4_moe", "deepseek_v2", "deepseek_v3",
     "minimax_m2", "phimoe", "ernie4_5_moe", "hunyuan_v1_moe", "cohere2_moe", "qwen3",

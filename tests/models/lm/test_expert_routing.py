@@ -1,4 +1,4 @@
-"""Experts noted and replayed: the choice alone is fixed, in every family whose routers are known."""
+"""Experts recorded and replayed: only the choice is fixed, in every family with known routers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def random_model(name: str) -> PreTrainedModel:
 
 
 def own_experts(model: nn.Module, routers: Routers) -> tuple[Tensor, Tensor]:
-    """Logits, and where the tokens went."""
+    """Logits, and the chosen experts."""
     with torch.no_grad(), routers.recorded() as recording:
         logits: Tensor = model(TOKEN_IDS).logits
     return logits, recording.experts_TLK
@@ -79,7 +79,9 @@ def test_a_models_own_choice_replayed_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_go_where_they_are_sent_and_gates_learn(name: str) -> None:
-    """The next expert but one instead of each: all go elsewhere; gates are the routers' own, and so is the gradient."""
+    """Each expert replaced by the next but one: all tokens go elsewhere; gates are the routers' own, and so is the
+    gradient.
+    """
     model = random_model(name)
     routers = Routers.of(model)
     logits, experts_TLK = own_experts(model, routers)

@@ -1,4 +1,4 @@
-"""Sizes that a plan reckons with, against real models: their parameters, and what autograd keeps of a forward pass."""
+"""The sizes in a plan, against real models: their parameters, and what autograd keeps of a forward pass."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_activations_are_what_autograd_keeps(dtype: str, checkpointing: bool) ->
 
 
 def kept_bytes(model: PreTrainedModel, num_tokens: int) -> int:
-    """Bytes that backward waits for, weights aside."""
+    """Bytes kept for backward, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Adapters: what they say, merged or beside their layers, in a learner's model and an engine's; what travels."""
+"""Adapters: their outputs, merged or separate, in a learner's model and an engine's; what is sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from models.engines.embedded.decoder import open_decoder
 from models.engines.embedded.fused_decoder import FusedDecoder
 from models.lm.causal_lm import load_causal_lm
 from models.lm.checkpoint import export_hf
-from models.lm.lora import adapters, add_adapters, check_targets, outgoing, peft_missing, without_adapters
+from models.lm.installed_peft import peft_missing
+from models.lm.lora import adapters, add_adapters, check_targets, outgoing, without_adapters
 from models.settings import LoraConfig
 from models.types import WeightBucket
 from models.weights.inbox import WeightInbox
@@ -52,7 +53,7 @@ def lora(**options: object) -> LoraConfig:
 
 @torch.no_grad()
 def trained(path: str, config: LoraConfig, seed: int = 0) -> PreTrainedModel:
-    """Adapters as they are after some steps: B is no longer 0."""
+    """Adapters as after some steps: B is no longer 0."""
     model = add_adapters(load_causal_lm(path), config, "float32")
     generator = torch.Generator().manual_seed(seed)
     for _, low_rank in adapters(model):
@@ -113,7 +114,7 @@ def test_a_model_without_its_adapters_is_the_one_that_was_loaded(path: str) -> N
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj"]])
 def test_merged_weights_say_what_adapters_say(path: str, targets: list[str]) -> None:
-    """In a plain engine's model, and in one that has adapters itself."""
+    """In a plain engine's model, and in one with its own adapters."""
     model = trained(path, lora(target_modules=targets))
     plain = load_causal_lm(path)
     pushed(plain, buckets(model, lora()))
@@ -139,7 +140,7 @@ def test_after_the_first_push_only_what_changes_is_sent(path: str) -> None:
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj"], ["up_proj"]])
 def test_the_fused_decoder_applies_adapters_that_a_push_brings(path: str, targets: list[str]) -> None:
-    """What it decodes token by token is what the module says of the whole."""
+    """Its token-by-token output equals the module's output for the whole text."""
     config = lora(target_modules=targets, sync="adapters")
     model = add_adapters(load_causal_lm(path), config, "float32")
     decoder, slots = open_decoder(model, 2, 32)

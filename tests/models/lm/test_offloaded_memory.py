@@ -1,4 +1,4 @@
-"""Lent memory is really given up, and every byte comes back to where it was."""
+"""Offloaded memory is really freed, and every byte is loaded back to its place."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_all_that_is_lent_lies_in_one_block_of_its_size_which_is_used_again() ->
 
 
 def test_pinned_memory_is_registered_with_cuda_as_large_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not as the next power of two, as torch's own allocator would."""
+    """Not the next power of two, as with torch's own allocator."""
 
     class Cudart:
         registered: ClassVar[dict[int, int]] = {}

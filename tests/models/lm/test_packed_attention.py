@@ -1,4 +1,4 @@
-"""Attention within packed samples: flash's call means what padded SDPA computes, and no GPU holds whole scores."""
+"""Attention within packed samples: flash attention equals padded SDPA, and no GPU holds all scores."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def without_groups(*args: Any, scale: float | None, window_size: tuple[int, int]
     return exact_varlen(*args, scale=scale, window_size=window_size)
 
 
-# Families: tokens that all siblings share, and those of each.
+# Families: shared tokens, and the tokens of each sibling.
 FAMILIES = st.lists(
     st.tuples(st.integers(0, 9), st.lists(st.integers(1, 20), min_size=1, max_size=3)), min_size=1, max_size=4
 )
 
 
 def packing_of(families: list[tuple[int, list[int]]]) -> Packing:
-    """As the packer lays them out: the first of a family has the prefix among its own tokens."""
+    """The packer's layout: the first of a family has the prefix among its own tokens."""
     lengths, starts, prefixes, first = [], [], [], 0
     for shared, own in families:
         for number, length in enumerate(own):
@@ -104,7 +104,7 @@ def test_flash_over_packed_tokens_is_padded_attention(
 
 # -- what float32 costs on a GPU ---------------------------------------------------------------------------------------
 
-LARGEST_BYTES = 512 << 20  # of one result; the scores of this case alone are 2 GiB a layer
+LARGEST_BYTES = 512 << 20  # of one result; the scores of this case alone are 2 GiB per layer
 
 
 class Largest(TorchDispatchMode):
@@ -121,7 +121,9 @@ class Largest(TorchDispatchMode):
 
 
 def fused_float32(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False, **options: Any) -> Tensor:
-    """What torch's only fused kernel for float32 on CUDA takes: with a mask or none, as many key heads as queries'."""
+    """What torch's only fused kernel for float32 on CUDA accepts: with a mask or none, as many key heads as query
+    heads.
+    """
     assert not enable_gqa and query.shape[1] == key.shape[1] == value.shape[1], "the math kernel: whole scores"
     return torch.empty_like(query)
 
@@ -130,8 +132,9 @@ def fused_float32(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = 
 def test_float32_on_a_gpu_takes_a_fused_kernel_and_makes_nothing_as_large_as_the_scores(
     monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """8 siblings of 1024 tokens after a prompt of 1024, 32 heads over 8: on tensors without memory, and of a CPU, for
-    torch without CUDA indexes no other."""
+    """8 siblings of 1024 tokens after a prompt of 1024, 32 heads over 8: on tensors without memory, on a CPU, because
+    torch without CUDA has no other index.
+    """
     monkeypatch.setattr(F, "scaled_dot_product_attention", fused_float32)
     monkeypatch.setattr(packed_attention, "on_gpu", lambda states: True)
     with FakeTensorMode(), torch.no_grad(), Largest() as largest:

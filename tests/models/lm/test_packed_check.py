@@ -1,7 +1,8 @@
-"""Models that would leak through packed samples are refused by their config, or by the probe; others are not."""
+"""Models that leak between packed samples are refused by their config, or by the probe; others are not."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
+from models.lm.packable_configs import is_known_to_pack
 from models.lm.packed_check import check_trainable, probe_logprobs, probe_scores
 from models.lm.scalar_head import start_scalar_head
+from models.model_files import PLAIN_FAMILIES
 
 CPU = torch.device("cpu")
 TINY = {
@@ -65,7 +68,7 @@ def config_of(kind: str, options: dict[str, Any]) -> PreTrainedConfig:
 
 
 def saved(directory: Path, kind: str, options: dict[str, Any]) -> str:
-    """With random weights, large enough for what leaks to be seen."""
+    """With random weights, large enough for a leak to show."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(kind, options))
     with torch.no_grad():
@@ -80,14 +83,24 @@ def saved(directory: Path, kind: str, options: dict[str, Any]) -> str:
 def test_families_of_full_and_sliding_attention_may_be_trained(tmp_path: Path, kind: str) -> None:
     config_of(kind, WORKING[kind]).save_pretrained(tmp_path)
     check_trainable(str(tmp_path))
+    assert is_known_to_pack(str(tmp_path)) == (kind in PLAIN_FAMILIES)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_family_that_packed_samples_leak_through_is_refused_by_its_config(tmp_path: Path, kind: str) -> None:
     options, why = REFUSED[kind]
     config_of(kind, options).save_pretrained(tmp_path)
+    assert not is_known_to_pack(str(tmp_path))
     with pytest.raises(ValueError, match=rf"^path: .*{why}.*Qwen3"):
         check_trainable(str(tmp_path))
+
+
+@pytest.mark.parametrize("leak", [{"attention_chunk_size": 4}, {"layer_types": ["conv", "full_attention"]}])
+def test_a_plain_family_is_looked_at_where_its_config_hides_keys(tmp_path: Path, leak: dict[str, Any]) -> None:
+    values = TINY | {"model_type": "llama"}
+    for told, known in ((values, True), (values | leak, False)):
+        (tmp_path / "config.json").write_text(json.dumps(told))
+        assert is_known_to_pack(str(tmp_path)) == known
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "qwen3_moe", "gpt2"])

@@ -1,4 +1,4 @@
-"""A prefix that is packed once says to all who go on from it what it would say to each of them alone."""
+"""A prefix that is packed once gives all its samples the same as a copy for each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Conf
 from models.lm.causal_lm import PackedLogprobs, load_causal_lm, packed_logprobs
 from models.lm.packing import Packing, Prefixes
 
-# (tokens that all share, tokens of each), by family. Many lengths, lone samples, siblings of one token.
+# (shared tokens, tokens of each), by family. Many lengths, single samples, siblings of one token.
 FAMILIES = [(5, [4, 1, 37, 4, 18]), (0, [9]), (40, [2, 2]), (0, [1]), (1, [1, 1, 20]), (12, [70, 3, 65])]
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    """Float64 all through, where Qwen3's norms round to float32."""
+    """Float64 throughout, while Qwen3's norms round to float32."""
     path = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     GPT2LMHeadModel(
@@ -43,14 +43,16 @@ def qwen(path: Path, **changes: object) -> PreTrainedModel:
 
 
 def drawn() -> list[tuple[Tensor, list[Tensor]]]:
-    """Token ids of each family: the prefix, and what each sample has after it."""
+    """Token ids of each family: the prefix, and the tokens of each sample after it."""
     draw = torch.Generator().manual_seed(1)
     ids = [(torch.randint(64, (shared,), generator=draw), own) for shared, own in FAMILIES]
     return [(prefix, [torch.randint(64, (length,), generator=draw) for length in own]) for prefix, own in ids]
 
 
 def one_by_one(model: PreTrainedModel, **options: bool) -> PackedLogprobs:
-    """Every sample with its own copy of the prefix; entries of prefixes are left out but for the first of a family."""
+    """Every sample with its own copy of the prefix; entries of prefixes are left out except for the first of a
+    family.
+    """
     samples = [torch.cat([prefix, own]) for prefix, owns in drawn() for own in owns]
     lengths_S = torch.tensor([len(ids) for ids in samples])
     positions_T = torch.cat([torch.arange(len(ids)) for ids in samples])
@@ -93,7 +95,7 @@ def test_log_probs_and_entropy_are_those_of_whole_samples(exact: PreTrainedModel
 
 
 def test_gradients_are_those_of_whole_samples(exact: PreTrainedModel) -> None:
-    """Those that reach a prefix from each of its samples add up."""
+    """The gradients of a prefix are sums over its samples."""
     weights_T = torch.randn(len(laid_out()[0]), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     weights_T = weights_T * is_own_T()
     found = []
@@ -107,7 +109,7 @@ def test_gradients_are_those_of_whole_samples(exact: PreTrainedModel) -> None:
 
 
 def is_own_T() -> Tensor:
-    """False on prefixes: nothing learns from them."""
+    """False on prefixes, which aren't trained."""
     return torch.cat(
         [
             torch.arange(len(own) if place else len(prefix) + len(own)) >= (0 if place else len(prefix))
@@ -139,7 +141,7 @@ def test_a_window_in_one_layer_and_none_in_another(tmp_path: Path) -> None:
 
 
 def test_no_sample_sees_a_sibling(exact: PreTrainedModel) -> None:
-    """Other tokens of the first sibling, who holds the prefix, change nothing for the others."""
+    """Other tokens of the first sibling, which holds the prefix, don't change the others."""
     ids_T, positions_T, lengths_S, prefixes = laid_out()
     changed_T = ids_T.clone()
     changed_T[5:9] = (changed_T[5:9] + 1) % 64
@@ -150,7 +152,7 @@ def test_no_sample_sees_a_sibling(exact: PreTrainedModel) -> None:
 
 
 def test_keys_lie_as_flash_attention_wants_them() -> None:
-    """What the CPU attends to by rows is what a GPU gets end to end: the prefix and the sample's own tokens."""
+    """The CPU's keys by rows are the GPU's end to end: the prefix and the sample's own tokens."""
     ids_T, _, lengths_S, prefixes = laid_out()
     keys = Packing(lengths_S, prefixes).keys
     assert keys.places_K is not None

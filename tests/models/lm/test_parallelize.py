@@ -1,4 +1,4 @@
-"""Where a rank computes, and what it needs to meet the others. Sharding itself is tested with the learner."""
+"""The device of a rank, and how ranks meet. Sharding itself is tested with the learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights rounded as quantised engines round them: by hand, twice the same, and not where they don't."""
+"""Weights rounded as quantized engines do: by hand, idempotent, and only the same matrices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_rounding_again_changes_nothing() -> None:
 
 def test_int8_errs_by_half_a_step_at_most() -> None:
     torch.manual_seed(0)
-    before = torch.randn(8, 4, 96)  # experts of an MoE: rows are rows all the same
+    before = torch.randn(8, 4, 96)  # experts of an MoE: rows are treated alike
     after = before.clone()
     quantize_rows(after, bits=8)
     half_step = before.abs().amax(-1, keepdim=True) / 127 / 2

@@ -1,4 +1,4 @@
-"""A scalar head reads the causal model's own trunk, packed or not, sharded or not; what holds none is named."""
+"""A scalar head reads the causal model's trunk, packed or not, sharded or not; a model without one is named."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def causal_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def scalar_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """As anybody's library makes one."""
+    """As made by any library."""
     path = tmp_path_factory.mktemp("scalar")
     torch.manual_seed(1)
     Qwen3ForTokenClassification(config(num_labels=1)).save_pretrained(path)
@@ -67,7 +67,7 @@ def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def one_by_one(path: str, ids: torch.Tensor) -> tuple[PreTrainedModel, torch.Tensor]:
-    """The plain forward of transformers, a sample at a time."""
+    """The plain forward pass of transformers, one sample at a time."""
     plain = AutoModelForTokenClassification.from_pretrained(path).eval()
     return plain, torch.cat([plain(input_ids=sample[None]).logits[0, :, 0] for sample in ids.split(LENGTHS)])
 
@@ -129,7 +129,7 @@ def test_a_sequence_classifier_of_one_label_is_a_scalar_head(tmp_path: Path) -> 
     Qwen3ForSequenceClassification(config(num_labels=1, pad_token_id=0)).save_pretrained(tmp_path)
     theirs = Qwen3ForSequenceClassification.from_pretrained(tmp_path).eval()
     ids, positions, lengths = packed(LENGTHS)
-    ids = ids.clamp(min=1)  # theirs reads the last token that isn't padding
+    ids = ids.clamp(min=1)  # it reads the last token that isn't padding
     ours = last_of_samples(packed_scores(load_scalar_head(str(tmp_path)), ids, positions, lengths), lengths)
     expected = torch.cat([theirs(input_ids=sample[None]).logits[0] for sample in ids.split(LENGTHS)])
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
@@ -153,7 +153,7 @@ def test_a_head_of_two_numbers_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_two_ranks_give_the_scores_and_gradients_of_one(scalar_path: str, tmp_path: Path, forked: type[Forked]) -> None:
-    """Two processes, sharded; each does half the samples."""
+    """Two processes, sharded; each has half of the samples."""
     ranks = [forked(Path(__file__), scalar_path, tmp_path, rank) for rank in range(2)]
     for process in ranks:
         assert process.wait(120) == 0, process.output[-3000:]
@@ -182,7 +182,7 @@ def one_rank(path: str, directory: str, rank: int) -> None:
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     torch.save({"scores": scores.detach(), "gradients": gradients}, f"{directory}/rank{rank}.pt")
     torch.distributed.barrier()
-    os._exit(0)  # as a killed actor ends: gloo's threads now and then abort an orderly exit
+    os._exit(0)  # like a killed actor: gloo's threads sometimes abort an orderly exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A receiver of weights in a process of its own: commands come pickled by stdin. Run by test_weight_transport.py."""
+"""A receiver of weights in a separate process: commands come pickled on stdin. Run by test_receiving.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(bucket: WeightBucket) -> tuple[dict[str, str], dict[str, torch.Tensor]]
 
 
 def receive_some(bucket: WeightBucket, count: int, then: str) -> None:
-    """Take the first tensors of a broadcast only."""
+    """Take only the first tensors of a broadcast."""
     some = bucket.tensors[:count]
     group.receive(
         [tensor.name for tensor in some],
@@ -40,7 +40,7 @@ def receive_some(bucket: WeightBucket, count: int, then: str) -> None:
 
 
 def join_as_sglang(link: GroupLink) -> None:
-    """What SGLang's `init_custom_process_group` does, in its words."""
+    """Join as SGLang's `init_custom_process_group` does."""
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world, rendezvous
 
     timeout = timedelta(seconds=link.timeout_s)
@@ -86,4 +86,4 @@ if __name__ == "__main__":
             answer = error
         pickle.dump(answer, sys.stdout.buffer)
         sys.stdout.buffer.flush()
-    os._exit(0)  # gloo's threads now and then abort an orderly exit
+    os._exit(0)  # gloo's threads sometimes abort an orderly exit

@@ -1,6 +1,6 @@
-"""One rank of a sharded model that posts its weights into shared memory. Run by test_weight_transport.py.
+"""One rank of a sharded model that posts its weights into shared memory. Run by test_receiving.py.
 
-Rank 0 writes its whole model's state first, then each bucket, pickled, to stdout; it goes on when stdin says so.
+Rank 0 writes its whole model's state first, then each bucket, pickled, to stdout; it continues when stdin says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checksums that are computed where the bytes are: any change of them shows, on any device alike."""
+"""Checksums computed where the bytes are: any change shows, and all devices give the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A weight transport of the user's own: one file with both ends, named by its dotted path."""
+"""A user's own weight transport: one file with both ends, named by its dotted path."""
 
 from __future__ import annotations
 

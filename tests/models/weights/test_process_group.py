@@ -1,4 +1,4 @@
-"""What a broken broadcast leaves of its group. Those that succeed: test_weight_transport.py and the cluster's tests."""
+"""The state of a group after a failed broadcast. For successful ones see test_receiving.py and the cluster's tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINK = GroupLink(name="one", backend="gloo", address="127.0.0.1", port=1, rank=0
 def test_a_failure_leaves_its_own_group_and_none_that_was_joined_since(
     joined_since: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller that gave up waiting starts over while its old broadcast still hangs in another thread."""
+    """A caller that gave up waiting starts again while its old broadcast still hangs in another thread."""
     monkeypatch.setattr(process_group, "_meet", lambda link, rank, device: object())
     group = BroadcastGroup()
     group.join(LINK)

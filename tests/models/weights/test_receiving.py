@@ -1,4 +1,4 @@
-"""Every way of weights, from a sender here to receivers in processes of their own: what comes, what breaks."""
+"""Every transport of weights, from a sender here to receivers in separate processes: what arrives, and what fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Receiver:
-    """A process of its own, and what it is asked."""
+    """A receiver in a separate process, and its commands."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -68,7 +68,7 @@ def start_receiver() -> Iterator[Callable[[], Receiver]]:
 
     def start() -> Receiver:
         started.append(Receiver())
-        assert started[-1].ask("join", None) is None  # it has its imports behind it
+        assert started[-1].ask("join", None) is None  # its imports are done
         return started[-1]
 
     yield start
@@ -79,12 +79,12 @@ def start_receiver() -> Iterator[Callable[[], Receiver]]:
 
 @pytest.fixture(scope="module")
 def receivers(start_receiver: Callable[[], Receiver]) -> list[Receiver]:
-    """Two, for the tests that harm neither."""
+    """Two receivers, for tests that don't harm them."""
     return [start_receiver() for _ in range(2)]
 
 
 class Oddities(nn.Module):
-    """Shapes that trip over alignment, emptiness and ties; a saved buffer, and one that isn't."""
+    """Difficult shapes: alignment, emptiness and ties; a saved buffer, and one that isn't."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ links = itertools.count()
 
 
 def new_links(members: int, timeout_s: float = 20.0) -> list[GroupLink]:
-    """For the sender and each receiver."""
+    """Links for the sender and each receiver."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port, name = probe.getsockname()[1], f"weights-{next(links)}"
@@ -124,7 +124,9 @@ def connect(sender: WeightTransport, receivers: list[Receiver], timeout_s: float
 
 
 def push(sender: WeightTransport, stream: WeightStream, receivers: list[Receiver]) -> list[dict[str, Tensor]]:
-    """All buckets to all receivers; what each then holds. The sums that come back are those announced."""
+    """Push all buckets to all receivers; returns what each then holds. Asserts that the checksums are those
+    announced.
+    """
     held: list[dict[str, Tensor]] = [{} for _ in receivers]
     for index in range(stream.num_buckets):
         bucket = sender.post(index, stream.unsharded(index))
@@ -151,7 +153,7 @@ def test_every_tensor_arrives_as_it_was_cast(
     if transport == "gloo":
         connect(sender, receivers)
     try:
-        for change in (0.0, 1.0):  # the second push takes the memory of the first
+        for change in (0.0, 1.0):  # the second push reuses the memory of the first
             with torch.no_grad():
                 model.odd.add_(change)
             expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in model.state_dict().items()}
@@ -212,7 +214,7 @@ def test_only_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
     host = socket.gethostname()
     left = tmp_path / f"grmpipe-weights-{host}-{dead.pid}-0"
     left_on_disk = tmp_path / f"grmpipe-weights-{host}-{dead.pid}-1.safetensors"
-    locked = tmp_path / f"grmpipe-weights-{host}-{dead.pid}-2"  # its process has another id where it lives
+    locked = tmp_path / f"grmpipe-weights-{host}-{dead.pid}-2"  # its process has another id where it runs
     elsewhere = tmp_path / f"grmpipe-weights-other.{host}-{dead.pid}-3"
     foreign = tmp_path / "model.safetensors"
     for path in (left, left_on_disk, locked, elsewhere, foreign):
@@ -299,7 +301,7 @@ def test_what_is_not_as_announced_is_named(receivers: list[Receiver], tmp_path: 
 
 
 class Large(nn.Module):
-    """Twelve tensors of 4 MB: more than sockets hold by themselves."""
+    """Twelve tensors of 4 MB: more than sockets buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +324,7 @@ def test_a_receiver_lost_in_a_broadcast_fails_the_sender_in_time_and_nobody_else
     with pytest.raises(ConnectionError, match=r"sending 'layers\.\d+' in the group 'weights-\d+' of 3 failed: \w+"):
         sender.deliver(0)
     assert time.monotonic() - started_s < in_time_s
-    # It may have had all of it already; if not, it hears that the sender left.
+    # It may have received all already; if not, it notices that the sender left.
     assert isinstance(survivor.answer(), ConnectionError | tuple) and time.monotonic() - started_s < in_time_s
     with pytest.raises(ConnectionError, match="no process group was joined"):
         sender.deliver(0)
@@ -359,7 +361,7 @@ def test_a_broadcast_without_a_group_says_what_is_missing() -> None:
 
 
 def test_the_senders_group_meets_torchs_own_as_sglang_makes_it(start_receiver: Callable[[], Receiver]) -> None:
-    """Group, stores and broadcasts by torch's functions, beside a receiver of ours."""
+    """Group, stores and broadcasts by torch's functions, next to a receiver of ours."""
     sglang, ours = start_receiver(), start_receiver()
     model = Oddities()
     stream = WeightStream(model, "bfloat16", 1 << 20)

@@ -11,8 +11,9 @@ import torch
 import xxhash
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from models.checksum import checksum
 from models.types import InlineBytes, WeightBucket
-from models.weights.checksums import checksum, tensor_checksums
+from models.weights.checksums import tensor_checksums
 from models.weights.object_store import ObjectStore
 from models.weights.opening import num_bytes
 from models.weights.receiving import checksums_of, received
@@ -35,7 +36,7 @@ def posted(model: PreTrainedModel, dtype: str = "float32", bucket_bytes: int = 1
 
 
 def streamed(model: PreTrainedModel, dtype: str = "float32", bucket_bytes: int = 1000) -> dict[str, torch.Tensor]:
-    """What a receiver in this process gets; by name, in the order sent."""
+    """The tensors that a receiver in this process gets, by name, in the order sent."""
     tensors: dict[str, torch.Tensor] = {}
     for bucket in posted(model, dtype, bucket_bytes):
         with received(bucket) as came:
@@ -91,7 +92,7 @@ def test_the_checksum_is_xxh3_64_of_the_bytes() -> None:
     assert checksum(data) == checksum(data.tobytes()) == xxhash.xxh3_64_hexdigest(bytes(range(10)))
     assert checksum(data[:0]) == checksum(b"") == xxhash.xxh3_64_hexdigest(b"")
     bf16 = torch.tensor([[1.0, -2.0]], dtype=torch.bfloat16)
-    odd = torch.arange(6.0).reshape(2, 3).T  # not contiguous: its elements count in their order
+    odd = torch.arange(6.0).reshape(2, 3).T  # not contiguous: its elements count in logical order
     assert tensor_checksums([bf16, odd, torch.zeros(0, 3), torch.tensor(1.5)]) == [
         checksum(bytes.fromhex("803f00c0")),
         checksum(np.array([0, 3, 1, 4, 2, 5], dtype=np.float32)),

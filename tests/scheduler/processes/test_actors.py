@@ -21,7 +21,7 @@ class Counter:
 
     def add(self, amount: int) -> int:
         seen = self.total
-        time.sleep(0.001)  # long enough for another thread to come in between
+        time.sleep(0.001)  # long enough for another thread to run in between
         self.total = seen + amount
         return self.total
 

@@ -1,6 +1,6 @@
 """A real Ray on this machine: groups, engines, deaths, pushes. Needs two cores.
 
-What workers run is defined inside functions, so that it travels by value: workers can't import a test.
+Code for workers is defined inside functions, so that it is sent by value: workers can't import a test.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 import ray
 import torch
 
+from models.checksum import checksum as checksum_of
 from models.types import (
     Broadcast,
     Completion,
@@ -34,7 +35,6 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.checksums import checksum as checksum_of
 from models.weights.process_group import BroadcastGroup
 from scheduler.placement import ClusterConfig, Placement, PlacementConfig, PoolConfig, RoleConfig, place
 from scheduler.processes.actors import ActorDied, EngineFactory, MemberFactory, free_port
@@ -57,7 +57,7 @@ def seats(**replicas: int) -> Placement:
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One Ray for the module; the clusters of the tests join it. Beside its driver's path lies a module of a user's."""
+    """One Ray for the module, which the tests' clusters join. The driver's path also has a user's module."""
     folder = tmp_path_factory.mktemp("users")
     (folder / "users_losses.py").write_text("def mine(scored, algorithm): ...")
     with pytest.MonkeyPatch.context() as patch:
@@ -107,7 +107,7 @@ def members() -> MemberFactory:
             return os.getpid()
 
         def fail_as_a_peer_of_the_dead(self) -> None:
-            """Rank 1 is killed; rank 0 notices its lost connection before anybody notices the death."""
+            """Rank 1 is killed; rank 0 notices its lost connection before the death is noticed."""
             if self.rank == 0:
                 raise RuntimeError("connection closed by peer")
             print("rank 1 says its last word", file=os.sys.stderr, flush=True)  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def members() -> MemberFactory:
 
 
 def engines(tokens_per_s: float = 1e6) -> EngineFactory:
-    """Answers depend on ids and seed; the text says which process wrote it."""
+    """Answers depend on ids and seed; the text has the process that wrote it."""
 
     def make(rank: int) -> Engine:
         from models.engines.simulated.simulated_engine import Script, SimulatedEngine
@@ -157,7 +157,7 @@ def is_running(process_id: int) -> bool:
 
 
 def on_cluster(placement: Placement, scene) -> None:  # type: ignore[no-untyped-def]
-    """Play a scene on a cluster of its own, and clear up."""
+    """Run a scene on its own cluster, and clean up."""
 
     async def main() -> None:
         cluster = await RayCluster.start(ClusterConfig(start_timeout_s=30), placement)
@@ -256,7 +256,7 @@ def test_requests_of_a_killed_engine_are_drawn_elsewhere_with_the_same_seed_and_
 
 
 class Source:
-    """Two buckets of random bytes. Kills a process, if told to, when it is asked for the second."""
+    """Two buckets of random bytes. Kills a process, if requested, when the second is called for."""
 
     def __init__(self, victim: int | None = None) -> None:
         self._victim = victim
@@ -339,14 +339,14 @@ def test_an_engine_killed_in_mid_push_ends_it_by_name_and_the_rest_take_the_next
 
 
 def receivers() -> EngineFactory:
-    """Engines that join the group for real."""
+    """Engines that really join the group."""
 
     def make(rank: int) -> Engine:
         import torch
 
+        from models.checksum import checksum
         from models.engines.simulated.simulated_engine import Script, SimulatedEngine
         from models.types import WeightReceipt
-        from models.weights.checksums import checksum
         from models.weights.process_group import BroadcastGroup
 
         class Receiver(SimulatedEngine):
@@ -374,7 +374,7 @@ def receivers() -> EngineFactory:
 
 
 class Broadcaster(Source):
-    """Rank 0 of a real group, in this process. Kills its victim right before it sends the second bucket."""
+    """Rank 0 of a real group, in this process. Kills its victim just before it sends the second bucket."""
 
     def __init__(self, victim: int | None = None) -> None:
         super().__init__(victim)
@@ -432,14 +432,35 @@ def test_members_are_asked_in_order_and_all_on_one_thread() -> None:
     on_cluster(seats(learner=1), scene)
 
 
-def test_a_process_without_a_socket_is_called_by_ray() -> None:
+def test_without_a_socket_calls_of_a_process_begin_in_the_order_of_asking() -> None:
+    """By Ray, then. An engine generates meanwhile, and its control calls don't wait for that."""
+
+    def counting(rank: int) -> Engine:
+        from models.engines.simulated.simulated_engine import Script, SimulatedEngine
+
+        class Counting(SimulatedEngine):
+            num_scored = 0
+
+            async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+                self.num_scored += 1
+                return (float(self.num_scored),)
+
+        return Counting("policy", lambda ids, params, context: Script(token_ids=(1,) * 8, text="x"), tokens_per_s=0.01)
+
     async def scene(cluster: RayCluster) -> None:
         group = await cluster.start_group("learner", members())
-        assert await group.call_all("add", 1) == [1]
+        assert group._actors[0]._line is None  # type: ignore[attr-defined]
+        assert await asyncio.gather(*(group.call(0, "add", 1) for _ in range(50))) == [*range(1, 51)]
+        engine = (await cluster.start_engines("policy", counting))["policy-0"]
+        generating = ask(engine, 1)
+        scored = await asyncio.gather(*(engine.score([1, 2]) for _ in range(50)))
+        assert scored == [(float(number),) for number in range(1, 51)]
+        assert not generating.done()
+        generating.cancel()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scheduler.processes.unix_rpc.asyncio.open_unix_connection", refused)
-        on_cluster(seats(learner=1), scene)
+        on_cluster(seats(learner=1, policy=1), scene)
 
 
 async def refused(path: str) -> None:
@@ -449,7 +470,7 @@ async def refused(path: str) -> None:
 def test_who_waits_at_the_end_of_a_cluster_is_told_and_asks_ray_nothing_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray, asked after its own end, would start anew or join another run's, and wait there."""
+    """Calling Ray after its end would start it again or join another run's, and wait there."""
     killed: list[object] = []
     kill = ray.kill
     monkeypatch.setattr(ray, "kill", lambda handle, **how: (killed.append(handle), kill(handle, **how)))
@@ -496,7 +517,7 @@ def test_what_an_engine_started_ends_with_it_however_it_ends() -> None:
         await until_gone(child)
         engine = await cluster.restart_engine("policy", "policy-0")
         _, child = map(int, (await ask(engine, 1)).text.split())
-        engine = await cluster.restart_engine("policy", "policy-0")  # one that lives
+        engine = await cluster.restart_engine("policy", "policy-0")  # one that is alive
         await until_gone(child)
         left.append(int((await ask(engine, 1)).text.split()[1]))
         assert is_running(left[0])

@@ -1,4 +1,4 @@
-"""No call to another process waits for ever. On a virtual clock, with a process that answers nothing."""
+"""No call to another process waits forever. On a virtual clock, with a process that doesn't answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ARGS: dict[str, tuple[object, ...]] = {
 
 
 class Stopped:
-    """A handle of Ray's whose process was stopped."""
+    """A Ray handle whose process was stopped."""
 
     def __getattr__(self, method: str) -> Any:
         return self
@@ -45,7 +45,7 @@ class Stopped:
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Handles that Ray was told to end."""
+    """The handles that Ray was asked to kill."""
     handles: list[object] = []
     monkeypatch.setattr(ray, "kill", lambda handle, no_restart: handles.append(handle))
     return handles

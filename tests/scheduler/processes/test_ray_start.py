@@ -1,4 +1,4 @@
-"""Joining a Ray that isn't there, and what its processes would get. No Ray starts."""
+"""Joining a Ray that isn't there, and the environment of its processes. Starts no Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.processes.ray_start import init_ray, passed_on, threads_of
 
 
 def test_an_address_where_nobody_listens_is_told_at_once() -> None:
-    """Ray itself would ask for half a minute."""
+    """Ray itself would try for half a minute."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -40,6 +40,6 @@ def test_a_value_among_the_names_is_refused_and_not_repeated() -> None:
     ("gpus", "threads"), [(1, 12), (4, 12), (0.5, 6), (0.01, 1)], ids=["one", "tensor parallel", "half", "a sliver"]
 )
 def test_a_process_on_a_gpu_has_its_share_of_the_cores(gpus: float, threads: int) -> None:
-    """A process with several GPUs starts one of its own for each."""
+    """A process with several GPUs starts one process for each."""
     nodes = [NodeCapacity(name=str(cores), cpus=cores, gpus=gpus) for cores, gpus in ((128, 8), (96, 8), (64, 0))]
     assert threads_of(nodes, gpus) == threads

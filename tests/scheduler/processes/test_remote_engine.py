@@ -1,4 +1,4 @@
-"""Both ends of a remote engine, with a wire that only counts between them."""
+"""Both ends of a remote engine, with a connection that only counts between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scheduler.processes.remote_engine import RemoteEngine
 
 
 class Wire:
-    """Carries calls to a host in this process, until it is cut."""
+    """Passes calls to a host in this process, until it is cut."""
 
     def __init__(self) -> None:
         self.host = EngineHost()
@@ -53,7 +53,7 @@ class Wire:
 
 
 class Watched(SimulatedEngine):
-    """Knows which requests it is busy with."""
+    """An engine that knows its requests in progress."""
 
     busy: frozenset[str] = frozenset()
 
@@ -182,7 +182,7 @@ def test_death_fails_all_in_flight_and_all_that_come_after() -> None:
         engine, wire, _ = await connect(tokens_per_s=1)
         answers = [ask(engine, number) for number in range(3)]
         await until(lambda: wire.calls["collect"] > 0)
-        wire.state()
+        wire.cut()
         for outcome in await asyncio.gather(*answers, return_exceptions=True):
             assert isinstance(outcome, EngineDied)
             assert "the wire was cut" in str(outcome)
@@ -209,7 +209,7 @@ def test_only_bytes_go_through_the_object_store() -> None:
 
 def test_errors_of_a_push_keep_their_kind() -> None:
     class Odd(ConnectionError):
-        """Of a module that the other side may not have."""
+        """From a module that the other side may not have."""
 
     class Broken(SimulatedEngine):
         error: Exception = ValueError("weights: no tensor 'x'")
@@ -252,7 +252,7 @@ def test_an_engine_that_sleeps_says_what_it_freed() -> None:
 
 
 def test_an_engine_that_died_in_a_living_process_is_dead_for_all_calls() -> None:
-    """A core process or a server is gone, and the actor around it is not: a look at it must say so."""
+    """A core process or a server is dead, but its actor isn't: a check must report that."""
 
     class Headless(Watched):
         async def abort(self, request_id: str) -> None:

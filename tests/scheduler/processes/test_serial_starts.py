@@ -11,7 +11,7 @@ from scheduler.processes.serial_starts import SerialStarts
 
 
 class Noted(InProcessCluster):
-    """Starts nothing, slowly; notes what ran at the same time, by slot."""
+    """Starts nothing, slowly; records what ran at the same time, by slot."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
@@ -46,7 +46,7 @@ class Noted(InProcessCluster):
 
 
 def started(resource: str, pools: dict[str, str], slots: int = 2) -> Noted:
-    """All roles asked for at once, and the policy's engine anew in the midst of it."""
+    """All roles started at once, and the policy's engine restarted meanwhile."""
     config = PlacementConfig(
         pools={name: PoolConfig(slots=slots, resource=resource) for name in pools.values()},
         roles={role: RoleConfig(pool=pool, replicas=slots) for role, pool in pools.items()},

@@ -1,4 +1,4 @@
-"""A line between two processes, its two ends on one loop."""
+"""Calls between two processes, with both ends on one loop."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from scheduler.processes.wire_types import Dialect
 
 
 class Unspeakable(Exception):
-    """Pickles, but can't be made anew from its message alone."""
+    """Can be pickled, but not made again from its message alone."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
 
 
 class BrokenOff(BaseException):
-    """No Exception, as what torch's checkpoints raise."""
+    """No Exception, like the errors of torch's checkpoints."""
 
 
 class Target:
@@ -82,7 +82,7 @@ def test_calls_are_answered_in_any_order() -> None:
 
 
 def test_what_is_no_exception_is_answered_as_one() -> None:
-    """Unanswered, its caller would wait for ever; as itself, it would pass every `except Exception`."""
+    """Without an answer its caller would wait forever; as itself it would pass every `except Exception`."""
 
     async def run() -> None:
         async with a_line() as (line, _), asyncio.timeout(5):
@@ -218,7 +218,7 @@ ran: list[str] = []
 
 
 class Trap:
-    """Runs something where it is unpickled."""
+    """Runs something when unpickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (spring, ())

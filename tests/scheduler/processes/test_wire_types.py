@@ -1,4 +1,4 @@
-"""What a socket carries: plain data by the types of methods, arrays, weight buckets, errors by name; nothing else."""
+"""What calls may send: plain data by the types of methods, arrays, weight buckets, errors by name; nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from scheduler.processes.engine_host import Abort, Cancel, EngineHost, EngineRequest, Finished, FirstToken
+from scheduler.processes.engine_host import (
+    NOT_BY_SOCKET,
+    Abort,
+    Cancel,
+    EngineHost,
+    EngineRequest,
+    Finished,
+    FirstToken,
+)
 from scheduler.processes.wire_types import (
     KNOWN_ERRORS,
     Dialect,
@@ -96,7 +104,7 @@ def test_a_payload_that_this_process_knows_nothing_of_is_refused() -> None:
 
 
 def test_messages_to_an_engine_and_from_it_cross_as_themselves() -> None:
-    calls = Dialect.of(EngineHost, but=("start", "open_line")).calls
+    calls = Dialect.of(EngineHost, but=NOT_BY_SOCKET).calls
     request = EngineRequest(
         ticket=3, prompt_ids=(1, 2), params=SamplingParams(max_new_tokens=8, stop=("x",)),
         context=RequestContext(request_id="r", group_id="g", role="policy", deadline_s=1.5),

@@ -1,4 +1,4 @@
-"""Limits find what an engine can hold, thrashing halves them, and engines that can't tell have none."""
+"""Limits find what an engine can hold, thrashing halves them, and engines that don't report pressure have none."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MEAN_STEPS = 100  # of one request
 
 
 class Thrasher:
-    """Decodes all that it is given, in steps. Rows above `FITTING_ROWS` push others out, which redo their work."""
+    """Decodes all its requests in steps. Rows above `FITTING_ROWS` preempt others, which repeat their work."""
 
     def __init__(self, tells: bool = True) -> None:
-        self.rows: dict[str, float] = {}  # -> steps that are left
+        self.rows: dict[str, float] = {}  # -> remaining steps
         self.num_preempted = 0
         self.tells = tells
         self.most_rows = 0
@@ -67,7 +67,7 @@ class Thrasher:
         )
 
     async def abort(self, request_id: str) -> None:
-        """It lives."""
+        """Does nothing: the engine is alive."""
 
     async def _step(self) -> None:
         while self.rows:
@@ -83,7 +83,7 @@ class Thrasher:
 
 
 def seconds_for(num_requests: int, width: int, tells: bool) -> tuple[float, int]:
-    """That many requests through a router, at most `width` offered at once; and the most rows there were."""
+    """That many requests through a router, at most `width` offered at once; and the largest number of rows."""
 
     async def go() -> tuple[float, int]:
         engine = Thrasher(tells)
@@ -107,7 +107,7 @@ def test_an_engine_that_thrashes_is_held_near_the_best_fixed_limit() -> None:
     assert fixed[32] == best
     limited, _ = seconds_for(2000, 64, tells=True)
     assert limited <= 1.10 * best
-    assert fixed[64] > 2 * best  # what it is held back from
+    assert fixed[64] > 2 * best  # without the limit
 
 
 def test_an_engine_that_cannot_tell_is_given_all_there_is() -> None:
@@ -150,7 +150,7 @@ def test_a_limit_rises_fast_to_near_where_it_thrashed_and_then_by_one() -> None:
     for _ in range(6):
         limit.heard(told(50, num_preempted=1), in_flight=50, held_back=True)
         seen.append(limit.limit)
-    assert seen == [70, 80, 85, 87.5, 88.75, 89.375]  # a look each; then only after rounds of requests
+    assert seen == [70, 80, 85, 87.5, 88.75, 89.375]  # one check each; then only after rounds of requests
     for _ in range(PROBE_ROUNDS * 90):
         limit.ended(50)
     limit.heard(told(50, num_preempted=1), in_flight=50, held_back=True)

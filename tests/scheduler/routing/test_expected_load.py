@@ -1,4 +1,6 @@
-"""Requests go where the least is to do, siblings where their prompt is, unless that is far behind."""
+"""Requests go to the engine with the least load, siblings to the one with their prompt, unless its load is far
+greater.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def test_a_sibling_with_the_same_prompt_costs_its_home_the_answer_alone() -> Non
     again, second = work.place("g", prompt, SHORT)
     assert (home, again) == ("a", "a")
     assert (first, second) == (510, 10)
-    assert work.place("g", (2,) * 500, SHORT) == ("b", 510)  # another prompt isn't cached: a is far behind
+    assert work.place("g", (2,) * 500, SHORT) == ("b", 510)  # another prompt isn't cached: a has far more load
 
 
 def test_siblings_part_when_their_home_is_far_behind_and_the_rest_follows_the_one_that_left() -> None:

@@ -1,4 +1,4 @@
-"""No minute holds more than its limit, the urgent go first, and what wasn't used is given back."""
+"""No minute exceeds its limit, urgent requests go first, and unused amounts are given back."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_tokens_that_were_expected_and_not_used_are_given_back() -> None:
             limits.settle(1000, used)
         return asyncio.get_running_loop().time()
 
-    assert run_virtually(lambda: seconds(1000)) == pytest.approx(100, abs=1)  # 100 tokens a second
+    assert run_virtually(lambda: seconds(1000)) == pytest.approx(100, abs=1)  # 100 tokens per second
     assert run_virtually(lambda: seconds(200)) == pytest.approx(20, abs=2)
 
 

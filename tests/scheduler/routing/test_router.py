@@ -1,4 +1,4 @@
-"""Several engines as one: where requests go, and what a death changes (nothing but the place)."""
+"""Several engines as one: where requests go, and what a death changes (only the place)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Spans:
 
 
 class Recorded(SimulatedEngine):
-    """Its answer depends on ids and seed alone, as a real engine's does."""
+    """Its answer depends only on ids and seed, like a real engine's."""
 
     def __init__(self, tokens_per_s: float = 1e6) -> None:
         super().__init__("policy", self._write, tokens_per_s=tokens_per_s)

@@ -1,4 +1,4 @@
-"""Scorers seen as one: what waits goes together, the urgent first; deaths cost time and no answer."""
+"""Scorers as one: waiting requests are sent together, the urgent first; deaths cost time but no answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler.routing.scorers import ScorerPool
 
 
 class Members:
-    """A group whose members score a sequence by its sum, and can be killed. Calls end when they are let go."""
+    """A group whose members score a sequence by its sum, and can be killed. Calls end when the test releases them."""
 
     def __init__(self, size: int = 1) -> None:
         self.size = size

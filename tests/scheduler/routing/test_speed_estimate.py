@@ -1,4 +1,4 @@
-"""What ended requests tell of those in flight."""
+"""What ended requests say about those in flight."""
 
 from __future__ import annotations
 

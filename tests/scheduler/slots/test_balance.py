@@ -1,4 +1,4 @@
-"""The balancer by its promises: no role with work and no slot, no move that costs more than it gains, no to and fro."""
+"""The balancer's guarantees: no role with work and no slot, no move that costs more than it gains, no oscillation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pool(policy: RoleBacklog, grm: RoleBacklog, of: Sequence[Slot], hysteresis: 
 
 
 def after(view: Pool, move: Move) -> Pool:
-    """The pool once a move is done: the slot has been idle for no time at all."""
+    """The pool once a move is done: the slot's idle time is 0."""
     moved = [replace(slot, role=move.target, idle_s=0.0) if slot.name == move.slot else slot for slot in view.slots]
     return replace(view, slots=moved)
 

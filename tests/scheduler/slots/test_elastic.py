@@ -1,4 +1,4 @@
-"""Slots that change their role: nothing is lost, doubled or altered, and no weights are old. On a virtual clock."""
+"""Slots that change their role: nothing is lost, duplicated or changed, and no weights are old. On a virtual clock."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
+from weight_source import CountingLearner, Spans
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.embedded.embedded_engine import EmbeddedEngine
@@ -24,15 +24,12 @@ from models.types import (
     Engine,
     EngineDied,
     GroupLink,
-    InlineBytes,
     ModelFiles,
     RequestContext,
     SamplingParams,
     WeightBucket,
     WeightReceipt,
-    WeightTensor,
 )
-from models.weights.checksums import checksum as checksum_of
 from scheduler.clock import ActiveClock
 from scheduler.routing.migration import Continuation
 from scheduler.routing.router import Router
@@ -57,14 +54,14 @@ def unmoved(seed: int, num_sampled: int) -> int:
 
 
 class Spoken(SimulatedEngine):
-    """Says 0, 1, 2, .. up to its seed; goes on where another engine stopped. Sleeps, wakes, dies."""
+    """Generates 0, 1, 2, .. up to its seed; continues where another engine stopped. Sleeps, wakes, dies."""
 
     def __init__(self, role: str) -> None:
         super().__init__(role, self._write, tokens_per_s=TOKENS_PER_S)
         self.role = role
         self.awake = True
         self.gone: str | None = None
-        self.served: list[tuple[str, int]] = []  # request, version at its begin
+        self.served: list[tuple[str, int]] = []  # (request, version at its beginning)
 
     def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
         if self.gone is not None:
@@ -104,7 +101,7 @@ class Spoken(SimulatedEngine):
 
 
 class Changing(Spoken):
-    """Has the weights of one role at a time, and knows whose they are by what it was sent."""
+    """An engine that has the weights of one role at a time, known from what it was sent."""
 
     def __init__(self) -> None:
         super().__init__("grm")
@@ -133,64 +130,16 @@ class Changing(Spoken):
         return await super().commit_weights(version)
 
 
-class Learner:
-    """Its weights are its number of steps, under the name of its role."""
-
-    def __init__(self, role: str = "policy") -> None:
-        self.steps, self._role = 0, role
-        self._hold = asyncio.Lock()
-
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[int]:
-        async with self._hold:
-            yield self.steps
-
-    async def step(self) -> None:
-        async with self._hold:
-            await asyncio.sleep(0.5)
-            self.steps += 1
-
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
-
-    async def connect(self, link: GroupLink | None) -> None:
-        return None
-
-    async def num_buckets(self) -> int:
-        return 1
-
-    async def num_fixed_buckets(self) -> int:
-        return 0
-
-    async def bucket(self, index: int) -> WeightBucket:
-        await asyncio.sleep(0.3)
-        data = np.full(8, self.steps % 256, dtype=np.uint8)
-        tensor = WeightTensor(name=self._role, dtype="float32", shape=(2,), checksum=checksum_of(data))
-        return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
-
-    async def deliver(self, index: int) -> None:
-        raise AssertionError("nothing is broadcast")
-
-
-@dataclass
-class Spans:
-    seen: list[tuple[str, str]] = field(default_factory=list)
-
-    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
-        assert end_s >= start_s
-        self.seen.append((lane, name))
-
-
 class Bench:
-    """An elastic pool with all that belongs to it."""
+    """An elastic pool with all its parts."""
 
     def __init__(
         self, num_slots: int, *, sleeps: bool = True, swaps: bool = False, grm_learns: bool = False, **balance: bool
     ) -> None:
-        """swaps: an engine a slot, and both roles see it. grm_learns: so does the judge."""
+        """swaps: one engine per slot, shared by both roles. grm_learns: the judge is trained too."""
         self.spans, self.num_started = Spans(), 0
         self.slots = {str(n): {role: f"{role}-{n}" for role in ROLES} for n in range(num_slots)}
-        self.engines: dict[str, Spoken] = {}  # the processes, by the name that each was started under
+        self.engines: dict[str, Spoken] = {}  # the processes, by the name under which each was started
         for role in ("grm",) if swaps else ROLES:
             self.engines |= {names[role]: Changing() if swaps else Spoken(role) for names in self.slots.values()}
         for names in self.slots.values() if sleeps and not swaps else ():
@@ -206,7 +155,8 @@ class Bench:
             for role in ROLES
         }
         config = SyncConfig(deadline_s=20)
-        self.learners = {role: Learner(role) for role in (ROLES if grm_learns else ("policy",))}
+        learning = ROLES if grm_learns else ("policy",)
+        self.learners = {role: CountingLearner(role, step_s=0.5, bucket_s=0.3) for role in learning}
         self.syncs = {role: WeightSync(learner, PROBE, config) for role, learner in self.learners.items()}
         brings: dict[str, BringCurrent] = {
             role: functools.partial(sync.catch_up, anew=swaps) for role, sync in self.syncs.items()
@@ -382,7 +332,7 @@ def test_a_slot_that_swaps_waits_for_the_push_that_has_it_and_the_next_one_leave
 
 
 def test_a_judge_that_learns_and_shares_an_engine_answers_before_anything_was_pushed() -> None:
-    """A run asks it for a preflight judgement first. Whoever is pushed to later gets it all."""
+    """A run first asks it for a preflight judgement. Later pushes send everything."""
 
     async def main(bench: Bench) -> None:
         await bench.ask("grm", 0, 10)
@@ -486,7 +436,7 @@ def test_a_clock_of_answers_stands_still_while_moves_leave_a_role_no_slot() -> N
 
 
 def test_an_engine_that_comes_back_to_a_slot_that_left_it_sleeps() -> None:
-    """It waits for a push; meanwhile its slot goes to the judge."""
+    """It waits for a push; meanwhile its slot moves to the judge."""
 
     async def main(bench: Bench) -> None:
         await bench.push(0)
@@ -570,7 +520,7 @@ def test_an_engine_that_sleeps_and_frees_nothing_is_named(caplog: pytest.LogCapt
 
 
 def test_an_engine_falls_asleep_while_no_learner_takes_memory_of_its_device() -> None:
-    """vLLM's sleep fails where less is free after it than before."""
+    """vLLM's sleep fails if less is free after it than before."""
     still, slept = [0], []
 
     @asynccontextmanager

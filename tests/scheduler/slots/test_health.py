@@ -1,18 +1,16 @@
-"""A dead engine is replaced, and what replaces it never serves on old weights. On a virtual clock."""
+"""A dead engine is replaced, and its replacement never serves with old weights. On a virtual clock."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import pairwise
 from typing import cast
 
-import numpy as np
 import pytest
+from weight_source import CountingLearner, Spans
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
@@ -21,14 +19,11 @@ from models.types import (
     Engine,
     EngineDied,
     GroupLink,
-    InlineBytes,
     RequestContext,
     SamplingParams,
     WeightBucket,
     WeightReceipt,
-    WeightTensor,
 )
-from models.weights.checksums import checksum as checksum_of
 from scheduler.clock import ActiveClock
 from scheduler.routing.router import RequestKillsEngines, Router
 from scheduler.slots.health import EngineState, HealthConfig, RoleHealth, need_no_weights, push_to_living
@@ -42,7 +37,7 @@ VERSION_OF_FILES = 0
 
 
 class Fragile(SimulatedEngine):
-    """Answers by ids and seed alone, as a real engine does. Once dead, everything it is asked says so."""
+    """Answers only by ids and seed, like a real engine. Once dead, every call reports it."""
 
     def __init__(self, *, dies_on: str = "") -> None:
         super().__init__("policy", self._write, tokens_per_s=10, version=VERSION_OF_FILES)
@@ -95,54 +90,6 @@ class Fragile(SimulatedEngine):
         return tuple(logprob + self.score_error for logprob in await super().score(token_ids))
 
 
-class Learner:
-    """A weight source of two buckets; its weights are its number of steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._hold = asyncio.Lock()
-
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[int]:
-        async with self._hold:
-            yield self.steps
-
-    async def step(self, seconds: float = 0.0) -> None:
-        async with self._hold:
-            await asyncio.sleep(seconds)
-            self.steps += 1
-
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
-
-    async def connect(self, link: GroupLink | None) -> None:
-        return None
-
-    async def num_buckets(self) -> int:
-        return 2
-
-    async def num_fixed_buckets(self) -> int:
-        return 0
-
-    async def bucket(self, index: int) -> WeightBucket:
-        data = np.full(8, self.steps % 256, dtype=np.uint8)
-        checksum = checksum_of(data)
-        tensor = WeightTensor(name=f"layers.{index}", dtype="float32", shape=(2,), checksum=checksum)
-        return WeightBucket(tensors=(tensor,), payload=InlineBytes(data=(data,)))
-
-    async def deliver(self, index: int) -> None:
-        raise AssertionError("nothing is broadcast")
-
-
-@dataclass
-class Spans:
-    seen: list[tuple[str, str]] = field(default_factory=list)
-
-    def span(self, lane: str, name: str, start_s: float, end_s: float, **args: str | int | float) -> None:
-        assert end_s >= start_s
-        self.seen.append((lane, name))
-
-
 class Role:
     """A role with its engines, its health and, for a policy, its learner; starting an engine takes 5 s."""
 
@@ -159,7 +106,7 @@ class Role:
         self.engines = {f"policy-{n}": make() for n in range(engines)}
         self.spans = Spans()
         self.router = Router("policy", self.engines, self.spans)
-        self.learner = Learner()
+        self.learner = CountingLearner("layers.0", "layers.1")
         self.sync = WeightSync(self.learner, PROBE, SyncConfig(deadline_s=20))
         self.start_s = start_s
         self.next_fault: list[Exception | Callable[[Fragile], None]] = []
@@ -199,7 +146,7 @@ class Role:
 
 
 def play(role_of: Callable[[], Role], scene: Callable[[Role], Awaitable[None]]) -> None:
-    """A scene beside the health of a role, on a virtual clock."""
+    """Run a scene next to the health of a role, on a virtual clock."""
 
     async def main() -> None:
         role = role_of()
@@ -280,7 +227,7 @@ def test_late_news_of_an_old_death_does_not_harm_who_came_in_its_place() -> None
 
 
 class Stoppable(Fragile):
-    """Once stopped, as by SIGSTOP, it answers nothing any more; `deaf` alone, it still works."""
+    """Once stopped, as by SIGSTOP, it answers nothing; if only `deaf`, it still works."""
 
     stopped = deaf = False
 
@@ -335,7 +282,7 @@ def test_a_push_that_an_engine_hangs_in_buries_it_and_starts_over() -> None:
 
 
 def test_an_engine_that_alone_does_not_finish_a_push_is_replaced() -> None:
-    """It answers looks: only its loading hangs."""
+    """It answers checks: only its loading hangs."""
 
     async def scene(role: Role) -> None:
         role.engines["policy-0"].hangs_on = "load"
@@ -350,7 +297,7 @@ def test_an_engine_that_alone_does_not_finish_a_push_is_replaced() -> None:
 
 
 class Mortal(Fragile):
-    """Dies of a request with the seed 666, as of a kernel that fails on one length."""
+    """Dies of a request with the seed 666, like a kernel that fails at one length."""
 
     def _write(self, ids: Sequence[int], params: SamplingParams, context: RequestContext) -> Script:
         if params.seed == 666 and self.gone is None:
@@ -388,7 +335,7 @@ def test_deaths_by_such_requests_use_up_no_replacements() -> None:
 def test_engines_that_were_dead_before_a_request_came_were_not_killed_by_it() -> None:
     async def scene(role: Role) -> None:
         for engine in role.engines.values():
-            engine.gone = "the machine is gone"  # nobody has noticed
+            engine.gone = "the machine is gone"  # not noticed yet
         assert (await role.ask(1)).token_ids == expected(1)
 
     play(lambda: Role(4, policy=False), scene)
@@ -466,7 +413,7 @@ def test_a_clock_stands_still_only_while_no_engine_lives_and_one_is_on_its_way(
         await asyncio.sleep(4)
         passed = clock.now() - began_s
         await asyncio.sleep(10)
-        assert clock.now() - began_s >= passed + 4 - 1e-6  # it goes again once it is replaced
+        assert clock.now() - began_s >= passed + 4 - 1e-6  # it runs again once the engine is replaced
         running.cancel()
         return passed
 
@@ -566,7 +513,7 @@ def test_a_dead_engine_that_only_fell_silent_is_found_out_at_the_deadline() -> N
         assert role.engines["policy-1"].version == 1
 
     class SimulatedDeath:
-        """Only the look meets the death: everything else is answered until it hangs."""
+        """Only a check reports the death: every other call is answered until it hangs."""
 
         def __init__(self, engine: Fragile, method: str) -> None:
             if method == "abort":
@@ -586,7 +533,7 @@ def test_a_push_that_no_engine_finishes_stops_the_run_while_they_live() -> None:
 
 
 def test_a_broken_connection_to_the_dead_is_not_the_cause() -> None:
-    """In a broadcast the survivors notice first."""
+    """In a broadcast the surviving members notice first."""
 
     class Peer(Fragile):
         async def load_bucket(self, bucket: WeightBucket) -> None:

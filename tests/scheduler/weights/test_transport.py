@@ -1,4 +1,4 @@
-"""Which way weights take, by place and by what the engines take."""
+"""The choice of a transport, by placement and by what the engines support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe tells other weights from the noise of sixteen bits, however sure of itself the policy is."""
+"""The probe separates other weights from the noise of sixteen bits, however sharp the policy is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLERANCE = SyncConfig().probe_tolerance_16bit
 
 
 def logprobs_of(seed: int, sharpness: float, dtype: torch.dtype) -> list[float]:
-    """Of 63 random tokens, under a random model whose logits have about this standard deviation."""
+    """Log-probs of 63 random tokens under a random model whose logits have about this standard deviation."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
@@ -36,7 +36,7 @@ def test_sixteen_bits_pass_and_other_weights_do_not(sharpness: float) -> None:
     noise = check_probe("e", 1, learner, logprobs_of(0, sharpness, torch.bfloat16), TOLERANCE)
     for last_error in (None, noise):
         bound = probe_bound(TOLERANCE, last_error, SyncConfig().probe_noise_factor)
-        assert 2 * noise < bound  # two implementations in 16 bits differ by more than one from float32
+        assert 2 * noise < bound  # two implementations in 16 bits differ more than one from float32
         with pytest.raises(WeightMismatch, match="likelier tokens"):
             check_probe("e", 1, learner, logprobs_of(1, sharpness, torch.bfloat16), bound)
 

@@ -1,4 +1,4 @@
-"""A push proves itself or says who failed; a latecomer catches up; what is known needn't be sent."""
+"""A push is confirmed or names the failing engine; a new engine catches up; known buckets aren't sent."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from grmpipe.capacity.simulate.virtual_loop import run_virtually
+from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Broadcast,
@@ -25,7 +26,6 @@ from models.types import (
     WeightReceipt,
     WeightTensor,
 )
-from models.weights.checksums import checksum
 from scheduler.weights.weight_checks import WeightMismatch, WeightsNotFinite, tensor_groups
 from scheduler.weights.weight_push import EngineLost, SyncConfig, SyncReport, WeightSyncTimeout
 from scheduler.weights.weight_sync import NoEngines, WeightSync
@@ -46,7 +46,7 @@ def bucket_of(contents: dict[str, bytes], dtype: str, payload: Payload | None = 
 
 
 class Source:
-    """Three buckets of two tensors; scores every token -1, as scripted engines do. Writes down what it was asked."""
+    """Three buckets of two tensors; scores every token -1, like scripted engines. Records its calls."""
 
     def __init__(
         self, *, dtype: str = "float32", hangs_at: int | None = None, broadcast: bool = False, score: float = -1.0
@@ -101,7 +101,7 @@ class Source:
 
 
 class Heavy(Source):
-    """Its tensors say that they are large."""
+    """Its tensors claim to be large."""
 
     async def bucket(self, index: int) -> WeightBucket:
         bucket = await super().bucket(index)
@@ -109,7 +109,7 @@ class Heavy(Source):
 
 
 class Faulty(SimulatedEngine):
-    """Goes wrong once, in the way of its name; then it is as good as any. Writes down what it was sent."""
+    """Fails once, in the way of its name; then it works. Records what it was sent."""
 
     def __init__(self, fault: str = "", load_s: float = 0.0) -> None:
         super().__init__("policy", lambda ids, params, context: Script(token_ids=(1,), text="x"))
@@ -307,7 +307,7 @@ def test_after_a_push_that_proved_itself_an_engine_may_not_be_far_noisier() -> N
 
 
 def test_a_large_model_has_the_time_that_its_bytes_take_and_a_hung_engine_no_more() -> None:
-    """Of 80 GB buckets to 32 engines, which load them at 400 MB/s each."""
+    """Pushing 80 GB buckets to 32 engines, which load them at 400 MB/s each."""
 
     async def scene() -> None:
         source = Heavy(broadcast=True)
@@ -447,11 +447,11 @@ def test_after_a_failed_push_the_group_is_a_new_one() -> None:
     asyncio.run(main())
 
 
-# -- latecomers ----------------------------------------------------------------------------------------------------
+# -- new engines ------------------------------------------------------------------------------------------------------
 
 
 class Door:
-    """Where a newcomer is admitted: what it was then."""
+    """Records the state at which a new engine is admitted."""
 
     def __init__(self, engine: Faulty) -> None:
         self.engine = engine
@@ -655,7 +655,7 @@ def test_a_bad_value_names_its_key(key: str) -> None:
 
 
 def test_what_never_changes_is_sent_to_an_engine_once() -> None:
-    """And not even asked for, unless an engine is new: then the others don't get it again."""
+    """And not even called for, unless an engine is new: then the others don't get it again."""
 
     async def scenario() -> None:
         source, old, new = Source(), Faulty(), Faulty()

@@ -1,8 +1,8 @@
 """Bytes that the learner holds on one of its ranks, counted in fake tensors: no weights, no GPU. Run by
 test_learner_memory.py: reads cases as JSON from the command line, writes a line of JSON for each.
 
-The learner is the project's own: its model sharded by FSDP2 over a process group that only pretends, with the attention
-that GPUs run. Whole numbers (token ids, places, lengths) are real, for control flow depends on them; all else is fake.
+The learner is the real one: its model is sharded by FSDP2 over a fake process group, with the attention of GPUs.
+Integers (token ids, places, lengths) are real, because control flow depends on them; all else is fake.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack_prefix_groups
 from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
 from grmpipe.train.learner import learner as learner_module
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import MicroBatch, TrainingSample
 from models.lm import packed_attention
 from models.lm.causal_lm import outline_causal_lm
@@ -42,12 +43,12 @@ PROMPT_TOKENS, SIBLINGS = 256, 8
 
 
 class Held(TorchDispatchMode):
-    """Runs what is asked of whole numbers for real, all else in fake tensors; counts the bytes of those alive."""
+    """Computes integers for real and all else in fake tensors; counts the bytes of living tensors."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
         self._fake = fake
-        self._sizes: dict[int, int] = {}  # by storage
+        self._sizes: dict[int, int] = {}  # storage -> bytes
         self.now = 0
         self.peak = 0
 
@@ -55,7 +56,7 @@ class Held(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, DTensor) for tensor in tensors):
-            return NotImplemented  # it comes back here with its local tensors
+            return NotImplemented  # it is called again with the local tensors
         if tensors:
             is_real = not any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
         else:
@@ -74,7 +75,7 @@ class Held(TorchDispatchMode):
         return out
 
     def _places(self, index: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Of a mask, whose hits no fake tensor could count."""
+        """The places of a mask, whose hits a fake tensor can't count."""
         if index is None or index.dtype != torch.bool:
             return (index,)
         with _disable_current_modes():
@@ -97,7 +98,7 @@ class Held(TorchDispatchMode):
 
     @contextmanager
     def resizes_noted(self) -> Iterator[None]:
-        """FSDP2 frees a gathered parameter by making its storage empty."""
+        """FSDP2 frees a gathered parameter by emptying its storage."""
         resize = torch.UntypedStorage.resize_
 
         def noting(storage: torch.UntypedStorage, size: int) -> None:
@@ -113,7 +114,7 @@ class Held(TorchDispatchMode):
 
 
 class NoMeter:
-    """Reads no numbers: there are none."""
+    """Reads no numbers, because there are none."""
 
     def __init__(self, device: torch.device) -> None: ...
 
@@ -122,7 +123,7 @@ class NoMeter:
 
 
 def micro_batch(num_tokens: int) -> MicroBatch:
-    """Siblings with a short prompt that stands there once: nearly all tokens are trained."""
+    """Siblings with a short shared prompt: nearly all tokens are trained."""
     each = (num_tokens - PROMPT_TOKENS) // SIBLINGS
     samples = [
         TrainingSample(
@@ -141,7 +142,7 @@ def micro_batch(num_tokens: int) -> MicroBatch:
 
 
 def measure(shape: dict[str, Any], ranks: int, num_tokens: int) -> dict[str, float]:
-    """GB of a rank while it takes in a micro-batch that is not the first, and between two of them."""
+    """GB of a rank during a micro-batch that is not the first, and between two of them."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     held = Held(fake)

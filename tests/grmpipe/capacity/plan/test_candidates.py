@@ -1,4 +1,4 @@
-"""The planner: every way to seat the roles, pruned by memory and by the bound, ranked by what a simulation says."""
+"""The planner: every way to seat the roles, pruned by memory and by the bound, ranked by simulation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from models.types import EngineSpeed
 from scheduler.placement import PoolConfig, RoleConfig, place
 
 GPUS = {"gpus": PoolConfig(slots=8, resource="gpu", memory_gb=80)}
-# A row decodes 1000 tokens/s whatever the batch: work is tokens, whoever else decodes.
+# A row decodes 1000 tokens/s in any batch: work is tokens.
 LINEAR = EngineSpeed(step_s=0.0, row_s=0.001, cached_token_s=0.0, prefill_token_s=0.0, max_rows=1024)
 
 
 def linear_costs(candidate: Candidate) -> Costs:
-    """A learner of 10 000 tokens/s a rank; engines that gain nothing from width."""
+    """A learner of 10 000 tokens/s per rank; engines that don't gain from width."""
     ranks = candidate.seats["learner"].replicas
     return Costs(
         engines={"policy": LINEAR, "grm": LINEAR},
@@ -73,7 +73,7 @@ def question(
 
 
 def apart(role: str, seating: Seating, kind: str) -> float:
-    """Everybody wants more than half of a slot: nobody can share."""
+    """Every role needs more than half of a slot: none can share."""
     return 45e9
 
 
@@ -83,7 +83,7 @@ def best_seats(asked: SearchProblem) -> dict[str, int]:
 
 
 def test_slots_are_split_as_the_work_is() -> None:
-    # 10 s of rollouts, 10 s of judging, 10 s of learning: as even as 8 slots go.
+    # 10 s of rollouts, 10 s of judging, 10 s of learning: as even as possible on 8 slots.
     even = best_seats(question(learner_tokens=100_000, memory=apart))
     assert sorted(even.values()) == [2, 3, 3]
     # 60 s of judging, 10 s of rollouts, 10 s of learning.
@@ -97,7 +97,7 @@ def test_slots_are_split_as_the_work_is() -> None:
 
 def test_sharing_wins_where_memory_allows_and_work_divides_badly() -> None:
     best = search(question(judgement_tokens=500, learner_tokens=100_000), None, max_simulated=1).ranked[0]
-    # 70 s of work on 8 slots: nobody does better than all on all of them.
+    # 70 s of work on 8 slots: no placement beats all roles on all of them.
     assert best.weighed.bound_s == pytest.approx((10 + 50 + 10) / 8)
     assert best.weighed.candidate.describe() == "policy+grm+learner 8"
 
@@ -115,7 +115,7 @@ def test_a_learner_that_fits_only_in_shards_gets_ranks_enough() -> None:
         return 240e9 / seating.replicas if role == "learner" else 50e9
 
     seats = best_seats(question(judgement_tokens=500, learner_tokens=0, memory=memory))
-    assert seats["learner"] == 3  # 80 GB each, though it has nothing to do
+    assert seats["learner"] == 3  # 80 GB each, though it has no work
 
 
 def test_a_model_too_large_for_one_slot_is_laid_over_two() -> None:
@@ -152,7 +152,7 @@ def test_the_simulation_has_the_last_word_and_hopeless_candidates_are_not_simula
     assert len(ranking.ranked[0].weighed.candidate.candidate_pools) == 3
     assert ranking.ranked[0].step_s == 21.0
     assert 2 <= len(asked) <= 6
-    # A perfect first one leaves nothing to look for.
+    # With a perfect first one no other is tried.
     asked.clear()
     # type: ignore[func-returns-value]
     search(question(), lambda candidate: asked.append("x") or Predicted(step_s=0.0, busy={}), max_simulated=6)
@@ -192,7 +192,7 @@ def test_roles_that_may_swap_get_an_elastic_pool_of_their_own() -> None:
 
 def test_a_synchronous_step_is_bound_by_its_chain() -> None:
     best = search(question(max_staleness=0, learner_tokens=0), None, max_simulated=1).ranked[0]
-    # 100 tokens played, 100 judged, at 1 ms each; the work of 100 such on eight slots is 2.5 s.
+    # 100 tokens played, 100 judged, at 1 ms each; the work of 100 of these on eight slots is 2.5 s.
     assert best.weighed.bound_s == pytest.approx(2.5)
     lone = search(question(max_staleness=0, learner_tokens=0, rollout_tokens=100_000), None, max_simulated=1)
     assert lone.ranked[0].weighed.bound_s >= 100.1
@@ -233,7 +233,7 @@ def with_critic(candidate: Candidate) -> Costs:
 
 
 def test_a_critic_gets_slots_by_its_work_or_shares_the_learners() -> None:
-    """Of each token a value as well: a third more work than the learner's."""
+    """Also a value per token: a third more work than the learner's."""
     asked = question(rollout_tokens=10, judgement_tokens=10, learner_tokens=200_000, costs=with_critic)
     asked = dataclasses.replace(asked, work=dataclasses.replace(asked.work, critic_tokens=200_000))
     ranking = search(asked, None, max_simulated=1)

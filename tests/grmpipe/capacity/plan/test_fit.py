@@ -1,4 +1,4 @@
-"""Speeds found again in what an engine of known speed did, step by step."""
+"""Speeds recovered from the timings of an engine of known speed, step by step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ SPEED = EngineSpeed(step_s=0.005, row_s=0.0002, cached_token_s=2e-6, prefill_tok
 def decoded(
     speed: EngineSpeed, requests: list[tuple[float, int, int]], sees_first_tokens: bool = False
 ) -> list[MeasuredRequest]:
-    """What an engine does with (arrival, prompt tokens, new tokens): all rows in step, newcomers prefilled first."""
+    """The timings of an engine with (arrival, prompt tokens, new tokens): all rows in step, new ones prefilled
+    first.
+    """
     waiting, running, done, now_s = sorted(requests), [], [], 0.0
     while waiting or running:
         if not running:
@@ -48,7 +50,7 @@ def decoded(
 
 
 def load(seed: int, waves: int = 30) -> list[tuple[float, int, int]]:
-    """Waves of different width, half a minute apart: lonely requests and full batches."""
+    """Waves of different width, half a minute apart: single requests and full batches."""
     random = np.random.default_rng(seed)
     return [
         (30.0 * wave + float(random.uniform(0, 0.2)), int(random.integers(20, 400)), int(random.integers(20, 300)))
@@ -99,7 +101,7 @@ def test_requests_that_waited_for_a_row_tell_nothing_of_a_rows_speed() -> None:
 
 def test_rows_over_time_are_those_under_way() -> None:
     starts, ends = np.array([0.0, 1.0, 4.0]), np.array([2.0, 3.0, 5.0])
-    # The first is alone for a second and in company for another.
+    # The first is alone for a second and with others for another.
     assert Level.of(starts, ends, np.ones(3)).between(starts, ends).tolist() == [3.0, 3.0, 1.0]
 
 
@@ -132,7 +134,7 @@ def test_no_cost_is_negative_whatever_was_measured() -> None:
 
 
 def alike(rows: int, prompt: int, noise: float) -> list[MeasuredRequest]:
-    """Batches of one size, prompts of one length; 10 ms a token and 64 ms for the newcomers, more or less."""
+    """Batches of one size, prompts of one length; about 10 ms per token and 64 ms for new requests."""
     random = np.random.default_rng(3)
     requests = []
     for wave in range(60):

@@ -1,4 +1,4 @@
-"""What task=plan says a rank of the learner holds, beside what it really holds, counted in fake tensors."""
+"""A learner rank's memory by task=plan, compared with its real memory, counted in fake tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = "policy.shape.num_layers=4"
 QWEN3_1_7B = ("policy.shape.hidden_size=2048", "policy.shape.intermediate_size=6144")
 
 
-@pytest.mark.long  # test_footprint.py holds the formula to the same numbers, written down
+@pytest.mark.long  # test_footprint.py compares the formula with the same numbers, written down
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [

@@ -1,4 +1,4 @@
-"""Slots that are too small for what certainly lies on them: refused before a run starts."""
+"""Slots that are certainly too small are refused before a run starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checked(*overrides: str) -> None:
 
 
 def test_an_elastic_pool_holds_its_roles_at_once_where_engines_cannot_sleep() -> None:
-    """Two engines' weights, and the learner's weights, gradients and moments: six times the model on a slot."""
+    """Two engines' weights, and the learner's weights, gradients and moments: six times the model on one slot."""
     elastic = ("+experiment=quickstart", "placement=elastic")
     checked(*elastic, f"placement.pools.engines.memory_gb={6.2 * WEIGHTS_MB / 1e3}")
     with pytest.raises(ConfigError, match=r"^placement\.pools\.engines\.memory_gb: cpu slot 0 has .* GB, ") as told:
@@ -43,5 +43,5 @@ def test_a_critic_wants_as_much_as_a_learner() -> None:
 
 
 def test_room_that_depends_on_lengths_is_no_refusal() -> None:
-    """Keys and values of 256 rows, and activations, would want a hundred times as much."""
+    """Keys and values of 256 rows, and activations, would need a hundred times as much."""
     checked("+experiment=quickstart", f"placement.pools.train.memory_gb={5.2 * WEIGHTS_MB / 1e3}")

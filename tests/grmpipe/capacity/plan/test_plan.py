@@ -1,4 +1,4 @@
-"""task=plan: told without GPUs, without the models, and without starting anything."""
+"""task=plan: works without GPUs, without the models, and without starting anything."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_quickstarts_plan_says_places_memory_and_batches() -> None:
 
 
 def test_adapters_have_gradients_and_moments_and_the_frozen_weights_are_the_reference() -> None:
-    """Rank 8 beside all linear layers of the tiny policy; see test_footprint.py."""
+    """Rank 8 on all linear layers of the tiny policy; see test_footprint.py."""
 
     def held(role: str, *overrides: str) -> dict[str, float]:
         survey = survey_run(
@@ -123,7 +123,7 @@ def test_an_engine_over_two_gpus_holds_half_the_weights_on_each(big_run: tuple[s
     assert "policy   vllm, tensor parallel over 2 GPUs; max_batch_rows=128, max_context_tokens=7168" in text
     assert "rollout 1  gpu       policy-0" in text
     assert "8.19 GB  weights, over 2 GPUs" in text
-    # 0.85 x 80 GB less half of 16.38 GB of weights, of two such GPUs; 147456 bytes a token.
+    # 0.85 x 80 GB minus half of 16.38 GB of weights, on two such GPUs; 147456 bytes per token.
     assert "59.8 GB  KV, the rest of engine.vllm.gpu_memory_utilization=0.85: 811215 tokens" in text
 
 
@@ -152,7 +152,7 @@ def test_roles_that_crowd_one_gpu_are_told_apart(big_run: tuple[str, ...]) -> No
 
 
 def held(*overrides: str) -> tuple[float, dict[str, float]]:
-    """Bytes of the one slot at most at any time, and of each of its processes at most."""
+    """The most bytes on the only slot at any time, and of each of its processes."""
     survey = survey_run(composed("+experiment=qwen3_one_gpu", "data.path=prompts.jsonl", *overrides), lambda *_: None)
     parts = {role: memory_parts(survey, role) for role in survey.placement.seats}
     here = [seats[0] for seats in survey.placement.seats.values()]
@@ -261,21 +261,21 @@ def test_a_search_ranks_placements_and_writes_one_that_is_the_very_same_when_rea
 
     config = composed(*big_run, "engine=vllm", *H100, "plan.search=true", "plan.write=found")
     text = plan(config, lambda what, share: None, lambda survey, profile: simulate)
-    assert "simulated 90 s; busy: policy 50%, grm 90%" in text  # as it is placed now
+    assert "simulated 90 s; busy: policy 50%, grm 90%" in text  # with the present placement
     first = next(line for line in text.splitlines() if line.startswith("  1  "))
     assert first.split()[1:6] == ["50", "s", "50%", "90%", "0%"]
     assert "grm 3" in first
     assert "python launch.py --config-dir found +experiment=qwen3_8b placement=planned" in text
 
     again = read_again(tmp_path / "found", *big_run, "engine=vllm")
-    written = place(again.placement, again.roles, again.served)
+    written = place(again.placement, again.roles, again.served, again.learners)
     assert written in tried
     assert len(written.seats["grm"]) == 3
     assert sum(pool.slots for pool in written.pools.values()) == 8
 
 
 def read_again(directory: Path, *overrides: str) -> RunConfig:
-    """As `--config-dir` has it."""
+    """As read with `--config-dir`."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         searched = f"hydra.searchpath=[file://{directory}]"
         return build(compose("config", [*overrides, searched, "placement=planned"]))

@@ -1,4 +1,4 @@
-"""An earlier run as costs: one made by hand, whose costs are known; and what is said of one that lacks some."""
+"""An earlier run as costs: one made by hand with known costs; and the notes on one that lacks some."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ APART = PlacementConfig(
     pools={name: PoolConfig() for name in ("policy", "grm", "learner")},
     roles={name: RoleConfig(pool=name) for name in ("policy", "grm", "learner")},
 )
-ROLLOUT_S, JUDGEMENT_S = 0.01, 0.02  # a token of either, whoever else decodes
+ROLLOUT_S, JUDGEMENT_S = 0.01, 0.02  # per token, whichever others decode
 PROMPT, GROUPS, SIBLINGS, STEPS = 30, 8, 4, 6
-CORES, DRIVER_REQUEST_S = 4, 0.002  # nobody has to share
+CORES, DRIVER_REQUEST_S = 4, 0.002  # enough cores for all
 
 
 def made_by_hand(run_dir: Path, *, rows: int = 64, prefix_sharing: bool = True, cpu_share: float | None = None) -> Path:
-    """cpu_share: of the time of their spans, that the processes of the learner and the GRM took.
+    """cpu_share: CPU seconds of the learner's and the GRM's processes, as a share of the time of their spans.
 
-    Steps of 32 rollouts and as many judgements; a step of n tokens takes the learner n ms and half a second."""
+    Steps of 32 rollouts and as many judgements; a step of n tokens takes the learner n ms and half a second.
+    """
     run_dir.mkdir()
     config = RunConfig(placement=APART, train=TrainConfig(prefix_sharing=prefix_sharing))
     (run_dir / "config.yaml").write_text(to_yaml(config))
@@ -94,7 +95,7 @@ def test_engines_learner_pushes_and_lengths_are_found_again(tmp_path: Path, pref
 def test_who_shared_a_core_is_as_fast_as_it_would_have_been_alone(tmp_path: Path) -> None:
     run_dir = made_by_hand(tmp_path / "run")
     apart, crowded = (read_profile(str(run_dir), cores) for cores in (CORES, 1))
-    # Judgements run beside the rollouts that haven't ended, and then alone; the learner beside nobody but the driver.
+    # Judgements run next to unfinished rollouts, and then alone; the learner runs next to the driver only.
     for role, at_most in (("policy", 0.8), ("grm", 0.98)):
         assert crowded.engines[role].speed.step_s < at_most * apart.engines[role].speed.step_s
     assert apart.learner is not None

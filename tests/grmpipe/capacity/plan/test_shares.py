@@ -1,4 +1,4 @@
-"""How engines divide a GPU's memory: by the plan where nobody says, refused where they ask for more than there is."""
+"""How engines divide a GPU's memory: by the plan if nothing is set, refused if they ask for more than all of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_learner_policy_and_judge_fit_one_gpu_by_the_plan() -> None:
 
 
 def test_an_engine_that_sleeps_leaves_the_other_role_its_memory() -> None:
-    """On an elastic slot one of them is awake; with the learner gone as well, both have the more."""
+    """On an elastic slot only one of them is awake; with the learner gone too, both have more."""
     elastic = shares_of(surveyed("placement.pools.all.elastic=true", "engine.vllm.sleep_mode=true"))
     beside = shares_of(surveyed())
     assert all(elastic[role] > beside[role] for role in beside)
@@ -74,7 +74,7 @@ def test_an_engine_that_sleeps_leaves_the_other_role_its_memory() -> None:
 
 
 def test_the_policys_engine_leaves_room_for_the_weights_that_a_learner_by_turns_brings() -> None:
-    """Alone with a learner whose weights are large: 8 B, in float32."""
+    """Alone with a learner with large weights: 8 B in float32."""
     survey = survey_run(
         composed("+experiment=qwen3_8b", PROMPTS, "placement=one_gpu_time_shared", "engine.vllm.sleep_mode=true",
                  "+placement.pools={judging: {resource: gpu}}", "placement.roles.grm.pool=judging"), lambda *_: None
@@ -104,7 +104,7 @@ def test_models_that_leave_no_room_get_no_share() -> None:
 
 
 def test_a_run_gets_the_plans_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM is told them; here with models that are at hand, on a GPU that is described."""
+    """As passed to vLLM; here with local models, on a described GPU."""
     monkeypatch.setattr("grmpipe.validate.prepare.check_machine", lambda *_: None)
     config = composed("+experiment=quickstart", "placement=one_gpu", "engine=vllm")
     prepared = divide_gpus(prepare(config, lambda *_: None))

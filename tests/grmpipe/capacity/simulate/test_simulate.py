@@ -97,7 +97,8 @@ def test_a_synchronous_step_takes_its_chain_where_engines_have_room_for_all() ->
 def test_a_learner_that_has_its_slot_by_turns_adds_up_with_the_engines_of_it() -> None:
     pools = {"all": PoolConfig(slots=1, time_shared=True)}
     roles = {role: RoleConfig(pool="all") for role in ("policy", "learner", "grm")}
-    by_turns = place(PlacementConfig(pools=pools, roles=roles), ("policy", "learner", "grm"), ("policy", "grm"))
+    placed = PlacementConfig(pools=pools, roles=roles)
+    by_turns = place(placed, ("policy", "learner", "grm"), ("policy", "grm"), {"policy": "learner"})
     events = Events()
     costs = replace(COSTS, switch_s=2.0)
     run = simulate(workload(staleness=1), by_turns, costs, 6, events)

@@ -41,7 +41,7 @@ def test_a_plan_tells_the_critics_place_memory_and_work() -> None:
 
 
 def test_a_simulated_critic_works_a_third_more_than_the_learner_and_beside_it(tmp_path: Path) -> None:
-    """Of each token a value, and as much learning; on slots of its own it costs a step little."""
+    """A value and as much training per token; on its own slots it adds little to a step."""
     run = simulated(tmp_path / "ppo", *CRITIC)
     assert run["loads_s"]["critic"] - 0.1 == pytest.approx(4 / 3 * (run["loads_s"]["learner"] - 0.1), rel=1e-6)
     assert run["busy"]["critic"] > run["busy"]["learner"] > 0
@@ -59,7 +59,7 @@ def test_costs_without_the_critics_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_search_seats_the_critic_too(tmp_path: Path) -> None:
-    """With its memory and its work: alone, with the learner, with anybody."""
+    """With its memory and its work: alone, with the learner, with any role."""
     config = composed(
         "plan.search=true", "plan.steps=2", "plan.max_candidates=9", f"run_dir={tmp_path}", "plan.cores=2"
     )

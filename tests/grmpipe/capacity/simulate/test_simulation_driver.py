@@ -1,4 +1,4 @@
-"""The driver does one thing after another, and shares its cores with whoever else is busy there."""
+"""The driver does one thing after another, and shares its cores with other busy processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models.engines.simulated.simulated_rate import SharedDevice
 
 
 class Neighbour:
-    """Busy all the time."""
+    """A process that is always busy."""
 
     def share_changed(self, share: float) -> None:
         self.share = share

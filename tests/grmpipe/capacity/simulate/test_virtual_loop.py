@@ -1,4 +1,6 @@
-"""The virtual clock: it jumps to the next timer, keeps asyncio's order, and says when nothing can happen any more."""
+"""The virtual clock: it jumps to the next timer, keeps asyncio's order, and reports when nothing can happen any
+more.
+"""
 
 from __future__ import annotations
 

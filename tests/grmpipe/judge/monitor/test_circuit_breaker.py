@@ -1,4 +1,4 @@
-"""The gate pauses, then stops; the alarm fires on score up and gold down, and on nothing less."""
+"""The gate pauses, then stops; the alarm fires only if the score rises and the gold accuracy falls."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_score_up_and_gold_down_fires_with_the_numbers() -> None:
         [],
         [(9.9, 0.1)],
         [(4.3, 0.98), (9.0, 0.96)],  # a good run
-        [(4.3, 0.98), (4.4, 0.30)],  # the judge is worse, nobody gains by it
+        [(4.3, 0.98), (4.4, 0.30)],  # the judge is worse, but no score rises
         [(4.3, 0.98), (9.0, 0.30), (4.5, 0.30)],  # over: the last reading counts
     ],
 )

@@ -1,5 +1,4 @@
-"""Canaries stand still under a judge that does, adversarial replies are counted, limits hold, the fit finds its
-peak."""
+"""Canaries don't drift if the judge doesn't, adversarial replies are counted, limits work, the fit finds its peak."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ASKED = Prompt(prompt_id="p", messages=(Message(role="user", content="6 x 7?"),)
 
 
 class ByLength:
-    """A point per character, up to 10, and `shift` more; an empty text fails. Knows who asked what."""
+    """One point per character, up to 10, plus `shift`; an empty text fails. Records its requests."""
 
     def __init__(self, shift: float = 0.0) -> None:
         self.shift = shift

@@ -1,4 +1,4 @@
-"""Place and length: what a judge goes by that it shouldn't is measured on what it judged anyway."""
+"""Position and length bias are measured on existing judgements."""
 
 from __future__ import annotations
 

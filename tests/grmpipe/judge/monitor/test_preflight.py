@@ -1,4 +1,4 @@
-"""A judge whose answers can't be read is found before the first step; one that answers nothing is left to the run."""
+"""A judge with unparseable answers is found before the first step; one without answers is left to the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listwise and pairwise judging: who sits when, in which order, and what comes back to whom."""
+"""Listwise and pairwise judging: when judge tasks run, in which order, and which sibling gets which result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORTH = {"bad": 2, "fair": 5, "good": 9}
 
 
 def by_worth(bench: Any) -> Any:
-    """A judge that sees what each response is worth."""
+    """A judge that sees the worth of each response."""
 
     def author(prompt: str, context: Any) -> Any:
         shown = re.findall(r"^> (\w+)$", prompt, re.MULTILINE)
@@ -32,7 +32,7 @@ def by_worth(bench: Any) -> Any:
 
 
 def hear(bench: Any, judge: Any, texts: list[str]) -> dict[int, JudgeReport]:
-    """The reports of a group, its rollouts ending in the reverse order; each sibling is reported on once."""
+    """The reports of a group whose rollouts end in reverse order; asserts that each sibling is reported once."""
 
     async def go() -> dict[int, JudgeReport]:
         session = judge.open(bench.prompt(), "g7", len(texts))
@@ -68,7 +68,7 @@ def test_a_list_waits_for_its_last_sibling(bench: Any) -> None:
 
 
 def test_a_place_in_the_list_that_always_wins_helps_nobody_in_particular(bench: Any) -> None:
-    """The order is drawn anew for each judgement."""
+    """Each judgement has a new random order."""
     judge, _ = bench.generative(lambda prompt, context: bench.answer("\\boxed{10, 1}"), num_judgements=40, **LISTWISE)
     reports = hear(bench, judge, ["good", "bad"])
     assert all(3.5 < reports[sibling].verdict.score < 7.5 for sibling in (0, 1))
@@ -110,7 +110,7 @@ def test_a_judge_that_prefers_a_place_gives_nobody_a_win(bench: Any) -> None:
 
 
 def place_lover(bench: Any, *failing: int) -> Any:
-    """A judge that always prefers the first place, but for the judgements that fail."""
+    """A judge that always prefers the first place, except in the failing judgements."""
 
     def author(prompt: str, context: Any) -> Any:
         index = int(context.request_id.split("/j")[1].split(".")[0])
@@ -171,7 +171,7 @@ def test_a_pair_stops_when_its_winner_is_fixed(bench: Any, worse: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), wave=st.integers(1, 3), num_judgements=st.sampled_from([4, 8]))
 def test_an_exact_stop_changes_no_score_of_any_sibling(bench: Any, seed: int, wave: int, num_judgements: int) -> None:
-    """Whatever is said, in whichever order, and also where some judgements fail."""
+    """For any judgements in any order, and also if some fail."""
 
     def author(prompt: str, context: Any) -> Any:
         rng = random.Random(f"{seed} {context.request_id}")

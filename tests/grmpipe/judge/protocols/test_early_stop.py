@@ -1,4 +1,4 @@
-"""An exact stop never changes the winner; a relaxed one waits for what it needs to know, and is audited."""
+"""An exact stop never changes the winner; a relaxed one waits for what it must know, and is audited."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOTES = st.lists(st.sampled_from([0.0, 0.5, 1.0, None]), min_size=8, max_size=8)
 
 
 def counters(votes: Sequence[float | None], count: int, parity: int) -> OrderCounts:
-    """The even or the odd ones of the first so many."""
+    """The even or the odd ones of the first `count` votes."""
     own = [vote for vote in votes[parity:count:2] if vote is not None]
     return OrderCounts(points=sum(own), num_votes=len(own), num_left=len(votes[parity::2]) - len(votes[parity:count:2]))
 
@@ -43,7 +43,7 @@ def test_an_exact_stop_never_changes_the_winner_of_the_full_vote(votes: Sequence
 
 
 def test_an_exact_stop_waits_for_nothing_that_could_not_change_the_winner() -> None:
-    """Of all that may still come, failures among it, some would change it; else it has stopped."""
+    """Of all possible results, including failures, some would change the winner; otherwise it has stopped."""
     for seen in itertools.product((0.0, 1.0, None), repeat=6):
         results = set()
         for rest in itertools.product((0.0, 1.0, None), repeat=2):
@@ -86,7 +86,7 @@ def test_nothing_is_sure_while_the_noise_or_the_spread_is_unknown() -> None:
 
 
 def group(bench: Any, scores: dict[str, list[int]], **stop: Any) -> tuple[list[JudgeReport], Any]:
-    """Siblings judged side by side; `scores` of each text, by the index of the judgement."""
+    """Siblings judged concurrently; `scores` of each text, by the index of the judgement."""
 
     def author(prompt: str, context: Any) -> Any:
         text = prompt.rsplit("> ", 1)[1]
@@ -96,7 +96,7 @@ def group(bench: Any, scores: dict[str, list[int]], **stop: Any) -> tuple[list[J
     judge, engine = bench.generative(author, num_judgements=8, early_stop=EarlyStopConfig(kind="relaxed", **stop))
 
     async def go() -> list[JudgeReport]:
-        session = judge.open(bench.prompt(), "g0", 1)  # what the judge's noise is, it learns from a first group
+        session = judge.open(bench.prompt(), "g0", 1)  # the judge estimates its noise from a first group
         for text in ("calm",):
             await session.judge(*session.add(bench.rollout(text)))
         engine.asked.clear()

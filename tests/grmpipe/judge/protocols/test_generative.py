@@ -1,4 +1,4 @@
-"""A generative judge asks k times, counts what parses, and gives a cause for the rest."""
+"""A generative judge requests k judgements, counts those that parse, and gives a cause for the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grmpipe.config.judge import Scale
-from grmpipe.judge.pattern import PATTERNS
+from grmpipe.judge.pattern import judgement_pattern
 from grmpipe.types import Failed, FailedJudgement, JudgeReport, RewardSpan, Verdict
 from models.types import EngineDied, EngineRefused
 from scheduler.clock import ActiveClock
@@ -189,4 +189,4 @@ def test_judgements_are_held_to_their_form_only_where_the_run_asks_for_it(bench:
         judge, engine = bench.generative(lambda prompt, context: bench.answer("Score: 9"), structured=structured)
         bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
         ((_, params),) = engine.asked
-        assert params.pattern == (PATTERNS["score_line"](Scale()) if structured else None)
+        assert params.pattern == (judgement_pattern("score_line", Scale()) if structured else None)

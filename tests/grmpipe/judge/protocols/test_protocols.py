@@ -1,4 +1,4 @@
-"""Rubrics, steps, principles ahead of time, votes by a meta-RM, prompts that don't fit, abstentions."""
+"""Rubrics, steps, shared principles, votes by a meta-RM, prompts that don't fit, abstentions."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_who_writes_principles_may_be_cancelled_and_the_next_takes_over(bench: A
 
 @dataclass
 class Meta:
-    """Trusts judgements by their text."""
+    """Gives probabilities to judgements by their text."""
 
     trust: dict[str, float]
     seen: list[JudgedResponses] = field(default_factory=list)
@@ -261,7 +261,7 @@ def test_judgements_too_far_apart_are_no_verdict(bench: Any) -> None:
     assert guided(bench, (1, 9), None, abstain_above_std=4.0).verdict.score == 5
 
 
-# -- what doesn't fit ------------------------------------------------------------------------------------------------
+# -- prompts that don't fit ------------------------------------------------------------------------------------------
 
 
 def test_a_response_that_does_not_fit_loses_its_middle_or_is_too_long(bench: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a GRM that learns is asked: balanced by class, its own run's rollouts as often as one says."""
+"""The judging tasks of a GRM in training: balanced by class, with the configured share of the run's own rollouts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from grmpipe.config.judge import JudgeConfig, LabelConfig
 from grmpipe.data.stream import PromptStream
 from grmpipe.judge.labels import JudgingTasks
-from grmpipe.judge.rule import RULES
+from grmpipe.judge.rule import rule_named
 from grmpipe.run.cotrain.judging_tasks import JudgingTaskStream
 from grmpipe.types import Prompt, Rollout, Turn
 from models.types import Completion, Message
@@ -26,7 +26,7 @@ def stream(*, rollout_share: float = 0.5, stored: bool = True, window: int = 8) 
     judging_tasks = JudgingTasks.under(JudgeConfig(), LabelConfig())
     kept = PromptStream([STORED]) if stored else None
     return JudgingTaskStream(
-        judging_tasks, RULES["exact_answer"], kept, rollout_share=rollout_share, window=window, seed=0
+        judging_tasks, rule_named("exact_answer"), kept, rollout_share=rollout_share, window=window, seed=0
     )
 
 

@@ -1,4 +1,4 @@
-"""Two learners in step: neither gets away from the other, and neither waits for ever."""
+"""Two learners in step: neither runs ahead of the other, and neither waits forever."""
 
 from __future__ import annotations
 

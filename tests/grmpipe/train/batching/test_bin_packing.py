@@ -1,4 +1,4 @@
-"""Ranks wait for the slowest of a round: how little, for lengths as rollouts have them."""
+"""Ranks wait for the slowest of a round: how little, for typical lengths of rollouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def imbalance(lengths: list[int], rounds: list[list[list[int]]]) -> float:
 
 
 def full_rounds(lengths: list[int], max_tokens: int, world_size: int) -> list[list[list[int]]]:
-    """Each as full as it gets, which leaves a crumb for the last one."""
+    """Fill each round, which leaves a small last one."""
     places, rounds = list(range(len(lengths))), []
     while places:
         by_rank, left = fill(loads([lengths[place] for place in places]), max_tokens, world_size)
@@ -50,7 +50,7 @@ def test_all_is_dealt_once_within_the_limit_and_in_no_more_rounds_than_full_ones
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_a_whole_batch_is_dealt_more_evenly_than_by_full_rounds(world_size: int) -> None:
-    """Of long-tailed lengths: about half the wait of full rounds, and 3 % of a step at most."""
+    """For long-tailed lengths: about half the wait of full rounds, and at most 3 % of a step."""
     even, full = [], []
     for seed in range(10):
         lengths = long_tailed(seed)
@@ -61,7 +61,7 @@ def test_a_whole_batch_is_dealt_more_evenly_than_by_full_rounds(world_size: int)
 
 
 def test_samples_in_order_would_leave_ranks_waiting() -> None:
-    """What the ranks would get if groups were dealt in turn."""
+    """The result of dealing groups in order."""
     lengths = long_tailed(0)
     in_turn = [[list(range(rank, len(lengths), 4)) for rank in range(4)]]
     assert imbalance(lengths, in_turn) > 1.15 > 1.05 > imbalance(lengths, deal(loads(lengths), 1 << 20, 4))
@@ -71,7 +71,7 @@ def test_a_long_sample_is_more_work_than_as_many_tokens_in_short_ones() -> None:
     assert work(32_768) == 2 * 32_768
     by_rank, _ = fill(loads([8192, *[512] * 18]), 10_000, 2)
     tokens = [sum([8192, *[512] * 18][place] for place in places) for places in by_rank]
-    assert tokens == [8192, 9216]  # by tokens alone the short ones would be 512 more beside the long one
+    assert tokens == [8192, 9216]  # by tokens alone the short ones would be 512 more, next to the long one
 
 
 def test_no_work_is_no_imbalance() -> None:

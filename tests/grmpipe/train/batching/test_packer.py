@@ -26,7 +26,7 @@ from models.types import VersionSpan
 
 
 def sample(index: int, length: int) -> TrainingSample:
-    """Its ids are its index, so that it's found again."""
+    """Its ids are its index, so that it can be found."""
     return TrainingSample(
         group_id="g", sibling=index, segment=0, token_ids=(index,) * length,
         loss_mask=(0, *(1,) * (length - 1)), sampler_logprobs=(0.0, *(-1.0,) * (length - 1)),
@@ -158,7 +158,7 @@ def siblings_of(number: int, prompt_tokens: int, answer_tokens: int, group: int 
 
 
 def whole(samples: tuple[TrainingSample, ...], batch_: MicroBatchRound, rank: int) -> list[list[int]]:
-    """The ids of each sample, put together again from what it has and what it shares."""
+    """The ids of each sample, joined from its own and the shared ones."""
     batch = batch_.micro_batches[rank]
     own = np.split(batch.token_ids_T, batch.sample_lengths_S.cumsum()[:-1])
     return [
@@ -255,7 +255,7 @@ def test_a_group_by_itself_is_work_for_all_ranks() -> None:
 
 
 def test_ranks_wait_little_for_each_other_though_siblings_stay_together() -> None:
-    """Of long-tailed answers: 8 % of a step at most, for 5 % more tokens at most than if no group were split."""
+    """For long-tailed answers: at most 8 % of a step, for at most 5 % more tokens than without splitting groups."""
     draw, works, packed, least = np.random.default_rng(0), RankWork(), 0, 0
     for batch in range(6):
         samples = []

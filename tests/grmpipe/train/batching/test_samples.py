@@ -1,4 +1,4 @@
-"""Trained ids are the sampled ids; a failed sibling is nowhere."""
+"""Trained ids are the sampled ids; a failed sibling is left out."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_failed_changes_nothing_in_its_batch(
         rollouts[i] = rollout(i, (other_ids, other_ids))
         cause = data.draw(st.sampled_from(["timeout", "refused", "died", "unparseable", "truncated", "too_long"]))
         verdicts[i] = Failed(stage="judge", cause=cause, attempts=data.draw(st.integers(1, 9)))
-        if data.draw(st.booleans()):  # as a judge of one's own may give it
+        if data.draw(st.booleans()):  # as a custom judge may give it
             number = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
             verdicts[i] = only_finite(JudgeReport(verdict=verdict(number))).verdict
     samples = to_samples([judged, OTHER], algorithm)

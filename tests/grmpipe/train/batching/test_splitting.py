@@ -1,4 +1,4 @@
-"""Groups of a batch in parts: all of them, by seed, in no order of arrival."""
+"""Groups of a batch in parts: all of them, by seed, independent of the order of arrival."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_parts_hold_every_group_once_and_know_no_order_of_arrival(ids: list[str]
 
 
 def test_what_comes_last_is_not_always_in_the_last_update() -> None:
-    """Groups arrive by length; of the longest eight each update gets its share over the batches of a run."""
+    """Groups arrive by length; each update gets its share of the longest eight over the batches of a run."""
     longest = set(IDS[-8:])
     share = Counter[int]()
     for version in range(100):

@@ -1,4 +1,4 @@
-"""The critic's side of a batch on the driver: when values are asked for, of which version, and what is learned."""
+"""The critic on the driver: when values are computed, of which version, and what is learned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GAE = AlgorithmConfig(estimator="gae_raw")
 
 
 class CriticRanks:
-    """An ActorGroup of one rank, whose head says at each token the token's id + 1000 times its version."""
+    """An ActorGroup of one rank, whose head gives at each token the token's id + 1000 times its version."""
 
     size = 1
 
@@ -171,7 +171,7 @@ def test_values_asked_for_before_a_step_are_not_those_of_the_batch_after_it() ->
         loop = asyncio.create_task(critic.value_cache.run())
         first, later = judged(1, 0.0, 1.0), judged(2, 0.0, 1.0)
         await critic.take(first, None)
-        ranks.gate.clear()  # the call for the later group is under way when the critic steps
+        ranks.gate.clear()  # the call for the later group is in progress when the critic steps
         for rollout in later.rollouts:
             critic.value_cache.add(rollout)
         await settle()
@@ -207,7 +207,7 @@ def test_a_group_that_ended_is_valued_no_more() -> None:
 
 
 def batch_of(critic: CriticRanks) -> dict[int, tuple[list[float], list[float]]]:
-    """token id -> values and returns of the tokens that are trained, by the token they belong to."""
+    """token id -> values and returns of the trained tokens, by the token they belong to."""
     found: dict[int, tuple[list[float], list[float]]] = {}
     for batch in critic.learned:
         for t in np.flatnonzero(batch.weights_T):
@@ -247,7 +247,7 @@ def test_what_failed_is_in_no_target_and_changes_none() -> None:
             algorithm = AlgorithmConfig(estimator="gae")
             trainer = BatchTrainer(LearnerGroup(policy), TRAIN, algorithm, 4, make_critic(ranks, algorithm))
             group = judged(1, 0.25, 1.0, placeholder)
-            if placeholder.cause == "unparseable":  # and what it had written
+            if placeholder.cause == "unparseable":  # also its own text
                 failed = group.rollouts[2]
                 longer = replace(failed.turns[0], prompt_ids=(1, 2, 3))
                 group = replace(group, rollouts=(*group.rollouts[:2], replace(failed, turns=(longer,))))
@@ -313,7 +313,7 @@ def test_several_updates_split_the_batch_and_the_version_counts_batches(critic_u
 
 
 def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
-    """k1 of each token is 1 nat: of the first 0.2 is still to be paid, of the last 0.1."""
+    """k1 of each token is 1 nat: 0.2 remains to be charged at the first, 0.1 at the last."""
 
     async def work() -> None:
         ranks, policy = CriticRanks(), PolicyRanks()

@@ -1,4 +1,4 @@
-"""A critic learns what is to be expected: the whole batch's gradient whatever the rounds and ranks, and its files."""
+"""A critic learns the expected reward: the whole batch's gradient for any rounds and ranks, and its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForTokenClassification
 from grmpipe.config.train import TrainConfig
 from grmpipe.train.critic.critic_learner import CriticLearner, CriticSpec
 from grmpipe.train.critic.value_samples import ValuePacker, ValueSample, pack_sequences, pack_values
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 
 WHOLE_BATCH, PIECES = 10_000, 24  # packed tokens per batch
 
@@ -64,7 +64,7 @@ def test_the_learning_rate_decays_over_the_run_however_many_updates_a_batch_has(
 
 
 def accumulate(critic: CriticLearner, batch: list[ValueSample], max_tokens: int, rank: int = 0, size: int = 1) -> int:
-    """How many rounds it took."""
+    """The number of rounds."""
     packer = ValuePacker(max_tokens, size)
     rounds = packer.add(batch) + packer.flush()
     for round_ in rounds:

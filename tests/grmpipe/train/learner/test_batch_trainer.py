@@ -1,4 +1,4 @@
-"""The open batch on the driver: who starts early, who waits, and what reaches the learner."""
+"""The open batch on the driver: which groups start early, which wait, and what the learner gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grmpipe.train.batching.samples import count
 from grmpipe.train.batching.shared_prefix import SharedPrefixGroup
 from grmpipe.train.learner.batch_trainer import BatchTrainer
 from grmpipe.train.learner.learner_group import LearnerGroup
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import JudgedGroup, MicroBatch, Prompt, RewardSpan, Rollout, TrainingSample, Turn, Verdict
 from models.types import Completion, VersionSpan
 
@@ -25,7 +25,7 @@ ONE_ROLLOUT = TrainConfig(micro_batch_tokens=3)  # every rollout is longer: ever
 
 
 class RecordingRanks:
-    """An ActorGroup of two ranks that notes the calls, and answers log-probs of -2."""
+    """An ActorGroup of two ranks that records the calls, and returns log-probs of -2."""
 
     size = 2
 
@@ -53,7 +53,7 @@ class RecordingRanks:
     async def close(self) -> None: ...
 
     def advantage_of(self, token: int) -> float:
-        """Of the trained tokens with this id, which all have the same."""
+        """The advantage of the trained tokens with this id, the same for all."""
         found = {
             float(advantage)
             for batch in self.accumulated
@@ -89,7 +89,7 @@ def judged(number: int, *rewards: float) -> JudgedGroup:
 
 
 def train(algorithm: AlgorithmConfig, *groups: JudgedGroup) -> tuple[RecordingRanks, list[int]]:
-    """One batch; and how many rounds were accumulated after each group was taken."""
+    """Train one batch. Also returns the number of rounds accumulated after each group was taken."""
     ranks = RecordingRanks()
     rounds = []
 
@@ -224,7 +224,7 @@ def test_a_kl_in_the_reward_is_asked_for_before_anything_is_trained() -> None:
 
 
 def test_a_kl_in_the_reward_is_each_rollouts_own() -> None:
-    """The sibling that wrote one token more is further from the reference."""
+    """The sibling with one more token is further from the reference."""
     long = judged(1, 1.0, 1.0)
     first, second = long.rollouts
     completion = Completion(
@@ -249,7 +249,7 @@ def test_a_kl_in_the_reward_is_each_rollouts_own() -> None:
 
 
 def test_a_trained_group_is_trained_once_more_before_the_next_ones_come() -> None:
-    """Two groups a batch, one of them again in the next; all are of version 0, and at most one version old."""
+    """Two groups per batch, one of them again in the next; all of version 0, and at most one version old."""
     ranks = RecordingRanks()
     config = TrainConfig(micro_batch_tokens=4, groups_per_batch=2, max_staleness=1)
     seen, told = [], []
@@ -279,7 +279,7 @@ def test_no_pass_for_pi_old_where_no_ratio_is_against_it(proximal: str) -> None:
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp"])
 @pytest.mark.parametrize("prefix_sharing", [True, False])
 def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_sharing: bool) -> None:
-    """Eight, of three tokens behind one, two and two together; of a batch that is waited for as well."""
+    """Eight siblings, of three tokens after a shared one, in pairs; also for a batch that is waited for."""
     ranks = RecordingRanks()
     config = TrainConfig(micro_batch_tokens=1000, prefix_sharing=prefix_sharing)
 
@@ -294,7 +294,7 @@ def test_siblings_share_their_prompt_or_have_it_each(estimator: str, prefix_shar
 
 
 def test_what_a_sibling_attends_to_is_work_of_its_rank_though_another_token_computes_it() -> None:
-    """Both ranks have 16384 tokens: one a single sample, the other two siblings, who both attend to their prompt."""
+    """Both ranks have 16384 tokens: one a single sample, the other two siblings, which both attend to their prompt."""
     long = SharedPrefixGroup.of([trained(0, 8192, 4096), trained(1, 8192, 4096)])
     alone = [SharedPrefixGroup.of([trained(0, 2048, 14_336)])]
     ranks = RecordingRanks()

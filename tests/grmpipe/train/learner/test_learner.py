@@ -1,4 +1,4 @@
-"""One rank of a learner against the formulas, written out naively over unpacked samples."""
+"""One rank of a learner against the formulas, computed naively over unpacked samples."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import Packer, pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.types import TrainingSample
 from models.stored_files import first_difference
 from models.types import InlineBytes
@@ -142,7 +143,7 @@ def test_a_kl_in_the_reward_is_not_in_the_loss_and_its_reference_stays(gpt2_path
 
 
 def test_a_learner_knows_the_age_of_its_tokens(gpt2_path: str, make_samples) -> None:
-    """Decoupled with an interpolated pi_prox: at ages 0 and 1 it is the sampler and w is 1; at age 2 it is half way."""
+    """Decoupled with an interpolated pi_prox: at ages 0 and 1 it is the sampler and w is 1; at age 2 it is halfway."""
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
     algorithm = AlgorithmConfig(proximal="interpolated", correction="decoupled", decoupled_cap=1e9)
@@ -275,7 +276,7 @@ def test_learning_raises_the_log_probs_of_what_was_good(qwen_path: str, make_sam
 
 
 def test_looking_at_an_open_batch_changes_nothing(qwen_path: str, make_samples) -> None:
-    """A pass without a backward leaves the root gathered, which must not outlive the step."""
+    """A pass without backward leaves the root gathered, which must not outlive the step."""
     samples = make_samples()
     batch, totals = pack(samples), count(samples, 0)
     undisturbed, watched = make_learner(qwen_path, master="float32"), make_learner(qwen_path, master="float32")
@@ -291,7 +292,7 @@ def test_looking_at_an_open_batch_changes_nothing(qwen_path: str, make_samples) 
 
 
 def test_saving_before_the_first_step_changes_no_step(qwen_path: str, make_samples, tmp_path) -> None:
-    """The optimizer has no state yet; what makes one up for the file must not count as a step."""
+    """The optimizer has no state yet; creating one for the file must not count as a step."""
     samples = make_samples()
     learners = [make_learner(qwen_path, master="float32") for _ in range(3)]
     learners[1].save(str(tmp_path / "closed"))
@@ -321,7 +322,7 @@ def test_saving_with_an_open_batch_keeps_it_open(qwen_path: str, make_samples, t
 def test_training_goes_on_while_a_checkpoint_is_written(
     qwen_path: str, make_samples, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of what is trained meanwhile gets into it."""
+    """Nothing that is trained meanwhile gets into it."""
     samples, disk, fsync = make_samples(), threading.Event(), os.fsync
 
     def slow(descriptor: int) -> None:
@@ -373,7 +374,7 @@ def test_score_is_what_transformers_says(qwen_path: str) -> None:
 def test_an_export_of_a_model_from_the_hub_has_its_tokenizer(
     qwen_path: str, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks of a joined cluster go by the hub's name: each machine has a cache of its own."""
+    """Ranks of a joined cluster load by the hub's name: each machine has its own cache."""
     snapshot = tmp_path / "hub/models--Some--Model/snapshots/abc"
     shutil.copytree(qwen_path, snapshot)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -388,7 +389,7 @@ def test_an_export_of_a_model_from_the_hub_has_its_tokenizer(
 
 
 def test_loading_goes_back_to_what_was_saved(qwen_path: str, make_samples, tmp_path) -> None:
-    """Whatever the learner did before, a load is where a fresh one that loads is, also at version 0."""
+    """Whatever the learner did before, after a load it equals a new learner after the same load, also at version 0."""
     samples = make_samples()
     learner = make_learner(qwen_path, master="float32")
     expected = []
@@ -434,7 +435,7 @@ def test_a_run_that_learns_its_length_late_decays_over_that(qwen_path: str, make
 
 
 def test_a_model_that_packed_samples_leak_through_fails_as_it_is_loaded(tmp_path: Path) -> None:
-    """Also where no check before the run has seen its files."""
+    """Also if no check before the run has seen its files."""
     torch.manual_seed(0)
     config = Lfm2Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

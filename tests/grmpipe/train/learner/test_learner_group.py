@@ -11,8 +11,9 @@ import pytest
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import MicroBatchRound, Packer, idle
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.types import BatchTotals, OldPass
 from models.types import GroupLink
 
@@ -37,7 +38,7 @@ class InProcess:
 
 
 class Recorded:
-    """Two ranks that answer by rank and remember what they were asked."""
+    """Two ranks that answer by rank and record their calls."""
 
     size = 2
 
@@ -163,7 +164,7 @@ def test_a_failed_step_is_no_version() -> None:
 
 
 class Slow(Recorded):
-    """Takes a moment to accumulate; notes what began and ended."""
+    """Takes a moment to accumulate; records what began and ended."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -177,7 +178,7 @@ class Slow(Recorded):
 
 
 def test_a_learner_that_is_still_takes_no_memory_and_goes_on_afterwards() -> None:
-    """What runs ends before; what is asked meanwhile waits. Calls overlap otherwise."""
+    """Running calls end before; calls made meanwhile wait. Otherwise calls overlap."""
 
     async def go() -> list[str]:
         actors = Slow()

@@ -1,4 +1,4 @@
-"""A learner whose state waits on the host between its turns steps as one that never gave anything away."""
+"""A learner whose state waits on the host between its phases steps like one that never offloads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import LearnerSpec
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.offload import OffloadingLearner
 from models.types import InlineBytes, OnDevice
 
@@ -45,7 +45,7 @@ def test_what_waited_on_the_host_trains_on_as_if_it_had_never_left(qwen_path: st
     assert all(sent == kept for sent, kept in pushed)
 
 
-@pytest.mark.parametrize("residence", ["weights", "nothing"])
+@pytest.mark.parametrize("on_device", ["weights", "nothing"])
 def test_what_a_learner_lent_it_cannot_work_with(qwen_path: str, make_samples: Callable, on_device: OnDevice) -> None:
     learner = make(qwen_path)
     micro_batch = pack(make_samples())

@@ -1,4 +1,4 @@
-"""What is trained again: young groups, each once more, under their own age."""
+"""Replay: young groups, each once more, with their own age."""
 
 from __future__ import annotations
 

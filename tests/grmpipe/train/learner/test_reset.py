@@ -1,4 +1,4 @@
-"""Steps back towards the initial weights: by the formula, when they are due, and the same after a resume."""
+"""Resets towards the initial weights: by the formula, when they are due, and the same after a resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from grmpipe.config.train import AlgorithmConfig, TrainConfig
 from grmpipe.train.batching.packer import pack
 from grmpipe.train.batching.samples import count
-from grmpipe.train.learner.learner import Learner, LearnerSpec
+from grmpipe.train.learner.learner import Learner
+from grmpipe.train.learner.learner_spec import LearnerSpec
 from grmpipe.train.learner.reset import reset_is_due
 from grmpipe.types import Metrics, TrainingSample
 from models.types import InlineBytes
@@ -35,13 +36,13 @@ def step(learner: Learner, samples: list[TrainingSample]) -> Metrics:
 
 
 def largest(learner: Learner, name: str) -> float:
-    """Of what the optimizer keeps under this name."""
+    """The largest value of the optimizer's state with this name."""
     kept = [state[name] for state in learner._optimizer.state.values()]
     return max(float((one.to_local() if isinstance(one, DTensor) else one).abs().max()) for one in kept)
 
 
 def test_a_reset_goes_its_share_of_the_way_and_forgets_the_moments(qwen_path: str, make_samples) -> None:
-    """theta <- 0.75 theta + 0.25 theta_0, where theta is what a learner without resets has."""
+    """theta <- 0.75 theta + 0.25 theta_0, where theta is that of a learner without resets."""
     samples = make_samples()
     free, pulled = make_learner(qwen_path), make_learner(qwen_path, reset_every=2, reset_share=0.25)
     initial = weights(free)
@@ -52,7 +53,7 @@ def test_a_reset_goes_its_share_of_the_way_and_forgets_the_moments(qwen_path: st
     assert np.abs(weights(free) - initial).max() > 0.01
     assert largest(pulled, "exp_avg") == largest(pulled, "exp_avg_sq") == largest(pulled, "step") == 0
     assert largest(free, "exp_avg") > 0 and largest(free, "step") == 2
-    step(pulled, samples)  # without moments it goes on all the same
+    step(pulled, samples)  # it continues without moments
     assert largest(pulled, "step") == 1
 
 
@@ -64,7 +65,7 @@ def test_a_reset_all_the_way_is_the_beginning(qwen_path: str, make_samples) -> N
 
 
 def test_a_resumed_learner_goes_back_to_the_same_beginning(qwen_path: str, make_samples, tmp_path: Path) -> None:
-    """Saved right after a reset; saving it changes nothing either."""
+    """Saved right after a reset; saving changes nothing either."""
     samples = make_samples()
     unsaved, saved, resumed = (make_learner(qwen_path, reset_every=2, reset_share=0.5) for _ in range(3))
     for one in (unsaved, saved):
@@ -88,7 +89,7 @@ def test_a_reset_is_due_at_the_end_of_batches_but_of_the_last() -> None:
 
 
 def test_resets_go_on_to_the_last_batches_after_a_warm_up_of_the_critic(qwen_path: str, make_samples) -> None:
-    """Ten batches, the first four the critic's alone: the policy makes versions 5 to 10."""
+    """Ten batches, the first four only for the critic: the policy makes versions 5 to 10."""
     train, algorithm = TrainConfig(lr=1e-2, warmup_steps=0, num_steps=6), AlgorithmConfig(reset_every=2)
     learner = Learner(
         LearnerSpec(

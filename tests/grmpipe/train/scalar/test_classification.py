@@ -1,4 +1,4 @@
-"""Accuracy, AUC and calibration, by numbers worked out by hand."""
+"""Accuracy, AUC and calibration, by numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_brier_is_the_mean_squared_error() -> None:
 
 
 def test_calibration_compares_what_is_said_with_what_comes_true_by_bin() -> None:
-    # Bin of 0.8: says 0.85 on average, half come true. Bin of 0.1: says 0.1, none does.
+    # Bin of 0.8: 0.85 on average, half are right. Bin of 0.1: 0.1, none is right.
     told = calibration_error([0.8, 0.89, 0.1, 0.1], [True, False, False, False])
     assert told == pytest.approx(0.5 * abs(0.845 - 0.5) + 0.5 * 0.1)
     assert calibration_error([1.0, 1.0], [True, True]) == 0.0  # the last bin holds its upper end

@@ -1,4 +1,4 @@
-"""A scalar head learns: the whole batch's gradient whatever the rounds and ranks; files that are served."""
+"""A scalar head learns: the whole batch's gradient for any rounds and ranks; files that can be served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forks import Forked
 from transformers import AutoModelForTokenClassification
 
 from grmpipe.config.train import TrainConfig
-from grmpipe.train.optimizer import NonFiniteGradients
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_batch import Classified, pack_classified, plan_rounds
 from grmpipe.train.scalar.scalar_learner import ScalarLearner, ScalarLearnerSpec
 from models.engines.scorer import ScalarScorer, ScorerSpec
@@ -25,7 +25,7 @@ WHOLE_BATCH, PIECES = 10_000, 24  # packed tokens per batch
 
 
 def sequences(count: int, seed: int = 0) -> list[Classified]:
-    """Right if and only if the token 7 stands first."""
+    """Right if and only if the first token is 7."""
     draw = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -81,7 +81,7 @@ def test_only_the_last_token_of_a_sequence_has_a_target() -> None:
 def test_it_learns_to_tell_right_from_wrong(qwen_path: str) -> None:
     learner = ScalarLearner(spec(qwen_path))
     first = take_step(learner, sequences(32), WHOLE_BATCH)
-    assert first["train/loss"] == pytest.approx(np.log(2), abs=1e-6)  # a new head says one half
+    assert first["train/loss"] == pytest.approx(np.log(2), abs=1e-6)  # a new head gives one half
     for step in range(1, 25):
         last = take_step(learner, sequences(32, step), WHOLE_BATCH)
     held_out = sequences(64, seed=99)
@@ -127,7 +127,7 @@ def test_a_nan_makes_no_step(qwen_path: str) -> None:
     learner.accumulate(packed)
     with pytest.raises(NonFiniteGradients):
         learner.step()
-    assert last_scores(learner, batch).tolist() == [0.0] * 4  # and the batch is gone
+    assert last_scores(learner, batch).tolist() == [0.0] * 4  # and the batch is dropped
     assert np.isfinite(take_step(learner, batch, WHOLE_BATCH)["train/loss"])
 
 
@@ -152,7 +152,7 @@ def one_rank(path: str, directory: str, rank: int) -> None:
     found = {"metrics": metrics, "scores": last_scores(learner, sequences(9))}
     Path(f"{directory}/rank{rank}.pkl").write_bytes(pickle.dumps(found))
     torch.distributed.barrier()
-    os._exit(0)  # as a killed actor ends: gloo's threads now and then abort an orderly exit
+    os._exit(0)  # like a killed actor: gloo's threads sometimes abort an orderly exit
 
 
 if __name__ == "__main__":

@@ -36,17 +36,17 @@ UnderContract = EmbeddedEngine | VllmEngine | SglangEngine
 MAX_ROWS = 4
 SGLANG_PYTHON = os.environ.get("GRMPIPE_SGLANG_PYTHON", "")  # runs the contract on a real server
 ONLY_REAL = ("gloo", "sender_that_hangs", "more_urgent")  # a replayed server joins no group and has no queue
-SGLANG_RECORD = bool(os.environ.get("GRMPIPE_SGLANG_RECORD"))  # and writes down what it answers
+SGLANG_RECORD = bool(os.environ.get("GRMPIPE_SGLANG_RECORD"))  # also records its answers
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How to make an engine, and how many prompt tokens it has computed."""
+    """How to make an engine, and how to count the prompt tokens that it computed."""
 
     make: Callable[[str, bool], UnderContract]
     prefilled: Callable[[Any], int]
     hashes_broadcasts: bool = True
-    reads_models: bool = False  # from their own files
+    reads_models: bool = False  # from files
 
 
 def make_embedded(path: str, recompute: bool) -> EmbeddedEngine:
@@ -104,7 +104,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="session")
 def runner() -> Iterator[asyncio.Runner]:
-    """vLLM's engines belong to the loop that first asked them."""
+    """vLLM's engines are bound to the loop that first calls them."""
     with asyncio.Runner() as runner:
         yield runner
 
@@ -134,7 +134,7 @@ def made(model_path: str, runner: asyncio.Runner) -> Iterator[Callable[[Kind, bo
 
 @pytest.fixture(autouse=True)
 def cassette(request: pytest.FixtureRequest, kind: Kind) -> Iterator[None]:
-    """What a real SGLang server answered in this test: replayed, or written down."""
+    """The answers of a real SGLang server in this test: replayed, or recorded."""
     path = sglang_replay.cassette_of(request.node.name)
     if kind is KINDS["sglang"] and "sender_that_hangs" in request.node.name:
         pytest.skip("SGLang waits for torch's own half an hour; the engine then counts as dead (test_sglang_client.py)")
@@ -150,7 +150,7 @@ def cassette(request: pytest.FixtureRequest, kind: Kind) -> Iterator[None]:
 
 @pytest.fixture
 def engine(cassette: None, made: Any, kind: Kind, run: Any, model_path: str) -> Iterator[UnderContract]:
-    """Keeps keys and values of kept requests."""
+    """An engine that keeps keys and values of kept requests."""
     yield from _clean(made(kind, False), run, model_path)
 
 
@@ -163,7 +163,7 @@ def recompute(request: pytest.FixtureRequest) -> bool:
 def either_engine(
     cassette: None, made: Any, kind: Kind, recompute: bool, run: Any, model_path: str
 ) -> Iterator[UnderContract]:
-    """Keeps keys and values of kept requests, or computes them again after a push."""
+    """An engine that keeps keys and values of kept requests, and one that computes them again after a push."""
     yield from _clean(made(kind, recompute), run, model_path)
 
 
@@ -174,7 +174,7 @@ def _clean(engine: UnderContract, run: Any, model_path: str) -> Iterator[UnderCo
 
 
 def all_buckets(path: str, names: Callable[[str], bool] = lambda name: True, per_bucket: int = 4) -> list[WeightBucket]:
-    """A model's tensors, or some, a few to a bucket: a layer's parts come in several."""
+    """A model's tensors, or some, a few per bucket: the parts of a layer come in several buckets."""
     tensors = [(name, tensor) for name, tensor in _tensors(load_causal_lm(path)) if names(name)]
     store = ObjectStore("float32")
     return [
@@ -220,7 +220,7 @@ def _all_buckets() -> Callable[..., list[WeightBucket]]:
 
 @pytest.fixture
 def greedy(plain: Any) -> Callable[[Sequence[int], int], list[int]]:
-    """What plain transformers writes at temperature 0."""
+    """The text of plain transformers at temperature 0."""
 
     def write(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         ids = list(prompt_ids)

@@ -1,4 +1,4 @@
-"""What every engine of ours samples, says about it, and how a request ends."""
+"""What every engine samples and reports, and how a request ends."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_text_ends_before_a_stop_string_and_the_ids_with_it(
 def test_a_stop_token_is_sampled_and_not_shown(
     engine: Any, ask: Any, run: Any, prompt_of: Any, plain: Any, kind: Any
 ) -> None:
-    """<|im_end|> has probability of about 1/272 a token: one of many requests meets it."""
+    """<|im_end|> has probability of about 1/272 per token: one of many requests samples it."""
 
     async def sample() -> list[Completion]:
         return await asyncio.gather(*(ask(engine, prompt_of(9), i, max_new_tokens=100) for i in range(24)))
@@ -162,7 +162,7 @@ def test_cancelling_the_call_aborts_the_request_unless_another_waits(
         third.cancel()
         await asyncio.gather(first, third, return_exceptions=True)
         assert third.cancelled()
-        fresh = await ask(engine, prompt_of(20), "d", max_new_tokens=3, seed=99)  # not the cancelled one's answer
+        fresh = await ask(engine, prompt_of(20), "d", max_new_tokens=3, seed=99)  # not the cancelled request's answer
         assert len(fresh.token_ids) == 3
         return completion
 
@@ -209,7 +209,7 @@ def test_a_pattern_is_kept_to_or_refused(engine: Any, ask: Any, run: Any, prompt
     assert completion.text in {f"score: {n}." for n in range(11)}
     assert completion.finish_reason == "stop"
     assert all(logprob <= 0 for logprob in completion.logprobs)
-    assert len({*completion.logprobs}) < len(completion.logprobs)  # where the form leaves no choice it is certain: 0
+    assert len({*completion.logprobs}) < len(completion.logprobs)  # if the form leaves no choice, it is certain: 0
     with pytest.raises(EngineRefused, match="regex"):
         run(ask(engine, prompt_of(20), "broken", pattern="[0-9"))
 

@@ -1,4 +1,6 @@
-"""Weights under kept requests: what is delivered, applied and echoed, and what every engine makes of a failed push."""
+"""New weights during requests: what is sent, applied and returned in the receipt, and every engine's reaction to a
+failed push.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.checksum import checksum
 from models.lm.causal_lm import load_causal_lm
 from models.types import (
     Broadcast,
@@ -25,7 +28,7 @@ from models.types import (
     WeightTensor,
 )
 from models.weights.broadcast import GlooBroadcasts
-from models.weights.checksums import checksum, tensor_checksums
+from models.weights.checksums import tensor_checksums
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream
 
@@ -145,7 +148,7 @@ def test_kept_requests_go_on_under_the_new_version(
     either_engine: Any, recompute: bool, ask: Any, run: Any, push: Any, prompt_of: Any, plain: Any,
     next_plain: Any, next_version_path: str, begun: Any,
 ) -> None:  # fmt: skip
-    """Recomputed keys and values are all of the new version; kept ones are not, and the log-probs tell."""
+    """Recomputed keys and values are all of the new version; kept ones are not, which the log-probs show."""
     prompts = [prompt_of(20), prompt_of(35), prompt_of(35), prompt_of(33)]
 
     async def swap_in_flight() -> list[Completion]:
@@ -215,13 +218,13 @@ def test_no_newcomer_takes_a_prompt_cached_under_older_weights(
     either_engine: Any, ask: Any, run: Any, push: Any, prompt_of: Any, next_plain: Any,
     next_version_path: str, begun: Any,
 ) -> None:  # fmt: skip
-    """Neither one that was waiting for a place when the weights came, nor one of the pause, nor a later one."""
+    """Neither a request that was waiting for a row when the weights came, nor one of the pause, nor a later one."""
     prompt = prompt_of(70, seed=8)
 
     async def full_and_paused() -> tuple[list[asyncio.Task[Completion]], asyncio.Task[Completion]]:
-        """All places taken and another one waiting. Tried again where the engine was done before it was told."""
+        """All rows taken and another request waiting. Tries again if the engine was done too early."""
         for attempt in range(20):
-            again = f".{attempt}" if attempt else ""  # the first names are what a recorded server knows
+            again = f".{attempt}" if attempt else ""  # the first names are those of a recorded server
             first_tokens = begun.num_calls
             kept = [
                 asyncio.create_task(
@@ -281,7 +284,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_the_engine_lives_on(
 def test_a_push_that_broke_off_leaves_nothing_for_the_next_one(
     engine: Any, all_buckets: Any, run: Any, push: Any, prompt_of: Any, next_plain: Any, next_version_path: str
 ) -> None:
-    """It ended within a layer whose parts (q, k, v) make one tensor of the engine's."""
+    """It ended within a layer whose parts (q, k, v) are one tensor of the engine."""
     part = all_buckets(
         next_version_path, lambda name: name.endswith(("0.self_attn.q_proj.weight", "embed_tokens.weight"))
     )
@@ -366,7 +369,7 @@ def test_a_tied_head_has_both_its_names(
         return await engine.score(prompt_of(8))
 
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
-        assert run(send(name)) == pytest.approx([-np.log(272)] * 7, abs=1e-4)  # all alike: no token is likelier
+        assert run(send(name)) == pytest.approx([-np.log(272)] * 7, abs=1e-4)  # all equal: no token is likelier
         run(push(engine, next_version_path, version=7))
 
 

@@ -1,4 +1,4 @@
-"""Rows join and leave a running batch, and nothing of it shows in what a row gets."""
+"""Rows join and leave a running batch, which doesn't affect the result of any row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOP_TOKEN = 256  # the first after the bytes
 def test_logprobs_equal_a_plain_forward_over_joins_leaves_and_siblings(
     open_engine: Any, ask: Any, prompt_of: Any, plain: Any
 ) -> None:
-    """Few rows and a small budget: joins and leaves all along. Every fourth request is a sibling of another."""
+    """Few rows and a small budget: joins and leaves all the time. Every fourth request is a sibling of another."""
     engine = open_engine(max_batch_rows=6, prefill_tokens_per_step=50)
     variety = [(1.0, 1.0), (0.7, 1.0), (1.3, 0.8), (0.0, 1.0), (1.0, 0.5)]
     requests = [
@@ -41,7 +41,7 @@ def test_logprobs_equal_a_plain_forward_over_joins_leaves_and_siblings(
     assert (stats.finished, stats.waiting, stats.running) == (40, 0, 0)
     assert stats.sampled_tokens == sum(len(completion.token_ids) for completion in completions)
     assert stats.busy_s > 0
-    assert not engine._worker._batch._siblings_by_prompt  # nothing is remembered of requests that ended
+    assert not engine._worker._batch._siblings_by_prompt  # nothing is kept of ended requests
 
 
 def test_a_seed_draws_the_same_tokens_alone_and_in_company(engine: EmbeddedEngine, ask: Any, prompt_of: Any) -> None:
@@ -80,7 +80,7 @@ def test_siblings_that_join_together_prefill_once(engine: EmbeddedEngine, ask: A
 def test_a_late_sibling_takes_the_prompt_of_one_that_still_decodes(
     engine: EmbeddedEngine, ask: Any, prompt_of: Any, plain: Any
 ) -> None:
-    """The batch stops by itself after five tokens, so that the sibling surely comes late and not too late."""
+    """The batch stops itself after five tokens, so that the sibling is certainly late but not too late."""
     stop_after(engine, num_tokens=5)
 
     async def run() -> None:
@@ -294,7 +294,7 @@ def test_closing_fails_whoever_still_waits(engine: EmbeddedEngine, ask: Any, pro
 
 
 def stop_after(engine: EmbeddedEngine, num_tokens: int) -> None:
-    """Pauses the engine from within, once, when it has sampled this much."""
+    """Pause the engine from within, once, when it has sampled this much."""
     step = engine._worker._batch.step
 
     def step_and_pause() -> Any:

@@ -1,4 +1,4 @@
-"""Where sampled tokens went, as the engine notes it: what the model itself chooses for the same text."""
+"""The experts of sampled tokens, as the engine records them: those that the model itself chooses for the same text."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def push(engine: EmbeddedEngine, path: str, version: int) -> None:
 
 
 def chosen(path: str, token_ids: Sequence[int]) -> np.ndarray:
-    """[T, L, K], each token's experts in rising order, by the model without a cache."""
+    """[T, L, K], each token's experts in ascending order, by the model without a cache."""
     model = load_causal_lm(path)
     with torch.no_grad(), Routers.of(model).recorded() as recording:
         model(torch.tensor([token_ids]))
@@ -95,7 +95,9 @@ def noted(completion: Completion) -> np.ndarray:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_each_token_that_was_fed_has_its_experts(family: str, open_mixture, mixtures, ask, prompt_of) -> None:
-    """Siblings that copy a prompt, rows that move to free places, prompts of several lengths: six in three places."""
+    """Siblings that copy a prompt, rows that move to free places, prompts of several lengths: six requests in three
+    rows.
+    """
     engine = open_mixture(family, max_batch_rows=3)
     prompts = [prompt_of(7), prompt_of(7), prompt_of(7), prompt_of(12), prompt_of(1), prompt_of(12)]
 
@@ -122,7 +124,7 @@ def test_a_dense_model_has_none_to_note(model_path: str) -> None:
 def test_weights_that_change_under_a_request_change_no_token_that_was_fed(
     recompute: bool, open_mixture, mixtures, ask, prompt_of
 ) -> None:
-    """Prefilled anew or not: a token's experts are those that its successor was sampled by."""
+    """Prefilled again or not: a token's experts are those with which its successor was sampled."""
     engine = open_mixture(recompute_kv_on_sync=recompute)
     prompt, next_path = prompt_of(6), mixtures("qwen 3", 1)
 
@@ -136,7 +138,7 @@ def test_weights_that_change_under_a_request_change_no_token_that_was_fed(
     completion = asyncio.run(push_in_the_middle())
     (first, second) = completion.versions
     fed = (*prompt, *completion.token_ids)[:-1]
-    assert len(noted(completion)) == len(fed) and 0 < first.end < second.end  # where the push lands decides the length
+    assert len(noted(completion)) == len(fed) and 0 < first.end < second.end  # the length depends on the push
     num_old = len(prompt) + first.end - 1
     np.testing.assert_array_equal(noted(completion)[:num_old], chosen(mixtures("qwen 3", 0), fed)[:num_old])
     if recompute:
@@ -173,7 +175,7 @@ def test_a_part_whose_experts_are_not_known_leaves_the_whole_without(open_mixtur
 
 
 class Dropping(torch.Tensor):
-    """Keeps what it has, whatever comes."""
+    """A tensor that keeps its values, whatever is loaded."""
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         return self
@@ -183,7 +185,7 @@ class Dropping(torch.Tensor):
 def test_experts_that_came_and_were_not_taken_up_fail_the_very_push_though_one_step_moved_no_probe(
     mixtures: Callable[[str, int], str], monkeypatch: pytest.MonkeyPatch, drops: bool
 ) -> None:
-    """In bfloat16, after one step of a learning rate of 1e-6."""
+    """In bfloat16, after one step with a learning rate of 1e-6."""
     path = mixtures("qwen 3", 0)
     model = load_causal_lm(path, "bfloat16")
     with torch.no_grad():

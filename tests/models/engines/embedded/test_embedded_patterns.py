@@ -1,4 +1,4 @@
-"""The embedded engine holds a request to its pattern, and no other request beside it."""
+"""The embedded engine restricts a request to its pattern, and no other request in the batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_texts_match_their_pattern_and_rows_without_one_are_as_they_would_be(
 def test_logprobs_are_those_of_what_the_pattern_left(
     engine: EmbeddedEngine, ask: Callable, prompt_of: Callable
 ) -> None:
-    """Where only one token may come, it costs nothing."""
+    """If only one token is allowed, its log-prob is 0."""
     completion = asyncio.run(ask(engine, prompt_of(9), max_new_tokens=40, pattern=SHORT))
     forced = completion.logprobs[: len("Score: ")]
     assert all(logprob == pytest.approx(0.0, abs=1e-6) for logprob in forced)
@@ -64,7 +64,7 @@ def test_a_cancelled_call_frees_its_row_at_once(engine: EmbeddedEngine, ask: Cal
         await begun.wait()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        await engine.abort("nothing")  # a command behind the cancelled call's own
+        await engine.abort("nothing")  # a command after that of the cancelled call
         assert (engine.stats().running, engine.stats().waiting) == (0, 0)
         assert engine.stats().sampled_tokens < 80
 

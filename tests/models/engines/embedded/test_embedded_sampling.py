@@ -1,4 +1,4 @@
-"""Draws follow the distribution whose log-probs they report."""
+"""Samples follow the distribution whose log-probs are reported."""
 
 from __future__ import annotations
 

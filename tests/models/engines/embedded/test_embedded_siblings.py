@@ -1,4 +1,4 @@
-"""Whatever the architecture: the decoder's logits are the model's own, or the model is refused."""
+"""For any architecture: the decoder's logits are the model's own, or the model is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def random_model(name: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def logits_by_steps(decoder: Decoder, slots: KvSlots, texts: list[list[int]], num_prefilled: list[int]) -> torch.Tensor:
-    """Prefill a part of each text, decode the rest in one batch; the logits of the last step."""
+    """Prefill a part of each text, decode the rest in one batch. Returns the logits of the last step."""
     slots.reserve(len(texts), 32)
     decoder.prefill([ids[:cut] for ids, cut in zip(texts, num_prefilled, strict=True)], range(len(texts)))
     for step in range(3):

@@ -1,4 +1,4 @@
-"""The embedded engine lends its memory, and draws afterwards what it would have drawn."""
+"""The embedded engine frees its memory, and samples afterwards what it would have sampled."""
 
 from __future__ import annotations
 

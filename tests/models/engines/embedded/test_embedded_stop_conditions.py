@@ -1,4 +1,4 @@
-"""A stop string ends a completion at the token that completes it, however tokens cut it."""
+"""A stop string ends a completion at the token that completes it, however the text is tokenized."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stripping(token_ids: Sequence[int]) -> str:
 
 
 def stopped_at(text: str, stop: tuple[str, ...], decode: object = of_bytes) -> int | None:
-    """After how many bytes the text stops."""
+    """The number of bytes after which the text stops."""
     endings = StopConditions(decode, stop_token_ids=())  # type: ignore[arg-type]
     params = SamplingParams(max_new_tokens=1000, stop=stop)
     token_ids = list(text.encode())

@@ -1,4 +1,4 @@
-"""Weights move in flight: what is delivered, applied, echoed, and what kept requests make of it."""
+"""Weights change during requests: what is sent, applied, returned in receipts, and the effect on kept requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from models.checksum import checksum
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.lm.causal_lm import load_causal_lm
 from models.types import Completion, GroupLink, InlineBytes, VersionSpan, WeightBucket, WeightReceipt, WeightTensor
-from models.weights.checksums import checksum
 from models.weights.object_store import ObjectStore
 from models.weights.sending import open_transport
 from models.weights.weight_stream import WeightStream
@@ -43,7 +43,7 @@ def one_tensor(name: str, shape: tuple[int, ...]) -> WeightBucket:
 
 
 def group_of_two() -> tuple[GroupLink, GroupLink]:
-    """For a sender and one engine."""
+    """Links for a sender and one engine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -93,7 +93,7 @@ def test_the_receipt_echoes_the_hashes_of_what_was_sent(engine: EmbeddedEngine, 
 
 @pytest.mark.filterwarnings("error")
 def test_read_only_and_bfloat16_bytes_are_taken(engine: EmbeddedEngine, prompt_of: Any, next_version_path: str) -> None:
-    """What lies in a shared store may not be written to."""
+    """Arrays in a shared store may be read-only."""
 
     async def run() -> None:
         await engine.pause()
@@ -189,7 +189,7 @@ def test_a_tied_head_has_both_its_names(engine: EmbeddedEngine, prompt_of: Any) 
             await engine.load_bucket(one_tensor(name, (272, 32)))
             scores.append(await engine.score(prompt_of(8)))
         assert scores[0] == scores[1]
-        assert scores[0] == pytest.approx([-np.log(272)] * 7)  # all embeddings alike: no token is likelier
+        assert scores[0] == pytest.approx([-np.log(272)] * 7)  # all embeddings equal: no token is likelier
 
     asyncio.run(run())
 
@@ -217,7 +217,7 @@ def test_what_an_unfinished_push_brought_is_in_no_receipt(engine: EmbeddedEngine
 def test_kept_requests_go_on_under_the_new_version(
     open_engine: Any, ask: Any, prompt_of: Any, plain: Any, next_plain: Any, next_version_path: str, recompute: bool
 ) -> None:
-    """Five tokens under version 0, the rest under version 1; recomputed keys and values are all of version 1."""
+    """Five tokens with version 0, the rest with version 1; recomputed keys and values are all of version 1."""
     engine = open_engine(recompute_kv_on_sync=recompute, prefill_tokens_per_step=60)
     prompts = [prompt_of(20), prompt_of(35), prompt_of(35), prompt_of(50)]
     pause_after(engine, num_tokens=5 * len(prompts))
@@ -263,7 +263,7 @@ def test_a_newcomer_never_takes_a_prompt_cached_under_older_weights(
 
 
 def pause_after(engine: EmbeddedEngine, num_tokens: int) -> None:
-    """Pauses the engine from within, once, when it has sampled at least this much."""
+    """Pause the engine from within, once, when it has sampled at least this much."""
     step, done = engine._worker._batch.step, False
 
     def step_and_pause() -> Any:

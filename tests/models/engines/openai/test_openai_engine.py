@@ -1,4 +1,6 @@
-"""An outside judge over real HTTP: what is sent, what comes back, storms, drops, cancels; and the key stays ours."""
+"""A remote judge over real HTTP: what is sent and returned, many errors, dropped connections, cancels; and the key
+stays secret.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ MESSAGES = (Message(role="system", content="Judge."), Message(role="user", conte
 
 @dataclass
 class Answer:
-    """What the endpoint says to one request."""
+    """The endpoint's answer to one request."""
 
     body: dict[str, Any] | bytes
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
-    drop: bool = False  # hang up in the middle of the answer
+    drop: bool = False  # disconnect in the middle of the answer
 
 
 def said(text: str = "Score: 7", model: str = "judge-1", finish: str = "stop", tokens: int | None = 5) -> Answer:
@@ -52,7 +54,7 @@ def error(status: int, message: str = "no", **headers: str) -> Answer:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Answers by a script, its last line again and again."""
+    """Answers by a script, and repeats its last line."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -159,7 +161,7 @@ def test_a_completion_has_text_and_counted_tokens_but_no_ids(endpoint: Endpoint)
 
 
 def test_what_is_sent_is_the_conversation_and_the_sampling_and_nothing_unset(endpoint: Endpoint) -> None:
-    options = {"extra_body": {"top_k": 20, "seed": None}}  # a null takes a field out
+    options = {"extra_body": {"top_k": 20, "seed": None}}  # a null removes a field
     ask(endpoint, options=options, temperature=0.5, top_p=0.9, stop=("\n\n",))
     assert endpoint.requests == [
         {
@@ -272,7 +274,7 @@ def test_an_unknown_end_of_an_answer_is_refused_once_by_its_name(endpoint: Endpo
     assert len(endpoint.requests) == 1
 
 
-# Answers without a bound.
+# Unlimited answers.
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -285,7 +287,7 @@ def test_an_answer_above_its_bound_is_no_answer_and_takes_no_memory(endpoint: En
         ask(endpoint, options={"max_retries": 0})
     _, most_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most_bytes < 30_000_000  # of both ends: what the server sends was there before
+    assert most_bytes < 30_000_000  # of both ends: the server's data existed before
 
 
 def test_an_answer_without_end_is_given_up_at_its_bound() -> None:
@@ -390,13 +392,13 @@ def test_two_calls_of_one_request_share_its_answer_even_if_the_first_is_cancelle
     assert len(endpoint.requests) == 1
 
 
-# On a virtual clock: waits are the loop's, and exact.
+# On a virtual clock: waits are those of the loop, and exact.
 
 
 def virtually(
     answers: list[httpx.Response], go: Callable[[OpenAIEngine], Coroutine], **options: Any
 ) -> tuple[Any, Any]:
-    """What `go` returns or raises, and the times at which requests came; the last answer comes again and again."""
+    """The result or error of `go`, and the times of its requests; the last answer is repeated."""
     times: list[float] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -496,7 +498,7 @@ def test_the_key_is_in_no_error_and_no_log(
     chain: list[BaseException] = [caught.value]
     while (under := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(under)
-    assert len(chain) == 1  # nothing underneath that would carry the request, headers and all
+    assert len(chain) == 1  # no chained error that contains the request with its headers
     assert KEY not in repr(caught.value) + str(caught.value)
     assert caplog.records
     assert KEY not in caplog.text

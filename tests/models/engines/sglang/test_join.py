@@ -1,4 +1,4 @@
-"""Joining a server that runs already: it must be the one that the run means, and goes back to its own weights."""
+"""Joining a running server: it must be the one that the run needs, and gets its own weights back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.settings import SglangConfig
 
 
 class Theirs(ThreadingHTTPServer):
-    """A server with replies by path; notes what it was asked."""
+    """A server with replies by path; records its requests."""
 
     daemon_threads = True
 

@@ -1,4 +1,4 @@
-"""Starting a server of our own, with a stand-in for SGLang: real processes, its flags, its key, its end with us."""
+"""Starting a server, with a substitute for SGLang: real processes, its flags, its key, its end with this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ http.server.HTTPServer((args.host, int(args.port)), Handler).serve_forever()
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """An interpreter whose sglang is the stand-in."""
+    """An interpreter whose sglang is the substitute."""
     package = tmp_path / "sglang"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -73,7 +73,7 @@ def start_of(python: str = "", device: str = "cpu", **options: Any) -> SglangSta
 
 
 def flags_of(start: SglangStart) -> dict[str, str]:
-    """Each flag with what follows it."""
+    """Flag -> its value."""
     flags: dict[str, str] = {}
     for part in arguments_of(start):
         if part.startswith("--"):

@@ -1,4 +1,4 @@
-"""What a server's checksums of its own parameters prove of a push."""
+"""What a server's checksums of its own parameters prove about a push."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import asyncio
 import httpx
 import numpy as np
 
+from models.checksum import checksum
 from models.engines.sglang.http_client import SglangHttp
 from models.engines.sglang.sglang_applied import digests_of, unapplied
 from models.engines.sglang.sglang_weights import SglangWeights
 from models.lm.causal_lm import outline_causal_lm
 from models.types import InlineBytes, WeightBucket, WeightReceipt, WeightTensor
-from models.weights.checksums import checksum
 
 LAYER = "model.layers.0"
 SENT = (

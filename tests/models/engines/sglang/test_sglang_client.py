@@ -1,4 +1,4 @@
-"""What an SGLang engine makes of a server that breaks, lies or hangs. The server is scripted, the HTTP isn't sent."""
+"""An SGLang engine with a server that breaks, gives wrong answers or hangs. The server is scripted, without HTTP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEY = "never-to-be-seen"
 
 
 class Script(httpx.AsyncBaseTransport):
-    """Answers by path; what isn't scripted is answered with nothing."""
+    """Answers by path; other paths get an empty answer."""
 
     def __init__(self, **replies: Reply) -> None:
         self.replies = replies
@@ -226,7 +226,7 @@ def test_an_abort_that_the_server_does_not_answer_returns_what_there_is(
 
 
 def test_siblings_wait_for_the_first_ones_first_token_and_share_its_prompt(model_path: str) -> None:
-    """SGLang by itself computes the prompts of requests that come together each anew."""
+    """By default SGLang computes the same prompt again for each request that comes at the same time."""
     first_token = asyncio.Event()
     asked_for: list[list[int]] = []
 
@@ -366,7 +366,7 @@ def test_only_a_paused_engine_without_requests_sleeps(model_path: str) -> None:
         await engine.resume()
         await asked
         await engine.pause()
-        assert await engine.sleep() == 0  # a CPU: nothing became free, whatever the server says
+        assert await engine.sleep() == 0  # on a CPU nothing is freed, whatever the server reports
         await engine.wake()
         assert script.calls[-2:] == ["/release_memory_occupation", "/resume_memory_occupation"]
 

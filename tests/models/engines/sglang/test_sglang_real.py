@@ -1,4 +1,4 @@
-"""A real SGLang server, where GRMPIPE_SGLANG_PYTHON names an interpreter that has it: what no recording can show."""
+"""A real SGLang server, if GRMPIPE_SGLANG_PYTHON names an interpreter that has it: what no recording can show."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_server_is_joined_and_gets_its_own_weights_back(
     server: SglangServer, model_path: str, next_version_path: str, tmp_path: Path, prompt_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """An earlier run pushed weights to it, and ended in the midst of its next push."""
+    """An earlier run pushed weights to it, and ended during its next push."""
     sender = SafetensorsFiles("float32", folder=str(tmp_path))
     stream = WeightStream(load_causal_lm(next_version_path), "float32", bucket_bytes=1 << 30)
 

@@ -1,4 +1,4 @@
-"""SGLang's events become completions: whole or new tokens, versions of every token, ends that nobody wanted."""
+"""SGLang's events become completions: whole or new tokens, the version of every token, unexpected ends."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_where_top_p_restricts_tokens_the_log_probs_are_of_what_is_left() -> Non
     assert "return_sampling_mask" not in body() and "top_k" not in body()["sampling_params"]
     restricted = body(top_p=0.9)
     assert restricted["return_sampling_mask"] and restricted["sampling_params"]["top_k"] == 272
-    assert "return_sampling_mask" not in body(top_p=0.9, temperature=0.0)  # greedy draws from nothing
+    assert "return_sampling_mask" not in body(top_p=0.9, temperature=0.0)  # greedy samples from nothing
     sampled = SglangSample()
     sampled.add(event([5], total=1, output_token_sampling_logprobs=[-0.1]))
     assert sampled.logprobs == [-0.1]

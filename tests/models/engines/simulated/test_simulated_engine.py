@@ -1,4 +1,4 @@
-"""The simulated engine against a slow one that goes step by step; and what a pause, a push, a death do to it."""
+"""The simulated engine against a slow step-by-step one; and the effects of pauses, pushes and deaths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEED = EngineSpeed(step_s=0.01, row_s=0.001, cached_token_s=1e-6, prefill_token
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request of a test. Requests of one `prompt` share it."""
+    """A request of a test. Requests with one `prompt` share it."""
 
     at_s: float
     num_tokens: int
@@ -54,7 +54,7 @@ def ask(engine: SimulatedEngine, name: str, asked: Asked) -> Coroutine[object, o
 
 
 async def answers(engine: SimulatedEngine, requests: Sequence[Asked], pauses: Sequence[tuple[float, float]] = ()):
-    """(When, how many tokens) by request. Pauses: (from, to)."""
+    """(time, number of tokens) by request. Pauses: (from, to)."""
     clock = asyncio.get_running_loop().time
 
     async def one(index: int, asked: Asked) -> Answered:
@@ -92,7 +92,7 @@ class SlowRow:
 
 @dataclass
 class StepByStep:
-    """Every step for itself, and every token."""
+    """Computes every step and every token."""
 
     speed: EngineSpeed
     pauses: Sequence[tuple[float, float]] = ()
@@ -138,7 +138,7 @@ class StepByStep:
         return [answered[index] for index in range(len(requests))]
 
     def after(self, start_s: float, work_s: float) -> float:
-        """The moment when so much work is done, pauses left out."""
+        """The time when this much work is done, without pauses."""
         for begin, end in self.pauses:
             if start_s + work_s >= begin and start_s < end:
                 work_s -= max(0.0, begin - start_s)
@@ -182,7 +182,7 @@ class StepByStep:
 
 # -- claims ------------------------------------------------------------------------------------------------------------
 
-# Moments on an uneven grid: two changes at the very same moment have no order worth a test.
+# Times on an uneven grid: two changes at the same time have no defined order.
 MOMENTS = st.integers(0, 4000).map(lambda n: n * 1.0007e-3 + 1.3e-5)
 REQUESTS = st.lists(
     st.builds(
@@ -231,7 +231,7 @@ def test_between_changes_of_the_batch_time_is_what_it_is_step_by_step(
 def test_where_rows_have_to_make_room_nothing_is_lost_and_the_last_ends_at_about_the_same_time(
     requests: list[Asked], speed: EngineSpeed, pauses: list[tuple[float, float]]
 ) -> None:
-    """Which row is put back may hang on the order of what happens in the same moment: an abort, the end of a step."""
+    """Which row is preempted may depend on the order of events at the same time: an abort, the end of a step."""
     expected = StepByStep(speed, pauses).run(requests)
     got = run_virtually(lambda: answered(speed, requests, pauses))
     for asked, fast, slow in zip(requests, got, expected, strict=True):
@@ -243,7 +243,7 @@ def test_where_rows_have_to_make_room_nothing_is_lost_and_the_last_ends_at_about
 
 
 def test_the_slow_engine_preempts_too() -> None:
-    """Else the comparison would say nothing of it."""
+    """Otherwise the comparison would not cover preemption."""
     slow = StepByStep(replace(SPEED, kv_tokens=75))
     slow.run([Asked(at_s=0.0, num_tokens=60), Asked(at_s=0.0, num_tokens=60)])
     assert slow.num_preempted > 0
@@ -346,7 +346,7 @@ def test_who_gives_up_leaves_no_trace() -> None:
         await ask(engine, "last", Asked(at_s=0.0, num_tokens=10))
         return asyncio.get_running_loop().time() - start
 
-    step_s = 0.012  # that of the row that was given up, to its end
+    step_s = 0.012  # of the preempted row, to its end
     assert run_virtually(go) <= 10 * (0.011 + 20e-6) + step_s
 
 

@@ -1,4 +1,4 @@
-"""What vLLM is told, and what a user can't tell it, before anything starts."""
+"""The arguments of vLLM, and those that a user can't set, before anything starts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_window_above_the_models_is_refused(model_path: str) -> None:
 
 
 def test_heads_that_its_cpu_kernel_lacks_are_refused_before_a_process_starts(tmp_path: Path, model_path: str) -> None:
-    """vLLM itself would start, and die of the first request."""
+    """vLLM itself would start, and crash at the first request."""
     for file in Path(model_path).iterdir():
         text = file.read_text(encoding="utf-8") if file.suffix == ".json" else None
         if text is None:
@@ -91,4 +91,4 @@ def test_heads_that_its_cpu_kernel_lacks_are_refused_before_a_process_starts(tmp
     before = dict(os.environ)
     with pytest.raises(ValueError, match="heads of 32, 64.*have 8.*engine=embedded"):
         VllmEngine(str(tmp_path), "policy", VllmConfig())
-    assert dict(os.environ) == before  # vLLM writes to it
+    assert dict(os.environ) == before  # vLLM changes it

@@ -1,4 +1,4 @@
-"""vLLM tells how full it is, and when running requests had to make room for others."""
+"""vLLM reports how full it is, and when running requests were preempted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's core is killed, or whoever owns it: nobody waits for ever, nothing stays behind."""
+"""vLLM's core, or its owner, is killed: no call waits forever, no process is left."""
 
 from __future__ import annotations
 

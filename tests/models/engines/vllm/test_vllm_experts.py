@@ -1,4 +1,4 @@
-"""Experts that vLLM tells with the last piece of an answer, in our layout. To tell them it needs a GPU."""
+"""Experts that vLLM returns with the last piece of an answer, in our layout. vLLM needs a GPU for them."""
 
 from __future__ import annotations
 

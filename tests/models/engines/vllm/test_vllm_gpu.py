@@ -1,4 +1,4 @@
-"""What only a GPU can show of vLLM: memory that really becomes free, weights handed over within the device."""
+"""What only a GPU can show of vLLM: memory that is really freed, weights that stay on the device."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_it_sleeps_wakes_and_takes_weights(
 def test_it_swaps_two_models_in_the_same_memory(
     model_path: str, next_version_path: str, ask: Any, prompt_of: Any, next_plain: Any
 ) -> None:
-    """With its graphs captured under the first one: they read the weights where these lay."""
+    """Its graphs were captured with the first model: they read the weights at the same addresses."""
     engine = VllmEngine(model_path, "grm", VllmConfig(kv_cache_mb=KV_CACHE_MB), device="cuda")
 
     async def read(path: str, version: int) -> None:
@@ -99,7 +99,7 @@ def test_it_swaps_two_models_in_the_same_memory(
 def test_it_tells_the_experts_that_the_model_itself_would_choose(
     tmp_path: Path, model_path: str, ask: Any, prompt_of: Any
 ) -> None:
-    """Of a layer without experts there is nothing to tell. Near-ties of the routers may tip over."""
+    """A layer without experts has none. Near-ties of the routers may change."""
     torch.manual_seed(0)
     shape = Qwen3MoeConfig(
         vocab_size=272, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=3,

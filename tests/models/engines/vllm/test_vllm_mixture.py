@@ -1,4 +1,4 @@
-"""A mixture of experts in vLLM: a push reaches its experts, and one whose experts are dropped is told by name."""
+"""A mixture of experts in vLLM: a push reaches its experts, and dropped experts are reported by name."""
 
 from __future__ import annotations
 

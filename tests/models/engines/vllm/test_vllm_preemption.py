@@ -1,4 +1,4 @@
-"""More prompts at once than one step of vLLM takes: on a CPU a seeded prompt may not be prefilled in pieces."""
+"""More prompts than one step of vLLM takes: on a CPU a seeded prompt must not be prefilled in chunks."""
 
 from __future__ import annotations
 

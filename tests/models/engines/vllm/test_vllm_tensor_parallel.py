@@ -1,4 +1,4 @@
-"""A model laid over two processes of vLLM, on a CPU: a push reaches both halves of every layer."""
+"""A model sharded over two processes of vLLM, on a CPU: a push reaches both halves of every layer."""
 
 from __future__ import annotations
 

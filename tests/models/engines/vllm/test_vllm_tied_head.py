@@ -1,4 +1,4 @@
-"""On a CPU vLLM keeps a copy of a tied head that its own reload leaves stale. The contract holds our fix to 1e-4."""
+"""On a CPU vLLM keeps a copy of a tied head that its own reload doesn't update. The contract tests our fix to 1e-4."""
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ def test_without_the_fix_a_probe_after_a_push_is_far_off(
     ids = prompt_of(64)
     logprobs_TV = next_plain.logits(ids)[:-1].log_softmax(-1)
     expected = [float(logprobs_V[token]) for logprobs_V, token in zip(logprobs_TV, ids[1:], strict=True)]
-    assert float(np.abs(np.subtract(probed, expected)).max()) > 0.1  # 100 times what a sync tolerates
+    assert float(np.abs(np.subtract(probed, expected)).max()) > 0.1  # 100 times the tolerance of a push

@@ -1,4 +1,4 @@
-"""Buckets and errors cross to vLLM's worker as plain values, and are themselves again there."""
+"""Buckets and errors are sent to vLLM's worker as plain values, and restored there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.checksum import checksum
 from models.engines.vllm.vllm_weights import (
     Applied,
     PlainBucket,
@@ -28,7 +29,6 @@ from models.types import (
     WeightBucket,
     WeightTensor,
 )
-from models.weights.checksums import checksum
 from models.weights.receiving import checksums_of, received
 from models.weights.weight_files import SharedArena
 
@@ -87,7 +87,7 @@ def test_an_error_comes_home_as_what_it_is_though_vllm_carries_words_alone(
 
 
 def test_a_tensor_is_applied_where_one_worker_took_it_and_what_holds_it_changed() -> None:
-    """Each of two workers has a half: only the second one's half of `v` changed, nobody's of `o`; nobody took `w`."""
+    """Each of two workers has a half: only the second one's half of `v` changed, none of `o`; no worker took `w`."""
     first = Applied(taken=["q", "v", "o"], still=["v", "o"], moved=["q"])
     second = Applied(taken=["q", "v", "o", "e"], still=["q", "o"], moved=["v"])
     assert unapplied(["q", "v", "o", "e", "w"], [first, second]) == ("o", "w")

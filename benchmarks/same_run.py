@@ -1,0 +1,157 @@
+"""Whether this checkout samples and learns what an earlier commit does: whole runs of the quickstart, compared.
+
+    python benchmarks/same_run.py b0a4aaf runs/same_run --then watch.every=0 --now judge_monitor.every=0
+
+One process, staleness 0, 20 steps (`--steps`). The commit runs twice: its own two runs differ too, by the order in
+which groups happen to arrive. `--now` and `--then` add overrides to one side, whose keys may have other names. Finished
+runs in the folder are used again. Rollouts are matched by prompt and sibling. Writes benchmarks/same_run.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from against_commit import worktree_of
+from quickstart import ROOT, machine
+from safetensors.torch import load_file
+from torch import Tensor
+
+from grmpipe.observe.journal import read_journal
+
+REPORT = ROOT / "benchmarks" / "same_run.md"
+SHARED = ("+experiment=quickstart", "cluster=inprocess", "tracking=none", "train.max_staleness=0")
+
+Key = tuple[int, int]  # prompt index, sibling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What the policy said once. step: that trained it."""
+
+    step: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What of a run is compared."""
+
+    rollouts: dict[Key, Sampled]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Of two runs. first_step: the first that trained a rollout of other tokens; None: there is none."""
+
+    num_rollouts: int
+    num_other_tokens: int
+    first_step: int | None
+    logprobs: float  # the largest, in nats, of rollouts with the same tokens
+    weights: float  # the largest
+
+
+def run_once(checkout: Path, run_dir: Path, overrides: Sequence[str]) -> Recorded:
+    """Run the quickstart of that checkout, unless a finished run is there. Exits where it fails."""
+    if not (run_dir / "summary.json").exists():
+        command = [sys.executable, "launch.py", *SHARED, *overrides, f"run_dir={run_dir}"]
+        env = os.environ | {"PYTHONPATH": str(checkout)}
+        done = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL)
+        if done.returncode != 0:
+            sys.exit(f"{' '.join(command)} in {checkout} ended with code {done.returncode}")
+    return read_run(run_dir)
+
+
+def read_run(run_dir: Path) -> Recorded:
+    steps = {
+        line["group_id"]: line["step"]
+        for line in read_journal(run_dir / "groups.jsonl")
+        if line["outcome"] == "trained"
+    }
+    rollouts = {
+        (prompt_index_of(line), line["sibling"]): sampled_in(line, steps[line["group_id"]])
+        for line in read_journal(run_dir / "rollouts.jsonl")
+        if line["group_id"] in steps
+    }
+    return Recorded(rollouts=rollouts, weights=load_file(run_dir / "policy" / "model.safetensors"))
+
+
+def prompt_index_of(line: dict) -> int:
+    """Called `draw` in commits of before."""
+    return line["prompt_index"] if "prompt_index" in line else line["draw"]
+
+
+def sampled_in(line: dict, step: int) -> Sampled:
+    turns = line["turns"]
+    return Sampled(
+        step=step,
+        token_ids=tuple(token for turn in turns for token in turn["token_ids"]),
+        logprobs=tuple(logprob for turn in turns for logprob in turn["logprobs"]),
+    )
+
+
+def difference(one: Recorded, other: Recorded) -> Difference:
+    """Exits where they trained other prompts: then nothing else can be compared."""
+    if one.rollouts.keys() != other.rollouts.keys():
+        sys.exit(f"{len(one.rollouts.keys() ^ other.rollouts.keys())} rollouts are in one of the runs only")
+    pairs = [(sampled, other.rollouts[key]) for key, sampled in one.rollouts.items()]
+    differing = [a.step for a, b in pairs if a.token_ids != b.token_ids]
+    alike = [zip(a.logprobs, b.logprobs, strict=True) for a, b in pairs if a.token_ids == b.token_ids]
+    return Difference(
+        num_rollouts=len(pairs),
+        num_other_tokens=len(differing),
+        first_step=min(differing, default=None),
+        logprobs=max((abs(a - b) for logprobs in alike for a, b in logprobs), default=0.0),
+        weights=max(float((weight - other.weights[name]).abs().max()) for name, weight in one.weights.items()),
+    )
+
+
+def report(commit: str, steps: int, overrides: Sequence[str], rows: dict[str, Difference]) -> list[str]:
+    lines = [
+        f"# The quickstart's run compared with that of commit {commit}",
+        "",
+        f"`python benchmarks/same_run.py {commit} runs/same_run --steps {steps} {' '.join(overrides)}`: {machine()}.",
+        f"One process, staleness 0, {steps} steps.",
+        "",
+        "| runs | rollouts | with other tokens | first step with one | log-probs, nats | weights at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, found in rows.items():
+        first = "none" if found.first_step is None else str(found.first_step)
+        lines.append(
+            f"| {label} | {found.num_rollouts} | {found.num_other_tokens} | {first} | {found.logprobs:.1e} | "
+            f"{found.weights:.1e} |"
+        )
+    return [*lines, "", "Log-probs (of rollouts with the same tokens) and weights: the largest difference."]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", help="to be compared with this checkout")
+    parser.add_argument("folder", type=Path, help="for the runs; finished ones there are used again")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--now", action="append", default=[], metavar="KEY=VALUE", help="override of this checkout")
+    parser.add_argument("--then", action="append", default=[], metavar="KEY=VALUE", help="override of the commit")
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    checkout, steps = worktree_of(args.commit, folder), f"train.num_steps={args.steps}"
+    then = run_once(checkout, folder / f"then_{args.commit}_{args.steps}", (steps, *args.then))
+    again = run_once(checkout, folder / f"again_{args.commit}_{args.steps}", (steps, *args.then))
+    now = run_once(ROOT, folder / f"now_{args.steps}", (steps, *args.now))
+    rows = {f"now, {args.commit}": difference(now, then), f"{args.commit}, {args.commit}": difference(then, again)}
+    told = [f"--now {key}" for key in args.now] + [f"--then {key}" for key in args.then]
+    lines = report(args.commit, args.steps, told, rows)
+    REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

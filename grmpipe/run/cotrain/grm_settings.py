@@ -1,0 +1,102 @@
+"""The second learner of a co-training run: its settings, derived from `cotrain`, and the parts that its flow samples
+with. Starts nothing, runs no loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grmpipe.config.roles import Model
+from grmpipe.config.run_config import RunConfig
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from grmpipe.envs.play import Play, RolloutRequest, play
+from grmpipe.envs.single_turn import SingleTurn
+from grmpipe.pipeline.interfaces import FlowConfig
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.types import Prompt, Rollout
+from models.settings import ModelConfig
+from models.types import SamplingParams
+from scheduler.routing.router import Router
+from scheduler.weights.weight_sync import WeightSync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainableGrm:
+    """A GRM with its own optimizer: its learner, its engines, and the weight sync between them."""
+
+    model: Model
+    settings: ModelConfig
+    engines: Router
+    learner: LearnerGroup
+    learner_role: str
+    sync: WeightSync
+
+
+def grm_train(config: RunConfig) -> TrainConfig:
+    """`train`, with the settings of `cotrain` instead."""
+    cotrain = config.cotrain
+    return dataclasses.replace(
+        config.train,
+        num_steps=num_grm_steps(config),
+        groups_per_batch=cotrain.prompts_per_batch,
+        group_size=cotrain.group_size,
+        min_valid_siblings=2,
+        max_staleness=0,
+        lr=cotrain.lr,
+    )
+
+
+def num_grm_steps(config: RunConfig) -> int:
+    cotrain = config.cotrain
+    return cotrain.warmup_steps + math.ceil(cotrain.grm_steps_per_policy_step * config.train.num_steps)
+
+
+def grm_algorithm(config: RunConfig) -> AlgorithmConfig:
+    """GRPO, as SPCT trains a GRM by rule."""
+    return AlgorithmConfig(kl_coefficient=config.cotrain.kl_coefficient)
+
+
+def grm_flow(config: RunConfig) -> FlowConfig:
+    """The settings of the GRM's flow. It is synchronous: judging tasks are judged by the weights that learn from
+    them.
+    """
+    train = grm_train(config)
+    return FlowConfig(
+        num_steps=train.num_steps,
+        groups_per_batch=train.groups_per_batch,
+        group_size=train.group_size,
+        min_valid_siblings=train.min_valid_siblings,
+        max_staleness=train.max_staleness,
+        group_deadline_s=config.rollout.group_deadline_s + config.judge.timeout_s,
+        rollout_concurrency=config.judge.max_concurrency,
+        judge_concurrency=config.judge.max_concurrency,
+        seed=config.seed,
+        group_prefix="lesson",
+        rollout_max_failure_rate=config.rollout.max_failure_rate,
+        rollout_failure_window=config.rollout.failure_window,
+        rollout_pause_s=config.rollout.pause_s,
+        max_zero_advantage_groups=int(config.cotrain.dynamic_sampling_batches * train.groups_per_batch),
+        algorithm=grm_algorithm(config),
+    )
+
+
+def grm_play(config: RunConfig, grm: TrainableGrm) -> Play:
+    """One judgement of a judging task, sampled as in judging."""
+    params = SamplingParams(max_new_tokens=config.judge.max_new_tokens, temperature=config.judge.temperature)
+
+    async def judged(request: RolloutRequest, judging_task: Prompt, on_first_token: Callable[[], None]) -> Rollout:
+        return await play(request, SingleTurn(judging_task), grm.engines, grm.model.renderer, params, 1, on_first_token)
+
+    return judged
+
+
+def grm_too_long(config: RunConfig, grm: Model) -> Callable[[Prompt], bool]:
+    """A function: whether a judging task leaves no room for a critique in the GRM's window."""
+
+    def check(judging_task: Prompt) -> bool:
+        return len(grm.renderer.render(judging_task.messages)) + config.judge.max_new_tokens > grm.context_tokens
+
+    return check

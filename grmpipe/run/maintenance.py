@@ -1,0 +1,65 @@
+"""Keeps a run's engines alive, up to date and where they are needed: health, elastic pools, the time-shared pool."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grmpipe.run.engines import ServingEngines, elastic_pools
+from grmpipe.run.start_time_share import time_share_of
+from grmpipe.train.learner.learner_group import LearnerGroup
+from grmpipe.train.learner.time_shared_learner import TimeSharedLearnerGroup
+from grmpipe.validate.prepare import Prepared
+from scheduler.clock import ActiveClock
+from scheduler.events import EventSink
+from scheduler.slots.elastic import ElasticPool
+from scheduler.slots.health import RoleHealth
+from scheduler.slots.time_share import TimeShare
+from scheduler.weights.weight_sync import WeightSync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maintenance:
+    """The maintenance of a run's engines. health: of roles with engines here. share: the time-shared pool of the
+    learner.
+    """
+
+    health: tuple[RoleHealth, ...]
+    elastic: tuple[ElasticPool, ...]
+    share: TimeShare | None
+
+    def stops(self, role: str, clock: ActiveClock) -> None:
+        """Let this clock stand still while engines of a role can't answer."""
+        for health in self.health:
+            if health.role == role:
+                health.stops(clock)
+        for pool in self.elastic:
+            if role in pool.slots_by_role:
+                pool.stops(role, clock)
+        if self.share is not None and self.share.serves(role):
+            self.share.stops(clock)
+
+
+def make_maintenance(
+    prepared: Prepared,
+    served: ServingEngines,
+    learner: LearnerGroup,
+    syncs: Mapping[str, WeightSync],
+    events: EventSink,
+) -> Maintenance:
+    """syncs: of trained roles."""
+    bring_current = served.bring_current(syncs)
+    elastic = elastic_pools(prepared, served, bring_current, syncs, events, learner.still)
+    for pool in elastic:
+        bring_current |= {role: functools.partial(pool.bring_current, role) for role in pool.slots_by_role}
+    share = None
+    if isinstance(learner, TimeSharedLearnerGroup):
+        share = time_share_of(prepared, served.routers, bring_current, learner, events)
+        time_shared = prepared.placement.time_sharing_roles
+        bring_current |= {role: functools.partial(share.bring_current, role) for role in time_shared}
+    health = tuple(
+        RoleHealth(role, router, served.restart[role], prepared.config.health, bring_current[role], events)
+        for role, router in served.routers.items()
+    )
+    return Maintenance(health=health, elastic=elastic, share=share)

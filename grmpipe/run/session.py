@@ -1,0 +1,140 @@
+"""The shell of every task that starts processes: opens its files, ends it in order on signals, and writes any end to
+summary.json. Knows no task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from grmpipe.config.run_config import ConfigError, RunConfig
+from grmpipe.observe.sample_rows import SampleRow
+from grmpipe.observe.summary import Status, Summary, written
+from grmpipe.run.observers import Observers
+from grmpipe.run.signals import ended_by_signals
+from grmpipe.run_dir.changes import changes_of
+from grmpipe.run_dir.checkpoints import Checkpoints
+from grmpipe.run_dir.run_state import RunState
+from scheduler.supervise import describe_failure
+
+log = logging.getLogger(__name__)
+
+SUMMARY = "summary.json"
+
+
+class HasConfig(Protocol):
+    """The preparation of a task, before anything started."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+
+P = TypeVar("P", bound=HasConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The session of a run: its directory, its observers, and where a resume continues.
+
+    resumed: the checkpoint that a resume continues from, with its state; None for a new run.
+    """
+
+    run_dir: Path
+    observers: Observers
+    checkpoints: Checkpoints
+    resumed: Path | None = None
+    state: RunState | None = None
+
+
+class Run(ABC, Generic[P]):
+    """The work of one task within a session."""
+
+    is_policy_run: ClassVar[bool] = True  # the console shows the metrics of a policy's steps
+
+    def __init__(self, prepared: P, session: Session) -> None:
+        self._prepared = prepared
+        self._config = prepared.config
+        self._session = session
+        self._run_dir = session.run_dir
+        self._observers = session.observers
+
+    @property
+    def rows(self) -> Sequence[SampleRow]:
+        """Rollouts to show at the end."""
+        return ()
+
+    @abstractmethod
+    async def run(self) -> Status:
+        """Run to the end, or to where a signal stopped it. An error ends the run as failed, except a ConfigError, which
+        a task raises before it changes anything.
+        """
+
+    @abstractmethod
+    def summary(self, status: Status, failure: str | None) -> Summary:
+        """The results so far. The session adds the objective, changes and failures of journals."""
+
+    async def after_failure(self, error: Exception) -> str:
+        """Save what can be saved. Returns a text for the failure in the summary."""
+        return ""
+
+    async def close(self) -> None:
+        """End the processes; called at any end."""
+
+
+async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resumed: Path | None = None) -> Summary:
+    """Run a task to an end of any kind, write its summary, show where its files are.
+
+    resumed: the checkpoint to continue from. Raises ConfigError; other errors of the task are in the summary.
+    """
+    config = prepared.config
+    with ended_by_signals():
+        checkpoints = Checkpoints(directory=run_dir / "checkpoints", keep=config.train.keep_checkpoints)
+        state = checkpoints.load(resumed) if resumed else None
+        (run_dir / SUMMARY).unlink(missing_ok=True)  # untrue once a resume has begun
+        wandb_run_id = state.wandb_run_id if state else None
+        observers = Observers.open(config, run_dir, wandb_run_id, gauges=make_run.is_policy_run)
+        try:
+            run = make_run(
+                prepared,
+                Session(run_dir=run_dir, observers=observers, checkpoints=checkpoints, resumed=resumed, state=state),
+            )
+            observers.tell_changes(changes := changes_of(run_dir))
+            summary = await run_to_end(run, run_dir, is_new=resumed is None)
+        finally:
+            observers.close()
+        summary = replace(summary, changes=changes, journal_failures=observers.journal_failures)
+        summary = written(with_objective(summary, config.objective), run_dir / SUMMARY)
+        observers.show_end(run_dir, run.rows, summary.bottleneck)
+        return summary
+
+
+async def run_to_end(run: Run[P], run_dir: Path, *, is_new: bool) -> Summary:
+    """The summary of the run's end, whatever it is. Raises only ConfigError."""
+    try:
+        return run.summary(await run.run(), None)
+    except asyncio.CancelledError:
+        return run.summary("interrupted", None)
+    except ConfigError:
+        if is_new:  # the directory is free for the same command with the key set right
+            (run_dir / "config.yaml").unlink(missing_ok=True)
+        raise
+    except Exception as error:
+        log.exception("the run failed", extra={"file_only": True})
+        saved = await run.after_failure(error)
+        return run.summary("failed", describe_failure(error) + saved)
+    finally:
+        await run.close()
+
+
+def with_objective(summary: Summary, path: str) -> Summary:
+    """The summary with the number that a sweeper needs; null if the run has none."""
+    try:
+        return summary.with_objective(path)
+    except ValueError as error:
+        log.info("%s", error)
+        return summary

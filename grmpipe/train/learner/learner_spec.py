@@ -1,0 +1,63 @@
+"""The spec of a learner, and how the driver has one made in another process. Imports no torch itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from grmpipe.config.train import AlgorithmConfig, TrainConfig
+from models.settings import LoraConfig
+
+if TYPE_CHECKING:
+    from grmpipe.train.learner.learner import Learner
+    from grmpipe.train.learner.offload import OffloadingLearner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSpec:
+    """What a rank needs to build its learner.
+
+    temperature: of the rollouts. The sampler's log-probs are after temperature, so the learner's must be too.
+    transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
+    sync_dir: folder for a transport that needs one; every engine must be able to read it.
+    checkpoint_names: whether weights are sent under the names in the model's checkpoints instead of the module's names.
+    first_version: version of the first batch that it trains on; earlier ones train only the critic.
+    lora: adapters that are trained instead of the model's weights; adapter_dir: where they are exported.
+    seed: of new adapters; the same on all ranks.
+    """
+
+    model_path: str
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    max_new_tokens: int
+    device: str = ""  # "cpu" or "cuda"; empty: chosen by torch
+    sync_dtype: str = "float32"  # of the weights that engines get
+    bucket_bytes: int = 0  # of weights sent at once; 0: chosen by the size of the model
+    checkpoint_names: bool = False
+    transport: str = "object_store"
+    sync_dir: str = ""
+    temperature: float = 1.0
+    first_version: int = 0
+    master_dtype: str = "float32"
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    adapter_dir: str = ""
+    seed: int = 0
+
+    @property
+    def frozen_dtype(self) -> str:
+        """The dtype of weights that are never updated: the one they compute in."""
+        return "bfloat16" if self.train.dtype == "bfloat16" else self.master_dtype
+
+
+def make_learner(spec: LearnerSpec, rank: int, world_size: int, init_method: str | None) -> Learner:
+    from grmpipe.train.learner.learner import Learner
+
+    return Learner(spec, rank, world_size, init_method)
+
+
+def make_offloading_learner(
+    spec: LearnerSpec, rank: int, world_size: int, init_method: str | None
+) -> OffloadingLearner:
+    from grmpipe.train.learner.offload import OffloadingLearner
+
+    return OffloadingLearner(spec, rank, world_size, init_method)

@@ -1,0 +1,62 @@
+"""One rank of any trained model: its device and ranks, its version, its saved state. Knows no loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from grmpipe.train.non_finite_gradients import NonFiniteGradients
+from models.lm.checkpoint import ShardedSave, load_sharded
+from models.lm.parallelize import choose_device, join_ranks
+from models.stored_files import StoredFile
+
+
+class TrainingRank(ABC):
+    """A rank. Its methods are collectives: all ranks call the same ones in the same order."""
+
+    own_errors: ClassVar = (NonFiniteGradients,)
+    _model: PreTrainedModel
+    _optimizer: Optimizer
+
+    def __init__(self, device: str, rank: int, world_size: int, init_method: str | None) -> None:
+        """device: "cpu" or "cuda"; empty: chosen by torch."""
+        self._device = choose_device(device, rank)
+        if self._device.type == "cpu":
+            torch.set_num_threads(1)  # several learners and engines share the cores
+        else:
+            torch.cuda.set_device(self._device)
+        self._mesh = join_ranks(rank, world_size, init_method, self._device)
+        self._world_size = world_size
+        self._save = ShardedSave()
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Completed optimizer steps."""
+        return self._version
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drop the open batch."""
+
+    def save(self, directory: str) -> None:
+        """Model, optimizer and version, for `load` on any number of ranks."""
+        self._save.begin(directory, self._model, self._optimizer, self._version, aside=False)
+
+    def begin_save(self, directory: str) -> None:
+        """Like save, from a copy in host memory: training may continue when this returns."""
+        self._save.begin(directory, self._model, self._optimizer, self._version, aside=True)
+
+    def saved(self) -> tuple[StoredFile, ...] | None:
+        """The files that this rank wrote. None while it is writing."""
+        return self._save.files()
+
+    def load(self, directory: str) -> int:
+        """Load a saved state; returns its version."""
+        self.discard()
+        self._version = load_sharded(directory, self._model, self._optimizer)
+        return self._version

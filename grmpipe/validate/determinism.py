@@ -1,0 +1,73 @@
+"""Whether a run can be repeated bit for bit (train.deterministic). Starts nothing.
+
+What depends on the order in which answers arrive, or on what an engine decodes beside a request, is refused: every
+refusal is a ConfigError that names the key and what to type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grmpipe.config.engine_kinds import engines_that
+from grmpipe.config.roles import Roles
+from grmpipe.config.run_config import ConfigError, RunConfig
+from scheduler.placement import Placement
+
+FINE_TUNING = ("train_judge_rft", "train_meta_rm")
+CHECKED = ("train", "plan", "simulate", *FINE_TUNING)
+WAY_OUT = "or train.deterministic=false"
+
+
+def check_deterministic(config: RunConfig, placement: Placement, roles: Roles) -> None:
+    """Raises ConfigError for the first thing that keeps a deterministic run from being one."""
+    if not config.train.deterministic or config.task not in CHECKED:
+        return
+    for refusal in (*refused_choices(config), *refused_places(placement), *refused_roles(roles)):
+        raise ConfigError(f"train.deterministic: {refusal}, {WAY_OUT}")
+
+
+def refused_choices(config: RunConfig) -> Iterator[str]:
+    """What of the configuration looks at who came first."""
+    if config.task in FINE_TUNING:
+        yield f"task={config.task} learns from judgements in the order in which they arrive; type task=train"
+    if config.cotrain.enabled:
+        yield "a GRM that learns judges under a new version when its step ends; type cotrain.enabled=false"
+    if config.critic.enabled:
+        yield "a critic values rollouts together as they arrive; type critic=none algorithm.estimator=grpo"
+    if config.judge.early_stop.kind == "relaxed":
+        yield "judge.early_stop.kind=relaxed compares with the scores that came before; type judge.early_stop.kind=none"
+    if config.judge.principles != "inline":
+        yield (
+            "judge.principles=shared writes principles that failed again for the rollout that comes next; type "
+            "judge.principles=inline"
+        )
+    if config.uses_meta_rm and config.meta_rm.max_batch_tokens > 1:
+        yield "a meta-RM scores together what arrives together; type meta_rm.max_batch_tokens=1"
+
+
+def refused_places(placement: Placement) -> Iterator[str]:
+    """Slots that change what they do by the load."""
+    for name, pool in placement.pools.items():
+        if pool.elastic:
+            yield f"slots of the pool {name} move with the backlog; type placement.pools.{name}.elastic=false"
+        if pool.time_shared:
+            yield (
+                f"the pool {name} puts engines to sleep between requests; type placement.pools.{name}.time_shared=false"
+            )
+
+
+def refused_roles(roles: Roles) -> Iterator[str]:
+    """Engines and devices that promise no order of their sums."""
+    able = " or ".join(engines_that(lambda kind: kind.batch_invariant))
+    for served in roles.served.values():
+        if not served.engine.batch_invariant:
+            yield (
+                f"with {served.name}.engine={served.model.engine} a request's tokens depend on those beside it; type "
+                f"{served.name}.engine={able}"
+            )
+    for role in roles.values():
+        if role.device != "cpu":
+            yield (
+                f"{role.name} is on a GPU, whose sums have no fixed order; type "
+                f"placement.pools.{role.pool}.resource=cpu"
+            )

@@ -1,0 +1,95 @@
+"""Decoding in which a row's logits don't depend, to the last bit, on the rows beside it. Samples nothing.
+
+Matrix products choose their kernels by the number of rows, and attention sums by the number of positions. So both are
+rounded up to whole blocks, within which the kernels add in one order, and prompts go through the model one by one
+(He et al., Defeating Nondeterminism in LLM Inference, 2025). No library promises that order: `is_batch_invariant` tries
+it with the model, on the machine.
+
+B: rows that decode, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from models.engines.embedded.decoder import Decoder, open_decoder
+from models.engines.embedded.kv_slots import KvSlots
+
+ROW_BLOCK = 8
+TOKEN_BLOCK = 64
+TRIED_ROWS = (1, 7, 20, 64)
+TRIED_TOKENS = (1, 65)  # beyond those that the tried row has
+TRIED_PROMPT = (5, 3, 8, 2, 9, 4, 6)
+COMPANY = ((7, 1, 3, 3), (2, 2, 8, 1, 6, 5, 4, 9, 3), (4,))
+
+
+def whole_blocks(count: int, block: int) -> int:
+    """The count rounded up to a multiple of the block."""
+    return -(-count // block) * block
+
+
+class BatchInvariantDecoder:
+    """A decoder whose calls have whole blocks of rows and positions. Rows that are no request's hold nothing of use."""
+
+    def __init__(self, decoder: Decoder, slots: KvSlots) -> None:
+        self._decoder = decoder
+        self._slots = slots
+
+    def prefill(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        for prompt, row in zip(prompts, rows, strict=True):
+            self._decoder.prefill([prompt], [row])
+
+    def decode(self, token_ids_B: Tensor, positions_B: Tensor, num_attended: int) -> Tensor:
+        num_rows = len(token_ids_B)
+        rows, tokens = whole_blocks(num_rows, ROW_BLOCK), whole_blocks(num_attended, TOKEN_BLOCK)
+        self._slots.reserve(rows, tokens)
+        idle = (0, rows - num_rows)
+        return self._decoder.decode(F.pad(token_ids_B, idle), F.pad(positions_B, idle), tokens)[:num_rows]
+
+
+@torch.no_grad()
+def open_batch_invariant_decoder(
+    model: PreTrainedModel, max_rows: int, max_tokens: int, return_routed_experts: bool = False
+) -> tuple[Decoder, KvSlots]:
+    """As `open_decoder`. ValueError also where this machine's sums depend on the size of a batch all the same."""
+    rows, tokens = whole_blocks(max_rows, ROW_BLOCK), whole_blocks(max_tokens, TOKEN_BLOCK)
+    plain, slots = open_decoder(model, rows, tokens, return_routed_experts)
+    decoder = BatchInvariantDecoder(plain, slots)
+    if not is_batch_invariant(decoder, slots, max_rows, max_tokens):
+        raise ValueError(
+            f"engine.embedded.batch_invariant: on this machine the logits of a {type(model).__name__} change in their "
+            "last bits with the requests beside them; type train.deterministic=false"
+        )
+    return decoder, slots
+
+
+def is_batch_invariant(decoder: Decoder, slots: KvSlots, max_rows: int, max_tokens: int) -> bool:
+    """Whether a row's logits are the same in batches of several sizes, in the first and in the last place."""
+    alone_V = _logits_at(decoder, slots, 1, 0, len(TRIED_PROMPT))
+    return all(
+        torch.equal(_logits_at(decoder, slots, num_rows, place, num_attended), alone_V)
+        for num_rows in TRIED_ROWS
+        if num_rows <= max_rows
+        for num_attended in (len(TRIED_PROMPT) + more for more in TRIED_TOKENS)
+        if num_attended <= max_tokens
+        for place in {0, num_rows - 1}
+    )
+
+
+def _logits_at(decoder: Decoder, slots: KvSlots, num_rows: int, place: int, num_attended: int) -> Tensor:
+    """[V] of the tried prompt at one place of a batch, whose other rows are company."""
+    prompts: list[Sequence[int]] = [COMPANY[row % len(COMPANY)] for row in range(num_rows)]
+    prompts[place] = TRIED_PROMPT
+    num_attended = max(num_attended, *map(len, prompts))
+    slots.reserve(num_rows, num_attended)
+    rows = [row for row, prompt in enumerate(prompts) if len(prompt) > 1]
+    decoder.prefill([prompts[row][:-1] for row in rows], rows)
+    device = slots.shape.device
+    last_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)
+    positions_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+    return decoder.decode(last_B, positions_B, num_attended)[place]

@@ -1,0 +1,59 @@
+"""The components of the policy's pipeline: each part has the wrappers of its run, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from grmpipe.config.run_config import RunConfig
+from grmpipe.pipeline.interfaces import PipelineComponents
+from grmpipe.run.composition import Learners, compose
+from grmpipe.run.cotrain.cotraining import LockstepTrainer
+from grmpipe.train.critic.valued_journal import ValuedJournal
+from grmpipe.train.learner.batch_trainer import BatchTrainer
+from grmpipe.train.learner.time_shared_learner import TimeSharedTrainer
+from scheduler.events import NoEvents
+
+
+class Part:
+    """Takes the place of a part that a composition only passes on."""
+
+    size, value_cache = 1, object()
+
+
+class CoTraining(Part):
+    def recorded(self, play: object) -> tuple[str, object]:
+        return "recorded", play
+
+    def in_lockstep(self, trainer: Any) -> LockstepTrainer:
+        return LockstepTrainer(trainer, cast(Any, None))
+
+
+PLAY, JOURNAL = Part(), Part()
+
+
+def composed(**learners: Any) -> PipelineComponents:
+    parts: Any = {"prompts": Part(), "play": PLAY, "judge": Part(), "journal": JOURNAL}
+    given: Any = {"policy": Part(), "sync": Part(), "engines": Part()} | learners
+
+    async def compose_it() -> PipelineComponents:
+        return compose(RunConfig(), Learners(**given), too_long=lambda prompt: False, events=NoEvents(), **parts)
+
+    return asyncio.run(compose_it())
+
+
+def test_a_plain_run_wraps_nothing() -> None:
+    parts = composed()
+    assert isinstance(parts.trainer, BatchTrainer)
+    assert (parts.play, parts.journal) == (PLAY, JOURNAL)
+
+
+def test_the_device_is_the_learners_within_the_grms_lockstep() -> None:
+    parts = composed(share=Part(), cotraining=CoTraining())
+    assert isinstance(parts.trainer, LockstepTrainer)
+    assert isinstance(parts.trainer.trainer, TimeSharedTrainer)
+    assert parts.play == ("recorded", PLAY)
+
+
+def test_a_critic_hears_of_every_rollout() -> None:
+    assert isinstance(composed(critic=Part()).journal, ValuedJournal)

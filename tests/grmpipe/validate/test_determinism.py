@@ -1,0 +1,57 @@
+"""A deterministic run refuses what depends on the order of arrival, by its key, and tells the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import launch  # noqa: F401  registers the schema
+from grmpipe.config.roles import Roles
+from grmpipe.config.run_config import ConfigError
+from grmpipe.config.yaml_io import build
+from grmpipe.validate.places import seat_roles
+from models.settings import EmbeddedConfig
+
+ROOT = Path(__file__).parents[3]
+
+
+def seated(*overrides: str) -> Roles:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = build(compose("config", ["+experiment=quickstart", "train.deterministic=true", *overrides]))
+    return seat_roles(config)[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine=vllm"], "with policy.engine=vllm .*; type policy.engine=embedded"),
+        (["grm.engine=openai", "grm.path=judge", "engine.openai.base_url=http://localhost:1/v1"],
+         "with grm.engine=openai .*; type grm.engine=embedded"),
+        (["placement=elastic"], "pool engines move .*; type placement.pools.engines.elastic=false"),
+        (["placement=time_shared"], "pool all puts .* to sleep .*; type placement.pools.all.time_shared=false"),
+        (["placement.pools.train.resource=gpu"], "learner is on a GPU, .*; type placement.pools.train.resource=cpu|"
+         "policy is on a GPU, .*; type placement.pools.train.resource=cpu"),
+        (["algorithm=ppo", "critic=policy"], "a critic .*; type critic=none algorithm.estimator=grpo"),
+        (["cotrain.enabled=true", "cotrain.data_path=tiny://judgements"],
+         "a GRM that learns .*; type cotrain.enabled=false"),
+        (["judge.early_stop.kind=relaxed", "judge.num_judgements=4"], "type judge.early_stop.kind=none"),
+        (["judge=shared_principles"], "principles that failed .*; type judge.principles=inline"),
+        (["judge.vote=weighted", "meta_rm=tiny"], "a meta-RM .*; type meta_rm.max_batch_tokens=1"),
+        (["task=train_meta_rm", "judge=label"], "task=train_meta_rm learns .*; type task=train"),
+    ],
+)  # fmt: skip
+def test_what_depends_on_arrival_is_refused_by_its_key(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.deterministic: .*({message}), or train\.deterministic=false$"):
+        seated(*overrides)
+
+
+def test_engines_of_a_deterministic_run_are_batch_invariant() -> None:
+    for role in seated("meta_rm=tiny", "meta_rm.max_batch_tokens=1", "judge.vote=weighted").served.values():
+        assert isinstance(role.engine.options, EmbeddedConfig)
+        assert role.engine.options.batch_invariant
+
+
+def test_a_task_that_trains_nothing_ignores_the_key() -> None:
+    seated("task=evaluate", "engine=vllm")
