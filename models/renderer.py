@@ -33,6 +33,7 @@ class Renderer:
     around placeholders, so that no content is ever seen by the template, or by a tokenizer that knows markup. So a
     template that would edit contents (trim them, drop earlier thoughts) can't.
 
+    tokenizer:      transformers' own.
     stop_token_ids: tokens that end a turn, from the tokenizer and generation_config.json.
     vocab_size:     rows of the model's embedding; num_token_ids: the tokenizer's highest id plus one.
     context_tokens: the model's window, prompt and new tokens together.
@@ -52,7 +53,7 @@ class Renderer:
         self.vocab_size = vocab_size
         self.stop_token_ids = stop_token_ids
         self.num_token_ids = max(tokenizer.get_vocab().values()) + 1
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs)
         self._markup_ids = _markup_ids(tokenizer)
         self._markup: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
@@ -100,13 +101,13 @@ class Renderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of sampled ids, without special tokens."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
     def means_the_same(self, other: Renderer) -> bool:
         """Whether every token id has the same text in both."""
-        return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
+        return self.tokenizer.get_vocab() == other.tokenizer.get_vocab()
 
     def _filled(self, messages: Sequence[Message], markup: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Each content, and the markup after it."""
@@ -121,7 +122,7 @@ class Renderer:
         if roles not in self._markup:
             pieces = self._split_template(roles)
             self._markup[roles] = tuple(
-                tuple(self._tokenizer.encode(piece, add_special_tokens=False)) for piece in pieces
+                tuple(self.tokenizer.encode(piece, add_special_tokens=False)) for piece in pieces
             )
         return self._markup[roles]
 
@@ -129,7 +130,7 @@ class Renderer:
         placeholders = [secrets.token_hex(16) for _ in roles]
         conversation = [{"role": role, "content": text} for role, text in zip(roles, placeholders, strict=True)]
         try:
-            rest = self._tokenizer.apply_chat_template(
+            rest = self.tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
             )
         except TemplateError as error:
@@ -145,7 +146,7 @@ class Renderer:
 
     def _encode_content(self, content: str) -> list[int]:
         """Encode content as plain text. Cutting it within a marker keeps an added token from matching."""
-        token_ids = self._tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        token_ids = self.tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
         if self._markup_ids.isdisjoint(token_ids):
             return token_ids
         middle = len(content) // 2

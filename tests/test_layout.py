@@ -58,6 +58,7 @@ LIBRARIES = {
     "ray": "scheduler/processes/",
     "vllm": "models/engines/vllm/",
     "sglang": "models/engines/sglang/",
+    "llguidance": "models/engines/embedded/grammar.py",
     "peft": "models/lm/lora.py",
     "math_verify": "grmpipe/judge/math_rule.py",
     "pydantic_core": "grmpipe/observe/plain_json.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from grmpipe.config.judge import JudgeConfig
@@ -137,9 +136,6 @@ class GrmClient:
             grm=self.grm.name,
             version=completion.oldest_version,
         )
-
-
-QuestionOf = Callable[[int], GrmQuestion]  # index of a judgement -> its question
 
 
 def failed(cause: Cause, attempt: int, detail: str) -> Failed:

@@ -38,14 +38,6 @@ class Lanes:
         ends_s.append(end_s)
         return self._row(lane, len(ends_s) - 1, new=True)
 
-    def first(self, lane: str) -> LaneRow:
-        """The first row of a lane, for events without duration."""
-        ends_s = self._last_end_s.setdefault(lane, [])
-        if ends_s:
-            return self._row(lane, 0, new=False)
-        ends_s.append(-float("inf"))
-        return self._row(lane, 0, new=True)
-
     def _row(self, lane: str, index: int, *, new: bool) -> LaneRow:
         number = self._numbers.setdefault(lane, len(self._numbers) + 1)
         title = lane if index == 0 else f"{lane} · {index + 1}"

@@ -43,13 +43,6 @@ class Timeline:
             self._put("X", name, row.tid, ts=start_us, dur=round(end_us - start_us, 3), args=args)
             self._spill_when_due(end_s)
 
-    def instant(self, lane: str, name: str, time_s: float, **args: str | int | float) -> None:
-        """Record an event without duration: a crash, an alarm, a switch."""
-        row = self._lanes.first(lane)
-        self._introduce(row)
-        self._put("i", name, row.tid, s="t", ts=micros(time_s), args=args)
-        self._spill_when_due(time_s)
-
     def flush(self) -> None:
         """Write to the operating system now. Events of a failed write are lost: memory stays bounded."""
         pending, self._pending = self._pending, []

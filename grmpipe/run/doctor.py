@@ -21,6 +21,7 @@ NEEDED = (
     "pyarrow",
     "rich",
     "jinja2",
+    "llguidance",
 )
 
 

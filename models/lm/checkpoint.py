@@ -77,19 +77,6 @@ class ShardedSave:
         return self._written.result() if self._written.done() else None
 
 
-def save_sharded(
-    directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int
-) -> tuple[StoredFile, ...]:
-    """Write a checkpoint. Returns the files that this rank wrote. A collective. Raises OSError that names the rank and
-    its cause.
-    """
-    save = ShardedSave()
-    save.begin(directory, model, optimizer, version, aside=False)
-    written = save.files()
-    assert written is not None, "nothing is being written"
-    return written
-
-
 def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
     """Fill model and optimizer in place from a checkpoint of any number of ranks; return its version. A collective.
 

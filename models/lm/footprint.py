@@ -45,12 +45,6 @@ class Footprint:
     def kv_bytes_per_token(self, dtype: str) -> int:
         return 2 * self.num_layers * self.kv_width * BYTES[dtype]
 
-    def learner_state_bytes(self, num_ranks: int, *, reference: bool = False) -> int:
-        """The bytes of one rank: float32 weights, gradients and Adam's two moments, and the reference's weights, all
-        sharded.
-        """
-        return self.shard_bytes(num_ranks) * (4 + reference)
-
     def shard_bytes(self, num_ranks: int) -> int:
         """The bytes of one float32 copy of all parameters on one rank: weights, gradients, either moment, or the
         reference.
@@ -74,7 +68,7 @@ class Footprint:
         layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
         head = self.vocab_size * self.hidden_size * width
         root = self.num_root_parameters * width
-        kept = num_tokens * self._kept_values(checkpointing) * width
+        kept = num_tokens * self.kept_values(checkpointing) * width
         logits = num_tokens * (4 * self.hidden_size + 2 * self.vocab_size) * width
         pieces = LIVE_PIECES * 4 * min(CHUNK_LOGITS, num_tokens * self.vocab_size)
         again = num_tokens * self._layer_values * width if checkpointing else 0
@@ -88,23 +82,14 @@ class Footprint:
         )
         return max(moments, key=lambda moment: moment.total)
 
-    def activation_bytes_per_token(self, dtype: str, *, checkpointing: bool = False) -> int:
-        """The bytes per token kept from forward to backward, for a Llama-like layer with fused attention.
-
-        A layer keeps 9 values per hidden unit, 5 per query and key unit, 4 per unit of the MLP; with checkpointing all
-        layers keep their input, and one layer the rest. The head keeps its norm and the logits, and has a gradient of
-        the same size. The float32 pieces of the logits are left out: they are small for any batch.
-        """
-        once = self._layer_values if checkpointing else 0
-        return (self._kept_values(checkpointing) + once + 4 * self.hidden_size + 2 * self.vocab_size) * BYTES[dtype]
-
-    def _kept_values(self, checkpointing: bool) -> int:
-        """Values per token kept from forward to backward, in all layers."""
+    def kept_values(self, checkpointing: bool) -> int:
+        """Values per token kept from forward to backward, in all layers; with checkpointing only their inputs."""
         return self.num_layers * (self.hidden_size if checkpointing else self._layer_values)
 
     @property
     def _layer_values(self) -> int:
-        """Values per token in one layer during its computation."""
+        """Values per token in one Llama-like layer with fused attention: 9 per hidden unit, 5 per query and key unit, 4
+        per unit of the MLP."""
         return 9 * self.hidden_size + 5 * (self.query_width + self.kv_width) + 4 * self.intermediate_size
 
 

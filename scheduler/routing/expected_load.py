@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from models.types import SamplingParams
 
@@ -23,7 +21,7 @@ class LoadEstimate:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._in_hand: defaultdict[str, float] = defaultdict(float)
-        self._serving = IndexedHeap()
+        self._serving: dict[str, None] = {}  # in order of arrival: of equally loaded engines the first is chosen
         self._home: OrderedDict[str, tuple[str, int]] = OrderedDict()  # group_id -> engine, hash of its last prompt
         self._mean_new: float | None = None
         for name in names:
@@ -35,11 +33,11 @@ class LoadEstimate:
 
     def came(self, name: str) -> None:
         """An engine starts to serve."""
-        self._serving.add(name, self._in_hand[name])
+        self._serving.setdefault(name)
 
     def went(self, name: str) -> None:
         """An engine gets no more requests; those that it has may end."""
-        self._serving.discard(name)
+        self._serving.pop(name, None)
 
     def place(
         self,
@@ -69,7 +67,7 @@ class LoadEstimate:
         return name, self._take(name, self.new_tokens(params) + len(prompt_ids))
 
     def least(self, among: Collection[str] | None = None) -> str:
-        return self._serving.first() if among is None else min(among, key=self._in_hand.__getitem__)
+        return min(self._serving if among is None else among, key=self._in_hand.__getitem__)
 
     def new_tokens(self, params: SamplingParams) -> float:
         """The expected number of tokens of an answer."""
@@ -86,7 +84,6 @@ class LoadEstimate:
 
     def _take(self, name: str, tokens: float) -> float:
         self._in_hand[name] += tokens
-        self._serving.set(name, self._in_hand[name])
         return tokens
 
     def _remember(self, group_id: str, name: str, prompt: int) -> None:
@@ -94,62 +91,3 @@ class LoadEstimate:
         self._home.move_to_end(group_id)
         if len(self._home) > GROUPS_REMEMBERED:
             self._home.popitem(last=False)
-
-
-class IndexedHeap:
-    """A heap of names by amount. Of equal amounts the name that came first is chosen.
-
-    Each name has one valid entry, with its amount or less: an amount that grew is corrected when its entry reaches the
-    top, one that shrank gets a new entry. So each change costs the logarithm of the number of names.
-    """
-
-    def __init__(self) -> None:
-        self._amounts: dict[str, float] = {}
-        self._places: dict[str, int] = {}  # in order of arrival
-        self._lower: dict[str, float] = {}  # of the valid entry
-        self._entries: list[tuple[float, int, str]] = []
-        self._arrivals = itertools.count()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._amounts
-
-    def __iter__(self) -> Iterator[str]:
-        """Names in order of arrival."""
-        return iter(self._amounts)
-
-    def add(self, name: str, amount: float) -> None:
-        """Add a name, after those with the same amount. Does nothing if it is there."""
-        if name not in self._amounts:
-            self._places[name] = next(self._arrivals)
-            self._amounts[name] = amount
-            self._enter(name)
-
-    def discard(self, name: str) -> None:
-        for table in (self._amounts, self._places, self._lower):
-            table.pop(name, None)
-
-    def set(self, name: str, amount: float) -> None:
-        """Set the amount of a name. Does nothing if it isn't there."""
-        if name in self._amounts:
-            self._amounts[name] = amount
-            if amount < self._lower[name]:
-                self._enter(name)
-
-    def first(self) -> str:
-        """The name with the least amount. Raises IndexError if there is none."""
-        while True:
-            lower, place, name = self._entries[0]
-            if self._places.get(name) != place or self._lower[name] != lower:
-                heapq.heappop(self._entries)
-            elif self._amounts[name] > lower:
-                self._lower[name] = self._amounts[name]
-                heapq.heapreplace(self._entries, (self._amounts[name], place, name))
-            else:
-                return name
-
-    def _enter(self, name: str) -> None:
-        self._lower[name] = self._amounts[name]
-        heapq.heappush(self._entries, (self._amounts[name], self._places[name], name))
-        if len(self._entries) > 2 * len(self._amounts) + 16:
-            self._entries = [(lower, self._places[name], name) for name, lower in self._lower.items()]
-            heapq.heapify(self._entries)

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 import httpx
-import looptime
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.data.stream import EndOfData
 from grmpipe.envs.play import RolloutRequest, play
@@ -243,12 +243,7 @@ class Bench:
             await self.pipeline.run()
             return self.pipeline
 
-        return on_virtual_clock(go)
-
-
-def on_virtual_clock(go: Callable):
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(go())
+        return run_virtually(go)
 
 
 def flow(**changes) -> FlowConfig:
@@ -515,7 +510,7 @@ def test_an_aborted_rollout_drops_its_group_by_cause_and_is_not_judged() -> None
         await bench.pipeline.run()
         return bench.pipeline
 
-    assert on_virtual_clock(abort_one).ledger.dropped == {"rollout_died": 1}
+    assert run_virtually(abort_one).ledger.dropped == {"rollout_died": 1}
     assert ("g000001", 2) not in bench.journal.verdicts
 
 
@@ -543,7 +538,7 @@ def test_an_interrupted_run_goes_on_from_its_cut_and_trains_each_prompt_once() -
         await first.pipeline.run()
 
     with pytest.raises(Interrupted):
-        on_virtual_clock(stop_after_three)
+        run_virtually(stop_after_three)
     pipeline_state = first.pipeline.state()
     assert pipeline_state.version == 3
     done = {group.prompt.prompt_id for groups in first.trainer.steps for group in groups}
@@ -606,7 +601,7 @@ def test_the_only_engine_is_replaced_and_no_sample_is_altered_or_doubled() -> No
 
     struck.after_step = strike  # type: ignore[method-assign]
     quiet.run()
-    ledger = on_virtual_clock(run).ledger
+    ledger = run_virtually(run).ledger
     assert (ledger.trained, ledger.dropped) == (32, {})
     assert sampled(struck) == sampled(quiet)
 
@@ -633,7 +628,7 @@ def test_a_deadline_stands_still_while_the_only_engine_is_replaced(stopped: bool
         return struck.pipeline
 
     struck.after_step = strike  # type: ignore[method-assign]
-    dropped = on_virtual_clock(run).ledger.dropped
+    dropped = run_virtually(run).ledger.dropped
     assert (dropped == {}) is stopped
 
 
@@ -737,7 +732,7 @@ def test_a_judge_that_serves_the_nearly_complete_and_the_due_first_lets_the_lear
                 pipeline.producer.judging._rank = lambda item: 0  # in the order of arrival
             await pipeline.run()
 
-        on_virtual_clock(go)
+        run_virtually(go)
         return bench.reports[0].stalls.steps_s
 
     assert first_step_s(ranked=True) < 0.9 * first_step_s(ranked=False)
@@ -772,7 +767,7 @@ def test_a_storm_of_429s_changes_no_reward() -> None:
             bench.judge = outside_judge(refused_share, statuses)  # type: ignore[assignment]
             await bench.build().run()
 
-        on_virtual_clock(go)
+        run_virtually(go)
         groups = [group for step in bench.trainer.steps for group in step]
         pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
         return {(r.group_id, r.sibling): v.outcome for r, v in pairs if isinstance(v, Verdict)}, statuses
@@ -850,7 +845,7 @@ def run_with_a_judge_that_changes(bench: Bench, judge: LearningJudge, every_s: f
         await run_until(bench.pipeline.run(), changes=keep_changing())
         return bench.pipeline
 
-    return on_virtual_clock(go)
+    return run_virtually(go)
 
 
 def test_a_group_is_judged_by_one_version_of_a_judge_that_changes() -> None:
@@ -890,7 +885,7 @@ def test_a_judge_that_changes_costs_no_group_its_deadline() -> None:
         bench.pipeline = bench.build()
         await run_until(bench.pipeline.run(), change=change_once())
 
-    on_virtual_clock(go)
+    run_virtually(go)
     assert bench.pipeline.ledger.dropped == {}
 
 
@@ -907,7 +902,7 @@ def test_nothing_is_judged_while_judging_is_held_and_rollouts_go_on() -> None:
 
         await run_until(bench.pipeline.run(), hold=release_later())
 
-    on_virtual_clock(go)
+    run_virtually(go)
     assert min(bench.judge.began) >= 50.0
     assert min(bench.ended_rollouts) < 5.0
 

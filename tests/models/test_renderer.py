@@ -153,7 +153,7 @@ def test_a_template_that_loses_or_repeats_a_message_is_an_error(
 
 def test_a_tokenizer_that_needs_no_class_of_its_family_is_the_one_that_auto_tokenizer_loads(path: Path) -> None:
     assert is_plain_tokenizer(str(path))
-    ours, autos = Renderer.load(str(path))._tokenizer, AutoTokenizer.from_pretrained(path)
+    ours, autos = Renderer.load(str(path)).tokenizer, AutoTokenizer.from_pretrained(path)
     assert type(ours) is type(autos)
     assert (ours.get_vocab(), ours.chat_template, ours.eos_token_id) == (
         autos.get_vocab(), autos.chat_template, autos.eos_token_id
@@ -205,9 +205,9 @@ def test_a_short_prompt_is_rendered_in_a_third_of_a_millisecond(renderer: Render
 
 def test_what_siblings_are_asked_is_encoded_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer, encoded = Renderer.load(str(path)), []
-    encode = renderer._tokenizer.encode
+    encode = renderer.tokenizer.encode
     monkeypatch.setattr(
-        renderer._tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options)
+        renderer.tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options)
     )
     first, *others = (renderer.render([user("How many coins?"), user("Why?")]) for _ in range(8))
     assert all(ids == first for ids in others)

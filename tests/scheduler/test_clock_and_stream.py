@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 
-import looptime
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from scheduler.clock import ActiveClock
 from scheduler.stage import Stage
-
-
-def virtually(go: Callable[[], Coroutine]) -> object:
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(go())
 
 
 def test_a_deadline_moves_by_the_length_of_the_pauses_overlapping_ones_counted_once() -> None:
@@ -33,7 +27,7 @@ def test_a_deadline_moves_by_the_length_of_the_pauses_overlapping_ones_counted_o
             await clock.sleep_until(clock.now() + 3)
             return loop.time() - start
 
-    assert virtually(go) == pytest.approx(9, abs=1e-3)
+    assert run_virtually(go) == pytest.approx(9, abs=1e-3)
 
 
 def test_now_stands_still_in_a_pause() -> None:
@@ -44,7 +38,7 @@ def test_now_stands_still_in_a_pause() -> None:
             await asyncio.sleep(5)
             assert clock.now() == before
 
-    virtually(go)
+    run_virtually(go)
 
 
 @pytest.mark.parametrize(("work_s", "in_time"), [(7.9, True), (8.1, False)])
@@ -71,7 +65,7 @@ def test_a_time_limit_stands_still_in_pauses_before_it_and_within_it(work_s: flo
                 return False
             return True
 
-    assert virtually(go) is in_time
+    assert run_virtually(go) is in_time
 
 
 def test_a_limit_that_has_struck_is_left_alone_by_later_pauses() -> None:
@@ -85,7 +79,7 @@ def test_a_limit_that_has_struck_is_left_alone_by_later_pauses() -> None:
                     with clock.paused():
                         await asyncio.sleep(1)
 
-    virtually(go)
+    run_virtually(go)
 
 
 def test_a_stage_never_exceeds_its_width_and_knows_how_long_it_was_busy() -> None:
@@ -109,7 +103,7 @@ def test_a_stage_never_exceeds_its_width_and_knows_how_long_it_was_busy() -> Non
         assert stage.meter.busy_s == pytest.approx(3, abs=1e-3)
         runner.cancel()
 
-    virtually(go)
+    run_virtually(go)
 
 
 def test_a_full_inbox_holds_its_producer_back() -> None:
@@ -121,7 +115,7 @@ def test_a_full_inbox_holds_its_producer_back() -> None:
             async with asyncio.timeout(5):
                 await stage.put(2)
 
-    virtually(go)
+    run_virtually(go)
 
 
 def test_cancel_ends_the_work_of_one_key_even_before_it_began_and_frees_its_place() -> None:
@@ -142,7 +136,7 @@ def test_cancel_ends_the_work_of_one_key_even_before_it_began_and_frees_its_plac
         assert done == ["b1", "b2"]
         runner.cancel()
 
-    virtually(go)
+    run_virtually(go)
 
 
 def test_a_crash_of_the_work_ends_the_stage_as_itself() -> None:
@@ -156,4 +150,4 @@ def test_a_crash_of_the_work_ends_the_stage_as_itself() -> None:
         with pytest.raises(ValueError, match="the first cause"):
             await stage.run()
 
-    virtually(go)
+    run_virtually(go)

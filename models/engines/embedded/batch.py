@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.engines.embedded.decoder import Decoder
-from models.engines.embedded.grammar import Grammar, Held
+from models.engines.embedded.grammar import Grammar, Matcher
 from models.engines.embedded.kv_slots import KvSlots
 from models.engines.embedded.prompt_packing import groups_of_like_length
 from models.engines.embedded.sampling import draw, uniforms
@@ -47,7 +47,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
     finish_reason: FinishReason | None = None
-    held: Held | None = None  # to a pattern
+    matcher: Matcher | None = None  # of the pattern that constrains it
     experts_TLK: np.ndarray | None = None  # of all fed tokens, once it has left; None if not recorded
 
     @property
@@ -139,7 +139,7 @@ class RunningBatch:
         row = Row(siblings, params, priority, next(self._arrivals))
         if params.pattern is not None:
             assert self._grammar is not None
-            row.held = Held.to(params.pattern, self._grammar)
+            row.matcher = self._grammar.start(params.pattern)
         insort(self._waiting, row)
         return row
 
@@ -160,8 +160,8 @@ class RunningBatch:
         for row, token_id, logprob in zip(self._running, token_ids, logprobs, strict=True):
             row.token_ids.append(token_id)
             row.logprobs.append(logprob)
-            if row.held is not None:
-                row.held.advance(token_id)
+            if row.matcher is not None:
+                row.matcher.consume_token(token_id)
             if len(row.token_ids) == 1:
                 begun.append(row)
             row.finish_reason = self._endings.finish_reason(row.token_ids, row.params)
@@ -214,12 +214,22 @@ class RunningBatch:
             self._columns = Columns.of(rows, self._slots.shape.device)
         columns = self._columns
         num_attended = 1 + max(row.position for row in rows)
-        logits_BV = held_back(rows, self._decoder.decode(columns.pending_B, columns.positions_B, num_attended))
+        logits_BV = self._decoder.decode(columns.pending_B, columns.positions_B, num_attended)
+        self._hold_to_patterns(logits_BV)
         uniforms_B = uniforms(columns.seeds_B ^ self._seed, columns.positions_B)
         token_ids_B, logprobs_B = draw(logits_BV, columns.temperature_B, columns.top_p_B, uniforms_B)
         columns.pending_B = token_ids_B
         columns.positions_B = columns.positions_B + 1
         return token_ids_B.tolist(), logprobs_B.tolist()
+
+    def _hold_to_patterns(self, logits_BV: Tensor) -> None:
+        """Tokens that would leave a row's pattern get -inf, in place: log-probs are those of what is left."""
+        matchers = {index: row.matcher for index, row in enumerate(self._running) if row.matcher is not None}
+        if matchers:
+            assert self._grammar is not None
+            forbidden_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
+            forbidden_BV[[*matchers]] = ~self._grammar.allowed_NV([*matchers.values()]).to(logits_BV.device)
+            logits_BV.masked_fill_(forbidden_BV, -torch.inf)
 
     def _join(self) -> None:
         """New rows in their order, while there are rows and budget. The first is never over budget."""
@@ -290,17 +300,6 @@ class RunningBatch:
         row.siblings.num_members -= 1
         if row.siblings.num_members == 0:
             del self._siblings_by_prompt[row.siblings.prompt_ids]
-
-
-def held_back(rows: Sequence[Row], logits_BV: Tensor) -> Tensor:
-    """The logits with tokens outside a row's pattern at -inf: log-probs are those of the remaining tokens."""
-    held = [(index, row.held.allowed_V()) for index, row in enumerate(rows) if row.held is not None]
-    if not held:
-        return logits_BV
-    forbidden_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
-    for index, allowed_V in held:
-        forbidden_BV[index] = ~allowed_V.to(logits_BV.device)
-    return logits_BV.masked_fill(forbidden_BV, -torch.inf)
 
 
 def _within_budget(rows: Sequence[Row], tokens: int) -> list[list[Row]]:

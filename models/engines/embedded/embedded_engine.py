@@ -22,7 +22,6 @@ import torch
 from models.engines.context_limit import ContextLimit
 from models.engines.embedded.calls import Answer, Command, Waiter, copy_of
 from models.engines.embedded.embedded_worker import EmbeddedWorker, EngineStats
-from models.engines.embedded.grammar import parsed
 from models.renderer import Renderer
 from models.settings import EmbeddedConfig, LoraConfig
 from models.types import (
@@ -177,7 +176,7 @@ class EmbeddedEngine:
         self._window.check_request(prompt_ids, params)
         if params.pattern is not None:
             try:
-                parsed(params.pattern)
+                self._worker.grammar.check(params.pattern)
             except ValueError as error:
                 raise EngineRefused(str(error)) from error
 

@@ -39,7 +39,7 @@ class EngineStats:
 class EmbeddedWorker:
     """Batches requests over steps; between two steps it takes weights, scores, sleeps. EmbeddedEngine is its interface.
 
-    Other threads may read only `version` and `stats`.
+    Other threads may read only `version` and `stats`, and call `grammar.check`.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class EmbeddedWorker:
         decoder, slots = opened(self._model, config.max_batch_rows, context_tokens, return_routed_experts)
         self._quantize()
         endings = StopConditions(renderer.decode, renderer.stop_token_ids)
-        grammar = Grammar(renderer.decode, renderer.num_token_ids, renderer.stop_token_ids, renderer.vocab_size)
-        self._batch = RunningBatch(
-            decoder, slots, endings, model_name, seed, config.max_batch_rows, config.prefill_tokens_per_step, grammar
-        )
+        vocab_size = max(renderer.num_token_ids, renderer.vocab_size)
+        self.grammar = Grammar(renderer.tokenizer, renderer.stop_token_ids, vocab_size)
+        max_rows, prefill_tokens = config.max_batch_rows, config.prefill_tokens_per_step
+        self._batch = RunningBatch(decoder, slots, endings, model_name, seed, max_rows, prefill_tokens, self.grammar)
         self._batch.version = version
         self._slots = slots
         self._inbox = WeightInbox(self._model, self._model.device)

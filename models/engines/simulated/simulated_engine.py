@@ -75,7 +75,6 @@ class SimulatedEngine:
     ) -> None:
         self.model_name = model_name
         self.version = version
-        self.num_finished = 0
         self._author = author
         self._batch = SimulatedBatch(speed or rows_apart(tokens_per_s), prefix_cache=prefix_cache)
         self._rate = SimulatedRate()
@@ -239,7 +238,6 @@ class SimulatedEngine:
             self._reckon()
 
     def _answer(self, pending: Pending, num_tokens: int) -> None:
-        self.num_finished += 1
         if not pending.answer.done():
             pending.answer.set_result(
                 self._completion(pending.script, self._spans(pending.row, num_tokens), num_tokens)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import looptime
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
@@ -110,8 +110,7 @@ def characters(token_ids: Sequence[int]) -> str:
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run in virtual time: a timeout of minutes takes no time."""
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(coroutine)
+    return run_virtually(lambda: coroutine)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from grmpipe.config.judge import Scale
 from grmpipe.config.judge_tables import PARSERS
 from grmpipe.judge.parse import parser_named
 from grmpipe.judge.pattern import judgement_pattern
-from models.engines.embedded.grammar import Pattern
+from models.engines.embedded.grammar import Grammar
+from models.tiny.tokenizer import build_tokenizer
 
 SCALES = (Scale(), Scale(low=0, high=100), Scale(low=-3, high=3))
 NEAR_VERDICTS = st.text(alphabet="Score: 10-7\n\r\t >\\boxed{},*", max_size=30)
@@ -21,6 +22,8 @@ PIECES = (
     "\\]", "**", ".", "# ", "2. ", "> ", "<think>", "<thi", "</think>", "<", "\n", "\n\n", "\r", " ", "fine",
 )  # fmt: skip
 PIECED = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
+TOKENIZER = build_tokenizer()
+GRAMMAR = Grammar(TOKENIZER, [TOKENIZER.eos_token_id], len(TOKENIZER))
 FORMS = {"score_line": "Score: {}", "boxed": "\\boxed{{{}}}"}
 
 
@@ -112,10 +115,10 @@ def test_a_box_passes_exactly_with_so_many_scores_in_range(scores: list[int], nu
 @settings(deadline=None)
 @given(text=PIECED | NEAR_VERDICTS, name=st.sampled_from(sorted(PARSERS)))
 def test_the_embedded_engine_reads_every_pattern_as_re_does(text: str, name: str) -> None:
-    pattern = judgement_pattern(name, Scale(), 1)
-    read = Pattern(pattern)
     for ending in ("", "\n" + FORMS[name].format(7)):
-        assert read.is_end(read.after(read.start, text + ending)) == matches(name, Scale(), text + ending)
+        matcher = GRAMMAR.start(judgement_pattern(name, Scale(), 1))
+        accepted = matcher.consume_tokens(TOKENIZER.encode(text + ending, add_special_tokens=False))
+        assert (accepted and matcher.is_accepting()) == matches(name, Scale(), text + ending)
 
 
 def test_a_scale_too_long_to_list_is_refused_by_the_key() -> None:

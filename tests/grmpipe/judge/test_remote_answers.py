@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 from typing import Any
 
 import httpx
-import looptime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import JudgeConfig
 from grmpipe.judge.grm import RemoteGrm
 from grmpipe.judge.grm_client import GrmClient, GrmQuestion
@@ -65,8 +64,7 @@ def answered_after_a_good_one(response: httpx.Response) -> Judgement | Failed:
         await engine.close()
         return last[-1]
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(go())
+    return run_virtually(go)
 
 
 DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"

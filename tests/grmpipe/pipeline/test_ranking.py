@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 
-import looptime
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.pipeline.generation import rank
 from scheduler.stage import Stage
 
@@ -53,6 +53,5 @@ def test_a_stage_takes_the_lowest_rank_first_and_alike_ones_in_order_of_arrival(
         await asyncio.sleep(6)
         runner.cancel()
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        runner.run(go())
+    run_virtually(go)
     assert done == [(0, "a"), (1, "a"), (1, "b"), (3, "a"), (3, "b")]

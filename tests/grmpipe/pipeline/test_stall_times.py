@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 
-import looptime
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.pipeline.counters import FlowCounters
 from grmpipe.pipeline.stall_times import GroupSupply, StallTimes, StallTracker
-
-
-def virtually(go: Callable[[], Coroutine[object, object, StallTimes]]) -> StallTimes:
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(go())
 
 
 def near(seconds: float) -> object:
@@ -33,7 +27,7 @@ def test_a_wait_is_the_policys_while_a_rollout_is_missing_and_the_judges_from_th
         stalls.groups_changed(GroupSupply())
         return stalls.close_step(5.0)
 
-    times = virtually(go)
+    times = run_virtually(go)
     assert (times.rollouts_s, times.verdicts_s, times.for_groups_s) == (near(3), near(2), near(5))
 
 
@@ -47,7 +41,7 @@ def test_a_batch_that_lacks_a_rollout_waits_for_the_policy_whatever_is_being_jud
             await asyncio.sleep(1)
         return stalls.close_step(5.0)
 
-    times = virtually(go)
+    times = run_virtually(go)
     assert (times.rollouts_s, times.verdicts_s) == (near(4), near(1))
 
 
@@ -59,7 +53,7 @@ def test_groups_of_a_later_batch_that_still_roll_out_hold_nobody_up() -> None:
             await asyncio.sleep(2)
         return stalls.close_step(2.0)
 
-    assert virtually(go).verdicts_s == near(2)
+    assert run_virtually(go).verdicts_s == near(2)
 
 
 def test_a_straggler_that_is_due_is_waited_for_although_others_wait_for_verdicts() -> None:
@@ -72,7 +66,7 @@ def test_a_straggler_that_is_due_is_waited_for_although_others_wait_for_verdicts
             await asyncio.sleep(1)
         return stalls.close_step(3.0)
 
-    times = virtually(go)
+    times = run_virtually(go)
     assert (times.rollouts_s, times.verdicts_s) == (near(2), near(1))
 
 
@@ -90,7 +84,7 @@ def test_engines_idle_for_the_learner_only_while_it_works_and_only_if_its_step_m
             await asyncio.sleep(1)
         return stalls.close_step(18.0)
 
-    times = virtually(go)
+    times = run_virtually(go)
     assert (times.training_s, times.weight_sync_s, times.for_groups_s) == (near(3), near(1), 0.0)
 
 
@@ -102,7 +96,7 @@ def test_a_closed_step_leaves_nothing_to_the_next() -> None:
         stalls.close_step(1.0)
         return stalls.close_step(0.0)
 
-    assert virtually(go) == StallTimes()
+    assert run_virtually(go) == StallTimes()
 
 
 def test_waits_go_on_over_a_resume_and_a_checkpoint_from_before_they_were_counted_is_read() -> None:

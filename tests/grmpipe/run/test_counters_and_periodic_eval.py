@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import looptime
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.config.judge import Scale
 from grmpipe.config.train import AlgorithmConfig
 from grmpipe.envs.play import RolloutRequest
@@ -157,8 +157,7 @@ def test_a_look_leaves_out_what_does_not_come_within_the_deadline_of_the_last_an
         assert looked.metrics["true_accuracy_greedy"] == 1.0
         return asyncio.get_running_loop().time()
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        assert runner.run(go()) == pytest.approx(160.0)
+    assert run_virtually(go) == pytest.approx(160.0)
 
 
 def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None:
@@ -175,8 +174,7 @@ def test_an_interrupt_ends_a_look_that_waits_and_it_counts_for_nothing() -> None
         assert asyncio.get_running_loop().time() == pytest.approx(30.0)
         assert (periodic_eval.final, periodic_eval.rows) == ({}, [])
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        runner.run(go())
+    run_virtually(go)
 
 
 def test_a_judge_is_right_where_it_passes_right_answers_and_no_others() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from models.lm.causal_lm import load_causal_lm
-from models.lm.checkpoint import SHARD_SIZE, export_hf, load_sharded, save_sharded
+from models.lm.checkpoint import SHARD_SIZE, ShardedSave, export_hf, load_sharded
 
 IDS = torch.tensor([[1, 2, 3, 4]])
 
@@ -33,6 +33,12 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     model(IDS, labels=IDS).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def save_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, version: int) -> None:
+    save = ShardedSave()
+    save.begin(directory, model, optimizer, version, aside=False)
+    assert save.files() is not None
 
 
 def test_training_goes_on_where_it_was_saved(tmp_path: Path) -> None:

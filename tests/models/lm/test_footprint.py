@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from models.lm.causal_lm import load_causal_lm, packed_logprobs
-from models.lm.footprint import Footprint, Working, footprint_of, footprint_of_shape
+from models.lm.footprint import Working, footprint_of, footprint_of_shape
 from models.lm.lora import add_adapters
 from models.lm.packed_attention import PACKED_ATTENTION
 from models.lm.parallelize import choose_device, decoder_layers, join_ranks, load_parallel
@@ -91,26 +91,18 @@ def test_a_shape_is_declared_whole_or_not_at_all() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_are_what_autograd_keeps(dtype: str, checkpointing: bool) -> None:
-    """Kept bytes are counted by hooks. A pass with checkpointing keeps the layers' inputs; one layer is added."""
+    """Kept bytes are counted by hooks. The logits are kept once: their gradient comes later."""
     model = AutoModelForCausalLM.from_config(
         qwen_config(WIDE), dtype=getattr(torch, dtype), attn_implementation=PACKED_ATTENTION
     )
     footprint = footprint_of_shape(WIDE)
-    per_token = footprint.activation_bytes_per_token(dtype, checkpointing=checkpointing)
-    # Not kept at the same time by a forward pass: the logits' gradient, and the recomputed layer.
-    value_bytes = getattr(torch, dtype).itemsize
-    later = footprint.vocab_size * value_bytes
+    of_head = 4 * footprint.hidden_size + footprint.vocab_size
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        later += one_layer(footprint, dtype)
     for layer in decoder_layers(model):
         layer.training = checkpointing
-    assert kept_bytes(model, num_tokens=256) / 256 == pytest.approx(per_token - later, rel=0.15)
-
-
-def one_layer(footprint: Footprint, dtype: str) -> int:
-    head = (4 * footprint.hidden_size + 2 * footprint.vocab_size) * getattr(torch, dtype).itemsize
-    return (footprint.activation_bytes_per_token(dtype) - head) // footprint.num_layers
+    expected = (footprint.kept_values(checkpointing) + of_head) * getattr(torch, dtype).itemsize
+    assert kept_bytes(model, num_tokens=256) / 256 == pytest.approx(expected, rel=0.15)
 
 
 def kept_bytes(model: PreTrainedModel, num_tokens: int) -> int:
@@ -140,8 +132,7 @@ def test_the_learners_state_is_16_bytes_a_parameter() -> None:
     held = [*model.parameters(), *(p.grad for p in model.parameters()), *moments]
     num_bytes = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in held)
     footprint = footprint_of(POLICY)
-    assert num_bytes == footprint.learner_state_bytes(1) == 16 * footprint.num_parameters
-    assert footprint.learner_state_bytes(4, reference=True) == 5 * footprint.num_parameters
+    assert num_bytes == 4 * footprint.shard_bytes(1) == 16 * footprint.num_parameters
 
 
 @pytest.mark.parametrize(
@@ -158,7 +149,7 @@ def test_a_learners_peak_is_what_fake_tensors_count(
     """As counted by tests/grmpipe/capacity/plan/test_learner_memory.py, which takes a minute."""
     footprint = footprint_of_shape(shape)
     working = footprint.working_bytes("bfloat16", num_tokens, checkpointing=True)
-    assert (footprint.learner_state_bytes(ranks) + working.total) / 1e9 == pytest.approx(peak_gb, rel=0.03)
+    assert (4 * footprint.shard_bytes(ranks) + working.total) / 1e9 == pytest.approx(peak_gb, rel=0.03)
 
 
 def test_without_recomputing_all_layers_wait_and_frozen_weights_get_no_gradient() -> None:

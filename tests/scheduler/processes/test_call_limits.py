@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
 from typing import Any
 
-import looptime
 import pytest
 import ray
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.train.critic.critic_learner import CriticLearner
 from grmpipe.train.learner.learner import Learner
 from grmpipe.train.learner.offload import OffloadingLearner
@@ -61,11 +60,6 @@ def methods_of(cls: type) -> list[str]:
     return [name for name, _ in inspect.getmembers(cls, callable) if not name.startswith("_")]
 
 
-def on_virtual_clock(go: Callable[[], Coroutine[object, object, float]]) -> float:
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(go())
-
-
 @pytest.mark.parametrize("method", methods_of(RemoteEngine))
 def test_every_call_of_an_engine_ends_by_its_limit_and_the_process_counts_as_dead(
     method: str, killed: list[object]
@@ -77,7 +71,7 @@ def test_every_call_of_an_engine_ends_by_its_limit_and_the_process_counts_as_dea
         assert len(killed) == 1
         return asyncio.get_running_loop().time()
 
-    assert 100 <= on_virtual_clock(go) <= 600
+    assert 100 <= run_virtually(go) <= 600
 
 
 @pytest.mark.parametrize("cls", [Learner, OffloadingLearner, CriticLearner, MemberHost, EngineHost])
@@ -90,7 +84,7 @@ def test_every_call_of_a_rank_and_of_a_host_ends_by_its_limit(cls: type, killed:
         assert len(killed) == len(methods_of(cls))
         return asyncio.get_running_loop().time() / len(methods_of(cls))
 
-    assert on_virtual_clock(go) <= LIMITS.of("start", ())
+    assert run_virtually(go) <= LIMITS.of("start", ())
 
 
 def test_what_loads_and_saves_has_hours_and_what_only_tells_has_minutes() -> None:
@@ -105,5 +99,5 @@ def test_an_engine_that_has_no_news_says_so_long_before_its_limit() -> None:
         assert await EngineHost().collect() == []
         return asyncio.get_running_loop().time()
 
-    assert on_virtual_clock(go) == pytest.approx(COLLECT_S)
+    assert run_virtually(go) == pytest.approx(COLLECT_S)
     assert COLLECT_S < LEAST_CALL_TIMEOUT_S / 2

@@ -7,9 +7,9 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-import looptime
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.types import (
     Completion,
     Engine,
@@ -98,8 +98,7 @@ def seconds_for(num_requests: int, width: int, tells: bool) -> tuple[float, int]
         await asyncio.gather(*(one(number) for number in range(num_requests)))
         return asyncio.get_running_loop().time(), engine.most_rows
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(go())
+    return run_virtually(go)
 
 
 def test_an_engine_that_thrashes_is_held_near_the_best_fixed_limit() -> None:
@@ -217,7 +216,6 @@ def test_an_engine_that_died_leaves_its_limit_and_those_who_waited_for_it_go_els
         await asyncio.gather(*late)
         return limit, after
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        limit, after = runner.run(go())
+    limit, after = run_virtually(go)
     assert limit <= 2 * FITTING_ROWS
     assert after == math.inf

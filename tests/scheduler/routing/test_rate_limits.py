@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
-import looptime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from scheduler.routing.rate_limits import BURST_S, Bucket, RateLimits
 
 T = TypeVar("T")
-
-
-def virtually(go: Callable[[], Coroutine[object, object, T]]) -> T:
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(go())
 
 
 @given(
@@ -53,7 +47,7 @@ def test_requests_leave_at_their_rate() -> None:
         await asyncio.gather(*(one() for _ in range(122)))
         return left
 
-    left = virtually(go)
+    left = run_virtually(go)
     assert left[-1] - left[0] == pytest.approx(60, abs=0.1)
 
 
@@ -68,7 +62,7 @@ def test_of_those_who_wait_the_lowest_priority_number_leaves_first() -> None:
         await asyncio.gather(*(one(priority) for priority in (5, 3, 4, 1, 2)))
         return left
 
-    assert virtually(go) == [5, 1, 2, 3, 4]
+    assert run_virtually(go) == [5, 1, 2, 3, 4]
 
 
 def test_tokens_that_were_expected_and_not_used_are_given_back() -> None:
@@ -79,8 +73,8 @@ def test_tokens_that_were_expected_and_not_used_are_given_back() -> None:
             limits.settle(1000, used)
         return asyncio.get_running_loop().time()
 
-    assert virtually(lambda: seconds(1000)) == pytest.approx(100, abs=1)  # 100 tokens per second
-    assert virtually(lambda: seconds(200)) == pytest.approx(20, abs=2)
+    assert run_virtually(lambda: seconds(1000)) == pytest.approx(100, abs=1)  # 100 tokens per second
+    assert run_virtually(lambda: seconds(200)) == pytest.approx(20, abs=2)
 
 
 def test_who_no_longer_waits_takes_nothing_and_holds_nobody_up() -> None:
@@ -94,7 +88,7 @@ def test_who_no_longer_waits_takes_nothing_and_holds_nobody_up() -> None:
         await limits.admit(1, 1)
         return asyncio.get_running_loop().time()
 
-    assert virtually(go) == pytest.approx(1, abs=0.01)
+    assert run_virtually(go) == pytest.approx(1, abs=0.01)
 
 
 def test_without_limits_nobody_waits() -> None:
@@ -105,4 +99,4 @@ def test_without_limits_nobody_waits() -> None:
             limits.settle(10**6, 0)
         return asyncio.get_running_loop().time()
 
-    assert virtually(go) == 0.0
+    assert run_virtually(go) == 0.0

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
-import looptime
 import pytest
 from weight_source import CountingLearner, Spans
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.embedded.embedded_engine import EmbeddedEngine
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.renderer import Renderer
@@ -221,8 +221,7 @@ def on_virtual_clock(make: Callable[[], Bench], main: Callable[[Bench], Coroutin
         await run_until(main(bench), balance=bench.pool.run(), **health)
         return bench
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(go())
+    return run_virtually(go)
 
 
 def test_the_first_judgement_takes_a_slot_and_the_last_rollout_gives_the_others() -> None:

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import pairwise
 from typing import cast
 
-import looptime
 import pytest
 from weight_source import CountingLearner, Spans
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
     Completion,
@@ -152,8 +152,7 @@ def play(role_of: Callable[[], Role], scene: Callable[[Role], Awaitable[None]]) 
         role = role_of()
         await run_until(cast(Coroutine[object, object, None], scene(role)), health=role.health.run())
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        runner.run(main())
+    run_virtually(main)
 
 
 def expected(number: int, num_tokens: int = 2) -> tuple[int, ...]:
@@ -418,8 +417,7 @@ def test_a_clock_stands_still_only_while_no_engine_lives_and_one_is_on_its_way(
         running.cancel()
         return passed
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        assert runner.run(go()) == pytest.approx(passed_s, abs=1e-3)
+    assert run_virtually(go) == pytest.approx(passed_s, abs=1e-3)
 
 
 def test_when_no_try_succeeds_those_who_wait_hear_the_first_cause() -> None:
@@ -554,8 +552,7 @@ def test_a_broken_connection_to_the_dead_is_not_the_cause() -> None:
         await run_until(role.push(1), health=role.health.run())
         assert role.router.alive["policy-0"].version == 1  # type: ignore[attr-defined]
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        runner.run(main())
+    run_virtually(main)
 
 
 def test_a_broken_connection_without_a_death_stops_the_run() -> None:
@@ -568,11 +565,8 @@ def test_a_broken_connection_without_a_death_stops_the_run() -> None:
         role.router.admit("policy-0", Peer())
         await role.push(1)
 
-    with (
-        asyncio.Runner(loop_factory=looptime.new_event_loop) as runner,
-        pytest.raises(ConnectionError, match="closed by peer"),
-    ):
-        runner.run(main())
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        run_virtually(main)
 
 
 # -- chaos ---------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import looptime
 import numpy as np
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.checksum import checksum
 from models.engines.simulated.simulated_engine import Script, SimulatedEngine
 from models.types import (
@@ -194,11 +194,6 @@ async def push_to(*engines: Faulty, source: Source | None = None, deadline_s: fl
     return await sync.push(lambda: named(*engines), 3)
 
 
-def on_virtual_clock(scene: Callable) -> None:
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        runner.run(scene())
-
-
 # -- one push ------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +207,7 @@ def test_a_push_reports_what_it_moved_and_resumes_all() -> None:
         assert report.pause_seconds == report.seconds == pytest.approx(6.0)
         assert [(engine.version, engine.paused) for engine in engines] == [(3, False), (3, False)]
 
-    on_virtual_clock(scene)
+    run_virtually(scene)
 
 
 def test_the_learner_holds_still_while_it_is_read_and_the_next_bucket_is_made_while_one_is_loaded() -> None:
@@ -228,7 +223,7 @@ def test_the_learner_holds_still_while_it_is_read_and_the_next_bucket_is_made_wh
             assert start < order(f"load layers.{index + 1}.q")
         assert order("bucket 2") > order("loaded layers.0.q"), "two buckets are alive at most"
 
-    on_virtual_clock(scene)
+    run_virtually(scene)
 
 
 def test_requests_in_flight_go_on_under_the_new_weights() -> None:
@@ -327,7 +322,7 @@ def test_a_large_model_has_the_time_that_its_bytes_take_and_a_hung_engine_no_mor
             await sync.push(lambda: named(*engines), 2)
         assert clock() - started_s == pytest.approx(60 + 2 * 800)
 
-    on_virtual_clock(scene)
+    run_virtually(scene)
 
 
 def test_a_new_group_has_time_of_its_own_to_meet() -> None:
@@ -341,7 +336,7 @@ def test_a_new_group_has_time_of_its_own_to_meet() -> None:
         with pytest.raises(WeightSyncTimeout, match="within 60 s; waiting for policy-0 to begin"):
             await sync.push(lambda: named(engine), 2)  # in the group that it has
 
-    on_virtual_clock(scene)
+    run_virtually(scene)
 
 
 def test_a_learner_that_diverged_sends_nothing() -> None:
@@ -366,7 +361,7 @@ def test_an_engine_that_hangs_is_named_with_its_tensors_and_needs_no_restart() -
         assert asyncio.get_running_loop().time() == pytest.approx(5.0, abs=1e-3)
         assert (await push_to(*engines)).version == 3
 
-    on_virtual_clock(scene)
+    run_virtually(scene)
 
 
 def test_a_learner_that_hangs_is_named_too() -> None:
@@ -377,7 +372,7 @@ def test_a_learner_that_hangs_is_named_too() -> None:
         assert not source.hold.locked()
         assert (await push_to(Faulty(), source=source)).version == 3
 
-    on_virtual_clock(scene)
+    run_virtually(scene)
 
 
 def test_an_engine_killed_in_mid_push_ends_it_by_name_and_the_rest_take_the_next_one() -> None:
@@ -543,7 +538,7 @@ def test_a_step_that_comes_in_between_never_leaves_a_latecomer_behind(step_at_s:
         assert source.asked.count("hold") == source.asked.count("let go")
         assert asyncio.get_running_loop().time() - start_s < 12
 
-    on_virtual_clock(scene)
+    run_virtually(scene)
 
 
 def test_a_latecomer_that_dies_in_a_push_is_told_and_the_push_names_it() -> None:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 
-import looptime
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from grmpipe.run.cotrain.pacing import StepPacer
-
-
-def on_virtual_clock(go: Callable) -> None:
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        runner.run(go())
 
 
 @pytest.mark.parametrize(("warmup", "rate"), [(0, 1.0), (3, 1.0), (2, 0.5), (0, 0.3), (1, 2.5)])
@@ -40,7 +34,7 @@ def test_both_reach_their_last_step_and_the_ratio_holds_at_every_step(warmup: in
         async with asyncio.timeout(1e6):
             await asyncio.gather(policy(), grm())
 
-    on_virtual_clock(go)
+    run_virtually(go)
 
 
 def test_the_policy_waits_for_the_warm_up_and_the_grm_doesnt_wait_for_the_policy_in_it() -> None:
@@ -55,4 +49,4 @@ def test_the_policy_waits_for_the_warm_up_and_the_grm_doesnt_wait_for_the_policy
         await asyncio.wait_for(waiting, timeout=1.0)
         assert pacer.is_warm
 
-    on_virtual_clock(go)
+    run_virtually(go)

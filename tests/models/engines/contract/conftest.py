@@ -45,7 +45,6 @@ class Kind:
 
     make: Callable[[str, bool], UnderContract]
     prefilled: Callable[[Any], int]
-    has_grammar: bool
     hashes_broadcasts: bool = True
     reads_models: bool = False  # from files
 
@@ -81,10 +80,10 @@ def make_replayed(path: str, recompute: bool) -> SglangEngine:
 
 RECORDER, REPLAY = sglang_replay.Recorder(), sglang_replay.ReplayServer()
 KINDS = {
-    "embedded": Kind(make_embedded, lambda engine: engine.stats().prefilled_tokens, has_grammar=False),
-    "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, has_grammar=True, reads_models=True),
-    "sglang": Kind(make_sglang, lambda engine: engine.prefilled_tokens, has_grammar=True, hashes_broadcasts=False),
-    "sglang_replayed": Kind(make_replayed, lambda engine: engine.prefilled_tokens, has_grammar=True),
+    "embedded": Kind(make_embedded, lambda engine: engine.stats().prefilled_tokens),
+    "vllm": Kind(make_vllm, lambda engine: engine.prefilled_tokens, reads_models=True),
+    "sglang": Kind(make_sglang, lambda engine: engine.prefilled_tokens, hashes_broadcasts=False),
+    "sglang_replayed": Kind(make_replayed, lambda engine: engine.prefilled_tokens),
 }
 needs_vllm = pytest.mark.skipif(vllm_missing() is not None, reason=str(vllm_missing()))
 needs_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="GRMPIPE_SGLANG_PYTHON names no interpreter with SGLang")

@@ -51,7 +51,7 @@ def test_greedy_rows_are_held_too(engine: EmbeddedEngine, ask: Callable, prompt_
 
 
 def test_a_pattern_that_it_cannot_read_is_refused(engine: EmbeddedEngine, ask: Callable, prompt_of: Callable) -> None:
-    with pytest.raises(EngineRefused, match="the embedded engine can't read it"):
+    with pytest.raises(EngineRefused, match="not a regex that the embedded engine can read"):
         asyncio.run(ask(engine, prompt_of(9), pattern="(?=Score)"))
 
 

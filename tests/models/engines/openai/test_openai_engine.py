@@ -20,9 +20,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
-import looptime
 import pytest
 
+from grmpipe.capacity.simulate.virtual_loop import run_virtually
 from models.engines.openai.openai_engine import OpenAIEngine, same_model
 from models.settings import OpenAIConfig
 from models.types import Completion, EngineDied, EngineRefused, Message, RequestContext, SamplingParams
@@ -410,8 +410,7 @@ def virtually(
         engine = OpenAIEngine("judge-1", "grm", config, httpx.MockTransport(answer))
         return (await asyncio.gather(go(engine), return_exceptions=True))[0]
 
-    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
-        return runner.run(run()), times
+    return run_virtually(run), times
 
 
 def respond(answer: Answer) -> httpx.Response:
