@@ -56,7 +56,9 @@ class BatchInvariantDecoder:
 def open_batch_invariant_decoder(
     model: PreTrainedModel, max_rows: int, max_tokens: int, return_routed_experts: bool = False
 ) -> tuple[Decoder, KvSlots]:
-    """As `open_decoder`. ValueError also where this machine's sums depend on the size of a batch all the same."""
+    """As `open_decoder`, on one thread of a CPU. ValueError also if logits depend on the size of a batch even so."""
+    if model.device.type == "cpu":
+        torch.set_num_threads(1)  # threads divide a product by its number of rows
     rows, tokens = whole_blocks(max_rows, ROW_BLOCK), whole_blocks(max_tokens, TOKEN_BLOCK)
     plain, slots = open_decoder(model, rows, tokens, return_routed_experts)
     decoder = BatchInvariantDecoder(plain, slots)
