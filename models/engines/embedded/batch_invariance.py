@@ -56,7 +56,9 @@ class BatchInvariantDecoder:
 def open_batch_invariant_decoder(
     model: PreTrainedModel, max_rows: int, max_tokens: int, return_routed_experts: bool = False
 ) -> tuple[Decoder, KvSlots]:
-    """Like `open_decoder`. Also raises ValueError if this machine's sums depend on the size of a batch anyway."""
+    """Like `open_decoder`, on one thread of a CPU. Also raises ValueError if logits still depend on the batch size."""
+    if model.device.type == "cpu":
+        torch.set_num_threads(1)  # threads divide a product by its number of rows
     rows, tokens = whole_blocks(max_rows, ROW_BLOCK), whole_blocks(max_tokens, TOKEN_BLOCK)
     plain, slots = open_decoder(model, rows, tokens, return_routed_experts)
     decoder = BatchInvariantDecoder(plain, slots)
