@@ -42,7 +42,7 @@ def test_k_judgements_are_asked_at_once_and_voted_on(bench: Any) -> None:
     assert (report.verdict.score, report.verdict.num_judgements) == (8.5, 4)
     assert report.verdict.score_std == pytest.approx(8.5**0.5)
     assert [context.request_id for context, _ in engine.asked] == [f"g7/5/j{index}.0" for index in range(4)]
-    assert {(c.role, c.group_id, c.priority) for c, _ in engine.asked} == {("grm", "g7", -3)}
+    assert {(c.role, c.group_id, c.priority) for c, _ in engine.asked} == {("tiny-grm", "g7", -3)}
     assert len({params.seed for _, params in engine.asked}) == 4
 
 
