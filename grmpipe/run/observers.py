@@ -81,7 +81,7 @@ class Observers:
         if self.console:
             self.console.note(text)
 
-    def tell_changes(self, changes: Sequence[str]) -> None:
+    def show_changes(self, changes: Sequence[str]) -> None:
         """Show what resumes changed in the configuration."""
         for change in changes:
             log.info("changed %s", change)

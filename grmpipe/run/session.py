@@ -103,7 +103,7 @@ async def run_session(make_run: type[Run[P]], prepared: P, run_dir: Path, resume
                 prepared,
                 Session(run_dir=run_dir, observers=observers, checkpoints=checkpoints, resumed=resumed, state=state),
             )
-            observers.tell_changes(changes := changes_of(run_dir))
+            observers.show_changes(changes := changes_of(run_dir))
             summary = await run_to_end(run, run_dir, is_new=resumed is None)
         finally:
             observers.close()

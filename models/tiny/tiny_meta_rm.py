@@ -29,7 +29,7 @@ SHARE_SAMPLING = 0.5  # of the time of a build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class SampledJudgement:
     """A parsed judgement. `right`: whether it passes a right text, or fails a wrong one."""
 
     item: int
@@ -54,15 +54,15 @@ def build_meta_rm(recipe: MetaRmRecipe, judge: Path, directory: Path, progress: 
     in bf16.
     """
     with one_thread():
-        told = ask(judge, "train", recipe.num_items, recipe.num_judgements, recipe.seed)
+        judgements = ask(judge, "train", recipe.num_items, recipe.num_judgements, recipe.seed)
         progress(SHARE_SAMPLING)
         model = start_scalar_head(str(judge))
-        train(model, told, recipe, lambda done: progress(SHARE_SAMPLING + (1 - SHARE_SAMPLING) * done))
+        train(model, judgements, recipe, lambda done: progress(SHARE_SAMPLING + (1 - SHARE_SAMPLING) * done))
     model.bfloat16().save_pretrained(directory)
     PreTrainedTokenizerFast.from_pretrained(judge).save_pretrained(directory, save_jinja_files=False)
 
 
-def ask(judge: Path, split: Split, num_items: int, num_judgements: int, seed: int) -> list[Told]:
+def ask(judge: Path, split: Split, num_items: int, num_judgements: int, seed: int) -> list[SampledJudgement]:
     """Judgements of the scored texts of tiny://judgements; unparseable ones are left out."""
     speaker = Speaker(judge)
     texts = [item for item in make_judgements(split, num_items, seed) if isinstance(item, ScoredText)]
@@ -75,16 +75,19 @@ def ask(judge: Path, split: Split, num_items: int, num_judgements: int, seed: in
             ids = encode_prompt(speaker.tokenizer, prompt) + encode_content(speaker.tokenizer, critique)
             ids.append(int(speaker.tokenizer.eos_token_id))
             right = (score >= PASSING_SCORE) == (made.score >= PASSING_SCORE)
-            found.append(Told(item=index, token_ids=tuple(ids), right=right))
+            found.append(SampledJudgement(item=index, token_ids=tuple(ids), right=right))
     return found
 
 
 def train(
-    model: PreTrainedModel, told: Sequence[Told], recipe: MetaRmRecipe, progress: Callable[[float], None]
+    model: PreTrainedModel,
+    judgements: Sequence[SampledJudgement],
+    recipe: MetaRmRecipe,
+    progress: Callable[[float], None],
 ) -> None:
     """Train by binary cross-entropy, `batch_size` items per step, in a new order in each epoch."""
-    by_item: dict[int, list[Told]] = {}
-    for one in told:
+    by_item: dict[int, list[SampledJudgement]] = {}
+    for one in judgements:
         by_item.setdefault(one.item, []).append(one)
     rng, items, waiting = random.Random(recipe.seed), list(by_item), list[int]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -101,8 +104,8 @@ def train(
         progress((step + 1) / recipe.num_steps)
 
 
-def loss(model: PreTrainedModel, told: Sequence[Told]) -> Tensor:
-    by_length = sorted(told, key=lambda one: len(one.token_ids))
+def loss(model: PreTrainedModel, judgements: Sequence[SampledJudgement]) -> Tensor:
+    by_length = sorted(judgements, key=lambda one: len(one.token_ids))
     lengths_S = torch.tensor([len(one.token_ids) for one in by_length])
     ids_T = torch.tensor([token_id for one in by_length for token_id in one.token_ids])
     positions_T = torch.cat([torch.arange(length) for length in lengths_S.tolist()])
@@ -111,21 +114,21 @@ def loss(model: PreTrainedModel, told: Sequence[Told]) -> Tensor:
 
 
 def measure_meta_rm(directory: Path, judge: Path) -> MetaRmQuality:
-    told = ask(judge, "held_out", NUM_HELD_OUT_ITEMS, NUM_VOTES, HELD_OUT_SEED)
-    scores = ScalarScorer(ScorerSpec(path=str(directory))).scores([one.token_ids for one in told])
-    by_item: dict[int, list[tuple[float, Told]]] = {}
-    for score, one in zip(scores, told, strict=True):
+    judgements = ask(judge, "held_out", NUM_HELD_OUT_ITEMS, NUM_VOTES, HELD_OUT_SEED)
+    scores = ScalarScorer(ScorerSpec(path=str(directory))).scores([one.token_ids for one in judgements])
+    by_item: dict[int, list[tuple[float, SampledJudgement]]] = {}
+    for score, one in zip(scores, judgements, strict=True):
         by_item.setdefault(one.item, []).append((score, one))
     best = [sorted(some, key=lambda pair: -pair[0])[: max(1, len(some) // 2)] for some in by_item.values()]
     return MetaRmQuality(
-        base_rate=fmean(one.right for one in told),
-        accuracy=fmean((score > 0) == one.right for score, one in zip(scores, told, strict=True)),
+        base_rate=fmean(one.right for one in judgements),
+        accuracy=fmean((score > 0) == one.right for score, one in zip(scores, judgements, strict=True)),
         vote_accuracy=fmean(majority_right(some) for some in by_item.values()),
         guided_vote_accuracy=fmean(majority_right(some) for some in best),
     )
 
 
-def majority_right(votes: Sequence[tuple[float, Told]]) -> float:
+def majority_right(votes: Sequence[tuple[float, SampledJudgement]]) -> float:
     """A tie counts half."""
     share = fmean(one.right for _, one in votes)
     return 0.5 if share == 0.5 else float(share > 0.5)

@@ -22,7 +22,7 @@ from scheduler.processes.actors import ActorDied, Closable, MemberFactory, free_
 from scheduler.processes.call_limits import MEMBER_CALL, CallLimits
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.unix_rpc import RpcClient, RpcDisconnected, RpcServer
-from scheduler.processes.wire_types import Dialect, RemoteTraceback, Unspeakable
+from scheduler.processes.wire_types import Dialect, RemoteTraceback, UntypedCall
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class MemberHost(OrderedHost):
         """
         try:
             dialect = Dialect.of(type(self._member)).under(MEMBER_CALL)
-        except Unspeakable as error:
+        except UntypedCall as error:
             log.warning("calls go by Ray: %s", error)
             return None
         self._line = RpcServer(lambda method, *args: self.ask(method.removeprefix(f"{MEMBER_CALL}."), *args), dialect)

@@ -1,7 +1,7 @@
 """The types that a call may send: those of each method's arguments and answer, and errors by name. No I/O.
 
 Both ends know the types before the first call; only these are decoded. Arrays are sent as type, shape and bytes. A
-class whose methods have other types can't be called this way (`Unspeakable`).
+class whose methods have other types can't be called this way (`UntypedCall`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ERRORS: tuple[type[Exception], ...] = (
 KNOWN_ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in ERRORS}
 
 
-class Unspeakable(TypeError):
+class UntypedCall(TypeError):
     """A method has types that can't be sent."""
 
 
 @runtime_checkable
-class TellsErrors(Protocol):
+class HasOwnErrors(Protocol):
     """A class with errors of its own that arrive at callers as themselves: they are made from their `args`."""
 
     own_errors: ClassVar[tuple[type[Exception], ...]]
@@ -56,11 +56,11 @@ class Dialect:
 
     @staticmethod
     def of(kind: type, but: Collection[str] = ()) -> Dialect:
-        """The public methods of a class, except those in `but`. Raises Unspeakable that names one whose types aren't
+        """The public methods of a class, except those in `but`. Raises UntypedCall that names one whose types aren't
         plain data.
         """
         methods = inspect.getmembers(kind, inspect.isfunction)
-        own = kind.own_errors if isinstance(kind, TellsErrors) else ()
+        own = kind.own_errors if isinstance(kind, HasOwnErrors) else ()
         return Dialect(
             calls={name: types_of_call(each) for name, each in methods if name[0] != "_" and name not in but},
             errors=KNOWN_ERRORS | {error.__name__: error for error in own},
@@ -115,7 +115,7 @@ def types_of_call(method: Callable[..., object]) -> CallTypes:
         for type_ in (*(type_ for _, type_, _ in args), answer):
             _check(types_of.type_info(type_))
     except (NameError, KeyError, TypeError) as error:
-        raise Unspeakable(f"{method.__qualname__}: {error}") from None
+        raise UntypedCall(f"{method.__qualname__}: {error}") from None
     return CallTypes(args=args, answer=answer)
 
 

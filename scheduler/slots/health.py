@@ -264,7 +264,7 @@ async def push_to_living(sync: WeightSync, router: Router, version: int) -> Sync
     EngineDied only if no engine is left and none will come.
     """
     while True:
-        await _until_somebody(sync, router)
+        await _until_any_engine(sync, router)
         try:
             return await sync.push(lambda: router.in_use, version)
         except NoEngines:
@@ -297,7 +297,7 @@ async def _gone_among(engines: Mapping[str, Engine], failure: Exception) -> Mapp
     return {name: EngineDied(f"it hangs: {failure}") for name in hung}
 
 
-async def _until_somebody(sync: WeightSync, router: Router) -> None:
+async def _until_any_engine(sync: WeightSync, router: Router) -> None:
     """Return once an engine serves or waits for the push. Raises EngineDied if none will come."""
     waits = [asyncio.ensure_future(wait) for wait in (router.until_served(), sync.until_arrival())]
     try:

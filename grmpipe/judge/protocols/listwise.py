@@ -83,7 +83,7 @@ class ListwiseSession:
         counted = await self._context.counted(judged, priority)
         reports = {sibling: JudgeReport(verdict=self._verdict(sibling, counted)) for sibling in members}
         evidence = replace(reports[members[0]], judgements=sampled.judgements, failures=sampled.failures)
-        return reports | {members[0]: self._principles.told_in(evidence)}
+        return reports | {members[0]: self._principles.added_to(evidence)}
 
     def _verdict(self, sibling: int, counted: tuple[Sequence[Judgement], Vote] | Failed) -> Verdict | Failed:
         if isinstance(counted, Failed):
@@ -101,4 +101,4 @@ class ListwiseSession:
     def _failed_for_all(self, members: Sequence[int], failures: Sequence[Failed]) -> dict[int, JudgeReport]:
         reports = {sibling: JudgeReport(verdict=all_failed(failures)) for sibling in members}
         evidence = replace(reports[members[0]], failures=tuple(failures))
-        return reports | {members[0]: self._principles.told_in(evidence)}
+        return reports | {members[0]: self._principles.added_to(evidence)}

@@ -150,7 +150,7 @@ class PairwiseSession:
             failures=tuple(failure for sampled in own for failure in sampled.failures),
             saved_tokens=sum(sampled.saved_tokens for sampled in own),
         )
-        return self._principles.told_in(report)
+        return self._principles.added_to(report)
 
     def _verdict(self, sibling: int, pairs: Sequence[Pair]) -> Verdict | Failed:
         judged = {pair: match for pair in pairs if (match := self._matches[pair]).counts}

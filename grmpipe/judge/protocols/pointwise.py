@@ -61,7 +61,7 @@ class PointwiseSession:
         if isinstance(principles, Failed):
             return {sibling: JudgeReport(verdict=all_failed([principles]), failures=(principles,))}
         report = await self._judged(self._rollouts[sibling], principles, priority)
-        return {sibling: self._principles.told_in(report)}
+        return {sibling: self._principles.added_to(report)}
 
     async def _judged(self, rollout: Rollout, principles: str | None, priority: int) -> JudgeReport:
         parts = self.scored_parts_of(rollout)

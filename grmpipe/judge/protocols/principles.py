@@ -25,7 +25,7 @@ class Principles(Protocol):
         """The text for the judge's prompts. None if there is none to show."""
         ...
 
-    def told_in(self, report: JudgeReport) -> JudgeReport:
+    def added_to(self, report: JudgeReport) -> JudgeReport:
         """The report with the completion that wrote the principles, if no earlier report had it."""
         ...
 
@@ -39,7 +39,7 @@ class InlinePrinciples:
     async def text(self, priority: int) -> None:
         return None
 
-    def told_in(self, report: JudgeReport) -> JudgeReport:
+    def added_to(self, report: JudgeReport) -> JudgeReport:
         return report
 
 
@@ -76,7 +76,7 @@ class SharedPrinciples:
                 self._written = self._untold = answer
         return self._written.text.strip()
 
-    def told_in(self, report: JudgeReport) -> JudgeReport:
+    def added_to(self, report: JudgeReport) -> JudgeReport:
         untold, self._untold = self._untold, None
         return replace(report, principles=untold)
 

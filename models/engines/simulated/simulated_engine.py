@@ -123,7 +123,7 @@ class SimulatedEngine:
         )
         self._pending[context.request_id] = self._by_row[row] = pending
         self._batch.add(row, self._worked_s())
-        self._reckon()
+        self._schedule()
         try:
             return await pending.answer
         except asyncio.CancelledError:
@@ -141,11 +141,11 @@ class SimulatedEngine:
     async def pause(self) -> None:
         """Pause. The current step continues later where it stopped."""
         self._paused = True
-        self._reckon()
+        self._schedule()
 
     async def resume(self) -> None:
         self._paused = False
-        self._reckon()
+        self._schedule()
 
     async def begin_weights(self, link: GroupLink | None = None) -> None:
         if not self._paused:
@@ -180,20 +180,20 @@ class SimulatedEngine:
             if not pending.answer.done():
                 pending.answer.set_exception(EngineDied(reason))
         self._by_row.clear()
-        self._reckon()
+        self._schedule()
 
     def share_changed(self, share: float) -> None:
         """Called when more or fewer processes of the device are busy."""
         self._share = share
         if self._occupies:
-            self._reckon()
+            self._schedule()
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _worked_s(self) -> float:
         return self._rate.worked_s(asyncio.get_running_loop().time())
 
-    def _reckon(self) -> None:
+    def _schedule(self) -> None:
         """Update the speed, and when the batch changes next."""
         loop = asyncio.get_running_loop()
         goes = self._death is None and not self._paused and not self._batch.empty
@@ -224,7 +224,7 @@ class SimulatedEngine:
         for row in change.finished:
             if (pending := self._by_row.pop(row, None)) is not None:
                 self._answer(pending, row.num_tokens)
-        self._reckon()
+        self._schedule()
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class SimulatedEngine:
     def _end_early(self, pending: Pending) -> None:
         if self._by_row.pop(pending.row, None) is not None:
             self._answer(pending, self._batch.remove(pending.row, self._worked_s()))
-            self._reckon()
+            self._schedule()
 
     def _answer(self, pending: Pending, num_tokens: int) -> None:
         if not pending.answer.done():

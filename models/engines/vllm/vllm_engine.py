@@ -187,7 +187,7 @@ class VllmEngine:
         if not (self._paused and self._takes_weights):
             raise RuntimeError("weights may only be sent to a paused engine that takes weights")
         await self._drop_update()
-        await self._disown_cached_prompts()
+        await self._forget_cached_prompts()
         await self._join(link)
         await self._call(self._llm.start_weight_update())
         self._updating = True
@@ -321,7 +321,7 @@ class VllmEngine:
             return scores_of(output, last)
         raise AssertionError("vLLM ended a request without an output")
 
-    async def _disown_cached_prompts(self) -> None:
+    async def _forget_cached_prompts(self) -> None:
         """Keep requests from reading keys and values of the present weights, which are about to change."""
         if self._config.recompute_kv_on_sync:
             await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))

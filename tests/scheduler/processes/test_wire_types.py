@@ -41,7 +41,7 @@ from scheduler.processes.engine_host import (
 from scheduler.processes.wire_types import (
     KNOWN_ERRORS,
     Dialect,
-    Unspeakable,
+    UntypedCall,
     args_type,
     decoder,
     encoder,
@@ -172,5 +172,5 @@ def test_a_method_whose_types_are_no_plain_data_can_t_be_called_by_a_socket(type
     def method(self: object, value: Sequence[int]) -> None: ...
 
     method.__annotations__ = {"value": type_, "return": None}
-    with pytest.raises(Unspeakable, match="method"):
+    with pytest.raises(UntypedCall, match="method"):
         types_of_call(method)
