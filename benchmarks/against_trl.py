@@ -234,7 +234,7 @@ ROWS: tuple[Row, ...] = (
     ("one step (median), s", lambda run: f"{statistics.median(run.step_s[SETTLED:]):.3f}"),
     ("all steps, s", lambda run: f"{sum(run.step_s):.1f}"),
     *(
-        (f"steps' seconds to true accuracy {target}", lambda run, target=target: told_s(run.seconds_to(target)))
+        (f"steps' seconds to true accuracy {target}", lambda run, target=target: seconds_text(run.seconds_to(target)))
         for target in TARGETS
     ),
     ("true accuracy at T = 1, after", lambda run: f"{run.final:.3f}"),
@@ -243,14 +243,14 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def told_s(seconds: float | None) -> str:
+def seconds_text(seconds: float | None) -> str:
     return "not reached" if seconds is None else f"{seconds:.1f}"
 
 
 def table(ours: Sequence[Run], trls: Sequence[Run]) -> list[str]:
     names = [f"{side}, seed {seed}" for side in ("grmpipe", "TRL") for seed in range(len(ours))]
     lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    return [*lines, *(f"| {label} | {' | '.join(map(tell, (*ours, *trls)))} |" for label, tell in ROWS)]
+    return [*lines, *(f"| {label} | {' | '.join(map(figure, (*ours, *trls)))} |" for label, figure in ROWS)]
 
 
 def curve(ours: Sequence[Run], trls: Sequence[Run]) -> list[str]:
@@ -290,7 +290,7 @@ def report(folder: Path) -> list[str]:
     both = pairs(folder)
     ours, trls = [one for one, _ in both], [other for _, other in both]
     settings = read(folder, "settings")
-    told_ratios = " and ".join(f"{other.mean_s / one.mean_s:.1f}" for one, other in both)
+    ratios = " and ".join(f"{other.mean_s / one.mean_s:.1f}" for one, other in both)
     tried = ", ".join(f"{name} ({seconds:.2f} s per step)" for name, seconds in settings.items())
     return [
         "# Comparison with TRL",
@@ -300,7 +300,7 @@ def report(folder: Path) -> list[str]:
             1.16.0's `GRPOTrainer`, alternating on the same machine: {machine()}; code of {commit_date()}.
         """),
         "",
-        f"**A step of TRL takes {told_ratios} times as long as ours** (by seed; means, since ours alternate",
+        f"**A step of TRL takes {ratios} times as long as ours** (by seed; means, since ours alternate",
         "between long and short).",
         "",
         "## The same on both sides",

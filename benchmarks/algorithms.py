@@ -193,8 +193,8 @@ def crossed(results: Sequence[Result], figure: Figure, form: str) -> list[str]:
     ran = [[by_seed(results, GRID[estimator, loss]) for loss in LOSSES] for estimator in ESTIMATORS]
     lines = [f"| | {' | '.join(LOSSES)} | mean |", "|---" * (len(LOSSES) + 2) + "|"]
     for estimator, cells in zip(ESTIMATORS, ran, strict=True):
-        told = [cell(found, figure, form) for found in cells]
-        lines.append(f"| {estimator} | {' | '.join(told)} | {mean_of(cells, figure, form)} |")
+        row_cells = [cell(found, figure, form) for found in cells]
+        lines.append(f"| {estimator} | {' | '.join(row_cells)} | {mean_of(cells, figure, form)} |")
     columns = [mean_of(column, figure, form) for column in zip(*ran, strict=True)]
     everything = mean_of([found for cells in ran for found in cells], figure, form)
     return [*lines, f"| mean | {' | '.join(columns)} | {everything} |"]
@@ -289,8 +289,8 @@ def report(results: Sequence[Result], trl: Sequence[str] = ()) -> list[str]:
         ("Algorithms as in their files", WHOLE),
         ("Corrections, with GRPO, up to four versions behind", CORRECTIONS),
     ):
-        if told := listed(rows, results):
-            lines += [f"## {title}", "", *told, ""]
+        if table := listed(rows, results):
+            lines += [f"## {title}", "", *table, ""]
     dropped = [f"{result.row} (seed {result.seed}): {result.dropped}" for result in results if result.dropped]
     if dropped:
         lines += ["Groups dropped, by cause: " + "; ".join(dropped) + ".", ""]

@@ -149,8 +149,8 @@ def main() -> None:
     again = run_once(checkout, folder / f"again_{args.commit}_{args.steps}", (steps, *args.then))
     now = run_once(ROOT, folder / f"now_{args.steps}", (steps, *args.now))
     rows = {f"now, {args.commit}": difference(now, then), f"{args.commit}, {args.commit}": difference(then, again)}
-    told = [f"--now {key}" for key in args.now] + [f"--then {key}" for key in args.then]
-    lines = report(args.commit, args.steps, told, rows)
+    overrides = [f"--now {key}" for key in args.now] + [f"--then {key}" for key in args.then]
+    lines = report(args.commit, args.steps, overrides, rows)
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 

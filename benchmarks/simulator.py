@@ -161,7 +161,7 @@ class Row:
 
     def errors(self, profiled: str) -> list[float]:
         """Relative errors by round, smallest first."""
-        return sorted(told / self.measured[turn] - 1 for turn, told in self.foretold[profiled].items())
+        return sorted(predicted_s / self.measured[turn] - 1 for turn, predicted_s in self.foretold[profiled].items())
 
     def error(self, profiled: str) -> float:
         return statistics.median(self.errors(profiled))
@@ -175,9 +175,9 @@ def rows_of(folder: Path, profiled: Sequence[str]) -> list[Row]:
                 name=name,
                 measured={turn: measured_s(run) for turn, run in runs.items()},
                 foretold={
-                    other: told
+                    other: predictions
                     for other in profiled
-                    if other != name and (told := foretold_by(runs, runs_of(folder, other)))
+                    if other != name and (predictions := foretold_by(runs, runs_of(folder, other)))
                 },
                 others=max(map(others_share, runs.values())),
             )
@@ -270,14 +270,14 @@ def cell(row: Row, profiled: str) -> str:
 def verdicts(rows: Sequence[Row], profiled: Sequence[str]) -> str:
     lines = []
     for name in profiled:
-        told = [row for row in rows if name in row.foretold]
-        inside = sum(abs(row.error(name)) <= TARGET for row in told)
-        pairs = [*itertools.combinations(told, 2)]
+        predicted = [row for row in rows if name in row.foretold]
+        inside = sum(abs(row.error(name)) <= TARGET for row in predicted)
+        pairs = [*itertools.combinations(predicted, 2)]
         apart = [pair for pair in pairs if can_be_told_apart(*pair)]
         kept = sum((a.seconds < b.seconds) == (a.foretold_s(name) < b.foretold_s(name)) for a, b in apart)
         lines.append(
-            f"- By the profile of {name}: {inside} of {len(told)} within {TARGET:.0%}; of the {len(apart)} pairs of "
-            f"which every run of one was faster than any of the other, {kept} are predicted in their order."
+            f"- By the profile of {name}: {inside} of {len(predicted)} within {TARGET:.0%}; of the {len(apart)} pairs "
+            f"of which every run of one was faster than any of the other, {kept} are predicted in their order."
         )
     return "\n".join(lines)
 

@@ -68,7 +68,7 @@ def run(config: RunConfig, task: RunTask[P]) -> float | None:
             return say_complete(claim.place)
         with model_progress() as progress:
             prepared = task.prepare(config, progress)
-        tell([*claim.place.notes, *task.notes(prepared)])
+        print_notes([*claim.place.notes, *task.notes(prepared)])
         run_dir = claim.open()
         summary = asyncio.run(run_session(task.make_run, prepared, *anywhere(run_dir, claim.place)))
     if summary.status == "failed":
@@ -83,7 +83,7 @@ def anywhere(run_dir: Path, place: RunLocation) -> tuple[Path, Path | None]:
     return run_dir.absolute(), place.checkpoint.absolute() if place.checkpoint is not None else None
 
 
-def tell(lines: Iterable[str]) -> None:
+def print_notes(lines: Iterable[str]) -> None:
     for line in lines:
         print(f"grmpipe: note: {line}", file=sys.stderr)
 

@@ -78,7 +78,7 @@ class Renderer:
                 f"chat_template: the tokenizer in {path!r} has none; set policy.path (or grm.path) to a chat model, "
                 "or policy.chat_template (or grm.chat_template) to a Jinja file"
             )
-        _tell_unknown_kwargs(path, tokenizer, chat_template_kwargs)
+        _warn_of_unknown_kwargs(path, tokenizer, chat_template_kwargs)
         return Renderer(
             tokenizer,
             context_tokens=context_tokens,
@@ -206,7 +206,7 @@ def _read_template(chat_template: str) -> str:
         raise ValueError(f"chat_template: {chat_template!r} can't be read ({error}); give a Jinja file") from error
 
 
-def _tell_unknown_kwargs(path: str, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object]) -> None:
+def _warn_of_unknown_kwargs(path: str, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object]) -> None:
     template = tokenizer.get_chat_template()
     for name in kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -228,7 +228,7 @@ def _generation_eos(path: str) -> int | list[int] | None:
     from transformers import GenerationConfig
 
     try:
-        told: int | list[int] | None = GenerationConfig.from_pretrained(path).eos_token_id
+        eos: int | list[int] | None = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         return None
-    return told
+    return eos

@@ -30,8 +30,8 @@ def value_quality(values_N: np.ndarray, returns_N: np.ndarray) -> Metrics:
     """Metrics over a batch's N tokens. Explained variance: 1 - var(R - V) / var(R); 1 is perfect, 0 is a constant,
     below 0 the critic does harm. Left out if all returns are equal.
     """
-    told = {"critic/value_mean": float(values_N.mean()), "critic/return_mean": float(returns_N.mean())}
+    metrics = {"critic/value_mean": float(values_N.mean()), "critic/return_mean": float(returns_N.mean())}
     variance = float(returns_N.var())
     if variance > 0:
-        told["critic/explained_variance"] = 1.0 - float((returns_N - values_N).var()) / variance
-    return told
+        metrics["critic/explained_variance"] = 1.0 - float((returns_N - values_N).var()) / variance
+    return metrics

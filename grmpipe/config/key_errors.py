@@ -71,9 +71,9 @@ def no_such_choice(text: str) -> str:
     found = re.search(r"Could not (?:find|load) '([^']+)'", text)
     if not found:
         return ""
-    told = re.search(r"Available options in '([^']+)':\n((?:\t[^\n]*\n?)*)", text)
-    group = told[1] if told else found[1].rpartition("/")[0]
-    name, options = found[1].removeprefix(f"{group}/"), told[2].split() if told else []
+    available = re.search(r"Available options in '([^']+)':\n((?:\t[^\n]*\n?)*)", text)
+    group = available[1] if available else found[1].rpartition("/")[0]
+    name, options = found[1].removeprefix(f"{group}/"), available[2].split() if available else []
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
     message = f"{group}: there is no {name!r}" + (f"; did you mean {near[0]}?" if near else "")
     if options:

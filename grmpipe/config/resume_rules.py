@@ -37,7 +37,7 @@ FREE_ON_RESUME = (
 # Exceptions, for engines: keys that decide which prompts fit, or that may change the model made from the same files.
 ENGINE_KEYS = ("engine.", "policy.engine_options.", "grm.engine_options.")
 BOUND_ON_RESUME = ("max_context_tokens", "options", "extra_body", "chat_markup")
-UNTOLD = ("resume", "run_dir")  # keys that say how the run is started
+START_KEYS = ("resume", "run_dir")  # keys that say how the run is started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +57,10 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
     before, after = (dict(_leaves(dataclasses.asdict(config))) for config in (old, new))
     was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
     return [
-        f"{key}: {was.get(key)} -> {_as_told(was.get(key), now.get(key))}"
+        f"{key}: {was.get(key)} -> {_sealed_alike(was.get(key), now.get(key))}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not free_on_resume(key)
-        if was.get(key) != _as_told(was.get(key), now.get(key)) and not _is_secret(key, was.get(key), now.get(key))
+        if was.get(key) != _sealed_alike(was.get(key), now.get(key)) and not _is_secret(key, was.get(key), now.get(key))
     ]
 
 
@@ -68,9 +68,9 @@ def changes_on_resume(old: RunConfig, new: RunConfig) -> tuple[ConfigChange, ...
     """Keys that differ and may differ."""
     was, now = (dict(_leaves(without_secrets(config, free_on_resume))) for config in (old, new))
     return tuple(
-        ConfigChange(key=key, old=str(was.get(key)), new=str(_as_told(was.get(key), now.get(key))))
+        ConfigChange(key=key, old=str(was.get(key)), new=str(_sealed_alike(was.get(key), now.get(key))))
         for key in sorted(was.keys() | now.keys())
-        if was.get(key) != _as_told(was.get(key), now.get(key)) and free_on_resume(key) and key not in UNTOLD
+        if was.get(key) != _sealed_alike(was.get(key), now.get(key)) and free_on_resume(key) and key not in START_KEYS
     )
 
 
@@ -79,7 +79,7 @@ def _is_secret(key: str, *values: object) -> bool:
     return is_secret_key(key) and all(value is None or isinstance(value, str) for value in values)
 
 
-def _as_told(old: object, new: object) -> object:
+def _sealed_alike(old: object, new: object) -> object:
     """The new value as a hash, if only a hash of the old one is known."""
     return seal(new) if isinstance(old, str) and isinstance(new, str) and SEALED.fullmatch(old) else new
 

@@ -232,5 +232,5 @@ def is_one_engine(engines: Sequence[AnyEngine], swap: str, device: str) -> bool:
 def sync_of(engine: AnyEngine, sync: SyncConfig) -> SyncConfig:
     if not engine.quantizes:
         return sync
-    told = sync.probe_tolerance_quantized
-    return dataclasses.replace(sync, probe_tolerance=told, probe_tolerance_16bit=told)
+    tolerance = sync.probe_tolerance_quantized
+    return dataclasses.replace(sync, probe_tolerance=tolerance, probe_tolerance_16bit=tolerance)

@@ -118,9 +118,9 @@ def notes_on(result: JudgeEvaluation, max_subsets: int) -> Iterator[str]:
         "order_flips_share": "two judgements disagree, the two responses shown in the other order: share",
         "noise_flips_share": "two judgements disagree, shown in the same order (sampling noise): share",
     }
-    for name, told in names.items():
+    for name, description in names.items():
         if name in result.bias:
-            yield f"{told} {result.bias[name]:.2f}"
+            yield f"{description} {result.bias[name]:.2f}"
     if "order_flips_share" not in result.bias and num_failed < result.num_judgements:
         yield "order flips: not measured, this judge doesn't compare two responses in both orders"
 

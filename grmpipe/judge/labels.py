@@ -168,8 +168,8 @@ def hinted(judging_task: Prompt) -> Prompt:
     """The judging task with its label shown, in SPCT's words."""
     assert judging_task.reference is not None, f"{judging_task.prompt_id}: judging tasks have labels"
     (message,) = judging_task.messages
-    told = Message(role=message.role, content=f"{message.content}\n\n{hint_of(judging_task.reference)}")
-    return dataclasses.replace(judging_task, messages=(told,))
+    hinted_message = Message(role=message.role, content=f"{message.content}\n\n{hint_of(judging_task.reference)}")
+    return dataclasses.replace(judging_task, messages=(hinted_message,))
 
 
 def hint_of(label: str) -> str:

@@ -55,14 +55,14 @@ class MixedSession:
 
     def _mixed(self, by_name: Mapping[str, JudgeReport]) -> JudgeReport:
         reports = {name: by_name[name] for name in self._sessions}  # in the order of the components
-        told = list(reports.values())
+        all_reports = list(reports.values())
         return JudgeReport(
             verdict=self._verdict({name: report.verdict for name, report in reports.items()}),
-            judgements=tuple(judgement for report in told for judgement in report.judgements),
-            failures=tuple(failure for report in told for failure in report.failures),
-            principles=next((report.principles for report in told if report.principles is not None), None),
-            saved_tokens=sum(report.saved_tokens for report in told),
-            audit=next((report.audit for report in told if report.audit is not None), None),
+            judgements=tuple(judgement for report in all_reports for judgement in report.judgements),
+            failures=tuple(failure for report in all_reports for failure in report.failures),
+            principles=next((report.principles for report in all_reports if report.principles is not None), None),
+            saved_tokens=sum(report.saved_tokens for report in all_reports),
+            audit=next((report.audit for report in all_reports if report.audit is not None), None),
         )
 
     def _verdict(self, parts: Mapping[str, Verdict | Failed]) -> Verdict | Failed:

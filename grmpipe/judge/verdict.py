@@ -34,17 +34,17 @@ def unasked(cause: Cause, detail: str) -> Failed:
 
 def only_finite(report: JudgeReport) -> JudgeReport:
     """The report, checked: a verdict or judgement with a number that isn't finite becomes a failure, `unparseable`."""
-    told = report
+    checked = report
     if (broken := [one for one in report.judgements if not all(map(math.isfinite, one.scores))]) != []:
         failures = tuple(_not_finite(f"scores {one.scores}", 1) for one in broken)
         sound = tuple(one for one in report.judgements if one not in broken)
-        told = replace(told, judgements=sound, failures=(*report.failures, *failures))
+        checked = replace(checked, judgements=sound, failures=(*report.failures, *failures))
     verdict = report.verdict
     if isinstance(verdict, Verdict) and not math.isfinite(math.fsum(map(abs, _numbers(verdict)))):
         spans = ", ".join(f"{span.value:g}" for span in verdict.rewards)
         words = f"score {verdict.score:g}, rewards {spans}, score std {verdict.score_std:g}"
-        told = replace(told, verdict=_not_finite(words, max(1, verdict.num_judgements)), audit=None)
-    return told
+        checked = replace(checked, verdict=_not_finite(words, max(1, verdict.num_judgements)), audit=None)
+    return checked
 
 
 def _numbers(verdict: Verdict) -> Iterable[float]:

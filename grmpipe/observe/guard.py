@@ -15,7 +15,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
-        self._told: set[tuple[str, type[Exception], object]] = set()
+        self._logged: set[tuple[str, type[Exception], object]] = set()
 
     @contextmanager
     def watch(self, observer: str) -> Iterator[None]:
@@ -23,11 +23,11 @@ class Guard:
             yield
         except Exception as error:
             self.failures[observer] += 1
-            self._tell_once(observer, error)
+            self._log_once(observer, error)
 
-    def _tell_once(self, observer: str, error: Exception) -> None:
+    def _log_once(self, observer: str, error: Exception) -> None:
         # By type and errno, not by message: a message with the step in it would fill the log.
         cause = (observer, type(error), getattr(error, "errno", None))
-        if cause not in self._told:
-            self._told.add(cause)
+        if cause not in self._logged:
+            self._logged.add(cause)
             log.warning("%s failed, the run continues without it: %r", observer, error, exc_info=error)

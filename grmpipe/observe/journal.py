@@ -58,7 +58,7 @@ class Journal:
     def mark(self) -> Mark:
         """The mark after the last line. Raises OSError."""
         offset, tail = self._file.tail(TAIL_BYTES)
-        return Mark(offset=offset, after=told(tail))
+        return Mark(offset=offset, after=ascii_text(tail))
 
     def close(self) -> None:
         self._file.close()
@@ -135,7 +135,7 @@ def parsed(line: bytes) -> tuple[dict[str, Any], str, bool]:
     """
     body, tail = line[:-TAIL_BYTES], line[-TAIL_BYTES:]
     has_checksum = tail.startswith(BEGIN) and tail.endswith(END)
-    if has_checksum and told(tail[len(BEGIN) : -len(END)]) != checksum(body):
+    if has_checksum and ascii_text(tail[len(BEGIN) : -len(END)]) != checksum(body):
         raise ValueError(
             f"it is damaged: its checksum doesn't match (if it was changed on purpose, remove its {CHECKSUM})"
         )
@@ -173,10 +173,10 @@ def mark_holds(path: Path, mark: Mark) -> bool:
 
 def holds(descriptor: int, mark: Mark) -> bool:
     start = max(0, mark.offset - TAIL_BYTES)
-    return told(os.pread(descriptor, mark.offset - start, start)) == mark.after
+    return ascii_text(os.pread(descriptor, mark.offset - start, start)) == mark.after
 
 
-def told(tail: bytes) -> str:
+def ascii_text(tail: bytes) -> str:
     return tail.decode("ascii", "replace")
 
 

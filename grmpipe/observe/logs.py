@@ -63,14 +63,14 @@ class LogFile(logging.FileHandler):
     record.
     """
 
-    _told = False
+    _reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._told:
-            self._told = True
+        elif not self._reported:
+            self._reported = True
             print(f"grmpipe: {self.baseFilename} can't be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ def read_run(run_dir: Path) -> RunFiles:
     summary = read_object(run_dir / "summary.json")
     lines = (numbers_of(line) for line in records(read_bytes(run_dir / "metrics.jsonl")))
     metrics = [line for line in lines if "step" in line]
-    looks, judging, groups = part(summary, "eval"), part(summary, "judging"), part(summary, "groups")
+    evaluations, judging, groups = part(summary, "eval"), part(summary, "judging"), part(summary, "groups")
     secrets = environment_secrets()
     config = config_text(read_bytes(run_dir / "config.yaml"), secrets)
     return RunFiles(
@@ -100,8 +100,8 @@ def read_run(run_dir: Path) -> RunFiles:
         wall_s=number(summary, "wall_s"),
         steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),
         metrics=metrics,
-        eval_initial=numbers_of(part(looks, "initial")) or look_of(metrics[:1]),
-        eval_final=numbers_of(part(looks, "final")) or look_of([*filter(look_of_line, metrics)][1:][-1:]),
+        eval_initial=numbers_of(part(evaluations, "initial")) or look_of(metrics[:1]),
+        eval_final=numbers_of(part(evaluations, "final")) or look_of([*filter(look_of_line, metrics)][1:][-1:]),
         busy_s=numbers_of(part(summary, "busy_s")),
         asked=int(number(judging, "asked") or sum(line.get("judge/asked", 0) for line in metrics)),
         failed=counts(part(judging, "failed")) if judging else failures_in(metrics),
@@ -169,7 +169,7 @@ def groups_of(summed: Record, metrics: Sequence[Metrics]) -> dict[str, int]:
         return ended | {f"dropped: {cause}": count for cause, count in counts(part(summed, "dropped")).items()}
     last = metrics[-1] if metrics else {}
     names = {name: name.removeprefix("groups/").replace("_", " ") for name in last if name.startswith("groups/")}
-    return {told: int(last[name]) for name, told in names.items()}
+    return {label: int(last[name]) for name, label in names.items()}
 
 
 # -- rollouts --------------------------------------------------------------------------------------------------------

@@ -92,9 +92,9 @@ def written(summary: Summary, path: Path) -> Summary:
     try:
         summary.write(path)
     except OSError as error:
-        told = f"{path} could not be written: {error.strerror or error}"
+        problem = f"{path} could not be written: {error.strerror or error}"
         first = f"{summary.failure}\n" if summary.failure is not None else ""
-        return replace(summary, status="failed", failure=first + told)
+        return replace(summary, status="failed", failure=first + problem)
     return summary
 
 

@@ -121,7 +121,7 @@ class GroupBuffer:
 
     def no_more_prompts(self) -> None:
         self.prompts_over = True
-        self.tell()
+        self.notify()
 
     def set_deadline(self, group: Group) -> None:
         """Set the group's deadline to `group_deadline_s` from now."""
@@ -205,7 +205,7 @@ class GroupBuffer:
         """Whether no group is open, and none may be opened under this version any more."""
         return (self.prompts_over or self.capacity <= 0) and not self._untaken.count(*OPEN)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all who wait for news."""
         self._news.set()
 
@@ -358,7 +358,7 @@ class GroupBuffer:
         if group.state in (GroupState.TRAINED, GroupState.DROPPED):
             self._end(group)
         if before in OPEN and group.state not in OPEN:
-            self.tell()
+            self.notify()
         self._on_change(self._untaken.supply())
 
     def _resample(self, group: Group) -> bool:

@@ -57,7 +57,7 @@ class Consumer:
 
     def interrupt(self) -> None:
         self._interrupted = True
-        self._buffer.tell()
+        self._buffer.notify()
 
     async def run(self) -> None:
         """Run all steps. Raises Interrupted, or EndOfData if the remaining groups fill no batch."""

@@ -55,10 +55,10 @@ def gpus() -> str:
         return "0; placements with resource=gpu are refused"
     name, memory_gb = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / 1e9
     capability = torch.cuda.get_device_capability(0)
-    told = [f"{count} x {name}, {memory_gb:.0f} GB, compute {capability[0]}.{capability[1]}"]
+    notes = [f"{count} x {name}, {memory_gb:.0f} GB, compute {capability[0]}.{capability[1]}"]
     if capability < LEAST_CAPABILITY:
-        told.append("no bfloat16 in hardware, no flash attention: these need compute 8.0 (A100) or newer")
-    return "; ".join(told)
+        notes.append("no bfloat16 in hardware, no flash attention: these need compute 8.0 (A100) or newer")
+    return "; ".join(notes)
 
 
 def cuda() -> str:
@@ -72,17 +72,19 @@ def cuda() -> str:
 
 def cuda_mismatch(torch_version: str, built_for: str | None, driver: str | None) -> str:
     """One line: the versions, and what to do if they don't match. CUDA 13 needs driver 580, CUDA 12 driver 525."""
-    told = [f"torch {torch_version} for {f'CUDA {built_for}' if built_for else 'CPUs'}"]
-    told.append(f"driver {driver}" if driver else "no NVIDIA driver")
+    notes = [f"torch {torch_version} for {f'CUDA {built_for}' if built_for else 'CPUs'}"]
+    notes.append(f"driver {driver}" if driver else "no NVIDIA driver")
     if driver and not built_for:
-        told.append("this torch can't use the GPU of this machine; type: pip install torch from PyPI")
+        notes.append("this torch can't use the GPU of this machine; type: pip install torch from PyPI")
     if driver and built_for:
         least = LEAST_DRIVER.get(int(built_for.split(".")[0]), 0)
         if int(driver.split(".")[0]) < least:
-            told.append(f"CUDA {built_for} needs driver {least} or newer: update it, or install a torch for older CUDA")
+            notes.append(
+                f"CUDA {built_for} needs driver {least} or newer: update it, or install a torch for older CUDA"
+            )
     if built_for and tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2]) < LEAST_TORCH:
-        told.append("the learner on GPUs needs torch 2.13 or newer")
-    return "; ".join(told)
+        notes.append("the learner on GPUs needs torch 2.13 or newer")
+    return "; ".join(notes)
 
 
 def driver_version() -> str | None:

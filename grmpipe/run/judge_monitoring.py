@@ -45,16 +45,16 @@ class MonitoredJudge:
 
 
 class JudgeMonitor:
-    """The monitor of a run's judge. `tell` receives alarms. Its state for a resume is in the run's files."""
+    """The monitor of a run's judge. `report_alarm` receives alarms. Its state for a resume is in the run's files."""
 
     def __init__(
-        self, monitored: MonitoredJudge, config: JudgeMonitorConfig, run_dir: Path, tell: Callable[[str], None]
+        self, monitored: MonitoredJudge, config: JudgeMonitorConfig, run_dir: Path, report_alarm: Callable[[str], None]
     ) -> None:
         past = list(read_what_can_be(run_dir / "metrics.jsonl"))
         self._monitored = monitored
         self._config = config
         self._path = run_dir / CANARIES
-        self._tell = tell
+        self._report_alarm = report_alarm
         self._canaries = read_canaries(self._path)
         self._points = [point for line in past if (point := point_of(line)) is not None]  # sqrt(KL), score
         self._limits = Limits(config.limits, [name for name in config.limits if was_ringing(past, name)])
@@ -77,24 +77,24 @@ class JudgeMonitor:
 
     async def after_step(self, step: int, metrics: Metrics) -> Metrics:
         """Returns further metrics of a step. `metrics`: all its other metrics."""
-        told = self._monitored.fitness.bias_metrics() | self._fitted(metrics)
+        monitor_metrics = self._monitored.fitness.bias_metrics() | self._fitted(metrics)
         if self._config.every and step % self._config.every == 0:
-            told |= await self._check(step)
-        self._exceeded = self._limits.read(step, metrics | told)
-        return told | self._limits.metrics()
+            monitor_metrics |= await self._check(step)
+        self._exceeded = self._limits.read(step, metrics | monitor_metrics)
+        return monitor_metrics | self._limits.metrics()
 
     def act(self, last: bool) -> None:
         """Raise alarms for exceeded limits, after the metrics were written. Raises JudgeUnfit to stop the run."""
         for one in self._exceeded:
             if one.new:
-                self._tell(one.text)
+                self._report_alarm(one.text)
             if one.action == "stop":
                 raise JudgeUnfit(one.text)
             if one.action == "pause":
                 self._monitored.fitness.trip(one.text)
         if last:
             for text in self._limits.never_read():
-                self._tell(text)
+                self._report_alarm(text)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class JudgeMonitor:
 
     def _sound_drift(self, step: int, mean: float, count: int, is_sure: bool) -> None:
         if is_sure and not self._drifting:
-            self._tell(
+            self._report_alarm(
                 f"The judge has changed: at step {step} its scores of {count} fixed responses differ by {mean:+.2f} "
                 "on average, under the same seeds, although it isn't trained; is another model behind it?"
             )
@@ -132,11 +132,11 @@ class JudgeMonitor:
         self._points.append(point)
         start = self._points[0][1]
         found = fit([(d, score - start) for d, score in self._points])
-        told = {"judge_monitor/sqrt_kl": point[0]}
+        fit_metrics = {"judge_monitor/sqrt_kl": point[0]}
         if found is None:
-            return told
-        told |= {"judge_monitor/fit_alpha": found.alpha, "judge_monitor/fit_beta": found.beta}
-        return told if found.peak is None else told | {"judge_monitor/peak_sqrt_kl": found.peak}
+            return fit_metrics
+        fit_metrics |= {"judge_monitor/fit_alpha": found.alpha, "judge_monitor/fit_beta": found.beta}
+        return fit_metrics if found.peak is None else fit_metrics | {"judge_monitor/peak_sqrt_kl": found.peak}
 
     def _find_canaries(self, seen: Sequence[tuple[Prompt, Rollout]]) -> tuple[Canary, ...]:
         count = self._config.canaries

@@ -96,12 +96,12 @@ class PeriodicEval:
 
     def _sound_alarm(self, step: int, score: float, gold: float) -> None:
         self.readings.append((step, score, gold))
-        told = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
-        if told is not None and not self.ringing:
-            self.tell(told)
-        self.ringing = told is not None
+        alarm = self._alarm.record(step=step, grm_score=score, gold_accuracy=gold)
+        if alarm is not None and not self.ringing:
+            self.report_alarm(alarm)
+        self.ringing = alarm is not None
 
-    def tell(self, alarm: str) -> None:
+    def report_alarm(self, alarm: str) -> None:
         """Report an alarm to the summary, the log and the console."""
         self.alarms.append(alarm)
         log.info("alarm: %s", alarm)

@@ -120,10 +120,10 @@ class RetrainRun(Run[PreparedRetraining]):
     def _record(self, groups: Sequence[JudgedGroup], metrics: Metrics) -> None:
         """Write the metrics of a step, and how its groups ended."""
         step = self._steps_done
-        told = batch_metrics(groups, step - 1, self._config.algorithm)
-        self._oldest = max(self._oldest, int(told["staleness/max"]))
-        told |= truth_metrics(groups, rule_of(self._config.judge))
-        self._observers.tracker.log(step, told | metrics)
+        group_metrics = batch_metrics(groups, step - 1, self._config.algorithm)
+        self._oldest = max(self._oldest, int(group_metrics["staleness/max"]))
+        group_metrics |= truth_metrics(groups, rule_of(self._config.judge))
+        self._observers.tracker.log(step, group_metrics | metrics)
         for end in self._recorded.steps[step - 1]:
             self._observers.recorder.group_ended(dataclasses.replace(end, step=step))
 

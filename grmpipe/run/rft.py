@@ -105,8 +105,8 @@ class RftRun(Run[Prepared]):
         evaluated = await make_evaluator(self._prepared, running).evaluate(f"held-out-{when}")
         self._evaluations[when] = evaluated.metrics
         log.info("held-out, %s: %s", when, evaluated.metrics)
-        told = ", ".join(f"{name} {value:.3f}" for name, value in evaluated.metrics.items())
-        self._observers.note(f"held out, after {self._steps} steps: {told}")
+        metrics_text = ", ".join(f"{name} {value:.3f}" for name, value in evaluated.metrics.items())
+        self._observers.note(f"held out, after {self._steps} steps: {metrics_text}")
         if when == "initial" and evaluated.metrics:
             self._observers.tracker.log(0, named(evaluated.metrics))
 
@@ -146,9 +146,9 @@ class Sampling:
         finally:
             journal.close()
         fates = Counter(record["fate"] for record in known.values())
-        told = ", ".join(f"{number} {fate}" for fate, number in fates.most_common())
-        log.info("judging tasks: %s", told)
-        self._note(f"judging tasks: {told}")
+        counts = ", ".join(f"{number} {fate}" for fate, number in fates.most_common())
+        log.info("judging tasks: %s", counts)
+        self._note(f"judging tasks: {counts}")
         return [decode_rollout(one) for judging_task in judging_tasks for one in known[judging_task.prompt_id]["kept"]]
 
     async def _sample(self, judging_task: Prompt, journal: Journal, known: dict[str, dict[str, object]]) -> None:
@@ -172,11 +172,13 @@ class Sampling:
         if fate != "none_right" or not self._settings.hint:
             return fate, kept
         try:
-            told = await self._ask(hinted(judging_task), self._settings.num_samples)
+            hinted_rollout = await self._ask(hinted(judging_task), self._settings.num_samples)
         except EngineRefused:  # no room for the hint
             return fate, ()
+        if not self._is_right(judging_task, hinted_rollout):
+            return fate, ()
         plain_ids = self._prepared.policy.renderer.render(judging_task.messages)
-        return ("hinted", (without_hint(told, plain_ids),)) if self._is_right(judging_task, told) else (fate, ())
+        return "hinted", (without_hint(hinted_rollout, plain_ids),)
 
     async def _ask(self, judging_task: Prompt, index: int) -> Rollout:
         seed = derive_seed(self._prepared.config.seed, f"{judging_task.prompt_id}/{index}")

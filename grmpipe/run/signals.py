@@ -68,16 +68,16 @@ def _listen(numbers: Sequence[signal.Signals], call: Callable[[], object]) -> Ca
     this.
     """
     loop = asyncio.get_running_loop()
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def silence() -> None:
-        for number in heard:
+        for number in handled:
             loop.remove_signal_handler(number)
 
     def first() -> None:
         silence()
         call()
 
-    for number in heard:
+    for number in handled:
         loop.add_signal_handler(number, first)
     return silence

@@ -183,8 +183,8 @@ class TrainingRun(Run[Prepared]):
             self._prepared.prompts.at(prompt_index)
             for prompt_index in range(min(NUM_PROMPTS, len(self._prepared.prompts)))
         ]
-        if told := await preflight_judgement(running.judge, self._config.judge, prompts):
-            raise ConfigError(f"judge.{told}")
+        if problem := await preflight_judgement(running.judge, self._config.judge, prompts):
+            raise ConfigError(f"judge.{problem}")
 
     def _make_periodic_eval(self, running: RunComponents) -> PeriodicEval:
         judge = self._config.judge
@@ -215,7 +215,7 @@ class TrainingRun(Run[Prepared]):
             scale=(judge.score_min, judge.score_max),
         )
         watch = config.judge_monitor if config.judged_by_model else replace(config.judge_monitor, every=0)
-        return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.tell)
+        return JudgeMonitor(monitored, watch, self._run_dir, periodic_eval.report_alarm)
 
     async def _export(self, running: RunComponents) -> None:
         """Export every trained model as a Hugging Face directory with the chat template that it was trained with."""
@@ -235,11 +235,11 @@ class TrainingRun(Run[Prepared]):
         if self._state is not None or kept:
             rollouts = sum(len(work.rollouts) for work in kept.values())
             verdicts = sum(len(work.reports) for work in kept.values())
-            told = (
+            message = (
                 f"resumed at step {pipeline_state.version}: {rollouts} rollouts kept, {verdicts} of them with verdicts"
             )
-            log.info("%s", told)
-            self._observers.note(told)
+            log.info("%s", message)
+            self._observers.note(message)
         return pipeline_state, kept
 
     async def _checkpoint(self, running: RunComponents, pipeline: Pipeline, periodic_eval: PeriodicEval) -> None:

@@ -88,11 +88,11 @@ class MetaRmRun(Run[MetaRmTraining]):
                 for indices in self._rounds(batch, learner.size):
                     packed = [(pack_classified([classified(batch[i]) for i in some]),) for some in indices]
                     await learner.call_each("accumulate", packed)
-                told = cast(list[Metrics], await learner.call_all("step"))[0]
+                metrics = cast(list[Metrics], await learner.call_all("step"))[0]
                 self._num_steps += 1
-                self._observers.tracker.log(self._num_steps, told)
+                self._observers.tracker.log(self._num_steps, metrics)
                 if self._num_steps % STEPS_PER_NOTE == 0:
-                    self._observers.note(f"step {self._num_steps}/{train.num_steps}  loss {told['train/loss']:.3f}")
+                    self._observers.note(f"step {self._num_steps}/{train.num_steps}  loss {metrics['train/loss']:.3f}")
             await self._evaluate(learner)
             await learner.call_all("export", str(self._run_dir / "meta_rm"))
 
@@ -109,8 +109,8 @@ class MetaRmRun(Run[MetaRmTraining]):
                     probabilities[i] = sigmoid(float(logit))
         self._evaluations.append(measure(examples, probabilities, self._config.judge.k_meta))
         self._observers.tracker.log(self._num_steps, {f"eval/{name}": x for name, x in self._evaluations[-1].items()})
-        told = ", ".join(f"{name} {value:.3f}" for name, value in self._evaluations[-1].items())
-        self._observers.note(f"held out, after {self._num_steps} steps: {told}")
+        metrics_text = ", ".join(f"{name} {value:.3f}" for name, value in self._evaluations[-1].items())
+        self._observers.note(f"held out, after {self._num_steps} steps: {metrics_text}")
 
     def _of(self, split: Split) -> list[LabelledJudgement]:
         return [example for example in self._sampled.examples if example.split == split]

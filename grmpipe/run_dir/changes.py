@@ -17,8 +17,8 @@ def record_changes(run_dir: Path, run_id: str, step: int, changes: Sequence[Conf
     journal = Journal(run_dir / CHANGES_FILE, run_id=run_id)
     try:
         for change in changes:
-            told = {"key": change.key, "old": change.old, "new": change.new}
-            journal.append({"step": step, "time": round(time.time(), 3), **told})
+            values = {"key": change.key, "old": change.old, "new": change.new}
+            journal.append({"step": step, "time": round(time.time(), 3), **values})
     finally:
         journal.close()
 

@@ -100,9 +100,11 @@ def resumed(run_dir: Path, config: RunConfig) -> RunLocation:
     if is_complete(run_dir, config):
         return RunLocation(run_dir=run_dir, resumed=True, complete=True)
     notes = status_of(run_dir)[1]
-    checkpoint, told = checkpoint_of(run_dir)
+    checkpoint, checkpoint_notes = checkpoint_of(run_dir)
     changes = changes_on_resume(old, config)
-    return RunLocation(run_dir=run_dir, resumed=True, checkpoint=checkpoint, changes=changes, notes=notes + told)
+    return RunLocation(
+        run_dir=run_dir, resumed=True, checkpoint=checkpoint, changes=changes, notes=notes + checkpoint_notes
+    )
 
 
 def checkpoint_of(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:

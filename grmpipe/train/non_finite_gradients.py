@@ -14,11 +14,11 @@ class NonFiniteGradients(ArithmeticError):
         self.group_ids = group_ids
 
     def __str__(self) -> str:
-        told = f"the gradient norm is {self.norm}"
+        problem = f"the gradient norm is {self.norm}"
         if self.group_ids:
             few = ", ".join(self.group_ids[:8]) + (", ..." if len(self.group_ids) > 8 else "")
             return (
-                f"{told}, since the advantages of {len(self.group_ids)} groups are not finite ({few}): no step was "
+                f"{problem}, since the advantages of {len(self.group_ids)} groups are not finite ({few}): no step was "
                 "made; check their rewards in judgements.jsonl, and the KL or values subtracted from them"
             )
-        return f"{told}: training diverged, no step was made; try a lower {self.lr_key}"
+        return f"{problem}: training diverged, no step was made; try a lower {self.lr_key}"

@@ -15,8 +15,8 @@ async def files_of_save(actors: ActorGroup) -> tuple[StoredFile, ...]:
     """The files that all ranks wrote. Raises the error of a failed write."""
     poll_s = FIRST_POLL_S
     while True:
-        told = cast(list[tuple[StoredFile, ...] | None], await actors.call_all("saved"))
-        if None not in told:
-            return tuple(file for files in told if files is not None for file in files)
+        files_by_rank = cast(list[tuple[StoredFile, ...] | None], await actors.call_all("saved"))
+        if None not in files_by_rank:
+            return tuple(file for files in files_by_rank if files is not None for file in files)
         await asyncio.sleep(poll_s)
         poll_s = min(2 * poll_s, LAST_POLL_S)

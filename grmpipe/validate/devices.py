@@ -33,11 +33,11 @@ def check_shares(roles: Roles, placement: Placement) -> None:
     if not meet or (placement.elastic_slots(pool) and by_turns):
         return
     keys = {role.name: role.option_key(role.engine.share_option) for role in served}
-    told = " and ".join(f"{keys[role]}={share:g} ({role})" for role, share in asked.items())
+    settings = " and ".join(f"{keys[role]}={share:g} ({role})" for role, share in asked.items())
     half = " ".join(f"{role.name}.engine_options.{role.engine.share_option}=0.4" for role in served)
     raise ConfigError(
         f"{keys[served[-1].name]}: the engines on the GPUs of pool {pool} ask for {sum(asked.values()):g} of each: "
-        f"{told}; type {half}, or for vLLM null: the memory that the models leave is then divided"
+        f"{settings}; type {half}, or for vLLM null: the memory that the models leave is then divided"
     )
 
 

@@ -120,12 +120,12 @@ def prepare(config: RunConfig, progress: Progress) -> Prepared:
 
 def check_objective(config: RunConfig) -> None:
     """Check that the objective is a number that summary.json can hold. Whether it will is known only at the end."""
-    looks = [f"eval.{when}.{name}" for when in ("initial", "final") for name in EVAL_METRICS]
+    eval_keys = [f"eval.{when}.{name}" for when in ("initial", "final") for name in EVAL_METRICS]
     first = config.objective.split(".")[0]
-    known = config.objective in looks if first == "eval" else first in {spec.name for spec in fields(Summary)}
+    known = config.objective in eval_keys if first == "eval" else first in {spec.name for spec in fields(Summary)}
     if not known:
-        near = difflib.get_close_matches(config.objective, looks, n=1) or looks[-2:-1]
+        near = difflib.get_close_matches(config.objective, eval_keys, n=1) or eval_keys[-2:-1]
         raise ConfigError(
             f"objective: {config.objective!r} is no number of summary.json; did you mean {near[0]}? "
-            f"Metrics of eval: {', '.join(looks)}"
+            f"Metrics of eval: {', '.join(eval_keys)}"
         )

@@ -84,13 +84,13 @@ def load_sharded(directory: str, model: PreTrainedModel, optimizer: torch.optim.
     """
     if not (Path(directory) / ".metadata").is_file():
         raise ValueError(f"resume: {directory!r} holds no checkpoint of a learner (no .metadata)")
-    saved, told = torch.tensor(0), f"resume: {directory} can't be read"
-    with _in_words(ValueError, told):
+    saved, problem = torch.tensor(0), f"resume: {directory} can't be read"
+    with _in_words(ValueError, problem):
         dcp.load({"version": saved}, storage_reader=SafeReader(directory))
     version = int(saved)
     optimizer.zero_grad()  # open gradients would keep torch from creating the optimizer's state
     state = _state(model, optimizer, version)
-    with _in_words(ValueError, told):
+    with _in_words(ValueError, problem):
         dcp.load(state, storage_reader=SafeReader(directory))
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # has all trained ones
     if version > 0:
@@ -136,8 +136,8 @@ def export_hf(
 
 def _dtype_of(source: str, model: PreTrainedModel) -> torch.dtype:
     """The dtype of a model's files by their config.json, otherwise the model's."""
-    told = AutoConfig.from_pretrained(source).dtype
-    return told if isinstance(told, torch.dtype) else model.dtype
+    dtype = AutoConfig.from_pretrained(source).dtype
+    return dtype if isinstance(dtype, torch.dtype) else model.dtype
 
 
 def _gathered(model: PreTrainedModel, dtype: torch.dtype | None, exact: Sequence[str]) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @contextmanager
-def _in_words(kind: type[Exception], told: str) -> Iterator[None]:
+def _in_words(kind: type[Exception], problem: str) -> Iterator[None]:
     """Context: torch reports a failure on any rank to all ranks, as an error that isn't an Exception and holds all
     tracebacks.
     """
@@ -167,7 +167,7 @@ def _in_words(kind: type[Exception], told: str) -> Iterator[None]:
     except CheckpointException as error:
         rank = min(error.failures)
         cause, _ = error.failures[rank]
-        raise kind(f"{told}: rank {rank}: {type(cause).__name__}: {cause}") from cause
+        raise kind(f"{problem}: rank {rank}: {type(cause).__name__}: {cause}") from cause
 
 
 def _write(directory: str, state: dict[str, Any]) -> tuple[StoredFile, ...]:

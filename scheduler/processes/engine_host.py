@@ -28,7 +28,7 @@ from models.types import (
 from scheduler.processes.actors import Closable, EngineFactory
 from scheduler.processes.call_order import OrderedHost
 from scheduler.processes.unix_rpc import RpcServer
-from scheduler.processes.wire_types import KNOWN_ERRORS, Dialect, RemoteError, told
+from scheduler.processes.wire_types import KNOWN_ERRORS, Dialect, RemoteError, remote_error
 
 T = TypeVar("T")
 NOT_BY_SOCKET = ("start", "open_rpc", "call_in_order")
@@ -125,32 +125,32 @@ class EngineHost(OrderedHost):
         return notices
 
     async def pause(self) -> None:
-        await _told(self.engine.pause())
+        await _portable_errors(self.engine.pause())
 
     async def resume(self) -> None:
-        await _told(self.engine.resume())
+        await _portable_errors(self.engine.resume())
 
     async def begin_weights(self, link: GroupLink | None) -> None:
-        await _told(self.engine.begin_weights(link))
+        await _portable_errors(self.engine.begin_weights(link))
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        await _told(self.engine.load_bucket(bucket))
+        await _portable_errors(self.engine.load_bucket(bucket))
 
     async def commit_weights(self, version: int) -> WeightReceipt:
-        return await _told(self.engine.commit_weights(version))
+        return await _portable_errors(self.engine.commit_weights(version))
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return await _told(self.engine.score(token_ids))
+        return await _portable_errors(self.engine.score(token_ids))
 
     async def pressure(self) -> Pressure | None:
         """The engine's pressure; None if it can't report it."""
-        return await _told(self.engine.pressure()) if isinstance(self.engine, ReportsPressure) else None
+        return await _portable_errors(self.engine.pressure()) if isinstance(self.engine, ReportsPressure) else None
 
     async def sleep(self) -> int:
-        return await _told(cast(Sleeper, self.engine).sleep())
+        return await _portable_errors(cast(Sleeper, self.engine).sleep())
 
     async def wake(self) -> None:
-        await _told(cast(Sleeper, self.engine).wake())
+        await _portable_errors(cast(Sleeper, self.engine).wake())
 
     @property
     def engine(self) -> Engine:
@@ -166,18 +166,18 @@ class EngineHost(OrderedHost):
         ticket = request.ticket
         try:
             completion = await self.engine.generate(
-                request.prompt_ids, request.params, request.context, lambda: self._tell(FirstToken(ticket=ticket))
+                request.prompt_ids, request.params, request.context, lambda: self._notify(FirstToken(ticket=ticket))
             )
-            self._tell(Finished(ticket=ticket, completion=completion))
+            self._notify(Finished(ticket=ticket, completion=completion))
         except Exception as error:
-            self._tell(Failure(ticket=ticket, error=told(_portable(error), KNOWN_ERRORS)))
+            self._notify(Failure(ticket=ticket, error=remote_error(_portable(error), KNOWN_ERRORS)))
 
-    def _tell(self, notice: Notice) -> None:
+    def _notify(self, notice: Notice) -> None:
         self._notices.append(notice)
         self._news.set()
 
 
-async def _told(answer: Awaitable[T]) -> T:
+async def _portable_errors(answer: Awaitable[T]) -> T:
     try:
         return await answer
     except Exception as error:

@@ -184,9 +184,9 @@ class RayActor:
 
     def _reason(self, error: RayActorError) -> str:
         """Ray's cause, then the last lines of the process's log if that is on this machine."""
-        told = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        message = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         # Ray's text has ids before the detail and general advice after it.
-        detail = told.partition("Worker exit detail: ")[2].partition("Some common causes")[0].strip() or told
+        detail = message.partition("Worker exit detail: ")[2].partition("Some common causes")[0].strip() or message
         lines = _last_lines(self.process_id)
         tail = "".join(f"\n  | {line}" for line in lines) or " none"
         return f"process {self.process_id} is gone (killed, out of memory, or crashed). Ray: {detail} Last lines:{tail}"

@@ -153,8 +153,10 @@ class RayCluster:
             nodes = sorted({node for role in self._placement.seats for node in self.machines(role)})
             ask = ray.remote(num_cpus=0, max_retries=0)(_answer_of_folder)
             there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-            told = await asyncio.gather(*(ask.options(scheduling_strategy=place).remote(str(token)) for place in there))
-            return [f"on {names[node]} {answer}" for node, answer in zip(nodes, told, strict=True) if answer]
+            answers = await asyncio.gather(
+                *(ask.options(scheduling_strategy=place).remote(str(token)) for place in there)
+            )
+            return [f"on {names[node]} {answer}" for node, answer in zip(nodes, answers, strict=True) if answer]
         finally:
             token.unlink(missing_ok=True)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from scheduler.processes.wire_types import Dialect, RemoteError, args_type, decoder, encoder, made_anew, told
+from scheduler.processes.wire_types import Dialect, RemoteError, args_type, decoder, encoder, made_anew, remote_error
 
 # A frame is the number of its call, its kind, the length of its body, and the body. The kind of a call is the place of
 # its method in the dialect; that of an answer is ANSWERED or FAILED.
@@ -87,7 +87,7 @@ class RpcServer:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # any error: an unanswered caller would wait forever
-            answer = _frame(number, FAILED, _encoder.encode(told(error, self._errors)))
+            answer = _frame(number, FAILED, _encoder.encode(remote_error(error, self._errors)))
         writer.writelines(answer)
 
 

@@ -83,7 +83,7 @@ class RemoteTraceback(Exception):
     """The place in the other process where an error was raised; the cause of the error itself."""
 
 
-def told(error: BaseException, known: Mapping[str, type[Exception]]) -> RemoteError:
+def remote_error(error: BaseException, known: Mapping[str, type[Exception]]) -> RemoteError:
     """The error to send: as itself if its class is known, else as the nearest known base class, else as its
     traceback.
     """

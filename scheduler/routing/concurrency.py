@@ -28,7 +28,7 @@ class Aimd:
         self._most_in_flight = 0  # since the last check
         self._settling = False  # requests sent before the limit fell are still there, or were at the last check
 
-    def heard(self, pressure: Pressure, in_flight: int, held_back: bool) -> None:
+    def update(self, pressure: Pressure, in_flight: int, held_back: bool) -> None:
         """Update the limit by an engine's pressure, and by whether the limit held a request back since the last check.
 
         Preempted requests since the last check halve the limit, once its last fall has taken effect. A limit that held
@@ -132,7 +132,7 @@ class Concurrency:
         if pressure is None:
             self._looked_s[name] = math.inf  # it doesn't report pressure
             return
-        limit.heard(pressure, in_flight, name in self._held_back)
+        limit.update(pressure, in_flight, name in self._held_back)
         self._held_back.discard(name)
         self._count()
         self.changed()

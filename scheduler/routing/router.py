@@ -338,12 +338,12 @@ class Router:
             self._heard_s[name] = asyncio.get_running_loop().time()
             once()
 
-        told = replace(context, num_sampled=partial.num_sampled) if partial.num_sampled else context
+        engine_context = replace(context, num_sampled=partial.num_sampled) if partial.num_sampled else context
         waits = self._waits[name]
         try:
             async with asyncio.timeout(None) as wait:
                 waits.add(wait)
-                part = await engine.generate(partial.prompt_ids, partial.params, told, on_first_token)
+                part = await engine.generate(partial.prompt_ids, partial.params, engine_context, on_first_token)
             num_tokens = part.num_tokens
             self._heard_s[name] = asyncio.get_running_loop().time()
         except TimeoutError as error:
@@ -395,11 +395,11 @@ class _Death:
 class _Once:
     """A callback that runs once: a retried request has two first tokens."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-        self._told = False
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        self._called = False
 
     def __call__(self) -> None:
-        if not self._told:
-            self._told = True
-            self._tell()
+        if not self._called:
+            self._called = True
+            self._callback()

@@ -104,7 +104,7 @@ class ElasticPool:
         """Let this clock stand still while no slot serves the role."""
         self._clocks[role].append(clock)
         self._standing.pop(role, ExitStack()).close()
-        self._tell_clocks()
+        self._update_clocks()
 
     async def run(self) -> None:
         """Check, move, wait for news. Raises the error of a failed move, except for deaths."""
@@ -129,7 +129,7 @@ class ElasticPool:
             admit()
             if self._serves[slot] == role and (self._swaps or slot not in self._moving):  # it may have moved meanwhile
                 elastic.router.activate(name, engine)
-                self._tell_clocks()
+                self._update_clocks()
 
         await self._until_settled(slot)
         if self._serves[slot] != role:
@@ -203,7 +203,7 @@ class ElasticPool:
         self._moving.add(move.slot)
         self._serves[move.slot] = move.target
         self._roles[move.source].router.deactivate(self._engines[move.slot][move.source])
-        self._tell_clocks()
+        self._update_clocks()
 
     async def _carry_out(self, move: Move) -> None:
         clock = asyncio.get_running_loop().time
@@ -216,7 +216,7 @@ class ElasticPool:
             return
         finally:
             self._settle(move.slot)
-            self._tell_clocks()
+            self._update_clocks()
         self._learn_cost(move, cost_s)
         self.moves[f"{move.source}->{move.target}"] += 1
         self._events.span(f"{self.name} {move.slot}", f"switch {move.source}->{move.target}", started_s, clock(),
@@ -294,7 +294,7 @@ class ElasticPool:
             self._settled.clear()
             await self._settled.wait()
 
-    def _tell_clocks(self) -> None:
+    def _update_clocks(self) -> None:
         for role, elastic in self._roles.items():
             if elastic.router.serving:
                 self._standing.pop(role, ExitStack()).close()

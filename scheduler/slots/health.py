@@ -195,9 +195,9 @@ class RoleHealth:
             self._events.span(name, left.value, self._since_s[name], now_s, next=state.value)
         log.info("%s: %s -> %s", name, left.value, state.value)
         self.states[name], self._since_s[name] = state, now_s
-        self._tell_clocks()
+        self._update_clocks()
 
-    def _tell_clocks(self) -> None:
+    def _update_clocks(self) -> None:
         if self.is_out and self._outage is None:
             self._outage = ExitStack()
             for clock in self._clocks:
@@ -211,8 +211,8 @@ class RoleHealth:
         while True:
             await asyncio.sleep(self._config.check_every_s)
             engines, looked_s = self._router.alive, asyncio.get_running_loop().time()
-            look = await check_liveness(engines)
-            for name, death in (look.dead | self._hung(engines, look.silent, looked_s)).items():
+            liveness = await check_liveness(engines)
+            for name, death in (liveness.dead | self._hung(engines, liveness.silent, looked_s)).items():
                 self._router.mark_dead(name, engines[name], death)
 
     def _hung(self, engines: Mapping[str, Engine], silent: Set[str], looked_s: float) -> dict[str, EngineDied]:
@@ -240,18 +240,18 @@ class LivenessCheck:
 
 async def check_liveness(engines: Mapping[str, Engine]) -> LivenessCheck:
     """Check engines by an abort of a request that doesn't exist."""
-    looks = {name: asyncio.ensure_future(engine.abort(NOBODY)) for name, engine in engines.items()}
-    if not looks:
+    probes = {name: asyncio.ensure_future(engine.abort(NOBODY)) for name, engine in engines.items()}
+    if not probes:
         return LivenessCheck(dead={}, silent=frozenset())
     try:
-        done, _ = await asyncio.wait(looks.values(), timeout=LOOK_TIMEOUT_S)
+        done, _ = await asyncio.wait(probes.values(), timeout=LOOK_TIMEOUT_S)
     finally:
-        for look in looks.values():
-            look.cancel()
-    found = {name: look.exception() for name, look in looks.items() if look in done}
+        for probe in probes.values():
+            probe.cancel()
+    found = {name: probe.exception() for name, probe in probes.items() if probe in done}
     return LivenessCheck(
         dead={name: death for name, death in found.items() if isinstance(death, EngineDied)},
-        silent=looks.keys() - found.keys(),
+        silent=probes.keys() - found.keys(),
     )
 
 
@@ -287,11 +287,11 @@ async def push_to_living(sync: WeightSync, router: Router, version: int) -> Sync
 
 async def _gone_among(engines: Mapping[str, Engine], failure: Exception) -> Mapping[str, EngineDied]:
     """The engines that made a push fail: dead ones; after a timeout, those that hang."""
-    look = await check_liveness(engines)
-    if look.dead or not isinstance(failure, WeightSyncTimeout):
-        return look.dead
+    liveness = await check_liveness(engines)
+    if liveness.dead or not isinstance(failure, WeightSyncTimeout):
+        return liveness.dead
     late = failure.waiting_for & engines.keys()
-    hung = late & look.silent
+    hung = late & liveness.silent
     if not hung and late < engines.keys() and LEARNER not in failure.waiting_for:
         hung = late  # all others are done
     return {name: EngineDied(f"it hangs: {failure}") for name in hung}

@@ -43,7 +43,7 @@ def check_receipt(engine: str, version: int, sent: Mapping[str, str], receipt: W
         first = wrong[0]
         raise WeightMismatch(
             f"{engine} received other weights than version {version} in {tensor_groups(wrong)}: "
-            f"{first} arrived as {_told(got.get(first))}, {_told(sent.get(first))} was sent (xxh3-64)"
+            f"{first} arrived as {_checksum_text(got.get(first))}, {_checksum_text(sent.get(first))} was sent (xxh3-64)"
         )
     if receipt.unapplied:
         raise WeightMismatch(
@@ -89,10 +89,10 @@ def probe_bound(tolerance: float, last_error: float | None, noise_factor: float)
 def tensor_groups(names: Collection[str]) -> str:
     """Names of tensors in short: all of one layer as `model.layers.3.*`, a single one by its name."""
     counts = Counter(_group_of(name) for name in names)
-    told = [next(n for n in names if _group_of(n) == group) if count == 1 else f"{group}.* ({count} tensors)"
-            for group, count in counts.items()]  # fmt: skip
-    more = f" and {len(told) - GROUPS_SHOWN} more groups" if len(told) > GROUPS_SHOWN else ""
-    return ", ".join(told[:GROUPS_SHOWN]) + more
+    groups = [next(n for n in names if _group_of(n) == group) if count == 1 else f"{group}.* ({count} tensors)"
+              for group, count in counts.items()]  # fmt: skip
+    more = f" and {len(groups) - GROUPS_SHOWN} more groups" if len(groups) > GROUPS_SHOWN else ""
+    return ", ".join(groups[:GROUPS_SHOWN]) + more
 
 
 def span_of(bucket: WeightBucket) -> str:
@@ -111,7 +111,7 @@ def _agree(sent: str | None, got: str | None) -> bool:
     return sent == got or not sent or not got
 
 
-def _told(checksum: str | None) -> str:
+def _checksum_text(checksum: str | None) -> str:
     return "nothing" if checksum is None else checksum or "something unhashed"
 
 

@@ -155,10 +155,10 @@ def slot_memory(survey: Survey, parts: Mapping[str, list[Part]]) -> str:
             limit = f" of {pool.memory_gb:g} GB" if pool.memory_gb else ""
             roles = (" + ".join(seat.role for seat in here) or "no role") + by_turns(survey, name)
             lines.setdefault(f"{name}\0{held}{limit}  {roles}", []).append(str(slot))
-    told = [(key.split("\0"), slots) for key, slots in lines.items()]
-    wide = max(len(f"{name} {spanned(slots)}") for (name, _), slots in told)
+    rows = [(key.split("\0"), slots) for key, slots in lines.items()]
+    wide = max(len(f"{name} {spanned(slots)}") for (name, _), slots in rows)
     return "\n".join(
-        ["memory per slot", *(f"  {f'{name} {spanned(slots)}':<{wide}}  {text}" for (name, text), slots in told)]
+        ["memory per slot", *(f"  {f'{name} {spanned(slots)}':<{wide}}  {text}" for (name, text), slots in rows)]
     )
 
 

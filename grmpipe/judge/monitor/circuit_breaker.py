@@ -158,7 +158,7 @@ class Fitness:
     def __init__(self, breaker: CircuitBreaker) -> None:
         self._breaker = breaker
         self._loop = asyncio.get_running_loop()
-        self._told = ""
+        self._logged_cause = ""
 
     def record(self, result: object) -> None:
         """Count a result: a Failed is a failure, all else a success. Raises `unfit` when the gate closes for good."""
@@ -172,9 +172,9 @@ class Fitness:
     async def until_fit(self, clock: ActiveClock) -> None:
         """Wait for the end of a pause; deadlines stand still meanwhile."""
         while (left_s := self._breaker.seconds_to_pause(self._loop.time())) > 0:
-            if self._told != self._breaker.stop_cause():
-                self._told = self._breaker.stop_cause()
-                log.warning("%s pauses for %.0f s: %s", self.work, left_s, self._told)
+            if self._logged_cause != self._breaker.stop_cause():
+                self._logged_cause = self._breaker.stop_cause()
+                log.warning("%s pauses for %.0f s: %s", self.work, left_s, self._logged_cause)
             with clock.paused():
                 await asyncio.sleep(left_s)
 

@@ -44,10 +44,10 @@ class Limits:
             if (value := metrics.get(limit.metric)) is None:
                 continue
             self._never_read.discard(name)
-            if (told := broken(limit, value)) is None:
+            if (breach := broken(limit, value)) is None:
                 self._exceeded.discard(name)
                 continue
-            text = f"judge_monitor.limits.{name}: at step {step} {limit.metric} is {value:.4g}, {told}"
+            text = f"judge_monitor.limits.{name}: at step {step} {limit.metric} is {value:.4g}, {breach}"
             found.append(Exceeded(name=name, action=limit.action, text=text, new=name not in self._exceeded))
             self._exceeded.add(name)
         return found
@@ -57,17 +57,17 @@ class Limits:
 
     def never_read(self) -> list[str]:
         """A sentence on the limits whose metric no step had, except those of checks that may be switched off."""
-        told = []
+        messages = []
         for name in sorted(self._never_read):
             metric = self._limits[name].metric
             if metric in OF_CHECKS:
                 continue
             near = difflib.get_close_matches(metric, sorted(self._known), n=1)
-            told.append(
+            messages.append(
                 f"judge_monitor.limits.{name}: no step reported the metric {metric}"
                 + (f"; did you mean {near[0]}?" if near else "")
             )
-        return told
+        return messages
 
 
 def broken(limit: LimitConfig, value: float) -> str | None:

@@ -162,7 +162,7 @@ def _experts(turns: Sequence[Turn], num_tokens: int) -> np.ndarray | None:
         return None
     experts_TLK = np.full((num_tokens, *known[0].shape[1:]), ANY_EXPERT, dtype=np.int16)
     num_filled = 0
-    for told in known:
-        experts_TLK[num_filled : len(told)] = told[num_filled:]
-        num_filled = len(told)
+    for turn_experts_TLK in known:
+        experts_TLK[num_filled : len(turn_experts_TLK)] = turn_experts_TLK[num_filled:]
+        num_filled = len(turn_experts_TLK)
     return experts_TLK

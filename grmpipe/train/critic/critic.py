@@ -90,8 +90,8 @@ class Critic:
         try:
             metrics = await (self._several_updates() if self._updates > 1 else self._one_update())
         finally:
-            told = self._close_batch()
-        return {**metrics, **quality, **told}
+            batch_metrics = self._close_batch()
+        return {**metrics, **quality, **batch_metrics}
 
     async def discard(self) -> None:
         """Drop the open batch: its gradients and samples."""
@@ -136,9 +136,12 @@ class Critic:
         return values_T[trained_T], returns_T[trained_T]
 
     def _close_batch(self) -> Metrics:
-        told = {"critic/wait_s": self._waited_s, "critic/precomputed_share": self._num_ahead / max(1, self._num_taken)}
+        metrics = {
+            "critic/wait_s": self._waited_s,
+            "critic/precomputed_share": self._num_ahead / max(1, self._num_taken),
+        }
         self._packer.discard()
         self._samples, self._passes = [], []
         self._waited_s, self._num_ahead, self._num_taken = 0.0, 0, 0
         self.value_cache.resume()
-        return told
+        return metrics

@@ -44,8 +44,8 @@ class CriticLearner(ScalarRank):
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
         try:
-            means, told = self._update()
+            means, update_metrics = self._update()
         except NonFiniteGradients as error:
             raise NonFiniteGradients(error.norm, "critic.lr") from None
         learnt = {f"critic/{name}": value for name, value in means.items()}
-        return learnt | {f"critic/{name.removeprefix('train/')}": value for name, value in told.items()}
+        return learnt | {f"critic/{name.removeprefix('train/')}": value for name, value in update_metrics.items()}

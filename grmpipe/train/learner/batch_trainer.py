@@ -115,10 +115,10 @@ class BatchTrainer:
             return await self._improve(groups)
         both = [self._critic.step()] if self._policy_rests else [self._improve(groups), self._critic.step()]
         metrics: Metrics = {}
-        for told in await asyncio.gather(*both, return_exceptions=True):
-            if isinstance(told, BaseException):
-                raise told
-            metrics |= told
+        for outcome in await asyncio.gather(*both, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            metrics |= outcome
         return metrics
 
     async def _improve(self, groups: Sequence[JudgedGroup]) -> Metrics:

@@ -181,11 +181,11 @@ class Learner(TrainingRank):
         factor = self._world_size / denominator  # FSDP2 averages over ranks; a batch's loss is a sum over them
         try:
             rate = learning_rate(self._version / self._updates_per_batch, self._train)
-            told = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
+            update_metrics = update(self._model, self._optimizer, factor, rate, self._train.max_grad_norm)
         finally:
             self.discard()
         self._version += 1
-        return {**metrics, **told, **self._reset_if_due()}
+        return {**metrics, **update_metrics, **self._reset_if_due()}
 
     def _reset_if_due(self) -> Metrics:
         """Reset at the end of a batch, before its weights are pushed or saved."""

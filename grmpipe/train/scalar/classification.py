@@ -14,13 +14,13 @@ NUM_BINS = 10
 
 def quality(probabilities: Sequence[float], rights: Sequence[bool]) -> Metrics:
     """All metrics of this module; `base_rate` is the share of positives. No AUC without examples of both kinds."""
-    told = {
+    metrics = {
         "accuracy": accuracy(probabilities, rights),
         "brier": brier(probabilities, rights),
         "calibration_error": calibration_error(probabilities, rights),
         "base_rate": fmean(rights),
     }
-    return told | ({"auc": auc(probabilities, rights)} if len(set(rights)) == 2 else {})
+    return metrics | ({"auc": auc(probabilities, rights)} if len(set(rights)) == 2 else {})
 
 
 def accuracy(probabilities: Sequence[float], rights: Sequence[bool]) -> float:

@@ -51,5 +51,5 @@ class ScalarLearner(ScalarRank):
 
         Raises NonFiniteGradients, on all ranks, with the batch discarded.
         """
-        means, told = self._update()
-        return {"train/loss": means["loss"], **told}
+        means, update_metrics = self._update()
+        return {"train/loss": means["loss"], **update_metrics}

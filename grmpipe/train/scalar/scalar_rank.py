@@ -104,11 +104,11 @@ class ScalarRank(TrainingRank):
             factor = self._world_size / weight
             train = self._scalar_spec.train
             rate = learning_rate(self._version / self._scalar_spec.updates_per_batch, train)
-            told = update(self._model, self._optimizer, factor, rate, train.max_grad_norm)
+            update_metrics = update(self._model, self._optimizer, factor, rate, train.max_grad_norm)
         finally:
             self.discard()
         self._version += 1
-        return {name: value / weight for name, value in sums.items()}, told
+        return {name: value / weight for name, value in sums.items()}, update_metrics
 
     def _here(self, array: np.ndarray) -> Tensor:
         return torch.tensor(array, device=self._device)  # copies: arrays out of an object store are read-only

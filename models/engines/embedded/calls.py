@@ -39,7 +39,7 @@ class Waiter:
     answer: Answer[Completion]
     on_first_token: Callable[[], None]
 
-    def tell_first_token(self) -> None:
+    def notify_first_token(self) -> None:
         if self.on_first_token is not ignore_first_token:
             self.answer.call(self.on_first_token)
 

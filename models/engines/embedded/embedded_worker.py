@@ -106,7 +106,7 @@ class EmbeddedWorker:
         self._busy_s += time.perf_counter() - started_s
         for row in changes.begun:
             for waiter in self._tickets_by_row[row].waiters:
-                waiter.tell_first_token()
+                waiter.notify_first_token()
         for row in changes.finished:
             self._answer(self._tickets_by_row[row])
 
@@ -119,7 +119,7 @@ class EmbeddedWorker:
             ticket = EmbeddedRequest(context.request_id, row)
             self._tickets[context.request_id] = self._tickets_by_row[row] = ticket
         elif ticket.row.token_ids:
-            waiter.tell_first_token()
+            waiter.notify_first_token()
         ticket.waiters.append(waiter)
 
     def give_up(self, request_id: str, waiter: Waiter) -> None:

@@ -31,7 +31,7 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
         """Make the client, with the variables of the chat template in each request."""
         from models.engines.openai.openai_engine import OpenAIEngine
 
-        return OpenAIEngine(model.path, role, told_options(self.options, model), limits=limits)
+        return OpenAIEngine(model.path, role, request_options(self.options, model), limits=limits)
 
     def check_installed(self, role: str, model: ModelConfig, key: OptionKey) -> None:
         options = self.options
@@ -48,7 +48,7 @@ class OpenAIKind(EngineKind[OpenAIConfig]):
             )
 
 
-def told_options(options: OpenAIConfig, model: ModelConfig) -> OpenAIConfig:
+def request_options(options: OpenAIConfig, model: ModelConfig) -> OpenAIConfig:
     """The options with the model's `chat_template_kwargs` among the fields of each request."""
     if not model.chat_template_kwargs:
         return options

@@ -19,9 +19,9 @@ MERGED = (
 )
 
 
-def digests_of(told: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def digests_of(reply: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Parameter -> its checksum on every rank, from an answer of /weights_checker."""
-    ranks = [rank["checksums"] for rank in told.get("ranks") or ()]
+    ranks = [rank["checksums"] for rank in reply.get("ranks") or ()]
     return {name: tuple(str(rank[name]) for rank in ranks if name in rank) for name in (ranks[0] if ranks else ())}
 
 

@@ -23,11 +23,13 @@ class SglangKind(GpuEngineKind[SglangConfig]):
         """Start a server, or join the running one of this replica."""
         from models.engines.sglang.sglang_engine import SglangEngine
 
-        told = (spec.path, spec.role, self.options)
+        common_args = (spec.path, spec.role, self.options)
         if self.joined:
-            return SglangEngine.join(self.options.urls[rank], *told, seed=spec.seed, chat_template=spec.chat_template)
+            return SglangEngine.join(
+                self.options.urls[rank], *common_args, seed=spec.seed, chat_template=spec.chat_template
+            )
         return SglangEngine.start(
-            *told,
+            *common_args,
             dtype=spec.dtype,
             device=spec.device,
             seed=spec.seed,

@@ -78,8 +78,8 @@ class SglangRequest:
         self.on_begin()
         if not self.begun and self.sampled.token_ids:
             self.begun = True
-            for tell in self.listeners:
-                tell()
+            for notify in self.listeners:
+                notify()
 
 
 def body_of(

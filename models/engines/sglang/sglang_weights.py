@@ -83,9 +83,11 @@ class SglangWeights:
         await self._close_session()
         name = str(version)
         await self._http.post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
-        told = str((await self._http.get("/model_info")).get("weight_version"))
-        if told != name:
-            raise RuntimeError(f"weights: version {name} was sent to SGLang at {self._http.url}, but it reports {told}")
+        reported = str((await self._http.get("/model_info")).get("weight_version"))
+        if reported != name:
+            raise RuntimeError(
+                f"weights: version {name} was sent to SGLang at {self._http.url}, but it reports {reported}"
+            )
         collected, self._checksums = self._checksums, {}
         after = await self._parameters()
         missing = unapplied(self._sent, self._last_sent, self._before, after)

@@ -18,7 +18,7 @@ class PressureGauge:
     def __init__(self) -> None:
         self.pressure = Pressure(num_running=0, num_waiting=0, kv_share=0.0, num_preempted=0)
 
-    def heard(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
+    def update(self, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         last, preempted = self.pressure, 0 if iteration is None else iteration.num_preempted_reqs
         self.pressure = Pressure(
             num_running=last.num_running if scheduler is None else scheduler.num_running_reqs,
@@ -43,7 +43,7 @@ class PressureGauge:
                 mm_cache_stats: MultiModalCacheStats | None = None,
                 engine_idx: int = 0,
             ) -> None:
-                gauge.heard(scheduler_stats, iteration_stats)
+                gauge.update(scheduler_stats, iteration_stats)
 
             def log_engine_initialized(self) -> None:
                 return None

@@ -54,8 +54,8 @@ def wider_options(one: VllmConfig, other: VllmConfig) -> VllmConfig:
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in WIDER}
     wider: dict[str, Any] = {}
     for name, pair in pairs.items():
-        told = [value for value in pair if value is not None]
-        wider[name] = 0 if name in ZERO_IS_ALL and 0 in told else max(told, default=None)
+        values = [value for value in pair if value is not None]
+        wider[name] = 0 if name in ZERO_IS_ALL and 0 in values else max(values, default=None)
     return replace(one, **(wider | dict.fromkeys(UNUSED, False)))
 
 

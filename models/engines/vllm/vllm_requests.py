@@ -40,8 +40,8 @@ class VllmRequest:
     def begin(self) -> None:
         if not self.begun:
             self.begun = True
-            for tell in self.listeners:
-                tell()
+            for notify in self.listeners:
+                notify()
 
 
 @dataclass(slots=True)

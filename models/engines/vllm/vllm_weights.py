@@ -16,7 +16,7 @@ from models.weights.receiving import received
 from models.weights.weight_files import SharedArena
 
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "ConnectionError": ConnectionError}
-TOLD = re.compile(r"<<(\w+)>>(.*)<<end>>", re.DOTALL)
+REPORTED_ERROR = re.compile(r"<<(\w+)>>(.*)<<end>>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,6 @@ def reading_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if told := TOLD.search(str(error)):
-            raise ERRORS[told[1]](told[2]) from error
+        if reported := REPORTED_ERROR.search(str(error)):
+            raise ERRORS[reported[1]](reported[2]) from error
         raise

@@ -24,7 +24,7 @@ from grmpipe.validate.models import find_model
 from grmpipe.validate.places import seat_roles
 from grmpipe.validate.prepare import prepare
 from models.engines.openai.openai_engine import OpenAIEngine
-from models.engines.openai.openai_kind import OpenAIKind, told_options
+from models.engines.openai.openai_kind import OpenAIKind, request_options
 from models.lm.footprint import Heads, heads_of
 from models.settings import EmbeddedConfig, VllmConfig
 from models.tiny.resolve import SHIPPED
@@ -99,7 +99,7 @@ def test_what_a_judge_outside_has_its_chat_template_told_stands_in_each_request(
     async def ask() -> None:
         role = served("grm", config(grm=grm, engine=options))
         assert isinstance(role.engine, OpenAIKind)
-        told = told_options(role.engine.options, role.model)
+        told = request_options(role.engine.options, role.model)
         engine = OpenAIEngine("judge", "grm", told, httpx.MockTransport(answer))
         question = (Message(role="user", content="How good is it?"),)
         await engine.chat(

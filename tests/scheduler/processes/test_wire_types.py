@@ -46,7 +46,7 @@ from scheduler.processes.wire_types import (
     decoder,
     encoder,
     made_anew,
-    told,
+    remote_error,
     types_of_call,
 )
 
@@ -141,13 +141,13 @@ class Rank:
 
 def test_errors_arrive_as_themselves_as_the_nearest_known_kind_or_as_a_traceback() -> None:
     known = Dialect.of(Rank).errors
-    torn = made_anew(told(TornBatch(float("inf"), "train.lr", ("g1",)), known), known)
+    torn = made_anew(remote_error(TornBatch(float("inf"), "train.lr", ("g1",)), known), known)
     assert isinstance(torn, TornBatch) and torn.norm == float("inf") and torn.group_ids == ("g1",)
-    died = made_anew(told(EngineDied("gone"), KNOWN_ERRORS), KNOWN_ERRORS)
+    died = made_anew(remote_error(EngineDied("gone"), KNOWN_ERRORS), KNOWN_ERRORS)
     assert type(died) is EngineDied and str(died) == "gone"
-    decoding = made_anew(told(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), KNOWN_ERRORS), KNOWN_ERRORS)
+    decoding = made_anew(remote_error(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), KNOWN_ERRORS), KNOWN_ERRORS)
     assert type(decoding) is ValueError and "can't decode" in str(decoding)
-    strange = made_anew(told(pickle.PicklingError("odd"), KNOWN_ERRORS), KNOWN_ERRORS)
+    strange = made_anew(remote_error(pickle.PicklingError("odd"), KNOWN_ERRORS), KNOWN_ERRORS)
     assert type(strange) is RuntimeError and "PicklingError: odd" in str(strange)
 
 

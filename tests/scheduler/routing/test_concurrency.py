@@ -122,38 +122,38 @@ def told(num_running: int, num_preempted: int = 0, kv_share: float = 0.5) -> Pre
 def thrashed_at(num_running: int) -> Aimd:
     """A limit that has fallen, and whose fall has taken effect."""
     limit = Aimd()
-    limit.heard(told(num_running, num_preempted=1), in_flight=num_running, held_back=False)
-    limit.heard(told(1, num_preempted=1), in_flight=0, held_back=False)
+    limit.update(told(num_running, num_preempted=1), in_flight=num_running, held_back=False)
+    limit.update(told(1, num_preempted=1), in_flight=0, held_back=False)
     return limit
 
 
 def test_a_limit_is_infinite_until_the_first_preemption_and_is_halved_from_what_ran_then() -> None:
     limit = Aimd()
-    limit.heard(told(100), in_flight=500, held_back=False)
+    limit.update(told(100), in_flight=500, held_back=False)
     assert limit.limit == math.inf
-    limit.heard(told(60, num_preempted=3), in_flight=500, held_back=False)
+    limit.update(told(60, num_preempted=3), in_flight=500, held_back=False)
     assert limit.limit == 30
 
 
 def test_a_fall_takes_effect_before_the_next_one() -> None:
     limit = Aimd()
-    limit.heard(told(60, num_preempted=3), in_flight=500, held_back=False)
-    limit.heard(told(60, num_preempted=9), in_flight=200, held_back=True)  # sent before it fell
-    limit.heard(told(30, num_preempted=12), in_flight=30, held_back=True)  # and preempted before they had left
+    limit.update(told(60, num_preempted=3), in_flight=500, held_back=False)
+    limit.update(told(60, num_preempted=9), in_flight=200, held_back=True)  # sent before it fell
+    limit.update(told(30, num_preempted=12), in_flight=30, held_back=True)  # and preempted before they had left
     assert limit.limit == 30
-    limit.heard(told(30, num_preempted=13), in_flight=30, held_back=True)
+    limit.update(told(30, num_preempted=13), in_flight=30, held_back=True)
     assert limit.limit == 15
 
 
 def test_a_limit_rises_fast_to_near_where_it_thrashed_and_then_by_one() -> None:
     limit, seen = thrashed_at(100), []
     for _ in range(6):
-        limit.heard(told(50, num_preempted=1), in_flight=50, held_back=True)
+        limit.update(told(50, num_preempted=1), in_flight=50, held_back=True)
         seen.append(limit.limit)
     assert seen == [70, 80, 85, 87.5, 88.75, 89.375]  # one check each; then only after rounds of requests
     for _ in range(PROBE_ROUNDS * 90):
         limit.ended(50)
-    limit.heard(told(50, num_preempted=1), in_flight=50, held_back=True)
+    limit.update(told(50, num_preempted=1), in_flight=50, held_back=True)
     assert limit.limit == 90.375
 
 
@@ -162,14 +162,14 @@ def test_a_limit_beyond_where_it_thrashed_once_rises_fast_again() -> None:
     for _ in range(200):
         for _ in range(100):
             limit.ended(1)
-        limit.heard(told(1, num_preempted=1), in_flight=1, held_back=True)
+        limit.update(told(1, num_preempted=1), in_flight=1, held_back=True)
     assert limit.limit > 300
 
 
 @pytest.mark.parametrize(("held_back", "kv_share"), [(False, 0.5), (True, 0.96)])
 def test_a_limit_that_nobody_meets_or_a_full_cache_stays_where_it_is(held_back: bool, kv_share: float) -> None:
     limit = thrashed_at(10)
-    limit.heard(told(5, num_preempted=1, kv_share=kv_share), in_flight=5, held_back=held_back)
+    limit.update(told(5, num_preempted=1, kv_share=kv_share), in_flight=5, held_back=held_back)
     assert limit.limit == 5
 
 
