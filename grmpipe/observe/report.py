@@ -140,7 +140,7 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile(name=name.replace("_", " "), value=short(value), before=before)
     if run.asked:
         yield Tile(name="judgements", value=f"{run.asked:,}")
-        yield Tile(name="failed", value=f"{100 * sum(run.failed.values()) / run.asked:.2g} %")
+        yield Tile(name="failed", value=percent(sum(run.failed.values()) / run.asked))
     if oldest := run.series("staleness/max"):
         yield Tile(name="staleness, at most", value=short(max(age for _, age in oldest)))
 
@@ -150,9 +150,14 @@ def failure_bars(run: RunFiles) -> list[Bar]:
     most = max(run.failed.values(), default=0) or 1
     ordered = sorted(run.failed.items(), key=lambda item: -item[1])
     return [
-        Bar(name=cause, share=count / most, text=f"{count:,} ({100 * count / max(1, run.asked):.2g} %)")
+        Bar(name=cause, share=count / most, text=f"{count:,} ({percent(count / max(1, run.asked))})")
         for cause, count in ordered
     ]
+
+
+def percent(share: float) -> str:
+    """With two significant digits, so that a rare failure isn't 0 %."""
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 
 def wait_bars(run: RunFiles) -> list[Bar]:

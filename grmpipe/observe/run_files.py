@@ -100,7 +100,7 @@ def read_run(run_dir: Path) -> RunFiles:
         wall_s=number(summary, "wall_s"),
         steps=int(number(summary, "steps") or max((line["step"] for line in metrics), default=0)),
         metrics=metrics,
-        eval_initial=numbers_of(part(evaluations, "initial")) or look_of(metrics[:1]),
+        eval_initial=numbers_of(part(evaluations, "initial")) if summary else look_of(metrics[:1]),
         eval_final=numbers_of(part(evaluations, "final")) or look_of([*filter(look_of_line, metrics)][1:][-1:]),
         busy_s=numbers_of(part(summary, "busy_s")),
         asked=int(number(judging, "asked") or sum(line.get("judge/asked", 0) for line in metrics)),

@@ -123,6 +123,15 @@ def test_a_run_shows_its_ends_its_bottleneck_its_alarms_and_its_failures_by_caus
     assert (tmp_path / REPORT).read_text().count('class="band"') == 2, "the alarm is marked beside score and truth"
 
 
+def test_an_evaluation_has_one_value_of_each_metric(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.75}\n')
+    judging = JudgingSummary(asked=8, counted=0, failed={"too_long": 8})
+    summary(steps=0, eval=EvalSummary(final={"accuracy": 0.75}), judging=judging).write(tmp_path / "summary.json")
+    text = text_of(tmp_path)
+    assert "accuracy 0.75 judgements 8 failed 100 %" in text
+    assert "too_long 8 (100 %)" in text
+
+
 def test_a_failed_run_tells_its_first_cause_and_the_end_of_its_log(tmp_path: Path) -> None:
     summary(status="failed", failure="the gradient norm is nan").write(tmp_path / "summary.json")
     (tmp_path / "run.log").write_text("INFO: early\nERROR: late words\n")
