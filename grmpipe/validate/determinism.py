@@ -62,7 +62,7 @@ def refused_roles(roles: Roles) -> Iterator[str]:
     for served in roles.served.values():
         if not served.engine.batch_invariant:
             yield (
-                f"with {served.name}.engine={served.model.engine} a request's tokens depend on those beside it; type "
+                f"with {served.name}.engine={served.model.engine} a request's tokens depend on its batch; type "
                 f"{served.name}.engine={able}"
             )
     for role in roles.values():

@@ -64,8 +64,8 @@ def open_batch_invariant_decoder(
     decoder = BatchInvariantDecoder(plain, slots)
     if not is_batch_invariant(decoder, slots, max_rows, max_tokens):
         raise ValueError(
-            f"engine.embedded.batch_invariant: on this machine the logits of a {type(model).__name__} change in their "
-            "last bits with the requests beside them; type train.deterministic=false"
+            f"engine.embedded.batch_invariant: on this machine the last bits of the logits of a {type(model).__name__} "
+            "depend on the other requests of the batch; type train.deterministic=false"
         )
     return decoder, slots
 

@@ -1,4 +1,4 @@
-"""Regular expressions that a text is held to while it is sampled: which tokens may come next. Knows no model."""
+"""Regular expressions for sampled text: which tokens may come next. Knows no model."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ class Grammar:
         self._compiled = lru_cache(MAX_PATTERNS)(self._compile)
 
     def check(self, pattern: str) -> None:
-        """Raises ValueError for a pattern that no text can be held to."""
+        """Raises ValueError for a pattern that can't be read."""
         self._compiled(pattern)
 
     def start(self, pattern: str) -> Matcher:
-        """Of a text that is to match. Raises what `check` raises."""
+        """The state of an empty text that must match. Raises what `check` raises."""
         return self._compiled(pattern).deep_copy()
 
     def allowed_NV(self, matchers: Sequence[Matcher]) -> Tensor:
-        """bool: tokens that may come next in each text; those that end it only where the pattern may end, or where the
-        vocabulary has no way on."""
+        """bool: the tokens that may come next in each text. A stop token may if the pattern may end there, or if no
+        other token fits.
+        """
         bias = b"".join(matcher.compute_logit_bias() for matcher in matchers)  # a byte for each token
         allowed_NV = torch.frombuffer(bytearray(bias), dtype=torch.uint8).view(len(matchers), -1) > 0
         may_end_N = torch.tensor([matcher.is_accepting() for matcher in matchers]) | ~allowed_NV.any(1)
