@@ -28,7 +28,7 @@ def make_parts(
         sync=running.sync,
         engines=running.policy,
         critic=running.critic,
-        share=running.share,
+        share=running.maintenance.share,
         cotraining=cotraining,
     )
     return compose(
@@ -57,7 +57,7 @@ def make_play(prepared: Prepared, policy: Engine, temperature: float) -> Play:
 
 def make_evaluator(prepared: Prepared, running: RunComponents) -> Evaluator:
     clock = ActiveClock()
-    running.stops(clock)
+    running.maintenance.stops(clock)
     return Evaluator(
         prompts=prepared.held_out,
         play_sampled=make_play(prepared, running.policy, 1.0),

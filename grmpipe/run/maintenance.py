@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 
 from grmpipe.run.engines import ServingEngines, elastic_pools
@@ -29,16 +29,22 @@ class Maintenance:
     elastic: tuple[ElasticPool, ...]
     share: TimeShare | None
 
-    def stops(self, role: str, clock: ActiveClock) -> None:
-        """Let this clock stand still while engines of a role can't answer."""
+    def stops(self, clock: ActiveClock, role: str | None = None) -> None:
+        """Let this clock stand still while engines can't answer: those of a role, or of any."""
         for health in self.health:
-            if health.role == role:
+            if role in (None, health.role):
                 health.stops(clock)
         for pool in self.elastic:
-            if role in pool.slots_by_role:
+            if role is not None and role in pool.slots_by_role:
                 pool.stops(role, clock)
-        if self.share is not None and self.share.serves(role):
+        if self.share is not None and (role is None or self.share.serves(role)):
             self.share.stops(clock)
+
+    def loops(self) -> dict[str, Coroutine[object, object, object]]:
+        """Name in errors -> what runs next to the flow."""
+        loops: dict[str, Coroutine[object, object, object]] = {}
+        loops |= {f"the health of {health.role}": health.run() for health in self.health}
+        return loops | {f"the balance of {pool.name}": pool.run() for pool in self.elastic}
 
 
 def make_maintenance(

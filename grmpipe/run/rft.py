@@ -71,7 +71,7 @@ class RftRun(Run[Prepared]):
 
     async def _train(self, running: RunComponents) -> None:
         self._observers.metrics.truncate_after(-1)  # a resume makes the steps again
-        push = compose_push(running.sync, running.policy, running.share)
+        push = compose_push(running.sync, running.policy, running.maintenance.share)
         await push(0)
         await self._evaluate(running, "initial")
         num_judging_tasks, num_samples = len(self._prepared.prompts), self._config.rft.num_samples

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grmpipe.run.cotrain.grm_settings import TrainableGrm
 from grmpipe.run.engines import ServingEngines, start_routers
-from grmpipe.run.maintenance import make_maintenance
+from grmpipe.run.maintenance import Maintenance, make_maintenance
 from grmpipe.run.registry import CLUSTERS, JUDGES
 from grmpipe.run.start_critic import ROLE as CRITIC
 from grmpipe.run.start_critic import start_critic
@@ -41,9 +41,6 @@ from scheduler.processes.actors import Cluster
 from scheduler.processes.serial_starts import SerialStarts
 from scheduler.routing.router import Router
 from scheduler.routing.scorers import ScorerPool
-from scheduler.slots.elastic import ElasticPool
-from scheduler.slots.health import RoleHealth
-from scheduler.slots.time_share import TimeShare
 from scheduler.weights.weight_sync import WeightSync
 
 log = logging.getLogger(__name__)
@@ -68,9 +65,7 @@ class RunComponents:
     learner: LearnerGroup
     judge: Judge
     sync: WeightSync
-    health: tuple[RoleHealth, ...]  # of roles with engines here
-    elastic: tuple[ElasticPool, ...]
-    share: TimeShare | None  # the time-shared pool of the learner
+    maintenance: Maintenance
     remote_judge: ChatEngine | None
     scorers: ScorerPool | None  # the meta-RM
     trainable_grm: TrainableGrm | None  # if the GRM is trained
@@ -79,17 +74,8 @@ class RunComponents:
 
     def background(self) -> dict[str, Coroutine[object, object, object]]:
         """Name in errors -> what runs next to the flow."""
-        loops: dict[str, Coroutine[object, object, object]] = {}
-        loops |= {f"the health of {health.role}": health.run() for health in self.health}
-        loops |= {f"the balance of {pool.name}": pool.run() for pool in self.elastic}
+        loops = self.maintenance.loops()
         return loops if self.critic is None else loops | {"the values of the critic": self.critic.value_cache.run()}
-
-    def stops(self, clock: ActiveClock) -> None:
-        """Let this clock stand still while engines can't answer: a role has none, or it is the learner's phase."""
-        for health in self.health:
-            health.stops(clock)
-        if self.share is not None:
-            self.share.stops(clock)
 
     async def close(self) -> None:
         if self.remote_judge is not None:
@@ -124,7 +110,7 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
     maintenance = make_maintenance(prepared, served, learner, syncs, events)
     remote, answering = connect_remote_judge(roles), ActiveClock()
     if prepared.grm is not None:
-        maintenance.stops(prepared.grm.name, answering)
+        maintenance.stops(answering, prepared.grm.name)
     asked = find_grm(prepared, served.routers, remote, events, answering)
     return RunComponents(
         cluster=cluster,
@@ -132,9 +118,7 @@ async def start_on(cluster: Cluster, prepared: Prepared, events: EventSink, run_
         learner=learner,
         judge=JUDGES[config.judge.kind](prepared, asked, meta_rm_of(prepared.meta_rm, scorers)),
         sync=sync,
-        health=maintenance.health,
-        elastic=maintenance.elastic,
-        share=maintenance.share,
+        maintenance=maintenance,
         remote_judge=remote,
         scorers=scorers,
         trainable_grm=grm,

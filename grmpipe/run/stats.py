@@ -62,8 +62,8 @@ class RunStats:
 
     def watch(self, running: RunComponents) -> None:
         """Take statistics from the started components from now on."""
-        self.cluster, self.health, self.elastic = running.cluster, running.health, running.elastic
-        self.scorers, self.critic = running.scorers, running.critic
+        self.cluster, self.scorers, self.critic = running.cluster, running.scorers, running.critic
+        self.health, self.elastic = running.maintenance.health, running.maintenance.elastic
 
     @property
     def since_start_s(self) -> float:

@@ -95,7 +95,7 @@ class TrainingRun(Run[Prepared]):
             config.train, config.rollout, config.algorithm, config.judge.max_concurrency, config.seed
         )
         self._pipeline = pipeline = Pipeline(parts, numbers, after_step, pipeline_state, kept)
-        running.stops(pipeline.clock)
+        running.maintenance.stops(pipeline.clock)
         if self._state is not None:
             pipeline.counters.restore(self._state.totals)
         if not periodic_eval.initial:
@@ -172,7 +172,7 @@ class TrainingRun(Run[Prepared]):
             running.trainable_grm,
             self._run_dir,
             self._observers.timeline,
-            running.health,
+            running.maintenance.health,
             self._state.grm_pipeline_state if self._state is not None else None,
         )
         return self._stats.cotraining
